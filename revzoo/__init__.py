@@ -1,0 +1,57 @@
+"""revzoo: a zoo of reversible networks whose activations are rebuilt in backward instead of stored."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from revzoo.analysis.memory import MemoryReport, measure_memory
+    from revzoo.analysis.verify import VerifyReport, verify
+    from revzoo.builder import build
+    from revzoo.model import Model
+    from revzoo.spec import Spec, list_models, load_spec
+    from revzoo.weights import create
+
+__version__ = "0.1.0"
+
+# Public names and their homes. They are imported on first use, so that listing models does not import torch.
+_HOMES = {
+    "MemoryReport": "revzoo.analysis.memory",
+    "Model": "revzoo.model",
+    "Spec": "revzoo.spec",
+    "VerifyReport": "revzoo.analysis.verify",
+    "build": "revzoo.builder",
+    "create": "revzoo.weights",
+    "list_models": "revzoo.spec",
+    "load_spec": "revzoo.spec",
+    "measure_memory": "revzoo.analysis.memory",
+    "verify": "revzoo.analysis.verify",
+}
+
+__all__ = [
+    "MemoryReport",
+    "Model",
+    "Spec",
+    "VerifyReport",
+    "build",
+    "create",
+    "list_models",
+    "load_spec",
+    "measure_memory",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("errors", "runtime"):
+        return import_module(f"revzoo.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'revzoo' has no attribute {name!r}. Public names: {', '.join(__all__)}.")
+    if name == "load_spec":
+        import_module("revzoo.parts")  # fills the registries, so that the arguments of parts are checked too
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

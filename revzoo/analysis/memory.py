@@ -1,0 +1,227 @@
+"""Where the memory of a training step goes: counted, exactly, on any device or on none."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from revzoo.analysis.trial import borrowed, call, fake_mode, faked, linear_loss
+from revzoo.errors import InputError
+from revzoo.runtime.memory import LiveBytes
+
+MODES = ("store", "invert", "recompute")
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one forward and backward.
+
+    Args:
+        peak_bytes: everything alive at the peak: weights, buffers, those gradients that exist by then, the optimizer's
+            state if given, batch and activations.
+        activation_bytes: the peak of everything above weights, buffers, parameter gradients, optimizer state and batch:
+            activations, their gradients and temporaries. The only part that a schedule changes.
+        after_forward_bytes: what of that waits for backward between the two (the outputs are in the loss by then).
+        gradient_bytes: all parameter gradients, as after backward.
+        optimizer_bytes: the optimizer's state, as after a step; 0 when none was given.
+        allocator_peak_bytes: the CUDA allocator's own peak, with kernel workspaces and whatever else is on the card.
+        allocator_reserved_bytes: the CUDA allocator's peak of memory taken from the driver, which `nvidia-smi` shows.
+    """
+
+    peak_bytes: int
+    activation_bytes: int
+    after_forward_bytes: int
+    weight_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    allocator_peak_bytes: int | None = None
+    allocator_reserved_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, int | None]:
+        """Return the fields by name."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        rows = [(label, getattr(self, field)) for field, label in _LABELS.items() if getattr(self, field) is not None]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {format_bytes(size):>10}" for label, size in rows)
+
+
+_LABELS = {
+    "weight_bytes": "weights",
+    "buffer_bytes": "buffers",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer state",
+    "batch_bytes": "batch",
+    "after_forward_bytes": "activations after forward",
+    "activation_bytes": "activations at the peak",
+    "peak_bytes": "peak of everything",
+    "allocator_peak_bytes": "CUDA peak allocated",
+    "allocator_reserved_bytes": "CUDA peak reserved",
+}
+_SCHEDULED = ("after_forward_bytes", "activation_bytes", "peak_bytes")  # what the choice of mode can change
+
+
+def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+    """Count what one forward and backward of the model holds in memory.
+
+    The loss is the sum of all outputs, which saves nothing, with a gradient of its own as a real loss has; the outputs
+    are let go before backward. The step is run as the model is now (schedule, training flag, surrounding autocast) and
+    leaves no trace: gradients, buffers and random streams are put back; on CUDA the allocator's peak is reset.
+
+    Args:
+        model: any module. With FakeTensor or meta parameters nothing is allocated: the step runs under `FakeTensorMode`.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        optimizer: counts its state too, foreseen without allocating it when no step has been made yet. Its step itself is
+            not run, so temporaries of the update are not in the peak.
+    Raises:
+        InputError: nothing to differentiate, or an optimizer whose state cannot be foreseen.
+    """
+    state = _state_bytes(optimizer)
+    with borrowed(model, batch) as inputs:
+        return _measured(model, inputs, state)
+
+
+def _measured(model: nn.Module, batch: Any, optimizer_bytes: int) -> MemoryReport:
+    live = LiveBytes()
+    weights = live.watch(model.parameters())
+    buffers = live.watch(model.buffers()) - weights
+    inputs = live.watch(batch) - weights - buffers
+    with _allocator_peaks(model) as peaks, live:
+        loss = linear_loss(call(model, batch))
+        forward = live.moment()
+        loss.backward()
+        gradients = live.watch(p.grad for p in model.parameters())
+    lasting = weights | buffers | inputs | gradients
+    return MemoryReport(
+        peak_bytes=live.peak() + optimizer_bytes,
+        activation_bytes=live.peak(without=lasting),
+        after_forward_bytes=live.alive(without=lasting, at=forward),
+        weight_bytes=live.size(weights),
+        buffer_bytes=live.size(buffers),
+        gradient_bytes=live.size(gradients),
+        optimizer_bytes=optimizer_bytes,
+        batch_bytes=live.size(inputs),
+        **peaks,
+    )
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """The same training step in every mode; prints itself with rich.
+
+    Args:
+        reports: by mode, or under "as it is" for a model without a schedule.
+        current: the mode in force, or None for a mixed schedule.
+    """
+
+    reports: dict[str, MemoryReport]
+    current: str | None = None
+
+    def __rich__(self) -> Table:
+        caption = "The schedule changes activations only; everything above them is the same in every mode."
+        table = Table(title="Where memory goes", caption=caption if len(self.reports) > 1 else None)
+        table.add_column("")
+        for mode in self.reports:
+            table.add_column(f"{mode} *" if mode == self.current else mode, justify="right")
+        for field, label in _LABELS.items():
+            sizes = [getattr(report, field) for report in self.reports.values()]
+            if any(size is not None for size in sizes):
+                table.add_row(label, *map(format_bytes, sizes), style="bold" if field in _SCHEDULED else None)
+        return table
+
+
+def memory_table(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryTable:
+    """Measure a training step in every mode, without allocating anything: `store` gets its column even if it cannot run.
+
+    Args: as `measure_memory`; a model without a `schedule` is measured as it is.
+    """
+    state = _state_bytes(optimizer)
+    with borrowed(model, batch, fake=True) as inputs:
+        if not isinstance(model, Scheduled):
+            return MemoryTable({"as it is": _measured(model, inputs, state)})
+        with scheduled(model) as found:
+            reports, current = {}, None
+            for mode in MODES:
+                model.schedule = mode
+                current = mode if list(model.schedule) == found else current
+                reports[mode] = _measured(cast(nn.Module, model), inputs, state)
+        return MemoryTable(reports, current)
+
+
+@runtime_checkable
+class Scheduled(Protocol):
+    """A model or chain whose mode per step can be set."""
+
+    schedule: Any
+
+
+@contextmanager
+def scheduled(model: Scheduled) -> Iterator[list[str]]:
+    """Yield the schedule and put it back afterwards."""
+    found = list(model.schedule)
+    try:
+        yield found
+    finally:
+        model.schedule = found
+
+
+def format_bytes(size: float) -> str:
+    """Return a size for people, such as "17.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of an optimizer's state; before its first step, of the state that step will make."""
+    if optimizer is None:
+        return 0
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper
+    live = LiveBytes()
+    return live.size(live.watch((optimizer.state or _foreseen_state(optimizer)).values()))
+
+
+def _foreseen_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
+    """Return the state that a copy of the optimizer makes in a step on FakeTensors."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    mode = cast(FakeTensorMode, fake_mode(params, always=True))
+    twins = {id(p): nn.Parameter(faked(p, mode, torch.device("cpu")), p.requires_grad) for p in params}
+    try:
+        twin = copy.deepcopy(optimizer, dict(twins))  # the memo makes the copy refer to the twins
+        with mode:
+            for p in twins.values():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+            twin.step()
+    except Exception as error:
+        raise InputError(
+            f"The state of {type(optimizer).__name__} cannot be foreseen ({type(error).__name__}: {error}). Measure without the "
+            "optimizer, or after its first step."
+        ) from error
+    return twin.state
+
+
+@contextmanager
+def _allocator_peaks(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Yield a mapping that holds the CUDA allocator's peaks at the end; it stays empty elsewhere."""
+    peaks: dict[str, int] = {}
+    devices = {p.device for p in model.parameters() if p.is_cuda and not isinstance(p, FakeTensor)}
+    for device in devices:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # else what earlier work left reserved is counted
+        torch.cuda.reset_peak_memory_stats(device)
+    yield peaks
+    if devices:
+        peaks["allocator_peak_bytes"] = sum(torch.cuda.max_memory_allocated(device) for device in devices)
+        peaks["allocator_reserved_bytes"] = sum(torch.cuda.max_memory_reserved(device) for device in devices)

@@ -1,0 +1,89 @@
+"""From a checked spec to a network: one walk that carries the shape, with no branch per family."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from revzoo.errors import MisfitError, Problem, SpecError
+from revzoo.model import Block, Model, Stage
+from revzoo.parts.site import Shape, Site
+from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
+from revzoo.spec.schema import DropPath, Part, Spec
+from revzoo.spec.schema import Stage as StageSpec
+
+def build(spec: Spec) -> Model:
+    """Return the network that a spec describes, with fresh weights from torch's random stream.
+
+    Raises:
+        SpecError: parts that do not fit each other; all such problems at once, each with its path in the spec.
+    """
+    model = _Walk(spec).model()
+    if spec.init is not None:
+        model.apply(inits[spec.init.type](**spec.init.arguments))
+    return model
+
+
+class _Walk:
+    """One pass over a spec, remembering every problem so that it can go on to the next part."""
+
+    def __init__(self, spec: Spec):
+        self._spec = spec
+        self._problems: list[Problem] = []
+
+    def model(self) -> Model:
+        spec = self._spec
+        image = Shape(spec.input.channels, tuple(spec.input.size), "image")
+        stem = self._make(stems, spec.stem, Site(image, image.width))
+        self._stop_if_wrong()  # without a stem there is no shape to go on with
+        split = self._make(splits, spec.split, Site(stem.out_shape, stem.out_shape.width))
+        self._stop_if_wrong()
+        rates = _drop_path_rates(spec.drop_path, sum(stage.depth for stage in spec.stages))
+        shape, stages = split.out_shape, []
+        for i, stage in enumerate(spec.stages):
+            shape, built = self._stage(i, stage, shape, rates)
+            stages.append(built)
+        fuse = self._make(fuses, spec.fuse, Site(shape, shape.width))
+        fused = fuse.out_shape if fuse is not None else shape
+        head = self._make(heads, spec.head, Site(fused, fused.width))
+        self._stop_if_wrong()
+        coupling = couplings[spec.coupling.type](**spec.coupling.arguments)
+        return Model(spec, coupling, stem, split, stages, fuse, head)
+
+    def _stage(self, i: int, stage: StageSpec, shape: Shape, rates: Iterator[float]) -> tuple[Shape, Stage]:
+        transition = None
+        if stage.transition is not None:
+            transition = self._make(transitions, stage.transition, Site(shape, stage.width))
+            shape = transition.out_shape if transition is not None else replace(shape, width=stage.width)
+        elif stage.width != shape.width:
+            allowed = f"{shape.width}, which the part before hands over, or a transition that changes it"
+            self._problems.append(Problem(self._spec.file, f"stages.{i}.width", repr(stage.width), allowed))
+            shape = replace(shape, width=stage.width)
+        blocks = []
+        for index in range(stage.depth):
+            site = Site(shape, stage.width, index, next(rates))
+            made = [part and self._make(branches, part, site, report=index == 0) for part in (stage.f, stage.g)]
+            if made[0] is not None:
+                blocks.append(Block(*made))
+        return shape, Stage(transition, blocks)
+
+    def _make(self, registry: Registry, part: Part, site: Site, report: bool = True) -> Any:
+        """Return the built part, or None after noting why it does not fit."""
+        try:
+            return registry[part.type](site, **part.arguments)
+        except MisfitError as misfit:
+            if report:
+                path = f"{part.path}.{misfit.argument}"
+                self._problems.append(Problem(self._spec.file, path, repr(misfit.found), misfit.allowed))
+            return None
+
+    def _stop_if_wrong(self) -> None:
+        if self._problems:
+            raise SpecError(self._problems)
+
+
+def _drop_path_rates(drop_path: DropPath, depth: int) -> Iterator[float]:
+    """Yield one probability per block of the whole network."""
+    for i in range(depth):
+        yield drop_path.max if drop_path.rule == "constant" else drop_path.max * i / max(depth - 1, 1)

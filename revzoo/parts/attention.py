@@ -1,0 +1,36 @@
+"""Attention branches: norm, attention, drop path, without the residual, which the coupling is."""
+
+from timm.layers import Attention, DropPath
+from torch import Tensor, nn
+
+from revzoo.errors import MisfitError
+from revzoo.parts.norm import TokenNorm, token_norm
+from revzoo.parts.site import Site
+from revzoo.registry import branches
+
+
+@branches.register("attention")
+class AttentionBranch(nn.Module):
+    """Attend globally over normalised tokens.
+
+    Shapes: (B, N, D) -> (B, N, D), D divisible by heads.
+    Args:
+        heads: number of attention heads.
+        norm: in front of the attention.
+        qkv_bias: whether queries, keys and values have a bias.
+    Source: Rev-ViT's F (SlowFast `reversible_mvit.py`, AttentionSubBlock); q, k and v are one matrix here, as in timm.
+    """
+
+    def __init__(self, at: Site, *, heads: int, norm: TokenNorm = "layer_norm", qkv_bias: bool = True):
+        super().__init__()
+        if at.shape.layout != "tokens":
+            raise MisfitError("type", "attention", "a stem that gives tokens, for example patch_embed")
+        if at.width % heads:
+            raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
+        self.norm = token_norm(norm, at.width)
+        self.attn = Attention(at.width, num_heads=heads, qkv_bias=qkv_bias)
+        self.drop_path = DropPath(at.drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.drop_path(self.attn(self.norm(x)))
+        return out

@@ -1,0 +1,66 @@
+"""Fuses: the two streams become one tensor again."""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.errors import MisfitError
+from revzoo.parts.norm import batch_norm, token_norm
+from revzoo.parts.site import Shape, Site
+from revzoo.registry import fuses
+
+FuseNorm = Literal["layer_norm", "batch_norm", "none"]
+
+
+@fuses.register("concat")
+class Concat(nn.Module):
+    """Join the streams along the channels and normalise.
+
+    Shapes: x1, x2: (B, N, D) or (B, C, H, W) -> twice the channels.
+    Args:
+        norm: `layer_norm` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        momentum: of BatchNorm's running statistics.
+    Source: Rev-ViT (LayerNorm over 2D); RevNet (`final_bn` and ReLU).
+    """
+
+    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: float = 0.01):
+        super().__init__()
+        self.out_shape = replace(at.shape, width=2 * at.shape.width)
+        self._dim = 1 if at.shape.layout == "image" else 2
+        self.norm = _norm(self.out_shape, norm, momentum)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        fused: Tensor = self.norm(torch.cat((x1, x2), dim=self._dim))
+        return fused
+
+
+@fuses.register("mean")
+class Mean(nn.Module):
+    """Average the streams and normalise.
+
+    Shapes: x1, x2 -> the shape of one.
+    Args:
+        norm: `layer_norm` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        momentum: of BatchNorm's running statistics.
+    Source: PaReprop's Rev-Swin (fusion `avg`).
+    """
+
+    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: float = 0.01):
+        super().__init__()
+        self.out_shape = at.shape
+        self.norm = _norm(self.out_shape, norm, momentum)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        fused: Tensor = self.norm((x1 + x2) / 2)
+        return fused
+
+
+def _norm(shape: Shape, name: FuseNorm, momentum: float) -> nn.Module:
+    wanted = "tokens" if name == "layer_norm" else "image"
+    if name != "none" and shape.layout != wanted:
+        raise MisfitError("norm", name, "batch_norm or none behind images, layer_norm or none behind tokens")
+    if name == "none":
+        return nn.Identity()
+    return token_norm("layer_norm", shape.width) if name == "layer_norm" else batch_norm(shape.width, momentum)

@@ -1,0 +1,42 @@
+"""Heads: from features to what the task asks for."""
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from revzoo.parts.site import Site
+from revzoo.registry import heads
+
+
+@heads.register("pooled_linear")
+class PooledLinear(nn.Module):
+    """Pool over space or tokens, then map linearly to the outputs.
+
+    Shapes: (B, C, H, W) or (B, N, C) -> (B, outputs).
+    Args:
+        outputs: number of classes.
+        pool: `mean` or `max` over everything but batch and channels.
+        dropout: probability of dropping a pooled feature, in [0, 1).
+    """
+
+    def __init__(self, at: Site, *, outputs: int, pool: Literal["mean", "max"] = "mean", dropout: float = 0.0):
+        super().__init__()
+        self._dims = (2, 3) if at.shape.layout == "image" else (1,)
+        self._pool = pool
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(at.shape.width, outputs)
+
+    @property
+    def outputs(self) -> int:
+        """Number of classes."""
+        return self.linear.out_features
+
+    def reset(self, outputs: int) -> None:
+        """Replace the linear layer by a fresh one with another number of classes."""
+        weight = self.linear.weight
+        self.linear = nn.Linear(self.linear.in_features, outputs, device=weight.device, dtype=weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = x.mean(self._dims) if self._pool == "mean" else x.amax(self._dims)
+        logits: Tensor = self.linear(self.dropout(pooled))
+        return logits

@@ -1,0 +1,34 @@
+"""MLP branches: norm, two linear layers, drop path, without the residual, which the coupling is."""
+
+from timm.layers import DropPath, Mlp
+from torch import Tensor, nn
+
+from revzoo.errors import MisfitError
+from revzoo.parts.norm import Activation, TokenNorm, activation, token_norm
+from revzoo.parts.site import Site
+from revzoo.registry import branches
+
+
+@branches.register("mlp")
+class MlpBranch(nn.Module):
+    """Transform each normalised token by itself.
+
+    Shapes: (B, N, D) -> (B, N, D).
+    Args:
+        ratio: hidden width over width.
+        act: activation between the two linear layers.
+        norm: in front.
+    Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock).
+    """
+
+    def __init__(self, at: Site, *, ratio: float = 4.0, act: Activation = "gelu", norm: TokenNorm = "layer_norm"):
+        super().__init__()
+        if at.shape.layout != "tokens":
+            raise MisfitError("type", "mlp", "a stem that gives tokens, for example patch_embed")
+        self.norm = token_norm(norm, at.width)
+        self.mlp = Mlp(at.width, int(at.width * ratio), act_layer=activation(act))
+        self.drop_path = DropPath(at.drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.drop_path(self.mlp(self.norm(x)))
+        return out

@@ -1,0 +1,30 @@
+"""Norms and activations by the names that specs use; the layers are timm's."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from timm.layers import BatchNormAct2d, get_act_layer, get_norm_layer
+from torch import nn
+
+TokenNorm = Literal["layer_norm", "rms_norm"]
+Activation = Literal["gelu", "relu", "silu"]
+
+
+def token_norm(name: TokenNorm, width: int) -> nn.Module:
+    """Return a norm over the last dimension, eps 1e-6 as in timm's and SlowFast's vision transformers."""
+    norm: nn.Module = get_norm_layer(name.replace("_", ""))(width, eps=1e-6)
+    return norm
+
+
+def activation(name: Activation) -> Callable[..., nn.Module]:
+    """Return the activation's class."""
+    layer: Callable[..., nn.Module] = get_act_layer(name)
+    return layer
+
+
+def batch_norm(width: int, momentum: float, act: bool = True) -> nn.Module:
+    """Return BatchNorm with eps 1e-3, followed by ReLU where `act`.
+
+    Source: revnet-public `nnlib.py` (eps 1e-3, moving average decay 0.99, which is momentum 0.01 in PyTorch's terms).
+    """
+    return BatchNormAct2d(width, eps=1e-3, momentum=momentum, apply_act=act, act_layer=nn.ReLU)

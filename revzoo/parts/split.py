@@ -1,0 +1,45 @@
+"""Splits: one tensor becomes the two streams. They hold no parameters."""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from revzoo.errors import MisfitError
+from revzoo.parts.site import Site
+from revzoo.registry import splits
+
+
+@splits.register("duplicate")
+class Duplicate(nn.Module):
+    """Hand the same tensor to both streams.
+
+    Shapes: x -> x, x.
+    Source: Rev-ViT (Mangalam et al. 2022); PaReprop, section 3.4.
+    """
+
+    def __init__(self, at: Site):
+        super().__init__()
+        self.out_shape = at.shape
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+@splits.register("channel")
+class ChannelSplit(nn.Module):
+    """Give the first half of the channels to stream 1 and the second to stream 2.
+
+    Shapes: (B, C, ...) or (B, N, C) -> two of half the channels.
+    Source: RevNet (Gomez et al. 2017), section 3.1.
+    """
+
+    def __init__(self, at: Site):
+        super().__init__()
+        if at.shape.width % 2:
+            raise MisfitError("type", "channel", f"an even number of channels to split; the stem gives {at.shape.width}")
+        self.out_shape = replace(at.shape, width=at.shape.width // 2)
+        self._dim = 1 if at.shape.layout == "image" else 2
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x1, x2 = x.chunk(2, dim=self._dim)
+        return x1, x2

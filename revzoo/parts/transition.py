@@ -1,0 +1,66 @@
+"""Transitions: ordinary, stored modules between stages that change width or size of both streams."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from revzoo.errors import MisfitError
+from revzoo.parts.conv import UnitLayout, conv_unit
+from revzoo.parts.site import Shape, Site
+from revzoo.registry import transitions
+
+
+@transitions.register("residual_pair")
+class ResidualPair(nn.Module):
+    """Run a two-stream residual unit whose shortcuts change size and width, so that it cannot be inverted.
+
+    y1 = shortcut(x1) + F(x2);  y2 = shortcut(x2) + G(y1).
+
+    Shapes: x1, x2: (B, C, H, W) -> (B, width, H / stride, W / stride).
+    Args:
+        stride: of F and both shortcuts; divides the sides.
+        layout: of F and G. A basic shortcut pools and pads with zero channels, a bottleneck's is a 1x1 convolution.
+        preactivate: whether F begins with BN-ReLU (not directly behind a stem, which ends with one).
+        momentum: of BatchNorm's running statistics.
+    Source: RevNet, the first unit of each stage (revnet-public `revnet_model.py`; facts of the shortcut from
+        `resnet_model.py`: average pooling, symmetric zero channels, projections without norm).
+    """
+
+    def __init__(
+        self, at: Site, *, stride: int = 1, layout: UnitLayout = "basic", preactivate: bool = True, momentum: float = 0.01
+    ):
+        super().__init__()
+        width = at.shape.width
+        if any(side % stride for side in at.shape.size):
+            raise MisfitError("stride", stride, f"a divisor of the sides {at.shape.size}")
+        if layout == "bottleneck" and at.width % 4:
+            raise MisfitError("layout", layout, f"basic, or a width divisible by 4 instead of {at.width}")
+        if layout == "basic" and (at.width < width or (at.width - width) % 2):
+            raise MisfitError("layout", layout, f"bottleneck, or a width of {width} plus an even number instead of {at.width}")
+        self.out_shape = Shape(at.width, tuple(side // stride for side in at.shape.size), "image")
+        self.f = conv_unit(width, at.width, layout=layout, stride=stride, preactivate=preactivate, momentum=momentum)
+        self.g = conv_unit(at.width, at.width, layout=layout, momentum=momentum)
+        changes = stride > 1 or width != at.width
+        if not changes:
+            self.shortcut1, self.shortcut2 = nn.Identity(), nn.Identity()
+        elif layout == "basic":
+            self.shortcut1, self.shortcut2 = (_PoolAndPad(stride, (at.width - width) // 2) for _ in range(2))
+        else:
+            self.shortcut1, self.shortcut2 = (nn.Conv2d(width, at.width, 1, stride, bias=False) for _ in range(2))
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        y1 = self.shortcut1(x1) + self.f(x2)
+        y2 = self.shortcut2(x2) + self.g(y1)
+        return y1, y2
+
+
+class _PoolAndPad(nn.Module):
+    """Average-pool by `stride` and add `channels` zero channels on either side."""
+
+    def __init__(self, stride: int, channels: int):
+        super().__init__()
+        self.stride, self.channels = stride, channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stride > 1:
+            x = F.avg_pool2d(x, self.stride)
+        return F.pad(x, (0, 0, 0, 0, self.channels, self.channels)) if self.channels else x

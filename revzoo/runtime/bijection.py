@@ -1,0 +1,40 @@
+"""Maps between steps that lose nothing: they act on both streams and store nothing."""
+
+from torch import Tensor, nn
+
+
+class Bijection(nn.Module):
+    """A parameter-free map of one stream with an exact inverse.
+
+    A chain applies it to both streams and undoes it in backward. `forward` must consist of operations that save no
+    tensor for backward (views, permutations, copies).
+    """
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """Return x such that `self(x)` is y, bit for bit."""
+        raise TypeError(f"{type(self).__name__} does not define inverse(y).")
+
+
+class SpaceToDepth(Bijection):
+    """Fold each `block` x `block` square of pixels into the channels.
+
+    Shapes: (B, C, H, W) -> (B, block^2 C, H / block, W / block), H and W divisible by block.
+    Source: i-RevNet (Jacobsen et al. 2018), psi; output channel is (dy * block + dx) * C + c, which is not the order
+        of `torch.nn.PixelUnshuffle`.
+    """
+
+    def __init__(self, block: int = 2):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.block
+        B, C, H, W = x.shape
+        x = x.reshape(B, C, H // n, n, W // n, n).permute(0, 3, 5, 1, 2, 4)  # B, dy, dx, C, H/n, W/n
+        return x.reshape(B, n * n * C, H // n, W // n)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        n = self.block
+        B, C, H, W = y.shape
+        y = y.reshape(B, n, n, C // (n * n), H, W).permute(0, 3, 4, 1, 5, 2)  # B, C, H, dy, W, dx
+        return y.reshape(B, C // (n * n), H * n, W * n)

@@ -1,0 +1,309 @@
+"""A chain of reversible steps: ordinary forward, backward with activations that are rebuilt.
+
+    for k in range(n):   w[k+1] = a w[k] + b w[k-1] + c f_k(w[k])
+
+Inputs are (w[-1], w[0]) = (x1, x2), outputs (w[n-1], w[n]) = (y1, y2). A block of RevNet or Reformer,
+y1 = x1 + F(x2); y2 = x2 + G(y1), is two additive steps; a block of i-RevNet is one.
+
+The forward is a plain loop of autograd operations and is the truth; the mode of a step only decides what happens to the
+tensors that autograd saves inside its f (`tape.py`). Each step has a mode:
+
+    store       keep them                                  bytes of f      no extra work
+    recompute   keep w[k], run f again up to the last one  one stream      most of a forward
+    invert      keep nothing                               nothing         one forward
+
+Nothing about a call is stored on modules: any number of forwards may precede a backward.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.errors import InputError, RecoveryError, ScheduleError, did_you_mean
+from revzoo.registry import couplings
+from revzoo.runtime.bijection import Bijection
+from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.exact import Grid, require_exact
+from revzoo.runtime.tape import Call, Kept, Run, Source
+
+Mode = Literal["store", "invert", "recompute"]
+Pair = tuple[Tensor, Tensor]
+
+
+class ReversibleChain(nn.Module):
+    """Run reversible steps on two streams and rebuild their activations in backward.
+
+    Use it on your own modules: `ReversibleChain([f1, g1, f2, g2])(x1, x2)`. Not worth it for a handful of cheap steps,
+    or where weights and not activations fill the memory.
+
+    Shapes: x1, x2: any floating shape that the steps map onto each other, same dtype and device; f_k(w[k]) has the
+        shape of w[k-1]. Returns y1, y2 shaped like x1, x2 for an even number of steps.
+    Args:
+        steps: modules f_k, called as f(w), or f(w, side) when `side` is given; `Bijection`s may stand between them.
+        coupling: a registered name, a `Coupling`, or a sequence of couplings, one per step.
+        exact: keep the streams on a grid, so that inversion is exact and gradients are bit-identical in every mode.
+            float32 and float64 streams; couplings with |b| = 1.
+    Raises:
+        InputError: a step is not a module, or the coupling cannot be exact.
+        UnknownNameError: no such coupling.
+    Cost: `invert` keeps one pair of streams for the whole chain and runs one extra forward of each step.
+    Source: RevNet, Gomez et al. 2017, Algorithm 1, in the form of one recurrence (`coupling.py`).
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[nn.Module],
+        coupling: str | Coupling | Sequence[Coupling] = "additive",
+        exact: bool = False,
+    ):
+        super().__init__()
+        for i, step in enumerate(steps):
+            if not isinstance(step, nn.Module):
+                raise InputError(f"Step {i} must be a torch.nn.Module. Received: {type(step).__name__}.")
+        self.steps = nn.ModuleList(steps)
+        count = sum(not isinstance(step, Bijection) for step in steps)
+        self.couplings = _per_step(coupling, count)
+        self.exact = exact
+        self.schedule = ["invert"] * count
+        if exact:
+            for each in self.couplings:
+                require_exact(each)
+
+    @property
+    def schedule(self) -> list[Mode]:
+        """The mode of every step, bijections not counted. Assign a list or one mode name."""
+        return list(self._schedule)
+
+    @schedule.setter
+    def schedule(self, modes: Sequence[str] | str) -> None:
+        names = [f"steps.{i}" for i, step in enumerate(self.steps) if not isinstance(step, Bijection)]
+        self._schedule = checked_schedule(modes, names)
+
+    def forward(self, x1: Tensor, x2: Tensor, side: Any = None) -> Pair:
+        return run_chain(self._links(), x1, x2, side=side, exact=self.exact)
+
+    @torch.no_grad()
+    def inverse(self, y1: Tensor, y2: Tensor, side: Any = None) -> Pair:
+        """Return (x1, x2) from (y1, y2), up to rounding, or exactly with `exact=True`.
+
+        Random steps and BatchNorm in training mode are not replayed: call it in eval mode.
+        """
+        return invert_chain(self._links(), y1, y2, side=side, exact=self.exact)
+
+    def _links(self) -> list["Step | Bijection"]:
+        links: list[Step | Bijection] = []
+        settings = zip(self.couplings, self._schedule, strict=True)
+        for i, step in enumerate(self.steps):
+            links.append(step if isinstance(step, Bijection) else Step(step, f"steps.{i}", *next(settings)))
+        return links
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a chain: its function, and how this forward call is to treat it."""
+
+    f: Callable[..., Tensor]
+    name: str
+    coupling: Coupling
+    mode: Mode
+
+
+def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side: Any = None, exact: bool = False) -> Pair:
+    """Run a chain given as a list; see `ReversibleChain`, which is this function as a module.
+
+    Raises:
+        InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
+        RecoveryError: exact=True and a state has left the grid, or an f that cannot be repeated.
+    """
+    if x1.dtype != x2.dtype or x1.device != x2.device or not x1.is_floating_point():
+        raise InputError(
+            "The two streams must be floating tensors of one dtype and device. "
+            f"Received: {x1.dtype} on {x1.device} and {x2.dtype} on {x2.device}."
+        )
+    if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        return _run_recorded(links, x1, x2, side, exact)
+    return _run_plain(links, x1, x2, side, exact)
+
+
+def invert_chain(
+    links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, side: Any = None, exact: bool = False
+) -> Pair:
+    """Undo `run_chain` without gradients."""
+    grid, pair = _start(y1, y2, exact)
+    for link in reversed(links):
+        out = _call(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
+        pair = _Turn(link, grid).retreat(pair, out)
+    return pair
+
+
+def checked_schedule(modes: Sequence[str] | str, names: Sequence[str], allowed: Sequence[str] = get_args(Mode)) -> list[Mode]:
+    """Return one mode per name from a list or a single mode.
+
+    Raises:
+        ScheduleError: the count or a mode is wrong; names the entry, what is allowed and the nearest match.
+    """
+    modes = [modes] * len(names) if isinstance(modes, str) else list(modes)
+    if len(modes) != len(names):
+        raise ScheduleError(f"A schedule needs one mode for each of {len(names)} entries. Received: {len(modes)}.")
+    for mode, name in zip(modes, names, strict=True):
+        if mode not in allowed:
+            raise ScheduleError(
+                f"Unknown mode for {name}. Received: {mode!r}.{did_you_mean(str(mode), allowed)} Allowed: {', '.join(allowed)}."
+            )
+    return cast(list[Mode], modes)
+
+
+class _Turn:
+    """How one link turns a pair of states into the next and back, with the rounding of exact arithmetic."""
+
+    def __init__(self, link: Step | Bijection, grid: Grid | None):
+        self._link = link
+        self._grid = grid
+
+    def advance(self, pair: Pair, out: Tensor | None) -> Pair:
+        if isinstance(self._link, Bijection):
+            return self._link(pair[0]), self._link(pair[1])
+        return pair[1], self._coupling.advance(*pair, self._scaled(out, pair[0]))
+
+    def retreat(self, pair: Pair, out: Tensor | None) -> Pair:
+        if isinstance(self._link, Bijection):
+            return self._link.inverse(pair[0]), self._link.inverse(pair[1])
+        return self._coupling.retreat(pair[1], pair[0], self._scaled(out, pair[1])), pair[0]
+
+    @property
+    def _coupling(self) -> Coupling:
+        coupling = cast(Step, self._link).coupling
+        return coupling if self._grid is None else Coupling(coupling.a, coupling.b, 1.0)  # c is inside the rounding
+
+    def _scaled(self, out: Tensor | None, stream: Tensor) -> Tensor:
+        out = cast(Tensor, out)
+        if self._grid is not None:
+            return self._grid.round(out, cast(Step, self._link).coupling.c)
+        # An f may compute in less precision than the streams (autocast); it must not change theirs.
+        return out if torch.promote_types(out.dtype, stream.dtype) == stream.dtype else out.to(stream.dtype)
+
+
+def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
+    grid, pair = _start(x1, x2, exact)
+    for link in links:
+        out = _call(link, pair, side) if isinstance(link, Step) else None
+        pair = _Turn(link, grid).advance(pair, out)
+        _watch(grid, pair)
+    if grid is not None:
+        grid.check()
+    return pair
+
+
+@torch.compiler.disable(recursive=False)
+def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
+    """Run forward with a tape. Steps may be compiled; this loop, which decides what autograd keeps, is not."""
+    grid, pair = _start(x1, x2, exact)
+    drift = _Drift.of(links, x1)
+    run: Run | None = None
+    for link in links:
+        call, out, turn = None, None, _Turn(link, grid)
+        if isinstance(link, Step):
+            if link.mode != "invert" and run is not None:
+                run.end(pair)
+                run = None
+            elif link.mode == "invert" and run is None:
+                run = Run()
+            if link.mode != "store":
+                call = Call(link.f, link.name, side)
+            out = _call(link, pair, side, call, run or Kept(pair[1:]))
+        before, pair = pair, turn.advance(pair, out)
+        if run is not None:
+            run.append(turn, call)
+            if drift is not None and call is not None:
+                drift.add(before[0], turn, pair, cast(Tensor, out))
+        _watch(grid, pair)
+        del before
+    if run is not None:
+        run.end(pair)
+    if grid is not None:
+        grid.check()
+    if drift is not None:
+        drift.warn()
+    return pair
+
+
+def _start(x1: Tensor, x2: Tensor, exact: bool) -> tuple[Grid | None, Pair]:
+    if not exact:
+        return None, (x1, x2)
+    grid = Grid(x1.dtype)
+    pair = grid.round(x1), grid.round(x2)
+    grid.watch(*pair)
+    return grid, pair
+
+
+def _watch(grid: Grid | None, pair: Pair) -> None:
+    if grid is not None:
+        grid.watch(pair[1])
+
+
+def _call(step: Step, pair: Pair, side: Any, call: Call | None = None, source: Source | None = None) -> Tensor:
+    """Return f(w[k]), recorded by `call` where there is one, checked against the stream it is added to."""
+    try:
+        if call is not None and source is not None:
+            out = call.first(source, pair[1])
+        else:
+            out = step.f(pair[1]) if side is None else step.f(pair[1], side)
+    except RuntimeError as error:
+        if "DTensor" in str(error):
+            raise RecoveryError(
+                f"{step.name} has sharded parameters that nobody gathers: the chain calls each step itself, so shard every "
+                "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
+            ) from error
+        raise
+    if not isinstance(out, Tensor) or out.shape != pair[0].shape:
+        received = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise InputError(
+            f"{step.name} must return a tensor shaped like the stream it is added to, {tuple(pair[0].shape)}. Received: {received}."
+        )
+    return out
+
+
+class _Drift:
+    """Measures, in the first forward of a chain with half-precision streams, what inverting its steps would lose."""
+
+    _reported: set[tuple[str, ...]] = set()  # chains warned about, as `warnings` keeps for its own locations
+
+    def __init__(self, key: tuple[str, ...]):
+        self._key = key
+        self._error: Tensor | float = 0.0
+
+    @classmethod
+    def of(cls, links: Sequence[Step | Bijection], stream: Tensor) -> "_Drift | None":
+        """Return a meter where a warning is due and not yet given."""
+        if stream.dtype not in (torch.float16, torch.bfloat16):
+            return None
+        key = (str(stream.dtype), *(link.name for link in links if isinstance(link, Step) and link.mode == "invert"))
+        return cls(key) if len(key) > 1 and key not in cls._reported else None
+
+    @torch.no_grad()
+    def add(self, previous: Tensor, turn: _Turn, pair: Pair, out: Tensor) -> None:
+        lost = turn.retreat(pair, out)[0] - previous
+        self._error = self._error + torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(previous)
+
+    def warn(self) -> None:
+        self._reported.add(self._key)
+        warnings.warn(
+            f"The streams are {self._key[0]}: inverting these {len(self._key) - 1} steps loses {float(self._error):.1e} of the "
+            "state to rounding before f amplifies it (measured in this forward). Keep the streams in float32, with autocast "
+            "for what happens inside the steps, or set the schedule to 'recompute' or 'store'.",
+            stacklevel=2,
+        )
+
+
+def _per_step(coupling: str | Coupling | Sequence[Coupling], count: int) -> tuple[Coupling, ...]:
+    if isinstance(coupling, str):
+        coupling = couplings[coupling]()
+    if isinstance(coupling, Coupling):
+        return (coupling,) * count
+    if len(coupling) != count:
+        raise InputError(f"One coupling for each of {count} steps is needed. Received: {len(coupling)}.")
+    return tuple(coupling)

@@ -1,0 +1,150 @@
+"""Counting live bytes exactly: what a forward and backward hold, storage by storage.
+
+A dispatch mode sees every operation's outputs, hangs a weak reference on each new storage and logs when it is born,
+resized and freed. The log is kept, so the peak of any class of storages can be asked for when the run is over and it is
+known which storage was what. Works alike for real tensors on any device and under `FakeTensorMode`, where nothing is
+allocated.
+
+What is not seen: the workspace that a kernel allocates and frees within one operation (up to 12 % on a CPU, see the
+allocator's own peak beside the count on CUDA). What differs from a run without it: autograd adds up the gradients of a
+tensor used twice in place, but out of place under any dispatch mode, so the count may lie one such tensor higher.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+Storages = frozenset[int]
+
+_RESIZE = "resize_"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of live storages while active; nothing is kept alive and no result changes.
+
+    A storage counts with its full size, once, however many views there are, from the operation that returned it until
+    it is freed. Tensors from before must be shown to `watch`, or they count from the first operation that returns them.
+    Storages are known by their number in order of appearance. Enter it innermost, inside a `FakeTensorMode`.
+
+    Example:
+        with LiveBytes() as live:
+            weights = live.watch(model.parameters())
+            model(x).sum().backward()
+        live.peak(without=weights)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log: list[tuple[int, int]] = []  # (storage, change in bytes)
+        self._sizes: list[int] = []
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._restore: list[Callable[[], None]] = []
+
+    def watch(self, tensors: Any) -> Storages:
+        """Return the storages under tensors (any nesting of collections); new ones count from now on."""
+        return frozenset(self._note(storage) for tensor in tensors_in(tensors) for storage in _storages(tensor))
+
+    def size(self, storages: Collection[int]) -> int:
+        """Return the bytes that these storages hold now."""
+        return sum(self._sizes[storage] for storage in storages)
+
+    def moment(self) -> int:
+        """Return a mark in the log, for `alive` and `peak`."""
+        return len(self._log)
+
+    def alive(self, without: Collection[int] = (), at: int | None = None) -> int:
+        """Return the bytes alive at a moment (default: now) in storages other than `without`."""
+        return sum(change for storage, change in self._log[:at] if storage not in without)
+
+    def peak(self, without: Collection[int] = ()) -> int:
+        """Return the largest number of bytes alive at once in storages other than `without`."""
+        highest = total = 0
+        for storage, change in self._log:
+            if storage not in without:
+                total += change
+                highest = max(highest, total)
+        return highest
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(_wraps_tensors(t) for t in types):
+            return NotImplemented  # the subclass runs first, and its inner operations come here
+        out = func(*args, **(kwargs or {}))
+        self.watch(out)
+        return out
+
+    def __enter__(self) -> "LiveBytes":
+        # UntypedStorage.resize_ (with which FSDP frees and refills its parameters) is no operation: no mode sees it.
+        own = vars(torch.UntypedStorage).get(_RESIZE)
+        resize = getattr(torch.UntypedStorage, _RESIZE)
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+            out = resize(storage, size)
+            if id(storage) in self._known:
+                self._note(storage)
+            return out
+
+        def restore() -> None:
+            if own is None:
+                delattr(torch.UntypedStorage, _RESIZE)
+            else:
+                setattr(torch.UntypedStorage, _RESIZE, own)
+
+        setattr(torch.UntypedStorage, _RESIZE, resize_and_note)
+        self._restore.append(restore)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._restore.pop()()
+
+    def _note(self, storage: torch.UntypedStorage) -> int:
+        # The Python object of a storage lives as long as the storage itself, so its id and a weak reference to it will do.
+        key = id(storage)
+        if key not in self._known:
+            self._known[key] = len(self._sizes), weakref.ref(storage, partial(self._freed, key))
+            self._sizes.append(0)
+        number = self._known[key][0]
+        self._resized(number, storage.nbytes())
+        return number
+
+    def _freed(self, key: int, _: object) -> None:
+        self._resized(self._known.pop(key)[0], 0)
+
+    def _resized(self, number: int, size: int) -> None:
+        if change := size - self._sizes[number]:
+            self._sizes[number] = size
+            self._log.append((number, change))
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested mappings and iterables, in order; anything else holds none."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        yield from tensors_in(tree.values())
+    elif isinstance(tree, Iterable) and not isinstance(tree, str | bytes):
+        for item in tree:
+            yield from tensors_in(item)
+
+
+def _wraps_tensors(kind: type) -> bool:
+    return issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__")
+
+
+def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+    elif tensor.layout is torch.sparse_coo:  # a gradient of an embedding, for example
+        yield tensor._indices().untyped_storage()
+        yield tensor._values().untyped_storage()
+    else:
+        yield tensor.untyped_storage()

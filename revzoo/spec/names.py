@@ -1,0 +1,70 @@
+"""Where specs, recipes and weights are, and what they are called."""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from revzoo.errors import Problem, SpecError, UnknownNameError
+
+
+def data_root() -> Path:
+    """Return the folder that holds specs/ and weights/: inside an installed wheel, or the root of a checkout."""
+    package = Path(__file__).parents[1]
+    packed = package / "_data"
+    return packed if packed.is_dir() else package.parent
+
+
+def model_files() -> dict[str, Path]:
+    """Return the spec file of every model name, sorted by name.
+
+    Raises:
+        SpecError: two families have a file of the same name.
+    """
+    return _by_stem(data_root() / "specs" / "models", "*/*.yaml")
+
+
+def recipe_files() -> dict[str, Path]:
+    """Return the file of every training recipe, sorted by name."""
+    return _by_stem(data_root() / "specs" / "recipes", "*.yaml")
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Return the model names that match a shell-style pattern, sorted."""
+    return [name for name in model_files() if fnmatchcase(name, pattern)]
+
+
+def list_recipes(pattern: str = "*") -> list[str]:
+    """Return the recipe names that match a shell-style pattern, sorted."""
+    return [name for name in recipe_files() if fnmatchcase(name, pattern)]
+
+
+def spec_file(name: str) -> Path:
+    """Return the file of a model.
+
+    Raises:
+        UnknownNameError: no model has this name.
+    """
+    return _named("model", name, model_files())
+
+
+def recipe_file(name: str) -> Path:
+    """Return the file of a recipe.
+
+    Raises:
+        UnknownNameError: no recipe has this name.
+    """
+    return _named("recipe", name, recipe_files())
+
+
+def _by_stem(folder: Path, pattern: str) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob(pattern), key=lambda path: (path.stem, path)):
+        first = files.setdefault(path.stem, path)
+        if first != path:
+            raise SpecError([Problem(str(path), "(file name)", path.stem, f"a name of its own: {first} has this one")])
+    return files
+
+
+def _named(kind: str, name: str, files: dict[str, Path]) -> Path:
+    if name not in files:
+        raise UnknownNameError(kind, name, files)
+    return files[name]

@@ -1,0 +1,201 @@
+"""Weights on disk: safetensors with the spec inside, the index of trained demo weights, and `create`.
+
+A checkpoint either fits the model key by key and shape by shape, or nothing of it is loaded.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from revzoo.builder import build
+from revzoo.errors import CheckpointError, UnknownNameError, listing
+from revzoo.model import Model
+from revzoo.spec.loading import load_spec
+from revzoo.spec.names import data_root
+
+_WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of every key
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the weights index.
+
+    Args:
+        file: name in the weights folder.
+        sha256: of the file, in hex.
+        digest: of the spec the weights were trained for.
+        metric: name and value of what `revzoo eval --pretrained` repeats, for example {"top1": 98.9} [%].
+        command: what trained them.
+    """
+
+    file: str
+    sha256: str
+    digest: str
+    metric: Mapping[str, float]
+    command: str
+
+
+def create(
+    source: str | Path,
+    *,
+    pretrained: bool = False,
+    checkpoint: str | Path | None = None,
+    num_outputs: int | None = None,
+    overrides: Iterable[str] | None = None,
+    schedule: str | Sequence[str] = "invert",
+    exact: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Model:
+    """Return a reversible network, in training mode like any new module.
+
+    Args:
+        source: a model name (`revzoo.list_models()`), a spec file, or a folder with spec.yaml (such as a run's).
+        pretrained: load the weights that ship with revzoo for this name.
+        checkpoint: load this file instead: safetensors, or a pickled state dict (read with `weights_only`).
+        num_outputs: number of classes; where it differs from the spec's, the head starts fresh after loading.
+        overrides: dot lists laid over the spec, such as `["stages.0.depth=6"]`.
+        schedule: a mode name for all steps, or one mode for each of `model.units`.
+        exact: keep the streams on a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
+        device: where parameters are made; "meta" allocates none.
+        dtype: of the parameters, and so of the streams; float32 unless given.
+
+    Raises:
+        UnknownNameError: no such model, or no shipped weights for it.
+        SpecError: the spec or the overrides have problems.
+        CheckpointError: the weights do not fit.
+        ScheduleError: the schedule does not fit the model.
+    """
+    if pretrained and checkpoint is not None:
+        raise CheckpointError("Weights come from one place. Received: pretrained=True and checkpoint. Leave one of them out.")
+    spec = load_spec(source, list(overrides or ()))
+    file = shipped_weights(str(source)) if pretrained else checkpoint
+    with torch.device(device or "cpu"):
+        model = build(spec)
+    model.to(dtype)
+    if file is not None:
+        load(model, file)
+    if num_outputs is not None and num_outputs != model.num_outputs:
+        model.reset_head(num_outputs)
+    model.schedule = schedule
+    model.exact = exact
+    return model
+
+
+def save(model: Model, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write the model's state dict as safetensors, complete or not at all, with its spec in the metadata.
+
+    Args:
+        metadata: further strings to keep with the weights, for example a metric.
+    """
+    path = Path(path)
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in model.state_dict().items()}
+    facts = {"format": "pt", "revzoo.spec": model.spec.to_yaml(), "revzoo.digest": model.spec.digest, **(metadata or {})}
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, metadata=facts)
+    partial.replace(path)
+
+
+def load(model: Model, path: str | Path) -> None:
+    """Load a state dict into a model whose keys and shapes it matches exactly.
+
+    Prefixes that wrappers put in front of every key (`module.`, `_orig_mod.`) are taken off.
+
+    Raises:
+        CheckpointError: no such file, damaged, not a state dict, or of another model: every missing, unexpected and
+            misshapen key is listed with counts. The model is then unchanged.
+    """
+    path = Path(path)
+    tensors = _without_wrappers(read(path))
+    own = model.state_dict()
+    problems = {
+        "missing": [key for key in own if key not in tensors],
+        "unexpected": [key for key in tensors if key not in own],
+        "of another shape": [
+            f"{key} {tuple(tensors[key].shape)} instead of {tuple(own[key].shape)}"
+            for key in own
+            if key in tensors and tensors[key].shape != own[key].shape
+        ],
+    }
+    if any(problems.values()):
+        rows = [f"\n  {len(keys)} {what}: {listing(keys, most=1000)}" for what, keys in problems.items() if keys]
+        raise CheckpointError(
+            f"{path} does not fit {model.spec.name}, which has {len(own)} tensors; nothing was loaded.{''.join(rows)}\n"
+            "Create the model it was saved from (a run's folder holds its spec.yaml), or pass the same overrides."
+        )
+    on_meta = any(tensor.is_meta for tensor in own.values())
+    model.load_state_dict(tensors, assign=on_meta)
+
+
+def read(path: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file or of a pickled state dict, on the CPU.
+
+    Raises:
+        CheckpointError: no such file, damaged, or a pickle that holds anything but tensors.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"No weights file at {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: it is truncated, not a weights file, or a pickle that holds more than tensors, which is "
+            f"never executed. Received: {str(error).splitlines()[0]}. Save it again as safetensors."
+        ) from error
+    for wrapper in ("state_dict", "model", "model_state"):
+        if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
+            found = found[wrapper]
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise CheckpointError(f"{path} holds no state dict (names to tensors). Received: {type(found).__name__}.")
+    return found
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """Return what `save` wrote beside the tensors of a safetensors file."""
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata() or {})
+
+
+def index() -> dict[str, Entry]:
+    """Return the shipped weights by model name."""
+    path = data_root() / "weights" / "index.yaml"
+    rows = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    assert isinstance(rows, dict)
+    return {str(name): Entry(**row) for name, row in rows.items()}
+
+
+def shipped_weights(name: str) -> Path:
+    """Return the file of a model's shipped weights, its checksum verified.
+
+    Raises:
+        UnknownNameError: none ship for this model.
+        CheckpointError: the file is missing or not the one the index names.
+    """
+    rows = index()
+    if name not in rows:
+        raise UnknownNameError("shipped weights", name, rows)
+    path = data_root() / "weights" / rows[name].file
+    if not path.is_file():
+        raise CheckpointError(f"The weights index names {path}, which is missing. Install revzoo again.")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != rows[name].sha256:
+        raise CheckpointError(f"{path} is not the file of the weights index (its sha256 differs). Install revzoo again.")
+    return path
+
+
+def _without_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    for prefix in _WRAPPERS * 2:  # either may be outermost
+        if tensors and all(key.startswith(prefix) for key in tensors):
+            tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+    return tensors
