@@ -2,21 +2,21 @@
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, get_args
 
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.trial import borrowed, call, fake_mode, faked, linear_loss
+from revzoo.analysis.trial import borrowed, call, chains, linear_loss, scheduled
 from revzoo.errors import InputError
+from revzoo.runtime.chain import Mode
 from revzoo.runtime.memory import LiveBytes
-
-MODES = ("store", "invert", "recompute")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class MemoryTable:
             table.add_column(f"{mode} *" if mode == self.current else mode, justify="right")
         for field, label in _LABELS.items():
             sizes = [getattr(report, field) for report in self.reports.values()]
-            if any(size is not None for size in sizes):
+            if any(sizes):
                 table.add_row(label, *map(format_bytes, sizes), style="bold" if field in _SCHEDULED else None)
         return table
 
@@ -146,33 +146,16 @@ def memory_table(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer 
     Args: as `measure_memory`; a model without a `schedule` is measured as it is.
     """
     state = _state_bytes(optimizer)
-    with borrowed(model, batch, fake=True) as inputs:
-        if not isinstance(model, Scheduled):
+    found = [chain.schedule for chain in chains(model).values()]
+    with borrowed(model, batch, fake=True) as inputs, scheduled(model) as assign:
+        if not found:
             return MemoryTable({"as it is": _measured(model, inputs, state)})
-        with scheduled(model) as found:
-            reports, current = {}, None
-            for mode in MODES:
-                model.schedule = mode
-                current = mode if list(model.schedule) == found else current
-                reports[mode] = _measured(cast(nn.Module, model), inputs, state)
+        reports, current = {}, None
+        for mode in get_args(Mode):
+            assign(mode)
+            current = mode if [chain.schedule for chain in chains(model).values()] == found else current
+            reports[mode] = _measured(model, inputs, state)
         return MemoryTable(reports, current)
-
-
-@runtime_checkable
-class Scheduled(Protocol):
-    """A model or chain whose mode per step can be set."""
-
-    schedule: Any
-
-
-@contextmanager
-def scheduled(model: Scheduled) -> Iterator[list[str]]:
-    """Yield the schedule and put it back afterwards."""
-    found = list(model.schedule)
-    try:
-        yield found
-    finally:
-        model.schedule = found
 
 
 def format_bytes(size: float) -> str:
@@ -189,27 +172,40 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None:
         return 0
     optimizer = getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper
-    live = LiveBytes()
-    return live.size(live.watch((optimizer.state or _foreseen_state(optimizer)).values()))
+    if optimizer.state:
+        return _total_bytes(optimizer.state.values())
+    with torch.random.fork_rng(devices=[]):
+        return sum(_foreseen_bytes(optimizer, group) for group in optimizer.param_groups)
 
 
-def _foreseen_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, Any]:
-    """Return the state that a copy of the optimizer makes in a step on FakeTensors."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    mode = cast(FakeTensorMode, fake_mode(params, always=True))
-    twins = {id(p): nn.Parameter(faked(p, mode, torch.device("cpu")), p.requires_grad) for p in params}
-    try:
-        twin = copy.deepcopy(optimizer, dict(twins))  # the memo makes the copy refer to the twins
-        with mode:
-            for p in twins.values():
-                p.grad = torch.zeros_like(p) if p.requires_grad else None
+def _foreseen_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """Try a step on one real stand-in for each kind of parameter (many optimizers cannot step on FakeTensors)."""
+    total = 0
+    nobody = nn.Parameter(torch.empty(0))
+    memo = {id(p): nobody for g in optimizer.param_groups for p in g["params"]}  # deepcopy copies no parameter
+    for (shape, dtype, device), count in Counter(_kind(p) for p in group["params"] if p.requires_grad).items():
+        twin = copy.deepcopy(optimizer, dict(memo))
+        p = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        p.grad = torch.ones_like(p)
+        twin.param_groups = [{**group, "params": [p]}]
+        try:
             twin.step()
-    except Exception as error:
-        raise InputError(
-            f"The state of {type(optimizer).__name__} cannot be foreseen ({type(error).__name__}: {error}). Measure without the "
-            "optimizer, or after its first step."
-        ) from error
-    return twin.state
+        except Exception as error:
+            raise InputError(
+                f"The state of {type(optimizer).__name__} cannot be foreseen ({type(error).__name__}: {error}). Measure "
+                "without the optimizer, or after its first step."
+            ) from error
+        total += count * _total_bytes(twin.state.values())
+    return total
+
+
+def _kind(p: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return p.shape, p.dtype, torch.device("cpu") if p.is_meta or isinstance(p, FakeTensor) else p.device
+
+
+def _total_bytes(tensors: Any) -> int:
+    live = LiveBytes()
+    return live.size(live.watch(tensors))
 
 
 @contextmanager

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from revzoo.errors import InputError
+from revzoo.model import Model
+from revzoo.runtime.bijection import Bijection
+from revzoo.runtime.chain import Mode, ReversibleChain
 from revzoo.runtime.memory import tensors_in
 
 
@@ -82,6 +85,39 @@ def differentiable(outputs: Any) -> list[Tensor]:
     if not found:
         raise InputError("No output of the model depends on a parameter that requires a gradient.")
     return found
+
+
+def chains(model: nn.Module) -> dict[str, Model | ReversibleChain]:
+    """Return everything in the model that has a schedule, by the path in front of its names ("" for the model itself)."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, Model | ReversibleChain)}
+    return {f"{name}." if name else "": chain for name, chain in found.items()}
+
+
+def steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mode]]:
+    """Yield name, module and mode of every reversible step in the model."""
+    for prefix, chain in chains(model).items():
+        if isinstance(chain, Model):
+            modes = dict(zip(chain.units, chain.schedule, strict=True))
+            yield from ((f"{prefix}{step.name}", step, modes[cast(str, step.name)]) for step in chain.steps)
+        else:
+            links = [(f"{prefix}steps.{i}", link) for i, link in enumerate(chain.steps) if not isinstance(link, Bijection)]
+            yield from ((*link, mode) for link, mode in zip(links, chain.schedule, strict=True))
+
+
+@contextmanager
+def scheduled(model: nn.Module) -> Iterator[Callable[[Mode], None]]:
+    """Yield a function that sets the mode of every step in the model; the schedules are put back afterwards."""
+    found = {chain: chain.schedule for chain in chains(model).values()}
+
+    def assign(mode: Mode) -> None:
+        for chain in found:
+            chain.schedule = mode
+
+    try:
+        yield assign
+    finally:
+        for chain, schedule in found.items():
+            chain.schedule = schedule
 
 
 def fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMode | None:

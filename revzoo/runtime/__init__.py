@@ -3,5 +3,6 @@
 from revzoo.runtime.bijection import Bijection, SpaceToDepth
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.memory import LiveBytes
 
-__all__ = ["Bijection", "Coupling", "ReversibleChain", "SpaceToDepth"]
+__all__ = ["Bijection", "Coupling", "LiveBytes", "ReversibleChain", "SpaceToDepth"]

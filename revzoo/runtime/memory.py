@@ -57,6 +57,10 @@ class LiveBytes(TorchDispatchMode):
         """Return a mark in the log, for `alive` and `peak`."""
         return len(self._log)
 
+    def born(self, start: int, stop: int) -> Storages:
+        """Return the storages that appeared between two moments."""
+        return frozenset(storage for storage, _ in self._log[start:stop]) - {storage for storage, _ in self._log[:start]}
+
     def alive(self, without: Collection[int] = (), at: int | None = None) -> int:
         """Return the bytes alive at a moment (default: now) in storages other than `without`."""
         return sum(change for storage, change in self._log[:at] if storage not in without)

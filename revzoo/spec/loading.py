@@ -49,5 +49,10 @@ def _fill_stages(tree: Node) -> Node:
 
 
 def _over(shared: dict[str, Node], stage: Node) -> Node:
-    own = {key: merge(node, stage.value[key]) if key in stage.value else node for key, node in shared.items()}
+    own = {k: merge(_spelled_out(node), _spelled_out(stage.value.get(k, node))) for k, node in shared.items()}
     return replace(stage, value=stage.value | own)
+
+
+def _spelled_out(part: Node) -> Node:
+    """Write a bare NAME as {type: NAME}, which a map can be laid over."""
+    return replace(part, value={"type": part}) if isinstance(part.value, str) else part

@@ -5,8 +5,10 @@ reported at the line of YAML (or the override) that a person has to change.
 """
 
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +81,20 @@ def join(path: str, key: object) -> str:
 def merge(below: Node, above: Node) -> Node:
     """Lay one tree over another: maps merge, anything else replaces.
 
-    A map that names another `type` than the one below it replaces that one entirely: another part has other arguments.
+    A map that names a `type` merges over that type only: another part has other arguments.
     """
     if not (isinstance(below.value, dict) and isinstance(above.value, dict)):
         return above
-    if {"type"} <= below.value.keys() & above.value.keys() and below.value["type"].value != above.value["type"].value:
+    if "type" in above.value and above.value["type"].plain() != below.value.get("type", below.missing("type")).plain():
         return above
     laid = {key: merge(below.value[key], item) if key in below.value else item for key, item in above.value.items()}
     return Node(below.value | laid, above.file, above.path)
 
 
-def load_tree(path: Path, known: Mapping[str, Path], _descendants: tuple[Path, ...] = ()) -> Node:
+def load_tree(path: Path, known: Mapping[str, Path]) -> Node:
     """Read a YAML file and everything it inherits from through its `base` key.
+
+    Nothing in a file is evaluated: a `${...}` stays text.
 
     Args:
         path: the file.
@@ -99,40 +103,45 @@ def load_tree(path: Path, known: Mapping[str, Path], _descendants: tuple[Path, .
     Raises:
         SpecError: a file that cannot be read, is not YAML or not a mapping; a missing or cyclic base.
     """
-    tree = Node.of(_read_yaml(path), str(path))
-    base = tree.value.pop("base", None)
-    if base is None:
-        return tree
-    descendants = (*_descendants, path.resolve())
-    if isinstance(base.value, str) and base.value.endswith(".yaml"):
-        parent = path.parent / base.value
-    elif isinstance(base.value, str) and base.value in known:
-        parent = known[base.value]
+    files, layers = [path.resolve()], [_read_yaml(path)]
+    while (base := layers[-1].value.pop("base", None)) is not None:
+        path = _base_file(base, path.parent, known)
+        files.append(path.resolve())
+        if files[-1] in files[:-1]:
+            cycle = " -> ".join(file.name for file in files)
+            raise SpecError([base.problem("a base that does not inherit from this file", cycle)])
+        layers.append(_read_yaml(path))
+    return reduce(merge, reversed(layers))
+
+
+def _base_file(base: Node, folder: Path, known: Mapping[str, Path]) -> Path:
+    name = base.value
+    if isinstance(name, str) and name.endswith(".yaml"):
+        path = folder / name
+    elif isinstance(name, str) and name in known:
+        path = known[name]
     else:
-        hint = did_you_mean(base.value, known) if isinstance(base.value, str) else ""
+        hint = did_you_mean(name, known) if isinstance(name, str) else ""
         raise SpecError([base.problem(f"a path ending in .yaml, or one of {listing(sorted(known))}", hint=hint)])
-    if not parent.is_file():
-        raise SpecError([base.problem("an existing file", f"{base.value!r}, but there is no file {parent}")])
-    if parent.resolve() in descendants:
-        cycle = " -> ".join(file.name for file in (*descendants, parent.resolve()))
-        raise SpecError([base.problem("a base that does not inherit from this file", cycle)])
-    return merge(load_tree(parent, known, descendants), tree)
+    if not path.is_file():
+        raise SpecError([base.problem("an existing file", f"{name!r}, but there is no file {path}")])
+    return path
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
+def _read_yaml(path: Path) -> Node:
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else TOP
-        raise SpecError([Problem(str(path), place, str(error.problem), "valid YAML")]) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise SpecError([Problem(str(path), TOP, reason, "a readable YAML file")]) from error
+        raise SpecError([Problem(str(path), place, f"invalid YAML ({error.problem})", "valid YAML")]) from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        found = f"an unreadable file ({textwrap.shorten(str(error), 200)})"
+        raise SpecError([Problem(str(path), TOP, found, "a YAML file")]) from error
     if not isinstance(values, dict) or not values:
         found = "a list" if isinstance(values, list) else "an empty file"
         raise SpecError([Problem(str(path), TOP, found, "a mapping from keys to values")])
-    return values
+    return Node.of(values, str(path))
 
 
 def apply_overrides(tree: Node, overrides: Iterable[str]) -> tuple[Node, list[Problem]]:

@@ -1,4 +1,4 @@
-"""Toy parts and a complete toy spec, so that these tests depend on no real part."""
+"""Toy parts, so that these tests depend on no real one."""
 
 from pathlib import Path
 from textwrap import dedent
@@ -7,25 +7,6 @@ from typing import Literal
 import pytest
 
 from revzoo import registry
-
-SPEC = """
-name: toy
-family: toys
-sources: [{of: all, cite: nowhere}]
-input: {kind: image, channels: 3, size: [32, 32]}
-stem: {type: patches, width: 8, patch: 4}
-split: {type: duplicate}
-block:
-  coupling: additive
-  f: {type: attention, heads: 2}
-  g: {type: mlp, ratio: 4}
-  drop_path: {max: 0.1}
-stages:
-  - {depth: 2, width: 8}
-  - {depth: 3, width: 16, f: {heads: 4}, transition: {type: merging}}
-fuse: {type: concat}
-head: {type: linear, outputs: 10}
-"""
 
 
 def patches(site, *, width: int, patch: int | tuple[int, int]): ...
@@ -58,7 +39,7 @@ def toys(monkeypatch):
 
 
 @pytest.fixture
-def no_parts(monkeypatch):
+def no_parts(toys, monkeypatch):
     """Empty every registry, as before the parts are imported."""
     for name in TOYS:
         monkeypatch.setattr(getattr(registry, name), "_entries", {})

@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import SPEC
 
-from revzoo.errors import SpecError, UnknownNameError
+from revzoo.errors import RevzooError
 from revzoo.spec import DropPath, Input, Part, Stage, list_models, load_spec, names, recipe_file, spec_file
 
 pytestmark = pytest.mark.usefixtures("toys")
@@ -21,8 +19,29 @@ def golden(name: str) -> str:
     return (GOLDEN / name).read_text(encoding="utf-8").rstrip("\n")
 
 
+SPEC = """
+name: toy
+family: toys
+sources: [{of: all, cite: nowhere}]
+input: {kind: image, channels: 3, size: [32, 32]}
+stem: {type: patches, width: 8, patch: 4}
+split: {type: duplicate}
+block:
+  coupling: additive
+  f: {type: attention, heads: 2}
+  g: {type: mlp, ratio: 4}
+  drop_path: {max: 0.1}
+stages:
+  - {depth: 2, width: 8}
+  - {depth: 3, width: 16, f: {heads: 4}, transition: {type: merging}}
+fuse: {type: concat}
+head: {type: linear, outputs: 10}
+"""
+QUOTE = " YAML reads a bare yes, no, on or off as true or false: quote it."
+
+
 def message(call, *arguments) -> str:
-    with pytest.raises(SpecError) as caught:
+    with pytest.raises(RevzooError) as caught:
         call(*arguments)
     return str(caught.value)
 
@@ -51,19 +70,17 @@ def test_stage_changes_removes_or_replaces_the_shared_branches(write):
     first, second = load_spec(write(text)).stages
 
     assert (first.f, first.g) == (Part("attention", {"heads": 2}), None)
-    assert (second.f, second.g) == (Part("conv"), Part("mlp"))
+    assert (second.f, second.g) == (Part("conv"), Part("mlp", {"ratio": 4.0}))
 
 
-def test_stages_may_complete_a_template_or_do_without(write):
-    completed = SPEC.replace("f: {type: attention, heads: 2}", "f: attention").replace(
-        "depth: 2,", "depth: 2, f: {type: attention, heads: 1},"
+def test_stages_may_complete_a_template(write):
+    shared = SPEC.replace("f: {type: attention, heads: 2}", "f: attention")
+    assert message(load_spec, write(shared)) == (
+        "1 problem found:\n  toy.yaml: block.f.heads: found nothing; allowed: an integer."
     )
-    text = message(load_spec, write(completed))
-    # The second stage gives only `heads` over a bare name, and a map over a name replaces it.
-    assert text == "1 problem found:\n  toy.yaml: stages.1.f.type: found nothing; allowed: one of attention, conv, mlp."
-    assert load_spec(write(completed.replace("f: attention", "f: {type: attention}"))).stages[0].f.arguments == {
-        "heads": 1
-    }
+    spec = load_spec(write(shared.replace("depth: 2,", "depth: 2, f: {type: attention, heads: 1}, g: mlp,")))
+    assert [stage.f for stage in spec.stages] == [Part("attention", {"heads": 1}), Part("attention", {"heads": 4})]
+    assert spec.stages[0].g == Part("mlp", {"ratio": 4.0}), "a bare name is the same as a map with that type"
 
 
 @pytest.mark.parametrize(
@@ -112,10 +129,206 @@ def test_every_wrong_override_is_reported(write):
         "head.outputs=[1,",
         "block.coupling.m=1",
         "stages.0.depth=no",
-        "base=rev",
     ]
     assert message(load_spec, write(SPEC), overrides) == golden("overrides.txt")
 
 
 def test_every_problem_of_a_spec_is_reported_once(write):
     assert message(load_spec, write(golden("problems.yaml"))) == golden("problems.txt")
+
+
+@pytest.mark.parametrize("overrides", [(), ("stages.0.g=null", "stages.1.f={type: conv, kernel: [1, 3]}", "init=null")])
+def test_round_trip(write, overrides):
+    spec = load_spec(write(SPEC + "init: {type: normal, std: 0.02}\nexpect: {parameters: 3, stream_shape: [4, 8]}"), overrides)
+    again = load_spec(write(spec.to_yaml(), "run/spec.yaml"))
+
+    assert again == spec
+    assert again.to_yaml() == spec.to_yaml()
+    assert again.digest == spec.digest
+    assert load_spec("run") == spec
+
+
+def test_digest_is_of_the_architecture_alone(write, request):
+    digest = load_spec(write(SPEC)).digest
+    assert len(digest) == 64
+
+    block_style = """
+        sources: []
+        twin: {library: timm, name: other}
+        expect: {reversible_steps: 10}
+        head:
+            outputs: 10
+            type: linear
+        block:
+            g: {ratio: 4.0, type: mlp}
+            f: {type: attention}
+            drop_path: {rule: linear, max: 0.1}
+            coupling: {type: additive}
+        stages:
+        - {f: {heads: 2}, depth: 2, width: 8}
+        - {transition: merging, depth: 3, width: 16, f: {heads: 4}}
+    """
+    child = write(f"base: toy.yaml\nname: other{block_style.replace(chr(10) + ' ' * 8, chr(10))}", "child.yaml")
+    assert load_spec(child).digest == digest
+    assert load_spec(child).name == "other"
+
+    others = ["family=f", "input.size=[32, 33]", "block.drop_path.max=0.2", "stages.1.f.heads=2", "head.outputs=11"]
+    others += [
+        "block.coupling={type: momentum, m: 0.9}",
+        "init={type: normal, std: 1}",
+        "stages.0.g=null",
+        "split=halves",
+    ]
+    assert len({digest, *(load_spec("toy.yaml", [other]).digest for other in others)}) == len(others) + 1
+
+    request.getfixturevalue("no_parts")
+    assert load_spec("toy.yaml").digest == digest, "must not depend on whether the parts have been imported"
+
+
+def test_base_maps_merge_lists_replace_and_another_type_replaces(write):
+    write(SPEC)
+    write("base: toy.yaml\nname: middle\nhead: {outputs: 5}\nblock: {f: {bias: no}}", "sub/../middle.yaml")
+    leaf = write(
+        """
+        base: ../middle.yaml
+        name: leaf
+        stages: [{depth: 1, width: 4}]
+        block: {coupling: {type: momentum, m: 0.9}, g: {type: conv}}
+        """,
+        "sub/leaf.yaml",
+    )
+    spec = load_spec(leaf)
+
+    assert (spec.name, spec.file) == ("leaf", "sub/leaf.yaml")
+    assert spec.head.arguments == {"outputs": 5}
+    assert spec.coupling == Part("momentum", {"m": 0.9})
+    assert spec.stages == (Stage(1, 4, Part("attention", {"heads": 2, "bias": False}), Part("conv")),)
+
+
+def test_inherited_problem_names_the_file_it_stands_in(write):
+    write(SPEC.replace("outputs: 10", "outputs: ten").replace("name: toy\n", ""))
+    child = write("base: toy.yaml\nstem: {patch: 0.5}", "child.yaml")
+    assert message(load_spec, child, ["split=thirds"]) == (
+        "4 problems found:"
+        "\n  child.yaml: name: found nothing; allowed: text."
+        "\n  child.yaml: stem.patch: found 0.5; allowed: an integer or a list of 2 (an integer, an integer)."
+        "\n  override: split: found 'thirds'; allowed: one of duplicate, halves."
+        "\n  toy.yaml: head.outputs: found 'ten'; allowed: an integer."
+    )
+
+
+def test_base_by_name(write, monkeypatch):
+    write(SPEC, "root/specs/models/toys/toy.yaml")
+    monkeypatch.setattr(names, "data_root", lambda: Path("root"))
+    child = write("base: toy\nname: child", "child.yaml")
+    assert load_spec(child).stages == load_spec("toy").stages
+    assert message(load_spec, write("base: toi", "child.yaml")) == (
+        "1 problem found:\n  child.yaml: base: found 'toi'; allowed: a path ending in .yaml, or one of toy. Did you mean 'toy'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "(top level): found an empty file; allowed: a mapping from keys to values."),
+        ("# nothing\n---\n", "(top level): found an empty file; allowed: a mapping from keys to values."),
+        ("- a\n- b", "(top level): found a list; allowed: a mapping from keys to values."),
+        ("42", "(top level): found an unreadable file (Invalid loaded object type: int); allowed: a YAML file."),
+        (
+            "name: [1,\nhead: 2",
+            "line 3, column 1: found invalid YAML (did not find expected ',' or ']'); allowed: valid YAML.",
+        ),
+        ("name: a\nname: b", "line 2, column 1: found invalid YAML (found duplicate key name); allowed: valid YAML."),
+        ("block: {f: a, f: b}", "line 1, column 15: found invalid YAML (found duplicate key f); allowed: valid YAML."),
+        (
+            "name: &a [*a]",
+            "line 1, column 7: found invalid YAML (YAML recursive aliases are not supported.); allowed: valid YAML.",
+        ),
+        (
+            "name: !!python/name:os.system x",
+            "line 1, column 7: found invalid YAML (could not determine a constructor for the tag"
+            " 'tag:yaml.org,2002:python/name:os.system'); allowed: valid YAML.",
+        ),
+        (
+            "name: \x00",
+            "(top level): found an unreadable file (unacceptable character #x0000: control characters are not allowed"
+            ' in "/bad.yaml", position 6); allowed: a YAML file.',
+        ),
+        ("base: 3", "base: found 3; allowed: a path ending in .yaml, or one of none."),
+        ("base: no", f"base: found false; allowed: a path ending in .yaml, or one of none.{QUOTE}"),
+        ("base: nobody", "base: found 'nobody'; allowed: a path ending in .yaml, or one of none."),
+        ("base: no.yaml", "base: found 'no.yaml', but there is no file no.yaml; allowed: an existing file."),
+        ("base: bad.yaml", "base: found bad.yaml -> bad.yaml; allowed: a base that does not inherit from this file."),
+    ],
+)
+def test_unreadable_file(write, monkeypatch, text, problem):
+    monkeypatch.setattr(names, "data_root", lambda: Path("nowhere"))
+    shown = message(load_spec, write(text, "bad.yaml")).replace(str(Path.cwd()), "")
+    assert shown == f"1 problem found:\n  bad.yaml: {problem}"
+
+
+def test_longer_cycle_is_shown(write):
+    for name, base in [("a", "b"), ("b", "c"), ("c", "b")]:
+        write(f"base: {base}.yaml", f"{name}.yaml")
+    assert message(load_spec, "a.yaml") == (
+        "1 problem found:\n  c.yaml: base: found a.yaml -> b.yaml -> c.yaml -> b.yaml;"
+        " allowed: a base that does not inherit from this file."
+    )
+
+
+def test_file_that_is_nested_too_deeply(write):
+    text = message(load_spec, write("name: " + "[" * 2000 + "]" * 2000))
+    assert text.startswith("1 problem found:\n  toy.yaml: (top level): found an unreadable file (maximum recursion depth")
+
+
+def test_file_that_is_not_text(write):
+    write("", "bad.yaml").write_bytes(b"name: \xff\xfe")
+    assert message(load_spec, "bad.yaml") == (
+        "1 problem found:\n  bad.yaml: (top level): found an unreadable file"
+        " ('utf-8' codec can't decode byte 0xff in position 6: invalid start byte); allowed: a YAML file."
+    )
+
+
+def test_unknown_source(write, monkeypatch):
+    write(SPEC, "root/specs/models/toys/toy.yaml")
+    monkeypatch.setattr(names, "data_root", lambda: Path("root"))
+    assert message(load_spec, "toi") == "Unknown model or spec file 'toi'. Did you mean 'toy'? Allowed: toy."
+    assert message(load_spec, "root") == "Unknown model or spec file 'root/spec.yaml'. Allowed: toy."
+
+
+@pytest.mark.usefixtures("no_parts")
+def test_structure_is_checked_before_the_parts_are_imported(write):
+    spec = load_spec(write(SPEC), ["head.anything=1"])
+    assert spec.head == Part("linear", {"outputs": 10, "anything": 1})
+    assert message(load_spec, "toy.yaml", ["stages.0.depth=0", "fuse=null"]) == (
+        "2 problems found:\n  override: stages.0.depth: found 0; allowed: an integer >= 1."
+        "\n  override: fuse: found null; allowed: {type: NAME, ...} or NAME, with NAME a name."
+    )
+
+
+def test_names(write, monkeypatch):
+    for path in ["models/a/x_s", "models/a/x_b", "models/b/y", "recipes/quick"]:
+        write(SPEC, f"root/specs/{path}.yaml")
+    monkeypatch.setattr(names, "data_root", lambda: Path("root"))
+
+    assert list_models() == ["x_b", "x_s", "y"]
+    assert list_models("x_*") == ["x_b", "x_s"]
+    assert names.list_recipes() == ["quick"]
+    assert spec_file("y") == Path("root/specs/models/b/y.yaml")
+    assert message(recipe_file, "quik") == "Unknown recipe 'quik'. Did you mean 'quick'? Allowed: quick."
+
+    write(SPEC, "root/specs/models/b/x_s.yaml")
+    assert message(list_models) == (
+        "1 problem found:\n  root/specs/models/b/x_s.yaml: (file name): found x_s;"
+        " allowed: a name of its own: root/specs/models/a/x_s.yaml has this one."
+    )
+
+
+def test_checkout_holds_the_specs():
+    assert (names.data_root() / "specs" / "models").is_dir()
+
+
+def test_no_torch_is_imported():
+    code = "import sys, revzoo.spec; print(revzoo.spec.list_models('no such*'), 'torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[] False\n"

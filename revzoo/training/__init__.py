@@ -1,0 +1,1 @@
+"""Training and evaluation: a recipe, a data pipeline, one loop."""

@@ -1,0 +1,279 @@
+"""The grammar of a recipe: every class here is a mapping in YAML, every field a key, settable as `optimizer.lr=1e-3`.
+
+Where a setting goes straight to timm it has timm's name and meaning.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import OmegaConf
+
+from revzoo.errors import Problem, SpecError, did_you_mean, listing
+from revzoo.spec.names import recipe_file, recipe_files
+from revzoo.spec.parsing import NOT_WRITTEN, Bound, Positive, Rate, parse, plain
+from revzoo.spec.tree import MISSING, Node, apply_overrides, load_tree
+
+Count = Annotated[int, Bound("an integer >= 0", lambda n: n >= 0)]
+Amount = Annotated[float, Bound("a number >= 0", lambda x: x >= 0)]
+Size = Annotated[float, Bound("a number > 0", lambda x: x > 0)]
+Chance = Annotated[float, Bound("a number in [0, 1]", lambda p: 0 <= p <= 1)]
+Mode = Literal["store", "invert", "recompute"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is trained: the arguments of `revzoo.create`.
+
+    Args:
+        name: a model name, a spec file or a folder with spec.yaml.
+        num_outputs: None is the number of classes in the data.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    pretrained: bool = False
+    checkpoint: str | None = None
+    num_outputs: Positive | None = None
+    schedule: Mode | tuple[Mode, ...] = "invert"
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class AugmentOptions:
+    """How images become tensors: arguments of timm's `create_transform`, and `padding`.
+
+    Args:
+        padding: crop the image, padded by so many pixels on each side, instead of timm's random resized crop.
+        mean: per channel; None is the data set's own, where known, else ImageNet's. `std` likewise.
+    """
+
+    padding: Positive | None = None
+    scale: tuple[Size, Size] | None = None
+    ratio: tuple[Size, Size] | None = None
+    hflip: Chance = 0.5
+    vflip: Chance = 0.0
+    color_jitter: Amount | None = 0.4
+    auto_augment: str | None = None
+    interpolation: Literal["random", "nearest", "bilinear", "bicubic"] = "bicubic"
+    re_prob: Chance = 0.0
+    re_mode: Literal["const", "rand", "pixel"] = "pixel"
+    re_count: Positive = 1
+    crop_pct: Size | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[Size, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where examples come from.
+
+    Args:
+        root: folder of the data; digits come with scikit-learn and need none.
+        batch_size: per process.
+        num_workers: processes that load images, per training process; 0 loads in the training process itself.
+        shift: digits are moved by up to so many pixels in training.
+    """
+
+    name: Literal["digits", "folder", "cifar10", "cifar100", "imagenet"]
+    batch_size: Positive
+    root: str | None = None
+    num_workers: Count = 0
+    shift: Count = 0
+    augment: AugmentOptions = AugmentOptions()
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Arguments of timm's `create_optimizer_v2`; None is the optimizer's own default. Biases and norms do not decay."""
+
+    opt: str
+    lr: Size
+    weight_decay: Amount = 0.0
+    momentum: Rate | None = None
+    betas: tuple[Rate, ...] | None = None
+    eps: Size | None = None
+    layer_decay: Size | None = None
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Arguments of timm's `create_scheduler_v2`, stepped once per update. It lasts as long as the training."""
+
+    sched: Literal["cosine", "multistep", "step", "poly", "constant"] = "cosine"
+    warmup_epochs: Count = 0
+    warmup_lr: Amount = 0.0
+    min_lr: Amount = 0.0
+    decay_milestones: tuple[Positive, ...] = ()
+    decay_epochs: Positive | None = None
+    decay_rate: Size | None = None
+
+
+@dataclass(frozen=True)
+class MixupOptions:
+    """Arguments of timm's `Mixup`."""
+
+    mixup_alpha: Amount = 0.0
+    cutmix_alpha: Amount = 0.0
+    prob: Chance = 1.0
+    switch_prob: Chance = 0.5
+    mode: Literal["batch", "pair", "elem"] = "batch"
+
+
+@dataclass(frozen=True)
+class EmaOptions:
+    """Arguments of timm's `ModelEmaV3`. The averaged weights are the ones evaluated and saved."""
+
+    decay: Rate
+    use_warmup: bool = False
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How long and how.
+
+    Args:
+        accumulate: batches per update.
+        clip_grad: largest norm of the gradient.
+    """
+
+    epochs: Positive
+    accumulate: Positive = 1
+    clip_grad: Size | None = None
+    label_smoothing: Rate = 0.0
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    seed: Count = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked, resolved recipe.
+
+    Args:
+        file: where the recipe was read from.
+    """
+
+    model: ModelOptions
+    data: DataOptions
+    optimizer: OptimizerOptions
+    train: TrainOptions
+    schedule: ScheduleOptions = ScheduleOptions()
+    mixup: MixupOptions | None = None
+    ema: EmaOptions | None = None
+    file: str = field(default="", compare=False, metadata=NOT_WRITTEN)
+
+    def to_yaml(self) -> str:
+        """Return the recipe as self-contained YAML: no base, no overrides, every default written."""
+        return OmegaConf.to_yaml(OmegaConf.create(plain(self)))
+
+
+def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read, resolve and check a recipe.
+
+    Args:
+        source: a recipe's name, a .yaml file, or the folder of a run.
+        overrides: dot lists laid over it, such as `train.epochs=3`.
+
+    Raises:
+        UnknownNameError: no recipe or file is called so.
+        SpecError: the recipe or the overrides have problems; all of them are listed.
+    """
+    path = Path(source)
+    if path.is_dir() and str(source) not in recipe_files():
+        path = path / "config.yaml"
+    if not (path.suffix == ".yaml" and path.is_file()):
+        path = recipe_file(str(source))
+    tree, problems = apply_overrides(load_tree(path, recipe_files()), overrides)
+    recipe, found = parse(Recipe, tree)
+    problems += found
+    # What parsed well in one section is checked further even if another section did not parse.
+    problems += [problem for problem in _contradictions(tree) if problem.path not in {p.path for p in found}]
+    if recipe is None or problems:
+        raise SpecError(problems)
+    if recipe.data.root is not None:  # a run must find its data again from another folder
+        root = os.path.abspath(Path(recipe.data.root).expanduser())
+        recipe = replace(recipe, data=replace(recipe.data, root=root))
+    return replace(recipe, file=str(path))
+
+
+def unused(recipe: Recipe) -> list[str]:
+    """Say which settings have no effect because another one rules them out."""
+    from timm.optim import get_optimizer_info
+
+    info = get_optimizer_info(recipe.optimizer.opt)
+    accepted = {"momentum": info.has_momentum, "betas": info.has_betas, "eps": info.has_eps}
+    decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ[recipe.schedule.sched]
+    ruled_out = {
+        ("data", recipe.data.name): {"root", "augment"} if recipe.data.name == "digits" else {"shift"},
+        ("optimizer", recipe.optimizer.opt): {name for name, accepts in accepted.items() if not accepts},
+        ("schedule", recipe.schedule.sched): decay,
+    }
+    return [
+        f"{section}.{f.name} has no effect with {choice}"
+        for (section, choice), names in ruled_out.items()
+        for f in fields(getattr(recipe, section))
+        if f.name in names and getattr(getattr(recipe, section), f.name) != f.default
+    ]
+
+
+_READ = {
+    "cosine": {"min_lr"},
+    "multistep": {"decay_milestones", "decay_rate"},
+    "step": {"decay_epochs", "decay_rate"},
+    "poly": {"min_lr", "decay_rate"},
+    "constant": set(),
+}
+
+
+def _contradictions(tree: Node) -> Iterator[Problem]:
+    """Yield what is wrong although every value by itself is of the right type."""
+    from timm.optim import get_optimizer_info, list_optimizers
+
+    opt = _at(tree, "optimizer.opt")
+    if isinstance(opt.value, str) and opt.value not in list_optimizers():
+        hint = did_you_mean(opt.value, list_optimizers())
+        yield opt.problem(f"the name of a timm optimizer ({listing(list_optimizers())})", hint=hint)
+    elif isinstance(opt.value, str) and get_optimizer_info(opt.value).second_order:
+        yield opt.problem("a first-order optimizer: this one needs the graph of the gradient")
+    if (name := _value(tree, "data.name")) in ("folder", "cifar10", "cifar100", "imagenet"):
+        if _value(tree, "data.root") is None:
+            yield _at(tree, "data.root").problem(f"the folder of the data, for name: {name}")
+    policy = _value(tree, "data.augment.auto_augment")
+    if isinstance(policy, str) and not _is_policy(policy):
+        yield _at(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
+    if _value(tree, "model.pretrained") is True and _value(tree, "model.checkpoint") is not None:
+        yield _at(tree, "model.checkpoint").problem("null where model.pretrained is true: weights come from one place")
+    sched = _value(tree, "schedule.sched")
+    for needed, key in (("multistep", "decay_milestones"), ("step", "decay_epochs")):
+        if sched == needed and not _value(tree, f"schedule.{key}"):
+            yield _at(tree, f"schedule.{key}").problem(f"a value, for sched: {needed}")
+    warmup, epochs = _value(tree, "schedule.warmup_epochs"), _value(tree, "train.epochs")
+    if isinstance(warmup, int) and isinstance(epochs, int) and warmup >= epochs > 0:
+        yield _at(tree, "schedule.warmup_epochs").problem(f"less than train.epochs, which is {epochs}")
+    batch_size = _value(tree, "data.batch_size")
+    if isinstance(_value(tree, "mixup"), dict) and isinstance(batch_size, int) and batch_size % 2:
+        yield _at(tree, "data.batch_size").problem("an even number: mixup pairs the images of a batch")
+
+
+def _is_policy(name: str) -> bool:
+    from timm.data import create_transform
+
+    try:
+        create_transform(32, is_training=True, auto_augment=name)
+    except (AssertionError, LookupError, ValueError):
+        return False
+    return True
+
+
+def _at(tree: Node, path: str) -> Node:
+    """Return the node at a dotted path, or the node of what should have been written there."""
+    for key in path.split("."):
+        tree = (tree.value if isinstance(tree.value, dict) else {}).get(key) or tree.missing(key)
+    return tree
+
+
+def _value(tree: Node, path: str) -> Any:
+    value = _at(tree, path).plain()
+    return None if value is MISSING else value

@@ -1,0 +1,144 @@
+"""Data whose every random choice is a function of the seed, the epoch and the example.
+
+Order and augmentation never draw from the process's own random streams. So a run that was interrupted and resumed sees
+exactly what the uninterrupted one sees, with any number of loader processes, and in the middle of an epoch too.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler, default_collate
+
+from revzoo.errors import DataError
+from revzoo.spec.schema import Input
+from revzoo.training.config import DataOptions
+
+
+class Examples(Protocol):
+    """What a loader draws from: a data set whose augmentation is chosen by `set_epoch`."""
+
+    classes: int
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class Data:
+    """Loaders of (images, labels) for training and test.
+
+    Args:
+        train: examples to learn from; an incomplete last batch is left out.
+        test: examples to evaluate on, all of them, in order.
+        options: batch size per process and number of loader processes.
+        seed: of order and augmentation.
+    """
+
+    def __init__(self, train: Examples, test: Examples, options: DataOptions, seed: int):
+        self.classes = train.classes
+        self._examples = train
+        self._sampler = EpochSampler(len(train), seed)
+        self.train = _loader(train, options, sampler=self._sampler, drop_last=True)
+        self.test = _loader(test, options)
+
+    def start_epoch(self, epoch: int, skip: int = 0) -> None:
+        """Choose the order and augmentation of an epoch, before `train` is iterated over.
+
+        Args:
+            skip: images to leave out at the start, over all processes: what an interrupted run has already seen.
+        """
+        self._sampler.epoch, self._sampler.skip = epoch, skip
+        self._examples.set_epoch(epoch)
+
+
+class EpochSampler(Sampler[int]):
+    """A permutation drawn from the seed and `epoch`, of which the first `skip` indices are left out."""
+
+    def __init__(self, length: int, seed: int):
+        self.length, self.seed = length, seed
+        self.epoch = self.skip = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.length, generator=generator(self.seed, self.epoch))
+        return iter(order[self.skip :].tolist())
+
+
+def load_data(options: DataOptions, input: Input, seed: int) -> Data:
+    """Open the training and test data for a model's input.
+
+    Raises:
+        DataError: the data are missing, empty, without classes, fewer than a batch, or not what the model takes.
+    """
+    if options.name == "digits":
+        from revzoo.training.digits import load_digits
+
+        train, test = load_digits(options, input, seed)
+    else:
+        from revzoo.training.image import load_images
+
+        train, test = load_images(options, input, seed)
+    if len(train) < options.batch_size:
+        raise DataError(
+            f"The {len(train)} training images do not fill one batch. Received: data.batch_size={options.batch_size}. "
+            f"Use data.batch_size={len(train)} or less."
+        )
+    return Data(train, test, options, seed)
+
+
+def _loader(examples: Any, options: DataOptions, **order: Any) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Workers start anew every epoch, because they hold copies of the examples and so the epoch they were told."""
+    return DataLoader(
+        examples,
+        batch_size=options.batch_size,
+        num_workers=options.num_workers,
+        collate_fn=_as_is if hasattr(examples, "__getitems__") else default_collate,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # else every epoch would draw a number from the process's stream
+        **order,
+    )
+
+
+def _as_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch
+
+
+def number(*key: int) -> int:
+    """Return a 64-bit seed that is a function of the key, unrelated for neighbouring keys."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
+
+def generator(*key: int) -> torch.Generator:
+    """Return a CPU generator seeded with the key."""
+    return torch.Generator().manual_seed(number(*key))
+
+
+def reseed(*key: int) -> None:
+    """Seed the process's random streams (Python, NumPy, torch on all devices) with the key."""
+    seed = number(*key)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Seed the process's CPU streams with the key inside, and have them untouched outside."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed = number(*key)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would seed the accelerators as well
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

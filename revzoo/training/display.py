@@ -1,0 +1,93 @@
+"""What a person sees of a run: one line per epoch, a moving bar on a terminal, and a picture of the curves."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from revzoo.analysis.memory import format_bytes
+
+
+class Display:
+    """Shows training on the console of the main process, and nothing in the others.
+
+    Args:
+        shown: whether this process shows anything.
+        batches: per epoch.
+        batch_size: images of one batch over all processes.
+    """
+
+    def __init__(self, shown: bool, epochs: int, batches: int, batch_size: int):
+        self.console = Console(quiet=not shown, highlight=False, soft_wrap=True)
+        self.epochs, self.batches, self.batch_size = epochs, batches, batch_size
+        self.top1 = "-"
+        columns = ("[progress.description]{task.description}", "{task.fields[numbers]}")
+        self._bar = Progress(
+            TextColumn(columns[0]),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn(columns[1]),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not (shown and self.console.is_terminal),
+            transient=True,
+        )
+
+    def __enter__(self) -> "Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def start_epoch(self, epoch: int, done: int) -> None:
+        """Begin a bar at `done` batches."""
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        self._first, self._began = done, time.perf_counter()
+        title = f"epoch {epoch + 1}/{self.epochs}"
+        self._task = self._bar.add_task(title, total=self.batches, completed=done, numbers="")
+
+    def step(self, done: int, loss: float) -> None:
+        """Move the bar to `done` batches."""
+        rate = (done - self._first) * self.batch_size / (time.perf_counter() - self._began)
+        memory = format_bytes(memory_bytes())
+        numbers = f"loss {loss:.4f}  top-1 {self.top1}  {rate:.0f} images/s  {memory}"
+        self._bar.update(self._task, completed=done, numbers=numbers)
+
+    def end_epoch(self, record: dict[str, Any], best: float) -> None:
+        """Print the line of an epoch."""
+        self.top1 = f"{record['top1']:.2f} %"
+        self.console.print(
+            f"epoch {record['epoch']:>{len(str(self.epochs))}}/{self.epochs}  train loss {record['train_loss']:.4f}  "
+            f"test loss {record['loss']:.4f}  top-1 {self.top1} (best {best:.2f})  "
+            f"{record['images_per_second']:.0f} images/s  {format_bytes(record['memory_bytes'])}  {record['seconds']:.1f} s"
+        )
+
+
+def memory_bytes() -> int:
+    """Return the most that CUDA tensors have occupied; without CUDA, what the process occupies now."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
+
+
+def draw_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw losses and top-1 over epochs as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, accuracy = figure.subplots(1, 2)
+    epochs = [record["epoch"] for record in records]
+    for key, label in (("train_loss", "training (with its regularisation)"), ("loss", "test")):
+        losses.plot(epochs, [record[key] for record in records], label=label)
+    losses.set(xlabel="epoch", ylabel="cross-entropy")
+    losses.legend()
+    accuracy.plot(epochs, [record["top1"] for record in records])
+    accuracy.set(xlabel="epoch", ylabel="test top-1 [%]")
+    figure.savefig(path, format="png", dpi=120)

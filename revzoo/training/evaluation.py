@@ -1,0 +1,103 @@
+"""Top-1, top-5 and loss over a data set, each example counted exactly once, however many processes share the work."""
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from revzoo.errors import CheckpointError, InputError
+from revzoo.training.config import Recipe, load_recipe
+from revzoo.training.data import load_data
+from revzoo.weights import Entry, create, index, read_metadata, shipped_weights
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well a model classifies.
+
+    Args:
+        top1: examples whose class got the highest logit [%].
+        top5: examples whose class is among the five highest logits [%].
+        loss: mean cross-entropy, without label smoothing.
+        images: number of examples.
+    """
+
+    top1: float
+    top5: float
+    loss: float
+    images: int
+
+    def __str__(self) -> str:
+        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, loss {self.loss:.4f} on {self.images} images"
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], accelerator: Accelerator) -> Scores:
+    """Classify everything the loader gives.
+
+    Args:
+        model: on the accelerator's device; its training flag is put back.
+        loader: prepared by the accelerator.
+    """
+    training = model.training
+    model.eval()
+    hits1 = hits5 = images = 0
+    loss = 0.0
+    for batch, labels in loader:
+        with accelerator.autocast():
+            logits = model(batch).float()
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        losses, best = accelerator.gather_for_metrics((losses, best))
+        loss += losses.double().sum().item()
+        hits1 += int(best[:, 0].sum())
+        hits5 += int(best.sum())
+        images += len(losses)
+    model.train(training)
+    return Scores(100 * hits1 / images, 100 * hits5 / images, loss / images, images)
+
+
+def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
+    """Evaluate what training has saved, on the test data it was evaluated on.
+
+    Args:
+        path: a run folder, of which the best weights are taken, or a checkpoint: it holds its spec and recipe.
+        overrides: laid over the recipe, such as `data.root=/elsewhere`.
+
+    Raises:
+        CheckpointError: no such checkpoint, damaged, or not one that training has saved.
+    """
+    checkpoint = path / "best.safetensors" if path.is_dir() else path
+    texts = read_metadata(checkpoint)
+    if not {"revzoo.spec", "revzoo.recipe"} <= texts.keys():
+        raise CheckpointError(f"{checkpoint} was not saved by `revzoo train`: it does not say on which data to evaluate it.")
+    with TemporaryDirectory() as folder:
+        for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
+            (Path(folder) / name).write_text(texts[key])
+        return _evaluated(load_recipe(folder, overrides), folder, checkpoint=checkpoint)
+
+
+def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, Entry]:
+    """Evaluate shipped weights on the data of the command that trained them; return their row of the index too."""
+    shipped_weights(name)
+    entry = index()[name]
+    _, _, *trained = shlex.split(entry.command)  # revzoo train RECIPE OVERRIDE...
+    return _evaluated(load_recipe(trained[0], [*trained[1:], *overrides]), name, pretrained=True), entry
+
+
+def _evaluated(recipe: Recipe, source: str, **weights: Any) -> Scores:
+    accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision)
+    model = create(source, device=accelerator.device, **weights)
+    data = load_data(recipe.data, model.spec.input, recipe.train.seed)
+    if model.num_outputs < data.classes:
+        raise InputError(
+            f"{model.spec.name} has {model.num_outputs} outputs and cannot tell {data.classes} classes apart. Received: "
+            f"data.name={recipe.data.name}, data.root={recipe.data.root}."
+        )
+    return evaluate(model, accelerator.prepare(data.test), accelerator)

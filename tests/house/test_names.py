@@ -1,0 +1,156 @@
+"""The public names: pinned, and documented where they are defined."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import revzoo
+import revzoo.parts
+from revzoo import errors, registry
+
+PINNED = {
+    "MemoryReport": None,
+    "Model": None,
+    "Spec": None,
+    "VerifyReport": None,
+    "build": "(spec)",
+    "create": (
+        "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', exact=False, "
+        "device=None, dtype=None)"
+    ),
+    "list_models": "(pattern='*')",
+    "load_spec": "(source, overrides=())",
+    "measure_memory": "(model, batch, optimizer=None)",
+    "verify": "(model, batch)",
+}
+MODEL_NAMES = {
+    "steps", "units", "schedule", "exact", "spec", "num_outputs",
+    "forward", "forward_features", "reset_head", "example_input",
+}  # fmt: skip
+REGISTRIES = ("stems", "splits", "branches", "transitions", "fuses", "heads", "inits", "couplings")
+REGISTERED = [(kind, name) for kind in REGISTRIES for name in getattr(registry, kind)]
+
+
+def modules():
+    return [importlib.import_module(found.name) for found in pkgutil.walk_packages(revzoo.__path__, "revzoo.")]
+
+
+def defined(module):
+    """Yield (qualified name, object, class or None) of all public functions, classes and methods of a module."""
+    for name, value in vars(module).items():
+        if name.startswith("_") or getattr(value, "__module__", None) != module.__name__:
+            continue
+        if inspect.isclass(value) or inspect.isfunction(value):
+            yield name, value, None
+        if inspect.isclass(value):
+            for key, member in vars(value).items():
+                if not key.startswith("_") and isinstance(member, (property, classmethod, staticmethod, *FUNCTIONS)):
+                    yield f"{name}.{key}", getattr(value, key), value
+
+
+FUNCTIONS = (type(lambda: None),)
+
+
+def sections(text: str) -> dict[str, str]:
+    """Return the body of every Google section of a docstring."""
+    found = re.split(r"^(Shapes|Args|Raises|Cost|Source|Example|Yields|Returns): ?", inspect.cleandoc(text), flags=re.M)
+    return dict(zip(found[1::2], found[2::2], strict=True))
+
+
+def signature(function) -> str:
+    """Return names and defaults, without annotations."""
+    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
+    return str(inspect.Signature(parameters))
+
+
+def test_public_names_are_the_pinned_ones():
+    assert set(revzoo.__all__) == set(PINNED)
+    assert set(revzoo.__all__) <= set(dir(revzoo))
+    for name, expected in PINNED.items():
+        assert expected is None or signature(getattr(revzoo, name)) == expected, name
+    assert set(revzoo.runtime.__all__) == {"Bijection", "Coupling", "ReversibleChain", "SpaceToDepth"}
+    assert signature(revzoo.runtime.ReversibleChain) == "(steps, coupling='additive', exact=False, schedule='invert')"
+
+
+def test_a_model_has_the_pinned_members():
+    model = revzoo.create("rev_vit_digits", device="meta")
+    assert {name for name in MODEL_NAMES if hasattr(model, name)} == MODEL_NAMES
+    own = {name for name in vars(revzoo.Model) if not name.startswith("_")}
+    assert own <= MODEL_NAMES, "a public name that nobody pinned"
+
+
+def test_an_unknown_public_name_is_refused_with_the_known_ones():
+    with pytest.raises(AttributeError, match=r"no attribute 'plan'\. Public names: .*create"):
+        _ = revzoo.plan
+
+
+def test_everything_public_says_what_it_is():
+    found = [(module.__name__, *row) for module in modules() for row in defined(module)]
+    assert len(found) > 150
+    silent = [f"{where}.{name}" for where, name, value, _ in found if not inspect.getdoc(value)]
+    assert silent == []
+    assert all(module.__doc__ for module in modules())
+
+
+@pytest.mark.parametrize(("where", "name"), [("revzoo", name) for name in PINNED] + [("revzoo.runtime", "ReversibleChain")])
+def test_public_names_list_arguments_shapes_and_errors(where, name):
+    value = getattr(importlib.import_module(where), name)
+    own = sections(value.__doc__)
+    if issubclass_of_module(value):
+        assert "Shapes" in own
+    if "Args" in own:
+        stale = set(re.findall(r"^\s{0,4}(\w+):", own["Args"], flags=re.M)) - set(inspect.signature(value).parameters)
+        assert not stale, "documented and gone"
+    if inspect.isfunction(value):
+        optional = {key for key, p in inspect.signature(value).parameters.items() if p.default is not p.empty}
+        assert {key for key in optional if f"{key}:" not in own.get("Args", "")} <= {"pattern"}
+    raised = raised_in(value)
+    assert raised <= set(re.findall(r"\w+Error", value.__doc__)), "raised and not documented"
+    for error in re.findall(r"^\s*(\w+Error):", own.get("Raises", ""), flags=re.M):
+        assert hasattr(errors, error)
+
+
+def issubclass_of_module(value) -> bool:
+    return inspect.isclass(value) and issubclass(value, nn.Module)
+
+
+def raised_in(value) -> set[str]:
+    """Return the errors that a function, or a class's constructor, raises itself."""
+    function = value.__init__ if inspect.isclass(value) else value
+    if function.__qualname__.split(".")[0] != value.__name__ or not inspect.isfunction(function):
+        return set()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except OSError:  # a dataclass's constructor has no source
+        return set()
+    raises = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    return {exc.func.id for exc in raises if isinstance(exc, ast.Call) and isinstance(exc.func, ast.Name)}
+
+
+def test_raised_errors_are_seen():
+    assert raised_in(revzoo.create) == {"CheckpointError"}
+    assert raised_in(revzoo.runtime.ReversibleChain) == {"InputError"}
+
+
+@pytest.mark.parametrize(("kind", "name"), REGISTERED, ids="-".join)
+def test_every_part_documents_what_a_spec_may_set(kind, name):
+    entry = getattr(registry, kind)[name]
+    own = sections(entry.__doc__)
+    if issubclass_of_module(entry):
+        assert "Shapes" in own
+        assert [key for key in getattr(registry, kind).arguments(name) if f"{key}:" not in own.get("Args", "")] == []
+    if kind != "heads":
+        assert "Source" in own, "every number has a source"
+
+
+def test_registries_are_all_enumerated():
+    assert {name for name, value in vars(registry).items() if isinstance(value, registry.Registry)} == set(REGISTRIES)
+    assert len(REGISTERED) >= 19
+    assert Path(revzoo.parts.__file__).parent.name == "parts"

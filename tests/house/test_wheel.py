@@ -1,0 +1,70 @@
+"""What is built from the checkout works without it."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPECS = {path.stem for path in (ROOT / "specs/models").glob("*/*.yaml")}
+RECIPES = {path.stem for path in (ROOT / "specs/recipes").glob("*.yaml")}
+
+CREATE_EVERYTHING = """
+import json, revzoo, zoo_cli
+from pathlib import Path
+from revzoo import weights
+from revzoo.spec import data_root, list_recipes
+models = revzoo.list_models()
+for name in models:
+    assert all(p.is_meta for p in revzoo.create(name, device="meta").parameters())
+for name in weights.index():
+    revzoo.create(name, pretrained=True)
+homes = [str(Path(place).resolve()) for place in (revzoo.__file__, zoo_cli.__file__, data_root())]
+print(json.dumps({"models": models, "recipes": list_recipes(), "weights": sorted(weights.index()), "homes": homes}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (file,) = folder.iterdir()
+    return file
+
+
+def test_wheel_creates_every_model_from_an_empty_directory(wheel, tmp_path):
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # PYTHONPATH comes before everything that is installed, so neither the checkout nor an installed revzoo is seen.
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CREATE_EVERYTHING],
+        cwd=empty,
+        env={"PYTHONPATH": str(site), "PATH": "", "HOME": str(empty)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert SPECS and set(found["models"]) == SPECS
+    assert RECIPES and set(found["recipes"]) == RECIPES
+    assert set(found["weights"]) == {"rev_vit_digits", "revnet_digits"}
+    assert all(home.startswith(str(site.resolve())) for home in found["homes"])
+
+
+def test_wheel_holds_what_it_should_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    tops = {name.split("/")[0] for name in names}
+    (info,) = (top for top in tops if top.endswith(".dist-info"))
+    assert tops == {"revzoo", "zoo_cli.py", info}
+    assert {f"{info}/licenses/LICENSE", "revzoo/py.typed", "revzoo/_data/weights/index.yaml"} <= set(names)
+    assert {Path(name).suffix for name in names if name.startswith("revzoo/_data/specs")} == {".yaml"}
+    assert not [name for name in names if "__pycache__" in name]
+    assert "revzoo = zoo_cli:main" in entry_points

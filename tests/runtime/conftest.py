@@ -1,0 +1,67 @@
+"""Small chains that every runtime test builds on."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from revzoo.runtime import ReversibleChain
+
+Grads = list[Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def mlp(width: int = 6, hidden: int = 12) -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
+def conv(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False))
+
+
+@pytest.fixture
+def chain_of() -> Callable[..., ReversibleChain]:
+    """Return a maker of chains of MLP steps."""
+
+    def make(depth: int, coupling: object = "additive", exact: bool = False, dtype: torch.dtype = torch.float64):
+        return ReversibleChain([mlp() for _ in range(depth)], coupling, exact).to(dtype)
+
+    return make
+
+
+@pytest.fixture
+def streams() -> tuple[Tensor, Tensor]:
+    """Return two different streams in float64 that require gradients."""
+    x1, x2 = torch.randn(2, 3, 6, dtype=torch.float64)
+    return x1.requires_grad_(), x2.requires_grad_()
+
+
+@pytest.fixture
+def gradients() -> Callable[..., Grads]:
+    """Return a function that gives the gradients of a loss over both outputs, inputs first."""
+
+    def run(chain: ReversibleChain, inputs: Sequence[Tensor], schedule: object = None, **kwargs: object) -> Grads:
+        if schedule is not None:
+            chain.schedule = schedule
+        y1, y2 = chain(*inputs, **kwargs)
+        loss = (y1.sin() * torch.linspace(0, 1, y1.numel(), dtype=y1.dtype).view_as(y1)).sum() + (y2 * y2).sum()
+        wanted = [x for x in (*inputs, *chain.parameters()) if x.requires_grad]
+        return list(torch.autograd.grad(loss, wanted))
+
+    return run
+
+
+@pytest.fixture
+def error() -> Callable[[Grads, Grads], float]:
+    """Return a function that gives the worst relative error over all tensors."""
+
+    def worst(found: Grads, expected: Grads) -> float:
+        assert len(found) == len(expected) > 0
+        return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
+    return worst

@@ -1,0 +1,131 @@
+"""Gradients equal plain autograd's: every mode, coupling and depth; and to the bit in exact arithmetic."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo.registry import couplings
+from revzoo.runtime import Coupling, ReversibleChain, SpaceToDepth
+
+MODES = ("store", "invert", "recompute")
+
+
+def plain(chain, x1, x2):
+    """The recurrence written down once more, without the runtime."""
+    for step, k in zip(chain.steps, chain.couplings, strict=True):
+        x1, x2 = x2, k.a * x2 + k.b * x1 + k.c * step(x2)
+    return x1, x2
+
+
+def test_every_coupling_is_covered():
+    assert list(couplings) == ["additive", "dual_residual", "leapfrog", "midpoint", "momentum"]
+
+
+@pytest.mark.parametrize("coupling", list(couplings))
+@pytest.mark.parametrize("depth", range(1, 6))
+def test_every_mix_of_modes_equals_plain_autograd(coupling, depth, chain_of, streams, gradients, error):
+    chain = chain_of(depth, coupling)
+    y1, y2 = plain(chain, *streams)
+    torch.testing.assert_close(chain(*streams), (y1, y2), rtol=1e-12, atol=1e-12)
+    loss = (y1.sin() * torch.linspace(0, 1, y1.numel(), dtype=y1.dtype).view_as(y1)).sum() + (y2 * y2).sum()
+    expected = list(torch.autograd.grad(loss, [*streams, *chain.parameters()]))
+    for schedule in product(MODES, repeat=depth):
+        assert error(gradients(chain, streams, schedule), expected) < 1e-10, schedule
+
+
+def test_couplings_may_differ_from_step_to_step(chain_of, streams, gradients, error):
+    chain = chain_of(3, [Coupling(0, 1, 1), Coupling(0.5, -2, 0.25), Coupling(1, 0.5, 1)])
+    expected = gradients(chain, streams, "store")
+    assert error(gradients(chain, streams, "invert"), expected) < 1e-10
+
+
+@pytest.mark.parametrize("coupling", ["additive", "midpoint", "leapfrog"])
+def test_exact_gradients_are_bit_identical_at_depth_100(coupling, chain_of, gradients):
+    chain = chain_of(100, coupling, exact=True, dtype=torch.float32)
+    x1, x2 = torch.randn(2, 3, 6).unbind()
+    if coupling == "leapfrog":  # a second-order network keeps its speed: from rest and pushed little, it stays on the grid
+        x2 = x1.clone()
+        for step in chain.steps:
+            nn.init.normal_(step[3].weight, std=0.01)
+    streams = [x.requires_grad_() for x in (x1, x2)]
+    expected = gradients(chain, streams, "store")
+    for schedule in ("invert", "recompute", ["invert", "store", "invert", "recompute", "invert"] * 20):
+        found = gradients(chain, streams, schedule)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), schedule
+
+
+def test_without_exact_float32_is_not_bit_identical(chain_of, gradients):
+    chain = chain_of(100, dtype=torch.float32)
+    streams = [x.requires_grad_() for x in torch.randn(2, 3, 6).unbind()]
+    expected = gradients(chain, streams, "store")
+    assert not all(torch.equal(a, b) for a, b in zip(gradients(chain, streams, "invert"), expected, strict=True))
+
+
+def test_exact_inverse_returns_the_rounded_input(chain_of):
+    chain = chain_of(8, exact=True, dtype=torch.float32)
+    x1, x2 = torch.randn(2, 3, 6)
+    found = chain.inverse(*(y.detach() for y in chain(x1, x2)))
+    for w, x in zip(found, (x1, x2), strict=True):
+        assert torch.equal(w, torch.round(x * 2**16) / 2**16)
+
+
+def test_streams_may_differ_in_width(gradients, error):
+    chain = ReversibleChain([nn.Linear(5, 3), nn.Linear(3, 5), nn.Linear(5, 3)]).double()
+    inputs = torch.randn(4, 3).double().requires_grad_(), torch.randn(4, 5).double().requires_grad_()
+    expected = gradients(chain, inputs, "store")
+    assert error(gradients(chain, inputs, "invert"), expected) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", list(product(MODES, repeat=3)))
+def test_bijections_stand_between_steps(schedule, gradients, error):
+    def unit(width):
+        return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.Tanh())
+
+    chain = ReversibleChain([SpaceToDepth(), unit(8), SpaceToDepth(), unit(32), unit(32), SpaceToDepth()]).double()
+    inputs = [x.requires_grad_() for x in torch.randn(2, 2, 2, 8, 8).double().unbind()]
+    expected = gradients(chain, inputs, "store")
+    assert error(gradients(chain, inputs, schedule), expected) < 1e-12
+
+
+def test_space_to_depth_has_i_revnets_order_and_an_exact_inverse():
+    x = torch.arange(16.0).reshape(1, 1, 4, 4)
+    y = SpaceToDepth()(x)
+    assert y[0, :, 0, 0].tolist() == [0, 1, 4, 5]
+    two = torch.randn(2, 3, 4, 6)
+    y = SpaceToDepth()(two)
+    assert torch.equal(y[:, 2 * 3 + 1], two[:, 1, 1::2, 0::2])  # (dy = 1, dx = 0), channel 1
+    assert torch.equal(SpaceToDepth().inverse(y), two)
+
+
+class Masked(nn.Module):
+    """A step with a side input: what it sees is scaled by a mask and shifted by a learned bias from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, w, side):
+        return self.linear(w * side["mask"]).tanh() * side["bias"]
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+def test_side_inputs_reach_every_step_and_get_gradients(mode, streams, error):
+    chain = ReversibleChain([Masked() for _ in range(4)]).double()
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    side = {"mask": torch.tensor([1.0, 0, 1, 1, 0, 1]).double(), "bias": bias * 2}
+
+    def run(schedule):
+        chain.schedule = schedule
+        y1, y2 = chain(*streams, side=side)
+        return list(torch.autograd.grad((y1 * y2).sum(), [*streams, bias, *chain.parameters()], retain_graph=True))
+
+    assert error(run(mode), run("store")) < 1e-12
+
+
+def test_the_same_step_may_stand_in_every_place(streams, gradients, error):
+    step = nn.Linear(6, 6)
+    chain = ReversibleChain([step] * 4).double()
+    expected = gradients(chain, streams, "store")
+    assert error(gradients(chain, streams, "invert"), expected) < 1e-12

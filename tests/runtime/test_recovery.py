@@ -1,0 +1,296 @@
+"""When and in which order steps are recovered, and what autograd's less usual calls do."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo.errors import InputError, RecoveryError, ScheduleError, UnknownNameError
+from revzoo.runtime import Coupling, LiveBytes, ReversibleChain
+
+
+class Logged(nn.Module):
+    """A linear step, an activation behind it, that notes each time it is run and each time it ends."""
+
+    def __init__(self, number: int, log: list[str]):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.number, self.log = number, log
+
+    def forward(self, w):
+        self.log.append(f"f{self.number}")
+        out = self.linear(w).tanh()
+        self.log.append(f"end{self.number}")
+        return out
+
+
+def logged(depth: int) -> tuple[ReversibleChain, list[str]]:
+    log: list[str] = []
+    return ReversibleChain([Logged(i, log) for i in range(depth)]).double(), log
+
+
+def starts(log: list[str]) -> list[str]:
+    return [entry for entry in log if entry.startswith("f")]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recovered"),
+    [
+        ("store", []),
+        ("invert", ["f3", "f2", "f1", "f0"]),
+        ("recompute", ["f3", "f2", "f1", "f0"]),
+        (["invert", "invert", "store", "store"], ["f1", "f0"]),
+        (["store", "store", "invert", "invert"], ["f3", "f2"]),
+        (["invert", "store", "recompute", "invert"], ["f3", "f2", "f0"]),
+    ],
+)
+def test_each_dropped_step_runs_once_more_in_reverse_order(schedule, recovered, streams):
+    chain, log = logged(4)
+    chain.schedule = schedule
+    y1, y2 = chain(*streams)
+    assert starts(log) == ["f0", "f1", "f2", "f3"]
+    log.clear()
+    (y1.sum() + y2.sum()).backward()
+    assert starts(log) == recovered
+
+
+def test_only_the_steps_that_backward_reaches_are_recovered(streams):
+    chain, log = logged(4)
+    y1, y2 = chain(*streams)
+    log.clear()
+    torch.autograd.grad(y1.sum() + y2.sum(), list(chain.steps[2].parameters()))
+    assert starts(log) == ["f3", "f2"]
+
+
+def test_a_frozen_step_is_still_run_to_get_below_it(streams):
+    chain, log = logged(4)
+    chain.steps[3].requires_grad_(False)
+    x1, x2 = (x.detach() for x in streams)
+    chain.steps[0].requires_grad_(False)
+    y1, y2 = chain(x1, x2)
+    log.clear()
+    y1.sum().backward()  # w[3] = w[1] + f2(w[2]): f3 is no part of it
+    assert starts(log) == ["f3", "f2", "f1"]
+    assert all((p.grad is None) == (i in (0, 3)) for i, step in enumerate(chain.steps) for p in step.parameters())
+
+
+def test_recompute_stops_at_the_last_dropped_tensor(streams):
+    log: list[str] = []
+    chain = ReversibleChain([nn.Sequential(Logged(0, log), nn.Linear(6, 6), Logged(1, log))]).double()
+    chain.schedule = "recompute"
+    y1, y2 = chain(*streams)
+    log.clear()
+    (y1.sum() + y2.sum()).backward()
+    assert log == ["f0", "end0", "f1"]  # tanh's own output is its last saved tensor: the run ends inside Logged 1
+
+
+def test_backward_twice(chain_of, streams, error):
+    chain = chain_of(4)
+    wanted = [*streams, *chain.parameters()]
+    y1, y2 = chain(*streams)
+    loss = (y1 * y2).sum()
+    first = torch.autograd.grad(loss, wanted, retain_graph=True)
+    second = torch.autograd.grad(loss, wanted, retain_graph=True)
+    assert error(second, first) < 1e-12
+    chain.schedule = "store"
+    y1, y2 = chain(*streams)
+    assert error(first, torch.autograd.grad((y1 * y2).sum(), wanted)) < 1e-12
+
+
+def test_parts_of_a_retained_graph_in_any_order(chain_of, streams, error):
+    chain = chain_of(5)
+    y1, y2 = chain(*streams)
+    loss = (y1 * y2).sum()
+    chain.schedule = "store"
+    z1, z2 = chain(*streams)
+    expected_loss = (z1 * z2).sum()
+    for k in (0, 3, 1, 4, 2):
+        wanted = list(chain.steps[k].parameters())
+        found = torch.autograd.grad(loss, wanted, retain_graph=True)
+        assert error(found, torch.autograd.grad(expected_loss, wanted, retain_graph=True)) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+def test_create_graph_is_refused_and_names_store(mode, chain_of, streams):
+    chain = chain_of(2)
+    chain.schedule = mode
+    y1, y2 = chain(*streams)
+    with pytest.raises(RecoveryError, match=r"create_graph=True .* steps\.1 dropped .* 'store'"):
+        torch.autograd.grad((y1 * y2).sum(), streams, create_graph=True)
+
+
+def test_an_output_changed_in_place_is_refused(chain_of, streams):
+    y1, y2 = chain_of(2)(*streams)
+    loss = (y1 * y1).sum() + y2.sum()
+    with torch.no_grad():
+        y2.add_(1)
+    with pytest.raises(RecoveryError, match=r"\(3, 6\) that backward needs .* modified in place"):
+        loss.backward()
+
+
+def test_a_kept_input_changed_in_place_is_refused(chain_of, streams):
+    chain = chain_of(1)
+    chain.schedule = "recompute"
+    y1, y2 = chain(*streams)
+    with torch.no_grad():
+        streams[1].add_(1)
+    with pytest.raises(RecoveryError, match="modified in place after forward"):
+        (y1 * y2).sum().backward()
+
+
+def test_a_step_that_runs_differently_the_second_time_is_refused(streams):
+    class Alternating(nn.Module):
+        calls = 0
+
+        def forward(self, w):
+            self.calls += 1
+            return w.tanh() if self.calls % 2 else w.sin().exp()
+
+    y1, y2 = ReversibleChain([nn.Tanh(), Alternating()])(*streams)
+    with pytest.raises(RecoveryError, match=r"steps\.1 ran differently the second time: .* 'store'"):
+        (y1 * y2).sum().backward()
+
+
+def test_relu_in_front_and_a_skip_around_the_chain(chain_of, streams, error):
+    chain = chain_of(3)
+
+    def run(schedule):
+        chain.schedule = schedule
+        h1, h2 = (torch.relu(x) for x in streams)
+        y1, y2 = chain(h1, h2)
+        loss = ((y1 + h1) * (y2 - h2)).sin().sum()
+        return list(torch.autograd.grad(loss, [*streams, *chain.parameters()]))
+
+    assert error(run("invert"), run("store")) < 1e-12
+
+
+def test_inputs_and_outputs_are_unchanged_by_backward(chain_of, streams):
+    x1, x2 = (x.detach().clone() for x in streams)
+    y1, y2 = chain_of(4)(*streams)
+    z1, z2 = y1.detach().clone(), y2.detach().clone()
+    (y1 * y2).sum().backward()
+    assert [torch.equal(a, b) for a, b in ((streams[0], x1), (streams[1], x2), (y1, z1), (y2, z2))] == [True] * 4
+
+
+@pytest.mark.parametrize("schedule", ["invert", "recompute", ["invert", "recompute", "store"]])
+def test_inputs_without_gradient_still_train_the_steps(schedule, chain_of, streams, gradients, error):
+    chain = chain_of(3)
+    frozen = [x.detach() for x in streams]
+    expected = gradients(chain, frozen, "store")
+    assert len(expected) == len(list(chain.parameters()))
+    assert error(gradients(chain, frozen, schedule), expected) < 1e-12
+
+
+def test_parameters_frozen_here_and_there(chain_of, streams, gradients, error):
+    chain = chain_of(4)
+    for i, parameter in enumerate(chain.parameters()):
+        parameter.requires_grad_(i % 3 != 0)
+    expected = gradients(chain, streams, "store")
+    assert error(gradients(chain, streams, "invert"), expected) < 1e-12
+
+
+def test_accumulation_over_micro_batches_equals_the_whole(chain_of, streams, error):
+    chain = chain_of(4)
+    y1, y2 = chain(*streams)
+    (y1 * y2).sum().backward()
+    expected = [p.grad.clone() for p in chain.parameters()]
+    chain.zero_grad()
+    for i in range(3):
+        y1, y2 = chain(*(x[i : i + 1] for x in streams))
+        (y1 * y2).sum().backward()
+    assert error([p.grad for p in chain.parameters()], expected) < 1e-12
+
+
+def test_hooks_fire_once_on_parameters_and_once_per_run_on_modules(chain_of, streams):
+    chain = chain_of(2)
+    counts = {"grad": 0, "accumulated": 0, "forward": 0, "backward": 0}
+
+    def count(what):
+        counts[what] += 1
+
+    weight = chain.steps[0][1].weight
+    weight.register_hook(lambda _: count("grad"))
+    weight.register_post_accumulate_grad_hook(lambda _: count("accumulated"))
+    chain.steps[1].register_forward_hook(lambda *_: count("forward"))
+    chain.steps[1].register_full_backward_hook(lambda *_: count("backward"))
+    y1, y2 = chain(*streams)
+    (y1 * y2).sum().backward()
+    assert counts == {"grad": 1, "accumulated": 1, "forward": 2, "backward": 1}
+
+
+def test_an_unused_output_leaks_nothing_in_50_steps(chain_of, streams):
+    chain = chain_of(4)
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveBytes() as live:
+            known = live.watch([*streams, *chain.parameters()])
+            alive = []
+            for _ in range(50):
+                y1, y2 = chain(*streams)
+                torch.autograd.grad(y1.sum(), list(chain.steps[0].parameters()))
+                del y1, y2
+                alive.append(live.alive(without=known))
+    finally:
+        gc.enable()
+    assert alive == [0] * 50
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_no_grad_keeps_nothing_and_leaves_no_graph(training, chain_of, streams):
+    chain = chain_of(4).train(training)
+    with torch.no_grad(), LiveBytes() as live:
+        known = live.watch([*streams, *chain.parameters()])
+        y1, y2 = chain(*streams)
+        assert live.alive(without=known) == y1.nbytes + y2.nbytes
+    assert y1.grad_fn is None
+
+
+def test_eval_with_gradients_equals_the_stored_run(chain_of, streams, gradients, error):
+    chain = chain_of(3).eval()
+    assert error(gradients(chain, streams, "invert"), gradients(chain, streams, "store")) < 1e-12
+
+
+def test_refusals_say_what_to_type():
+    with pytest.raises(InputError, match="Step 1 must be a torch.nn.Module. Received: function"):
+        ReversibleChain([nn.Identity(), lambda x: x])
+    with pytest.raises(UnknownNameError, match="Unknown coupling 'aditive'. Did you mean 'additive'?"):
+        ReversibleChain([nn.Identity()], coupling="aditive")
+    with pytest.raises(InputError, match="b = 0 cannot be inverted"):
+        Coupling(1, 0, 1)
+    with pytest.raises(InputError, match=r"exact=True needs \|b\| = 1 .* a = 1.9, b = -0.9"):
+        ReversibleChain([nn.Identity()], coupling="momentum", exact=True)
+    with pytest.raises(InputError, match="One coupling for each of 2 steps is needed. Received: 1"):
+        ReversibleChain([nn.Identity()] * 2, coupling=[Coupling(0, 1, 1)])
+    chain = ReversibleChain([nn.Identity()] * 2)
+    with pytest.raises(ScheduleError, match="one mode for each of 2 entries. Received: 3"):
+        chain.schedule = ["store"] * 3
+    with pytest.raises(ScheduleError, match=r"Unknown mode for steps\.1. Received: 'inverse'. Did you mean 'invert'\?"):
+        chain.schedule = ["store", "inverse"]
+    with pytest.raises(InputError, match="torch.float32 on cpu and torch.float64 on cpu"):
+        chain(torch.ones(1), torch.ones(1).double())
+    with pytest.raises(InputError, match=r"steps\.0 must return a tensor shaped like .* \(2, 3\). Received: \(2, 1\)"):
+        ReversibleChain([nn.Linear(3, 1)])(torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_leaving_the_grid_is_refused(streams):
+    class Explode(nn.Module):
+        def forward(self, w):
+            return w * 1e9
+
+    chain = ReversibleChain([Explode(), Explode()], exact=True)
+    with pytest.raises(RecoveryError, match=r"states below 2\.09715e\+06 in magnitude. Received: "):
+        chain(*streams)
+    with pytest.raises(RecoveryError, match=r"states below 256 in magnitude. Received: nan"), torch.no_grad():
+        chain(torch.full((1,), torch.nan), torch.ones(1))
+    with pytest.raises(InputError, match=r"float32 or float64 streams. Received: torch\.bfloat16"):
+        chain(torch.ones(1).bfloat16(), torch.ones(1).bfloat16())
+
+
+def test_half_precision_streams_warn_once_with_the_drift(chain_of):
+    chain = chain_of(7, dtype=torch.bfloat16)
+    x1, x2 = torch.randn(2, 3, 6, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"torch\.bfloat16: inverting these 7 steps loses \d\.\de-0[123] of the state"):
+        chain(x1, x2)
+    chain(x1, x2)  # a second warning would be an error

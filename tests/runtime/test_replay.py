@@ -1,0 +1,204 @@
+"""A second run sees what the first saw: random stream, autocast, buffers; and leaves no trace."""
+
+import pytest
+import torch
+from timm.layers import DropPath
+from torch import nn
+
+from revzoo.errors import RecoveryError
+from revzoo.runtime import ReversibleChain
+
+DROPPING = ("invert", "recompute", ["invert", "recompute", "store", "invert"])
+
+
+def stochastic() -> ReversibleChain:
+    def step():
+        return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Tanh(), DropPath(0.4))
+
+    return ReversibleChain([step() for _ in range(4)]).double()
+
+
+def batch_norm() -> ReversibleChain:
+    return ReversibleChain([nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(4)]).double()
+
+
+@pytest.mark.parametrize("schedule", DROPPING)
+def test_masks_are_those_of_the_stored_run_and_the_users_stream_is_untouched(schedule, streams, gradients, error):
+    chain = stochastic()
+    torch.manual_seed(7)
+    expected = gradients(chain, streams, "store")
+    next_draw = torch.rand(1)
+    torch.manual_seed(7)
+    assert error(gradients(chain, streams, schedule), expected) < 1e-12
+    assert torch.equal(torch.rand(1), next_draw)
+
+
+@pytest.mark.parametrize("schedule", DROPPING)
+@pytest.mark.parametrize("make", [stochastic, batch_norm])
+def test_two_forwards_before_one_backward(make, schedule, streams, error):
+    chain = make()
+
+    def run(schedule):
+        chain.schedule = schedule
+        torch.manual_seed(3)
+        a1, a2 = chain(*streams)
+        b1, b2 = chain(streams[1] * 2, streams[0])
+        return list(torch.autograd.grad((a1 * b2 + a2 * b1).sum(), [*streams, *chain.parameters()]))
+
+    assert error(run(schedule), run("store")) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", DROPPING)
+def test_batch_norm_counts_once(schedule, streams, gradients, error):
+    chain, other = batch_norm(), batch_norm()
+    other.load_state_dict(chain.state_dict())
+    for _ in range(2):
+        expected = gradients(other, streams, "store")
+        assert error(gradients(chain, streams, schedule), expected) < 1e-12
+    for (name, a), b in zip(chain.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(a, b), name
+        assert not name.endswith("tracked") or a == 2
+
+
+def test_batch_norm_in_eval_moves_nothing(streams, gradients, error):
+    chain = batch_norm().eval()
+    before = [b.clone() for b in chain.buffers()]
+    assert error(gradients(chain, streams, "invert"), gradients(chain, streams, "store")) < 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(chain.buffers(), before, strict=True))
+
+
+class Recorded(nn.Module):
+    """Notes what a linear layer gave under the autocast state of each run."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, w):
+        out = self.linear(w)
+        self.seen.append(out.dtype)
+        return out.tanh()
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_around_forward_only_is_in_force_in_both_runs(mode, dtype, gradients):
+    chain = ReversibleChain([Recorded() for _ in range(3)])
+    streams = [x.requires_grad_() for x in torch.randn(2, 3, 6).unbind()]
+
+    def run(schedule):
+        chain.schedule = schedule
+        with torch.autocast("cpu", dtype):
+            y1, y2 = chain(*streams)
+        assert y1.dtype == y2.dtype == torch.float32
+        return torch.autograd.grad((y1 * y2).sum(), [*streams, *chain.parameters()])
+
+    expected = run("store")
+    found = run(mode)
+    assert all(step.seen == [dtype] * 3 for step in chain.steps)  # stored run, first run, second run
+    if mode == "recompute":
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    else:  # the recovered state differs by float32 rounding, which may flip a half-precision rounding
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+def test_autocast_with_exact_streams_is_bit_identical(mode):
+    chain = ReversibleChain([Recorded() for _ in range(5)], exact=True)
+    streams = [x.requires_grad_() for x in torch.randn(2, 3, 6).unbind()]
+
+    def run(schedule):
+        chain.schedule = schedule
+        with torch.autocast("cpu", torch.bfloat16):
+            y1, y2 = chain(*streams)
+        return torch.autograd.grad((y1 * y2).sum(), [*streams, *chain.parameters()])
+
+    assert all(torch.equal(a, b) for a, b in zip(run(mode), run("store"), strict=True))
+
+
+def test_a_backward_inside_another_autocast_still_sees_the_first(streams):
+    chain = ReversibleChain([Recorded()])
+    chain.schedule = "recompute"
+    x = torch.randn(3, 6)
+    y1, y2 = chain(x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        (y1 * y2).sum().backward()
+    assert chain.steps[0].seen == [torch.float32] * 2
+
+
+def test_half_precision_streams_stay_half_when_a_step_computes_in_more():
+    chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(2)]).bfloat16()
+    chain.schedule = "recompute"
+    x = torch.randn(3, 6).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):  # LayerNorm answers in float32 under autocast
+        y1, y2 = chain(x, x)
+    assert y1.dtype == y2.dtype == torch.bfloat16
+    (y1 * y2).sum().backward()
+
+
+class Counter(nn.Module):
+    """A step whose own buffer moves: a second run would see another value."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, w):
+        self.calls += 1
+        return w * self.calls
+
+
+def test_a_moving_buffer_is_refused_unless_stored(streams):
+    chain = ReversibleChain([Counter()])
+    with pytest.raises(RecoveryError, match=r"steps\.0 changes its 'calls' in forward.* Set the schedule of steps\.0 to 'store'"):
+        chain(*streams)
+    chain.schedule = "store"
+    chain(*streams)
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_refused(streams):
+    chain = ReversibleChain([nn.Linear(6, 6)]).double()
+    y1, y2 = chain(*streams)
+    with torch.no_grad():
+        chain.steps[0].weight.mul_(2)
+    with pytest.raises(RecoveryError, match=r"'weight' of steps\.0 was changed in place between forward and backward"):
+        (y1 * y2).sum().backward()
+
+
+def test_an_error_inside_a_recovery_leaves_stream_and_statistics_as_they_were(streams):
+    class Fragile(nn.Module):
+        broken = False
+
+        def forward(self, w):
+            w = torch.dropout(w.tanh(), 0.5, True)
+            if self.broken:
+                raise ValueError("broken")
+            return w
+
+    step = Fragile()
+    chain = ReversibleChain([nn.Tanh(), nn.Sequential(nn.BatchNorm1d(6).double(), step)])
+    y1, y2 = chain(*streams)
+    buffers = [b.clone() for b in chain.buffers()]
+    state = torch.get_rng_state()
+    step.broken = True
+    with pytest.raises(ValueError, match="broken"):
+        (y1 * y2).sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(chain.buffers(), buffers, strict=True))
+
+
+def test_checkpointing_inside_a_step(streams, gradients, error):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.2), nn.Tanh(), nn.Linear(12, 6))
+
+        def forward(self, w):
+            return torch.utils.checkpoint.checkpoint(self.net, w, use_reentrant=False)
+
+    chain = ReversibleChain([Checkpointed() for _ in range(3)]).double()
+    torch.manual_seed(1)
+    expected = gradients(chain, streams, "store")
+    torch.manual_seed(1)
+    assert error(gradients(chain, streams, "invert"), expected) < 1e-12
