@@ -1,0 +1,126 @@
+"""The assembled network: schedules, modes, heads, and gradients through every kind of unit."""
+
+from itertools import cycle, islice
+
+import pytest
+import torch
+
+import revzoo
+from revzoo.errors import InputError, ScheduleError, UnknownNameError
+
+FAMILIES = ("rev_vit_digits", "revnet_digits")
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    torch.manual_seed(0)
+    return revzoo.create(request.param, dtype=torch.float64)
+
+
+def gradients(model, x, schedule):
+    model.schedule = schedule
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def mixed(model, *modes):
+    """Cycle through modes over the units; a node takes `recompute` where a step would take `invert`."""
+    steps = {step.name for step in model.steps}
+    return [
+        m if name in steps or m != "invert" else "recompute"
+        for m, name in zip(islice(cycle(modes), len(model.units)), model.units, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("modes", [("invert",), ("recompute",), ("invert", "store", "recompute"), ("recompute", "invert", "invert")])
+def test_gradients_equal_stored_ones_in_any_schedule(model, modes):
+    x = model.example_input(3)
+    expected = gradients(model, x, "store")
+    for found, right in zip(gradients(model, x, mixed(model, *modes)), expected, strict=True):
+        assert (found - right).norm() <= 1e-10 * right.norm()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exact_float32_gradients_are_bit_identical(name):
+    torch.manual_seed(0)
+    model = revzoo.create(name, exact=True)
+    x = model.example_input(3)
+    expected = gradients(model, x, "store")
+    for schedule in ("invert", mixed(model, "invert", "store", "recompute")):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model, x, schedule), expected, strict=True))
+
+
+def test_batch_norm_of_stem_transitions_and_steps_counts_once():
+    model = revzoo.create("revnet_digits")
+    gradients(model, model.example_input(3), mixed(model, "recompute", "invert"))
+    counts = {k: b.item() for k, b in model.named_buffers() if k.endswith("num_batches_tracked")}
+    assert len(counts) == 2 + 3 * 4 + 12 * 2 - 1  # stem, fuse; two units of two a transition, the first without its first; steps
+    assert set(counts.values()) == {1}
+
+
+def test_training_with_a_frozen_stem():
+    model = revzoo.create("rev_vit_digits", dtype=torch.float64)
+    model.stem.requires_grad_(False)
+    x = model.example_input(2)
+    expected = gradients(model, x, "store")
+    found = gradients(model, x, "invert")
+    assert sum(g is None for g in found) == 3
+    assert all(g is None or (g - r).norm() <= 1e-12 * r.norm() for g, r in zip(found, expected, strict=True))
+
+
+def test_units_and_schedule():
+    model = revzoo.create("revnet_digits", overrides=["stages.1.depth=1", "stages.2.depth=1"])
+    assert model.units == (
+        *("stem", "stages.0.transition", "stages.0.blocks.0.f", "stages.0.blocks.0.g", "stages.0.blocks.1.f"),
+        *("stages.0.blocks.1.g", "stages.1.transition", "stages.1.blocks.0.f", "stages.1.blocks.0.g"),
+        *("stages.2.transition", "stages.2.blocks.0.f", "stages.2.blocks.0.g", "fuse", "head"),
+    )
+    assert [step.name for step in model.steps] == [name for name in model.units if name[-2:] in (".f", ".g")]
+    assert model.schedule == ["invert" if name[-2:] in (".f", ".g") else "store" for name in model.units]
+    model.schedule = "recompute"
+    assert model.schedule == ["recompute" if name[-2:] in (".f", ".g") else "store" for name in model.units]
+    with pytest.raises(ScheduleError, match=r"Unknown mode for stem\. Received: 'invert'\..* Allowed: store, recompute"):
+        model.schedule = ["invert"] * len(model.units)
+    with pytest.raises(ScheduleError, match="one mode for each of 14 entries. Received: 2"):
+        model.schedule = ["store", "store"]
+    with pytest.raises(ScheduleError, match="Did you mean 'store'"):
+        model.schedule = "stored"
+
+
+def test_create_takes_what_it_says():
+    model = revzoo.create("rev_vit_digits", num_outputs=7, overrides=["stages.0.depth=2"], schedule="store", exact=True)
+    assert (model.num_outputs, len(model.steps), set(model.schedule), model.exact) == (7, 4, {"store"}, True)
+    assert revzoo.create("rev_vit_digits", dtype=torch.float64).example_input(1).dtype == torch.float64
+    assert revzoo.create("rev_vit_l", device="meta").stem.pos_embed.is_meta
+    with pytest.raises(UnknownNameError, match="Did you mean 'rev_vit_digits'"):
+        revzoo.create("rev_vit_digit")
+    with pytest.raises(TypeError, match="pretraind"):
+        revzoo.create("rev_vit_digits", pretraind=True)
+    with pytest.raises(InputError, match=r"exact=True needs \|b\| = 1"):
+        revzoo.create("rev_vit_digits", overrides=["block.coupling=momentum"], exact=True)
+
+
+def test_features_and_head():
+    model = revzoo.create("revnet_digits").eval()
+    x = model.example_input(2)
+    features = model.forward_features(x)
+    assert features.shape == (2, 112, 2, 2)
+    torch.testing.assert_close(model(x), model.head(features))
+    model.reset_head(3)
+    assert model(x).shape == (2, 3)
+
+
+def test_a_wrong_image_is_named():
+    model = revzoo.create("rev_vit_digits")
+    with pytest.raises(InputError, match=r"takes images \(B, 1, 8, 8\). Received: \(2, 3, 8, 8\)\. .* overrides=\['input\.size"):
+        model(torch.zeros(2, 3, 8, 8))
+
+
+def test_a_build_repeats_under_one_seed():
+    models = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        models.append(revzoo.create("revnet_digits").state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(models[0].values(), models[1].values(), strict=True))

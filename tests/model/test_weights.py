@@ -1,0 +1,132 @@
+"""Weights files: everything or nothing, and every fault named."""
+
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import revzoo
+from revzoo import weights
+from revzoo.errors import CheckpointError, UnknownNameError
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"])
+
+
+@pytest.fixture
+def file(model, tmp_path):
+    weights.save(model, tmp_path / "w.safetensors", {"top1": "98.9"})
+    return tmp_path / "w.safetensors"
+
+
+def state(model):
+    return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_a_round_trip_keeps_every_tensor_and_the_spec(model, file, tmp_path):
+    other = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], checkpoint=file, schedule="store")
+    assert same(state(other), state(model))
+    facts = weights.read_metadata(file)
+    assert facts["top1"] == "98.9"
+    assert facts["revzoo.digest"] == model.spec.digest
+    (tmp_path / "spec.yaml").write_text(facts["revzoo.spec"])
+    assert same(state(revzoo.create(tmp_path, checkpoint=file)), state(model))
+    assert not (tmp_path / "w.safetensors.partial").exists()
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_wrappers_prefixes_come_off(prefix, model, tmp_path):
+    expected = state(model)
+    save_file({prefix + key: tensor for key, tensor in expected.items()}, tmp_path / "w.safetensors")
+    model.reset_head(10)
+    weights.load(model, tmp_path / "w.safetensors")
+    assert same(state(model), expected)
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"state_dict": s}, lambda s: {"model": s, "epoch": 3}])
+def test_a_pickled_state_dict_is_read(wrap, model, tmp_path):
+    expected = state(model)
+    torch.save(wrap(expected), tmp_path / "w.pth")
+    model.reset_head(10)
+    weights.load(model, tmp_path / "w.pth")
+    assert same(state(model), expected)
+
+
+def test_a_head_with_another_number_of_outputs_starts_fresh_after_loading(model, file):
+    other = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], checkpoint=file, num_outputs=3)
+    assert other.num_outputs == 3
+    assert torch.equal(other.stem.pos_embed, model.stem.pos_embed)
+
+
+def test_a_model_on_the_meta_device_takes_the_tensors(model, file):
+    other = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], checkpoint=file, device="meta")
+    assert same(state(other), state(model))
+
+
+def test_every_key_that_does_not_fit_is_listed_and_nothing_is_loaded(model, tmp_path):
+    tensors = state(model)
+    del tensors["fuse.norm.bias"], tensors["stem.pos_embed"]
+    tensors |= {"extra": torch.zeros(1), "head.linear.weight": torch.zeros(5, 128)}
+    save_file(tensors, tmp_path / "w.safetensors")
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    before = state(model)
+    with pytest.raises(CheckpointError) as error:
+        weights.load(model, tmp_path / "w.safetensors")
+    assert str(error.value) == (
+        f"{tmp_path}/w.safetensors does not fit rev_vit_digits, which has 19 tensors; nothing was loaded.\n"
+        "  2 missing: stem.pos_embed, fuse.norm.bias\n"
+        "  1 unexpected: extra\n"
+        "  1 of another shape: head.linear.weight (5, 128) instead of (10, 128)\n"
+        "Create the model it was saved from (a run's folder holds its spec.yaml), or pass the same overrides."
+    )
+    assert same(state(model), before)
+
+
+class Malicious:
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was executed",))
+
+
+def test_files_that_are_no_weights(model, file, tmp_path):
+    broken = {
+        "truncated.safetensors": file.read_bytes()[:-100],
+        "short.safetensors": b"\x00",
+        "foreign.safetensors": b"these are not tensors, " * 20,
+        "text.pth": b"hello",
+        "empty.pth": b"",
+        "malicious.pth": pickle.dumps(Malicious()),
+    }
+    for name, content in broken.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .* never executed\. Received: "):
+            weights.load(model, tmp_path / name)
+    torch.save([torch.zeros(1)], tmp_path / "list.pth")
+    with pytest.raises(CheckpointError, match=r"list\.pth holds no state dict \(names to tensors\)\. Received: list"):
+        weights.load(model, tmp_path / "list.pth")
+    with pytest.raises(CheckpointError, match="No weights file at"):
+        weights.load(model, tmp_path / "absent.safetensors")
+
+
+def test_pretrained_asks_the_index(monkeypatch, model, file, tmp_path):
+    with pytest.raises(UnknownNameError, match="Unknown shipped weights 'rev_vit_l'"):
+        revzoo.create("rev_vit_l", pretrained=True, device="meta")
+    with pytest.raises(CheckpointError, match=r"Received: pretrained=True and checkpoint"):
+        revzoo.create("rev_vit_digits", pretrained=True, checkpoint=file)
+    entry = weights.Entry("w.safetensors", "0" * 64, model.spec.digest, {"top1": 1.0}, "revzoo train")
+    (tmp_path / "weights").mkdir()
+    monkeypatch.setattr(weights, "data_root", lambda: tmp_path)
+    monkeypatch.setattr(weights, "index", lambda: {"rev_vit_digits": entry})
+    with pytest.raises(CheckpointError, match="which is missing"):
+        weights.shipped_weights("rev_vit_digits")
+    (tmp_path / "weights" / "w.safetensors").write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointError, match="its sha256 differs"):
+        weights.shipped_weights("rev_vit_digits")

@@ -1,0 +1,178 @@
+"""Each part against timm's own module or an independent formula, on the same weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import Block, VisionTransformer
+
+import revzoo
+from revzoo.errors import MisfitError
+from revzoo.parts.attention import AttentionBranch
+from revzoo.parts.conv import ConvBranch
+from revzoo.parts.fuse import Concat, Mean
+from revzoo.parts.head import PooledLinear
+from revzoo.parts.init import FanIn, FanOut, TruncatedNormal
+from revzoo.parts.mlp import MlpBranch
+from revzoo.parts.site import Shape, Site
+from revzoo.parts.split import ChannelSplit, Duplicate
+from revzoo.parts.stem import ConvStem, PatchStem
+from revzoo.parts.transition import ResidualPair
+
+TOKENS = Site(Shape(12, (2, 3), "tokens"), 12)
+IMAGE = Site(Shape(8, (6, 4), "image"), 8)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_attention_and_mlp_are_timms_block_without_the_residual():
+    block = Block(12, num_heads=3, qkv_bias=True)
+    block.norm1.eps = block.norm2.eps = 1e-6
+    f, g = AttentionBranch(TOKENS, heads=3), MlpBranch(TOKENS, ratio=4.0)
+    weights = block.state_dict()
+    f.load_state_dict({k.replace("norm1", "norm"): w for k, w in weights.items() if k.startswith(("norm1", "attn"))})
+    g.load_state_dict({k.replace("norm2", "norm"): w for k, w in weights.items() if k.startswith(("norm2", "mlp"))})
+    x = torch.randn(2, 6, 12)
+    h = x + f(x)
+    torch.testing.assert_close(h + g(h), block(x), rtol=0, atol=0)
+
+
+def test_patch_stem_is_timms_patch_embedding_and_position():
+    vit = VisionTransformer(8, 2, 3, global_pool="avg", embed_dim=12, num_heads=3, class_token=False, depth=0)
+    stem = PatchStem(Site(Shape(3, (8, 8), "image"), 3), width=12, patch=2)
+    stem.load_state_dict({k: w for k, w in vit.state_dict().items() if k.startswith(("patch_embed", "pos_embed"))})
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(stem(x), vit._pos_embed(vit.patch_embed(x)), rtol=0, atol=0)
+    assert stem.out_shape == Shape(12, (4, 4), "tokens")
+    plain = PatchStem(Site(Shape(3, (8, 8), "image"), 3), width=12, patch=2, position="none")
+    assert [k for k, _ in plain.named_parameters()] == ["patch_embed.proj.weight", "patch_embed.proj.bias"]
+
+
+def unit(x, parameters, kernels, stride=1, preactivate=True):
+    """BN-ReLU-conv in functional form; parameters in order of the unit's own."""
+    left = iter(parameters)
+    for i, kernel in enumerate(kernels):
+        if i > 0 or preactivate:
+            x = F.relu(F.batch_norm(x, None, None, next(left), next(left), training=True, eps=1e-3))
+        x = F.conv2d(x, next(left), stride=stride if i == 0 else 1, padding=kernel // 2)
+    assert next(left, None) is None
+    return x
+
+
+@pytest.mark.parametrize(("layout", "kernels"), [("basic", (3, 3)), ("bottleneck", (1, 3, 1))])
+def test_conv_unit_is_the_formula(layout, kernels):
+    branch = ConvBranch(IMAGE, layout=layout)
+    x = torch.randn(2, 8, 6, 4)
+    torch.testing.assert_close(branch(x), unit(x, branch.parameters(), kernels))
+
+
+@pytest.mark.parametrize("preactivate", [True, False])
+def test_basic_residual_pair_is_the_formula(preactivate):
+    pair = ResidualPair(Site(IMAGE.shape, 12), stride=2, layout="basic", preactivate=preactivate)
+    assert pair.out_shape == Shape(12, (3, 2), "image")
+    x1, x2 = torch.randn(2, 2, 8, 6, 4).unbind()
+
+    def shortcut(x):
+        zeros = torch.zeros(2, 2, 3, 2)
+        return torch.cat((zeros, F.avg_pool2d(x, 2), zeros), 1)
+
+    y1 = shortcut(x1) + unit(x2, pair.f.parameters(), (3, 3), 2, preactivate)
+    y2 = shortcut(x2) + unit(y1, pair.g.parameters(), (3, 3))
+    torch.testing.assert_close(pair(x1, x2), (y1, y2))
+
+
+def test_bottleneck_residual_pair_is_the_formula():
+    pair = ResidualPair(Site(IMAGE.shape, 16), stride=2, layout="bottleneck")
+    x1, x2 = torch.randn(2, 2, 8, 6, 4).unbind()
+    y1 = F.conv2d(x1, pair.shortcut1.weight, stride=2) + unit(x2, pair.f.parameters(), (1, 3, 1), 2)
+    y2 = F.conv2d(x2, pair.shortcut2.weight, stride=2) + unit(y1, pair.g.parameters(), (1, 3, 1))
+    torch.testing.assert_close(pair(x1, x2), (y1, y2))
+    unchanged = ResidualPair(IMAGE, layout="basic", preactivate=False)
+    z1 = x1 + unit(x2, unchanged.f.parameters(), (3, 3), 1, False)
+    torch.testing.assert_close(unchanged(x1, x2)[0], z1)
+
+
+def test_conv_stem_is_the_formula():
+    stem = ConvStem(Site(Shape(3, (8, 8), "image"), 3), width=4, kernel=7, stride=2, pool=True)
+    x = torch.randn(2, 3, 8, 8)
+    y = F.conv2d(x, stem.conv.weight, stride=2, padding=3)
+    y = F.relu(F.batch_norm(y, None, None, stem.norm.weight, stem.norm.bias, training=True, eps=1e-3))
+    torch.testing.assert_close(stem(x), F.max_pool2d(y, 3, 2, 1))
+    assert stem.out_shape == Shape(4, (2, 2), "image")
+
+
+def test_splits_and_fuses():
+    x = torch.randn(2, 8, 6, 4)
+    assert all(half is x for half in Duplicate(IMAGE)(x))
+    x1, x2 = ChannelSplit(IMAGE)(x)
+    assert torch.equal(torch.cat((x1, x2), 1), x)
+    assert ChannelSplit(IMAGE).out_shape.width == 4
+    assert torch.equal(Concat(IMAGE, norm="none")(x, x + 1), torch.cat((x, x + 1), 1))
+    assert torch.equal(Mean(IMAGE, norm="none")(x, 3 * x), (x + 3 * x) / 2)
+    t1, t2 = ChannelSplit(TOKENS)(tokens := torch.randn(2, 6, 12))
+    assert torch.equal(torch.cat((t1, t2), 2), tokens)
+    torch.testing.assert_close(Concat(TOKENS)(tokens, 2 * tokens), F.layer_norm(torch.cat((tokens, 2 * tokens), 2), (24,), eps=1e-6))
+
+
+def test_head_pools_and_resets():
+    head = PooledLinear(IMAGE, outputs=5)
+    x = torch.randn(2, 8, 6, 4)
+    torch.testing.assert_close(head(x), head.linear(x.mean((2, 3))))
+    largest = PooledLinear(TOKENS, outputs=5, pool="max")
+    tokens = torch.randn(2, 6, 12)
+    torch.testing.assert_close(largest(tokens), largest.linear(tokens.max(1).values))
+    head.double().reset(3)
+    assert head.outputs == 3
+    assert head.linear.weight.dtype == torch.float64
+
+
+def test_inits_have_the_stated_spread():
+    linear, conv, norm = torch.nn.Linear(400, 300), torch.nn.Conv2d(20, 50, 3), torch.nn.LayerNorm(4)
+    TruncatedNormal(std=0.02, bias=0.02)(linear)
+    assert linear.weight.std().item() == pytest.approx(0.02 * 0.8796, rel=0.02)  # of a normal cut at two units
+    assert linear.weight.abs().max() <= 0.04
+    assert linear.bias.unique().tolist() == pytest.approx([0.02])
+    TruncatedNormal(bias=0.02)(norm)
+    assert norm.bias.unique().tolist() == pytest.approx([0.02])
+    FanIn()(linear)
+    assert linear.weight.std().item() == pytest.approx(400**-0.5 * 0.8796, rel=0.02)
+    FanOut()(conv)
+    assert conv.weight.std().item() == pytest.approx((2 / (9 * 50)) ** 0.5 * 0.8796, rel=0.05)
+    FanOut()(linear)
+    assert linear.weight.abs().max().item() == pytest.approx((3 / 400) ** 0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: AttentionBranch(TOKENS, heads=5), "heads"),
+        (lambda: AttentionBranch(IMAGE, heads=2), "type"),
+        (lambda: MlpBranch(IMAGE), "type"),
+        (lambda: ConvBranch(TOKENS), "type"),
+        (lambda: ConvBranch(Site(Shape(6, (2, 2), "image"), 6), layout="bottleneck"), "layout"),
+        (lambda: PatchStem(IMAGE, width=8, patch=4), "patch"),
+        (lambda: ConvStem(IMAGE, width=8, kernel=4), "kernel"),
+        (lambda: ConvStem(IMAGE, width=8, stride=4), "stride"),
+        (lambda: ResidualPair(IMAGE, stride=4), "stride"),
+        (lambda: ResidualPair(Site(IMAGE.shape, 6)), "layout"),
+        (lambda: ChannelSplit(Site(Shape(3, (2, 2), "image"), 3)), "type"),
+        (lambda: Concat(TOKENS, norm="batch_norm"), "norm"),
+    ],
+)
+def test_misfits_name_the_argument(make, argument):
+    with pytest.raises(MisfitError) as error:
+        make()
+    assert error.value.argument == argument
+
+
+def test_a_whole_rev_vit_is_its_equations():
+    model = revzoo.create("rev_vit_digits").eval()
+    x = model.example_input(3)
+    x1 = x2 = model.stem(x)
+    for block in model.stages[0].blocks:
+        x1 = x1 + block.f(x2)
+        x2 = x2 + block.g(x1)
+    fused = F.layer_norm(torch.cat((x1, x2), 2), (128,), model.fuse.norm.weight, model.fuse.norm.bias, 1e-6)
+    torch.testing.assert_close(model(x), model.head.linear(fused.mean(1)))

@@ -1,0 +1,67 @@
+"""Every shipped spec builds, and what it expects of itself holds."""
+
+import pytest
+import torch
+
+import revzoo
+from revzoo.errors import SpecError
+
+
+@pytest.mark.parametrize("name", revzoo.list_models())
+def test_every_spec_builds_on_the_meta_device_as_it_expects(name):
+    model = revzoo.create(name, device="meta")
+    expect = model.spec.expect
+    assert set(expect) >= {"parameters", "stream_shape", "reversible_steps"}
+    assert sum(p.numel() for p in model.parameters()) == expect["parameters"]
+    assert len(model.steps) == expect["reversible_steps"]
+    streams = []
+    model.steps[-1].register_forward_hook(lambda step, inputs, out: streams.append(tuple(out.shape[1:])))
+    with torch.no_grad():
+        assert model(model.example_input(2)).shape == (2, model.num_outputs)
+    assert streams == [tuple(expect["stream_shape"])]
+
+
+def test_drop_path_grows_linearly_over_the_whole_network():
+    model = revzoo.create("rev_vit_b", device="meta")
+    rates = [step.drop_path.drop_prob for step in model.steps]
+    torch.testing.assert_close(rates[::2], torch.linspace(0, 0.2, 12).tolist())
+    assert rates[::2] == rates[1::2]
+    constant = revzoo.create("rev_vit_b", overrides=["block.drop_path.rule=constant"], device="meta")
+    assert {step.drop_path.drop_prob for step in constant.steps} == {0.2}
+
+
+def problems(name: str, *overrides: str) -> list[str]:
+    with pytest.raises(SpecError) as error:
+        revzoo.create(name, overrides=overrides, device="meta")
+    return [f"{p.path}: found {p.found}; allowed: {p.allowed}" for p in error.value.problems]
+
+
+def test_parts_that_do_not_fit_are_all_named():
+    assert problems("rev_vit_digits", "stages.0.width=60", "block.f.heads=7") == [
+        "stages.0.width: found 60; allowed: 64, which the part before hands over, or a transition that changes it",
+        "stages.0.f.heads: found 7; allowed: a divisor of the width 60",
+    ]
+    assert problems("rev_vit_s", "input.size=[225,224]") == [
+        "stem.patch: found 16; allowed: a divisor of both sides of the 225x224 image"
+    ]
+    assert problems("revnet_38", "stem.width=33") == [
+        "split.type: found 'channel'; allowed: an even number of channels to split; the stem gives 33"
+    ]
+    assert problems("revnet_38", "stages.1.width=31", "stages.2.transition.stride=3") == [
+        "stages.1.transition.layout: found 'basic'; allowed: bottleneck, or a width of 16 plus an even number instead of 31",
+        "stages.2.transition.stride: found 3; allowed: a divisor of the sides (32, 32)",
+    ]
+    assert problems("revnet_38", "block.f={type: attention, heads: 2}", "fuse.norm=layer_norm") == [
+        *(
+            f"stages.{i}.f.type: found 'attention'; allowed: a stem that gives tokens, for example patch_embed"
+            for i in range(3)
+        ),
+        "fuse.norm: found 'layer_norm'; allowed: batch_norm or none behind images, layer_norm or none behind tokens",
+    ]
+
+
+def test_any_registered_coupling_builds_and_trains():
+    for coupling in ("{type: momentum, m: 0.5}", "{type: midpoint, h: 0.1}", "leapfrog"):
+        model = revzoo.create("rev_vit_digits", overrides=[f"block.coupling={coupling}"])
+        model(model.example_input(2)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
