@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from revzoo.errors import MisfitError, Problem, SpecError
 from revzoo.model import Block, Model, Stage
 from revzoo.parts.site import Shape, Site
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
-from revzoo.spec.schema import DropPath, Part, Spec
-from revzoo.spec.schema import Stage as StageSpec
+from revzoo.spec import DropPath, Part, Spec
+from revzoo.spec import Stage as StageSpec
+
 
 def build(spec: Spec) -> Model:
     """Return the network that a spec describes, with fresh weights from torch's random stream.
@@ -63,9 +62,10 @@ class _Walk:
         blocks = []
         for index in range(stage.depth):
             site = Site(shape, stage.width, index, next(rates))
-            made = [part and self._make(branches, part, site, report=index == 0) for part in (stage.f, stage.g)]
-            if made[0] is not None:
-                blocks.append(Block(*made))
+            f = self._make(branches, stage.f, site, report=index == 0)
+            g = self._make(branches, stage.g, site, report=index == 0) if stage.g is not None else None
+            if f is not None:
+                blocks.append(Block(f, g))
         return shape, Stage(transition, blocks)
 
     def _make(self, registry: Registry, part: Part, site: Site, report: bool = True) -> Any:

@@ -148,10 +148,10 @@ class Model(nn.Module):
         del x
         chain: list[Step] = []
         for i, stage in enumerate(self.stages):
-            if hasattr(stage, "transition"):
+            if isinstance(transition := getattr(stage, "transition", None), nn.Module):
                 pair = run_chain(chain, *pair, exact=self.exact)
                 name = f"stages.{i}.transition"
-                pair = run_node(stage.transition, name, modes[name], *pair)
+                pair = run_node(transition, name, modes[name], *pair)
                 chain = []
             chain += [Step(step, name, self.coupling, modes[name]) for name, step in self._stage_steps(i)]
         pair = run_chain(chain, *pair, exact=self.exact)

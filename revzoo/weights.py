@@ -4,9 +4,10 @@ A checkpoint either fits the model key by key and shape by shape, or nothing of 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -146,7 +147,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}
+                return dict(_items(file))
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the readers answer damaged bytes with whatever they stumble over, KeyError included
         raise CheckpointError(
@@ -159,6 +160,11 @@ def read(path: str | Path) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise CheckpointError(f"{path} holds no state dict (names to tensors). Received: {type(found).__name__}.")
     return found
+
+
+def _items(file: Any) -> Iterator[tuple[str, Tensor]]:
+    for key in file.keys():  # noqa: SIM118 - an open safetensors file is no mapping
+        yield key, file.get_tensor(key)
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:

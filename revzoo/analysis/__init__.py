@@ -1,0 +1,1 @@
+"""Measuring and checking models: memory, arithmetic, gradients, and what is stored where."""

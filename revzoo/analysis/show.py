@@ -44,9 +44,7 @@ def kept_bytes(model: Model, batch: Any, mode: Mode) -> dict[str, int]:
         def note(unit: str) -> None:
             begins.setdefault(unit, live.moment())
 
-        hooks = [
-            model.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: note(unit)) for unit in model.units
-        ]
+        hooks = [model.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: note(unit)) for unit in model.units]
         try:
             loss = linear_loss(call(model, inputs))
         finally:

@@ -77,8 +77,8 @@ class VerifyReport:
                 f"at most {worst:.1e} ({name})"
             )
         if self.ok:
-            how = "bit-identical to storing everything" if self.identical else "what differs from storing everything is rounding"
-            return "\n".join([*lines, f"Safe to train in {dtype}: {how}."])
+            how = "gradients are bit-identical to" if self.identical else "gradients agree, up to rounding, with"
+            return "\n".join([*lines, f"Safe to train in {dtype}: {how} those of storing everything."])
         return "\n".join([*lines, f"Not safe to train in {dtype}:", *(f"  - {problem}" for problem in self.problems)])
 
 
@@ -97,7 +97,7 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     if not chains(model):
         raise InputError(f"There is no revzoo.Model or ReversibleChain in this {type(model).__name__} to verify.")
     if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):
-        raise InputError("Gradients can only be compared where parameters have values. Received: a model without (meta or fake).")
+        raise InputError("Gradients can be compared where parameters have values. Received: meta or fake parameters.")
     with scheduled(model) as assign:
         assign("store")
         stored, repeated = _outcome(model, batch), _outcome(model, batch)
@@ -177,8 +177,8 @@ class _Watch:
                 kinds.append(torch.get_autocast_dtype(state.device.type))
             self.precision = max(kinds, key=_coarseness)
             return
-        true = self._states[name]
-        true = true.pop() if len(true) > 1 else true[0]  # a chain that was called twice is recovered last call first
+        calls = self._states[name]
+        true = calls.pop() if len(calls) > 1 else calls[0]  # a chain that was called twice is recovered last call first
         error = _norm(state - true) / max(_norm(true), torch.finfo(true.dtype).tiny)
         self.errors[name] = max(error, self.errors.get(name, 0.0))
 
@@ -205,7 +205,8 @@ def _problems(report: VerifyReport, outcome: _Outcome, stored: _Outcome, repeate
             "'recompute' or 'store', keep the streams in float32, or use exact=True."
         )
     if not report.gradient_error <= gradient_limit:
-        yield f"The gradients differ from the stored ones by {report.gradient_error:.1e}; up to {gradient_limit:.0e} is rounding."
+        error = report.gradient_error
+        yield f"The gradients differ from the stored ones by {error:.1e}; up to {gradient_limit:.0e} may be rounding."
     wrong = [name for name, error in report.gradient_errors.items() if not error <= single_limit]
     if wrong:
         yield f"Single gradients differ by more than {single_limit:.0e}: {listing(wrong)}."

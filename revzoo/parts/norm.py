@@ -1,6 +1,5 @@
 """Norms and activations by the names that specs use; the layers are timm's."""
 
-from collections.abc import Callable
 from typing import Literal
 
 from timm.layers import BatchNormAct2d, get_act_layer, get_norm_layer
@@ -16,9 +15,9 @@ def token_norm(name: TokenNorm, width: int) -> nn.Module:
     return norm
 
 
-def activation(name: Activation) -> Callable[..., nn.Module]:
+def activation(name: Activation) -> type[nn.Module]:
     """Return the activation's class."""
-    layer: Callable[..., nn.Module] = get_act_layer(name)
+    layer: type[nn.Module] = get_act_layer(name)
     return layer
 
 

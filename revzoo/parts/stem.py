@@ -39,7 +39,7 @@ class PatchStem(nn.Module):
         if any(side % patch for side in size):
             raise MisfitError("patch", patch, f"a divisor of both sides of the {size[0]}x{size[1]} image")
         self.out_shape = Shape(width, tuple(side // patch for side in size), "tokens")
-        self.patch_embed = PatchEmbed(size, patch, at.shape.width, width)
+        self.patch_embed = PatchEmbed((size[0], size[1]), patch, at.shape.width, width)
         self.pos_embed: nn.Parameter | None = None
         if position == "learned":
             self.pos_embed = nn.Parameter(torch.empty(1, *self.out_shape.dims))
@@ -64,9 +64,7 @@ class ConvStem(nn.Module):
     Source: RevNet (revnet-public `resnet_model.py`); padding is symmetric here, TensorFlow's SAME is not at stride 2.
     """
 
-    def __init__(
-        self, at: Site, *, width: int, kernel: int = 3, stride: int = 1, pool: bool = False, momentum: float = 0.01
-    ):
+    def __init__(self, at: Site, *, width: int, kernel: int = 3, stride: int = 1, pool: bool = False, momentum: float = 0.01):
         super().__init__()
         if kernel % 2 == 0:
             raise MisfitError("kernel", kernel, "odd numbers")

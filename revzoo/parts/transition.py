@@ -39,18 +39,21 @@ class ResidualPair(nn.Module):
         self.out_shape = Shape(at.width, tuple(side // stride for side in at.shape.size), "image")
         self.f = conv_unit(width, at.width, layout=layout, stride=stride, preactivate=preactivate, momentum=momentum)
         self.g = conv_unit(at.width, at.width, layout=layout, momentum=momentum)
-        changes = stride > 1 or width != at.width
-        if not changes:
-            self.shortcut1, self.shortcut2 = nn.Identity(), nn.Identity()
-        elif layout == "basic":
-            self.shortcut1, self.shortcut2 = (_PoolAndPad(stride, (at.width - width) // 2) for _ in range(2))
-        else:
-            self.shortcut1, self.shortcut2 = (nn.Conv2d(width, at.width, 1, stride, bias=False) for _ in range(2))
+        self.shortcut1 = _shortcut(width, at.width, stride, layout)
+        self.shortcut2 = _shortcut(width, at.width, stride, layout)
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         y1 = self.shortcut1(x1) + self.f(x2)
         y2 = self.shortcut2(x2) + self.g(y1)
         return y1, y2
+
+
+def _shortcut(width: int, out_width: int, stride: int, layout: UnitLayout) -> nn.Module:
+    if stride == 1 and width == out_width:
+        return nn.Identity()
+    if layout == "basic":
+        return _PoolAndPad(stride, (out_width - width) // 2)
+    return nn.Conv2d(width, out_width, 1, stride, bias=False)
 
 
 class _PoolAndPad(nn.Module):

@@ -28,7 +28,7 @@ from revzoo.registry import couplings
 from revzoo.runtime.bijection import Bijection
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.exact import Grid, require_exact
-from revzoo.runtime.tape import Call, Kept, Run, Source
+from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled
 
 Mode = Literal["store", "invert", "recompute"]
 Pair = tuple[Tensor, Tensor]
@@ -125,13 +125,11 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
             f"Received: {x1.dtype} on {x1.device} and {x2.dtype} on {x2.device}."
         )
     if torch.is_grad_enabled() and not torch.compiler.is_exporting():
-        return _run_recorded(links, x1, x2, side, exact)
+        return cast(Pair, _run_recorded(links, x1, x2, side, exact))
     return _run_plain(links, x1, x2, side, exact)
 
 
-def invert_chain(
-    links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, side: Any = None, exact: bool = False
-) -> Pair:
+def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, side: Any = None, exact: bool = False) -> Pair:
     """Undo `run_chain` without gradients."""
     grid, pair = _start(y1, y2, exact)
     for link in reversed(links):
@@ -198,9 +196,9 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
     return pair
 
 
-@torch.compiler.disable(recursive=False)
+@not_compiled
 def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
-    """Run forward with a tape. Steps may be compiled; this loop, which decides what autograd keeps, is not."""
+    """Run forward with a tape."""
     grid, pair = _start(x1, x2, exact)
     drift = _Drift.of(links, x1)
     run: Run | None = None
@@ -247,6 +245,7 @@ def _watch(grid: Grid | None, pair: Pair) -> None:
 
 def _call(step: Step, pair: Pair, side: Any, call: Call | None = None, source: Source | None = None) -> Tensor:
     """Return f(w[k]), recorded by `call` where there is one, checked against the stream it is added to."""
+    version = None if pair[1].is_inference() else pair[1]._version
     try:
         if call is not None and source is not None:
             out = call.first(source, pair[1])
@@ -259,18 +258,25 @@ def _call(step: Step, pair: Pair, side: Any, call: Call | None = None, source: S
                 "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
             ) from error
         raise
+    if version is not None and pair[1]._version != version:
+        raise InputError(
+            f"{step.name} changes its input in place, and with it the stream. Replace the in-place operation at its "
+            "beginning, for example ReLU(inplace=True), by one that returns a new tensor."
+        )
     if not isinstance(out, Tensor) or out.shape != pair[0].shape:
         received = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise InputError(
-            f"{step.name} must return a tensor shaped like the stream it is added to, {tuple(pair[0].shape)}. Received: {received}."
+            f"{step.name} must return a tensor shaped like the stream it is added to, {tuple(pair[0].shape)}. "
+            f"Received: {received}."
         )
     return out
 
 
+_drift_reported: set[tuple[str, ...]] = set()  # chains already warned about, as `warnings` keeps for its own locations
+
+
 class _Drift:
     """Measures, in the first forward of a chain with half-precision streams, what inverting its steps would lose."""
-
-    _reported: set[tuple[str, ...]] = set()  # chains warned about, as `warnings` keeps for its own locations
 
     def __init__(self, key: tuple[str, ...]):
         self._key = key
@@ -282,7 +288,7 @@ class _Drift:
         if stream.dtype not in (torch.float16, torch.bfloat16):
             return None
         key = (str(stream.dtype), *(link.name for link in links if isinstance(link, Step) and link.mode == "invert"))
-        return cls(key) if len(key) > 1 and key not in cls._reported else None
+        return cls(key) if len(key) > 1 and key not in _drift_reported else None
 
     @torch.no_grad()
     def add(self, previous: Tensor, turn: _Turn, pair: Pair, out: Tensor) -> None:
@@ -290,7 +296,7 @@ class _Drift:
         self._error = self._error + torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(previous)
 
     def warn(self) -> None:
-        self._reported.add(self._key)
+        _drift_reported.add(self._key)
         warnings.warn(
             f"The streams are {self._key[0]}: inverting these {len(self._key) - 1} steps loses {float(self._error):.1e} of the "
             "state to rounding before f amplifies it (measured in this forward). Keep the streams in float32, with autocast "
@@ -301,7 +307,7 @@ class _Drift:
 
 def _per_step(coupling: str | Coupling | Sequence[Coupling], count: int) -> tuple[Coupling, ...]:
     if isinstance(coupling, str):
-        coupling = couplings[coupling]()
+        coupling = cast(Coupling, couplings[coupling]())
     if isinstance(coupling, Coupling):
         return (coupling,) * count
     if len(coupling) != count:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.runtime.chain import Mode
-from revzoo.runtime.tape import Call, Kept
+from revzoo.runtime.tape import Call, Kept, not_compiled
 
 
 def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
@@ -16,6 +16,6 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
     return _recompute(module, name, *inputs)
 
 
-@torch.compiler.disable(recursive=False)
+@not_compiled
 def _recompute(module: nn.Module, name: str, *inputs: Tensor) -> Any:
     return Call(module, name).first(Kept(inputs), *inputs)

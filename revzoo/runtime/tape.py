@@ -20,8 +20,7 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 reconstruction is Gomez et al. 2017, Algorithm 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +28,12 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.replay import Replay
+
+
+# Around whatever records a Call when somebody compiles the whole model. Backward runs outside the compiled region and calls
+# f as it is; a first run that the compiler had traced would have saved other tensors. A step compiled by itself
+# (`step.compile()`) runs compiled both times.
+not_compiled = torch.compiler.disable(reason="it decides what autograd keeps; compile each step instead: step.compile()")
 
 
 class _Enough(Exception):
@@ -161,9 +166,9 @@ class State:
         """
         if self._tensor._version != self._version:
             raise RecoveryError(
-                f"A tensor {tuple(self._tensor.shape)} that backward needs (an output of the chain, or the input of a recomputed "
-                "step) was modified in place after forward. Replace the in-place operation (x += y, relu_) by x = x + y, or "
-                "set the schedule to 'store'."
+                f"A tensor {tuple(self._tensor.shape)} that backward needs (an output of the chain, or the input of a "
+                "recomputed step) was modified in place after forward. Replace the in-place operation (x += y, relu_) by "
+                "x = x + y, or set the schedule to 'store'."
             )
         return self._tensor
 
@@ -233,12 +238,14 @@ class Run:
     def _down(self, refill: bool) -> None:
         link, call = self._links[self._at - 1]
         pair = self._states()
-        self._move(link.retreat(pair, call and call.again(pair[0], refill=refill)), -1)
+        out = None if call is None else call.again(pair[0], refill=refill)
+        self._move(link.retreat(pair, out), -1)
 
     def _up(self) -> None:
         link, call = self._links[self._at]
         pair = self._states()
-        self._move(link.advance(pair, call and call.again(pair[1], refill=False)), +1)
+        out = None if call is None else call.again(pair[1], refill=False)
+        self._move(link.advance(pair, out), +1)
 
     def _move(self, pair: tuple[Tensor, Tensor], by: int) -> None:
         self._pair, self._at = (State(pair[0]), State(pair[1])), self._at + by

@@ -198,8 +198,8 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return replace(recipe, file=str(path))
 
 
-def unused(recipe: Recipe) -> list[str]:
-    """Say which settings have no effect because another one rules them out."""
+def notes(recipe: Recipe) -> list[str]:
+    """Say which settings have no effect because another one rules them out, or not the effect they seem to have."""
     from timm.optim import get_optimizer_info
 
     info = get_optimizer_info(recipe.optimizer.opt)
@@ -210,12 +210,15 @@ def unused(recipe: Recipe) -> list[str]:
         ("optimizer", recipe.optimizer.opt): {name for name, accepts in accepted.items() if not accepts},
         ("schedule", recipe.schedule.sched): decay,
     }
-    return [
+    lines = [
         f"{section}.{f.name} has no effect with {choice}"
         for (section, choice), names in ruled_out.items()
         for f in fields(getattr(recipe, section))
         if f.name in names and getattr(getattr(recipe, section), f.name) != f.default
     ]
+    if recipe.schedule.warmup_epochs >= recipe.train.epochs:
+        lines.append(f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} lasts all {recipe.train.epochs} epochs")
+    return lines
 
 
 _READ = {
@@ -249,12 +252,11 @@ def _contradictions(tree: Node) -> Iterator[Problem]:
     for needed, key in (("multistep", "decay_milestones"), ("step", "decay_epochs")):
         if sched == needed and not _value(tree, f"schedule.{key}"):
             yield _at(tree, f"schedule.{key}").problem(f"a value, for sched: {needed}")
-    warmup, epochs = _value(tree, "schedule.warmup_epochs"), _value(tree, "train.epochs")
-    if isinstance(warmup, int) and isinstance(epochs, int) and warmup >= epochs > 0:
-        yield _at(tree, "schedule.warmup_epochs").problem(f"less than train.epochs, which is {epochs}")
     batch_size = _value(tree, "data.batch_size")
     if isinstance(_value(tree, "mixup"), dict) and isinstance(batch_size, int) and batch_size % 2:
         yield _at(tree, "data.batch_size").problem("an even number: mixup pairs the images of a batch")
+    if isinstance(_value(tree, "mixup"), dict) and not any(_value(tree, f"mixup.{a}_alpha") for a in ("mixup", "cutmix")):
+        yield _at(tree, "mixup").problem("mixup_alpha or cutmix_alpha above 0, or null for neither")
 
 
 def _is_policy(name: str) -> bool:

@@ -34,7 +34,9 @@ def mixed(model, *modes):
     ]
 
 
-@pytest.mark.parametrize("modes", [("invert",), ("recompute",), ("invert", "store", "recompute"), ("recompute", "invert", "invert")])
+@pytest.mark.parametrize(
+    "modes", [("invert",), ("recompute",), ("invert", "store", "recompute"), ("recompute", "invert", "invert")]
+)
 def test_gradients_equal_stored_ones_in_any_schedule(model, modes):
     x = model.example_input(3)
     expected = gradients(model, x, "store")
@@ -56,7 +58,8 @@ def test_batch_norm_of_stem_transitions_and_steps_counts_once():
     model = revzoo.create("revnet_digits")
     gradients(model, model.example_input(3), mixed(model, "recompute", "invert"))
     counts = {k: b.item() for k, b in model.named_buffers() if k.endswith("num_batches_tracked")}
-    assert len(counts) == 2 + 3 * 4 + 12 * 2 - 1  # stem, fuse; two units of two a transition, the first without its first; steps
+    # Stem and fuse; two units of two in each transition, less the first one's first; two in each step.
+    assert len(counts) == 2 + (3 * 4 - 1) + 12 * 2
     assert set(counts.values()) == {1}
 
 
@@ -114,7 +117,7 @@ def test_features_and_head():
 
 def test_a_wrong_image_is_named():
     model = revzoo.create("rev_vit_digits")
-    with pytest.raises(InputError, match=r"takes images \(B, 1, 8, 8\). Received: \(2, 3, 8, 8\)\. .* overrides=\['input\.size"):
+    with pytest.raises(InputError, match=r"takes images \(B, 1, 8, 8\)\. Received: \(2, 3, 8, 8\)\. .*'input\.size"):
         model(torch.zeros(2, 3, 8, 8))
 
 

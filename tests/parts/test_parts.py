@@ -113,7 +113,8 @@ def test_splits_and_fuses():
     assert torch.equal(Mean(IMAGE, norm="none")(x, 3 * x), (x + 3 * x) / 2)
     t1, t2 = ChannelSplit(TOKENS)(tokens := torch.randn(2, 6, 12))
     assert torch.equal(torch.cat((t1, t2), 2), tokens)
-    torch.testing.assert_close(Concat(TOKENS)(tokens, 2 * tokens), F.layer_norm(torch.cat((tokens, 2 * tokens), 2), (24,), eps=1e-6))
+    joined = F.layer_norm(torch.cat((tokens, 2 * tokens), 2), (24,), eps=1e-6)
+    torch.testing.assert_close(Concat(TOKENS)(tokens, 2 * tokens), joined)
 
 
 def test_head_pools_and_resets():

@@ -68,7 +68,7 @@ def test_a_frozen_step_is_still_run_to_get_below_it(streams):
     chain.steps[3].requires_grad_(False)
     x1, x2 = (x.detach() for x in streams)
     chain.steps[0].requires_grad_(False)
-    y1, y2 = chain(x1, x2)
+    y1, _ = chain(x1, x2)
     log.clear()
     y1.sum().backward()  # w[3] = w[1] + f2(w[2]): f3 is no part of it
     assert starts(log) == ["f3", "f2", "f1"]
@@ -272,6 +272,14 @@ def test_refusals_say_what_to_type():
         chain(torch.ones(1), torch.ones(1).double())
     with pytest.raises(InputError, match=r"steps\.0 must return a tensor shaped like .* \(2, 3\). Received: \(2, 1\)"):
         ReversibleChain([nn.Linear(3, 1)])(torch.ones(2, 3), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("mode", ["store", "invert", "recompute"])
+def test_a_step_that_changes_its_input_is_refused(mode, streams):
+    chain = ReversibleChain([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6))] * 2).double()
+    chain.schedule = mode
+    with pytest.raises(InputError, match=r"steps\.0 changes its input in place, .* ReLU\(inplace=True\)"):
+        chain(*(x * 2 for x in streams))
 
 
 def test_leaving_the_grid_is_refused(streams):

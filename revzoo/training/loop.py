@@ -1,0 +1,205 @@
+"""Train a reversible network: one loop for one process or many, that can be stopped and resumed anywhere.
+
+    revzoo train digits                                                 one process
+    accelerate launch --num_processes 8 -m zoo_cli train rev_vit_s ...  several
+
+Every random number of a batch follows from (seed, epoch, batch, process), so a state needs no random streams, and a
+resumed run ends with the weights and metrics of an uninterrupted one: bit for bit where the kernels themselves repeat,
+as on CPUs. A signal saves a state after the update under way; a killed run goes on from its last complete epoch.
+"""
+
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.utils import distribute_bn
+
+from revzoo import weights
+from revzoo.analysis.memory import memory_table
+from revzoo.errors import RevzooError
+from revzoo.training.config import Recipe, load_recipe, notes
+from revzoo.training.data import reseed
+from revzoo.training.display import draw_curves, memory_bytes
+from revzoo.training.evaluation import evaluate
+from revzoo.training.folder import Progress, atomically
+from revzoo.training.interrupt import Interrupted, StopSignal
+from revzoo.training.setup import Run, set_up
+
+_LOOK_EVERY = 10  # updates between two looks at the loss: each makes the host wait for the GPU
+
+
+class DivergedError(RevzooError, ArithmeticError):
+    """The loss is no longer a number."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended: top-1 [%] after its last epoch and in its best one, and where everything is."""
+
+    folder: Path
+    top1: float
+    best_top1: float
+    best_epoch: int
+
+    def __str__(self) -> str:
+        return f"top-1 {self.top1:.2f} % after the last epoch, {self.best_top1:.2f} % after epoch {self.best_epoch}: {self.folder}"
+
+
+def train(recipe: Recipe, out: Path | None = None) -> Summary:
+    """Train from the beginning.
+
+    Args:
+        out: folder of the run, new or empty; None is runs/<recipe>, numbered if there is one already.
+
+    Raises:
+        SpecError: recipe, spec and data contradict one another.
+        DataError: the data cannot be used.
+        DivergedError: the loss is not finite.
+        Interrupted: stopped by a signal, with everything saved.
+    """
+    run = set_up(recipe, out, resumed=False)
+    if run.accelerator.is_main_process:
+        run.folder.start({"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()})
+    for line in notes(recipe):
+        run.display.console.print(f"Note: {line}.")
+    run.display.console.print(memory_table(run.model, run.model.example_input(recipe.data.batch_size), run.optimizer))
+    save_state(run)
+    return _epochs(run)
+
+
+def resume(folder: Path) -> Summary:
+    """Go on with a run from its newest state, with the recipe and spec in its folder; raises as `train` does."""
+    run = set_up(load_recipe(folder), folder, resumed=True)
+    state = run.folder.state()
+    run.accelerator.load_state(str(state))
+    if run.ema is not None:
+        weights.load(run.ema.module, state / "ema.safetensors")
+    if run.accelerator.is_main_process:
+        run.folder.forget_after(run.progress.epoch)
+    run.display.console.print(f"Going on after {run.progress.epoch} epochs and {run.progress.batch} batches: {folder}")
+    return _epochs(run)
+
+
+def _epochs(run: Run) -> Summary:
+    progress = run.progress
+    with run.display, StopSignal(run.accelerator) as stop:
+        for epoch in range(progress.epoch, run.recipe.train.epochs):
+            seen = progress.batch * run.recipe.data.batch_size * run.accelerator.num_processes
+            run.data.start_epoch(epoch, skip=seen)
+            run.display.start_epoch(epoch, progress.batch)
+            signum = _train_epoch(run, epoch, stop)
+            if signum:
+                save_state(run)
+                _draw(run)
+                raise Interrupted(run.folder.path, signum)
+            _finish_epoch(run, epoch)
+    _draw(run)
+    records = run.folder.records()
+    return Summary(run.folder.path, records[-1]["top1"], progress.best_top1, progress.best_epoch)
+
+
+def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
+    """Train to the end of the epoch, or to a signal, which is returned."""
+    options, accelerator, progress = run.recipe.train, run.accelerator, run.progress
+    loss_sum = torch.tensor(progress.loss_sum, device=accelerator.device)
+    before, began, signum = progress.seconds, time.perf_counter(), 0
+    run.wrapped.train()
+    for images, labels in run.train_loader:
+        reseed(options.seed, epoch, progress.batch, accelerator.process_index)
+        with accelerator.accumulate(run.wrapped):
+            images, targets = run.mix(images, labels)
+            loss = run.loss(run.wrapped(images), targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and options.clip_grad is not None:
+                accelerator.clip_grad_norm_(run.wrapped.parameters(), options.clip_grad)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        progress.batch += 1
+        progress.images += len(images)
+        loss_sum += loss.detach() * len(images)
+        if not accelerator.sync_gradients:
+            continue
+        progress.updates += 1
+        run.scheduler.step_update(progress.updates)
+        if run.ema is not None:
+            run.ema.update(run.model, progress.updates)
+        signum = stop.received()
+        if signum or progress.updates % _LOOK_EVERY == 0 or progress.batch == len(run.train_loader):
+            progress.loss_sum = loss_sum.item()
+            _check_finite(run, epoch)
+            run.display.step(progress.batch, progress.loss_sum / progress.images)
+        if signum:
+            break
+    progress.seconds = before + time.perf_counter() - began
+    return signum
+
+
+def _finish_epoch(run: Run, epoch: int) -> None:
+    """Evaluate, write down, save."""
+    accelerator, progress = run.accelerator, run.progress
+    if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes
+        distribute_bn(run.evaluated, accelerator.num_processes, reduce=False)
+    scores = evaluate(run.evaluated, run.test_loader, accelerator)
+    sums = torch.tensor([progress.loss_sum, progress.images], device=accelerator.device)
+    loss_sum, images = accelerator.reduce(sums, "sum").tolist()
+    record = {
+        "epoch": epoch + 1,
+        "updates": progress.updates,
+        "lr": run.optimizer.param_groups[0]["lr"],
+        "train_loss": loss_sum / images,
+        "loss": scores.loss,
+        "top1": scores.top1,
+        "top5": scores.top5,
+        "seconds": progress.seconds,
+        "images_per_second": images / progress.seconds,
+        "memory_bytes": memory_bytes(),
+    }
+    improved = scores.top1 > progress.best_top1
+    if improved:
+        progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
+    if accelerator.is_main_process:
+        facts = {"revzoo.recipe": run.recipe.to_yaml(), "revzoo.epoch": str(epoch + 1), "revzoo.top1": repr(scores.top1)}
+        run.folder.append(record)
+        weights.save(run.evaluated, run.folder.last, facts)
+        if improved:
+            weights.save(run.evaluated, run.folder.best, facts)
+    progress.epoch, progress.batch, progress.loss_sum, progress.images, progress.seconds = epoch + 1, 0, 0.0, 0, 0.0
+    save_state(run)
+    run.display.end_epoch(record, progress.best_top1)
+
+
+def save_state(run: Run) -> None:
+    """Save everything needed to go on from here; until it is complete, the state before it stays the newest."""
+    writing = run.folder.states / "writing"
+    if run.accelerator.is_main_process:
+        shutil.rmtree(writing, ignore_errors=True)
+    run.accelerator.wait_for_everyone()
+    run.accelerator.save_state(str(writing))
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        if run.ema is not None:
+            weights.save(run.ema.module, writing / "ema.safetensors")
+        run.folder.publish_state(writing, run.progress)
+    run.accelerator.wait_for_everyone()
+
+
+def _draw(run: Run) -> None:
+    records = run.folder.records()
+    if run.accelerator.is_main_process and records:
+        atomically(run.folder.curves, lambda path: draw_curves(records, path))
+
+
+def _check_finite(run: Run, epoch: int) -> None:
+    if not math.isfinite(run.progress.loss_sum):
+        options = run.recipe
+        raise DivergedError(
+            f"The training loss is {run.progress.loss_sum} in epoch {epoch + 1}, by update {run.progress.updates}; nothing was "
+            f"saved since {run.folder.state()}. Try a smaller optimizer.lr (it is {options.optimizer.lr:g}), a longer "
+            f"schedule.warmup_epochs ({options.schedule.warmup_epochs}), train.clip_grad=1 ({options.train.clip_grad}) or "
+            f"train.mixed_precision=no ({options.train.mixed_precision}); revzoo check {options.model.name} tells whether the "
+            "gradients are right."
+        )

@@ -1,0 +1,186 @@
+"""Everything a run consists of, made from its recipe."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from timm.data import Mixup
+from timm.optim import create_optimizer_v2, get_optimizer_info
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from revzoo.errors import InputError, Problem, SpecError
+from revzoo.model import Model
+from revzoo.spec.loading import load_spec
+from revzoo.training.config import ModelOptions, OptimizerOptions, Recipe
+from revzoo.training.data import Data, load_data, reseed
+from revzoo.training.display import Display
+from revzoo.training.folder import Progress, RunFolder, free_folder
+from revzoo.weights import create
+
+
+@dataclass
+class Run:
+    """What the loop works with.
+
+    Args:
+        model: the bare model; `wrapped` is what is called in training.
+        evaluated: the model whose weights are evaluated and saved: the average over updates if there is one.
+        mix: turns images and labels into what the loss is computed on.
+        updates_per_epoch: optimizer steps; the last one of an epoch may take fewer batches.
+    """
+
+    recipe: Recipe
+    folder: RunFolder
+    accelerator: Accelerator
+    data: Data
+    train_loader: Any
+    test_loader: Any
+    model: Model
+    wrapped: nn.Module
+    optimizer: Any
+    scheduler: Any
+    ema: ModelEmaV3 | None
+    mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    loss: nn.Module
+    updates_per_epoch: int
+    progress: Progress
+    display: Display
+
+    @property
+    def evaluated(self) -> Model:
+        return self.model if self.ema is None else self.ema.module
+
+
+def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
+    """Make a run, on the device and among the processes that Accelerate finds.
+
+    Args:
+        folder: of the run; None is a free one under runs/.
+        resumed: the folder holds the run already; the model is then made from the spec in it.
+    """
+    options = recipe.train
+    accelerator = _accelerator(recipe)
+    place = RunFolder(_agreed(folder or free_folder(Path("runs"), Path(recipe.file).stem)))
+    progress = place.read_progress() if resumed else Progress(processes=accelerator.num_processes)
+    if progress.processes != accelerator.num_processes:
+        raise InputError(
+            f"This run was made by {progress.processes} processes. Received: {accelerator.num_processes}. Resume it with "
+            f"accelerate launch --num_processes {progress.processes} -m zoo_cli train --resume {place.path}"
+        )
+    reseed(options.seed)
+    chosen = ModelOptions(str(place.path), schedule=recipe.model.schedule, exact=recipe.model.exact) if resumed else recipe.model
+    data = load_data(recipe.data, load_spec(chosen.name, chosen.overrides).input, options.seed)
+    model = _model(chosen, data.classes, recipe.file)
+    optimizer = _optimizer(recipe.optimizer, model, recipe.file)
+    ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
+    if ema is not None:  # made of the bare model: a copy of the prepared one would run the original's weights
+        ema.to(accelerator.device)
+    wrapped, prepared, train_loader, test_loader = accelerator.prepare(model, optimizer, data.train, data.test)
+    updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)
+    images = recipe.data.batch_size * accelerator.num_processes
+    smoothing = 0.0 if recipe.mixup else options.label_smoothing  # with mixup it is in the targets already
+    return Run(
+        recipe=recipe,
+        folder=place,
+        accelerator=accelerator,
+        data=data,
+        train_loader=train_loader,
+        test_loader=test_loader,
+        model=model,
+        wrapped=wrapped,
+        optimizer=prepared,
+        scheduler=_scheduler(recipe, optimizer, updates_per_epoch),
+        ema=ema,
+        mix=_mixup(recipe, model.num_outputs),
+        loss=nn.CrossEntropyLoss(label_smoothing=smoothing),
+        updates_per_epoch=updates_per_epoch,
+        progress=progress,
+        display=Display(accelerator.is_main_process, options.epochs, len(train_loader), images),
+    )
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    precision = recipe.train.mixed_precision
+    if precision == "fp16" and not torch.accelerator.is_available():
+        problem = Problem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
+        raise SpecError([problem])
+    return Accelerator(mixed_precision=precision, gradient_accumulation_steps=recipe.train.accumulate)
+
+
+def _agreed(path: Path) -> Path:
+    """Return the main process's choice: another may look for a free folder when the main one has made it already."""
+    return Path(broadcast_object_list([str(path)])[0])
+
+
+def _model(options: ModelOptions, classes: int, file: str) -> Model:
+    outputs = options.num_outputs or classes
+    if outputs < classes:
+        raise SpecError([Problem(file, "model.num_outputs", str(outputs), f"at least {classes}, the classes in the data")])
+    fine_tuned = options.pretrained or options.checkpoint is not None
+    return create(
+        options.name,
+        pretrained=options.pretrained,
+        checkpoint=options.checkpoint,
+        num_outputs=outputs,
+        # Weights to start from may have another head; without them it is better to have the spec's own initialisation.
+        overrides=options.overrides if fine_tuned else [*options.overrides, f"head.outputs={outputs}"],
+        schedule=options.schedule,
+        exact=options.exact,
+    )
+
+
+def _optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:
+    info = get_optimizer_info(options.opt)
+    arguments = {
+        name: getattr(options, name)
+        for name, accepted in (("momentum", info.has_momentum), ("betas", info.has_betas), ("eps", info.has_eps))
+        if accepted and getattr(options, name) is not None
+    }
+    try:
+        return create_optimizer_v2(
+            model, options.opt, options.lr, options.weight_decay, layer_decay=options.layer_decay, **arguments
+        )
+    except (TypeError, ValueError, AssertionError, ImportError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise SpecError([Problem(file, "optimizer", reason, f"what timm's {options.opt} accepts on this machine")]) from error
+
+
+def _scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:
+    options = recipe.schedule
+    optional = {"decay_epochs": options.decay_epochs, "decay_rate": options.decay_rate}
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        options.sched,
+        num_epochs=recipe.train.epochs,
+        warmup_epochs=options.warmup_epochs,
+        warmup_lr=options.warmup_lr,
+        min_lr=options.min_lr,
+        decay_milestones=list(options.decay_milestones),
+        step_on_epochs=False,
+        updates_per_epoch=updates_per_epoch,
+        **{name: value for name, value in optional.items() if value is not None},
+    )
+    return scheduler
+
+
+def _mixup(recipe: Recipe, outputs: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    options = recipe.mixup
+    if options is None:
+        return lambda images, labels: (images, labels)
+    mixup: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = Mixup(
+        mixup_alpha=options.mixup_alpha,
+        cutmix_alpha=options.cutmix_alpha,
+        prob=options.prob,
+        switch_prob=options.switch_prob,
+        mode=options.mode,
+        label_smoothing=recipe.train.label_smoothing,
+        num_classes=outputs,
+    )
+    return mixup

@@ -1,0 +1,113 @@
+"""README and docs: what they show runs, what they promise is held, what they must not say is not said."""
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+import zoo_cli
+from revzoo import registry
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+NOT_RUN = ("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch")  # .ci/run, tests/training
+SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=1]")
+
+
+class Fence(NamedTuple):
+    """One fenced block of a document."""
+
+    language: str
+    body: str
+
+
+def fences(path: Path) -> list[Fence]:
+    return [Fence(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), flags=re.M | re.S)]
+
+
+def commands(body: str) -> list[str]:
+    """Return the commands of a shell block, comments taken off."""
+    lines = body.replace("\\\n", " ").splitlines()
+    return [c.strip() for line in lines for c in line.split("  #")[0].split("&&") if c.strip()]
+
+
+@pytest.fixture
+def own_registries(monkeypatch):
+    for table in vars(registry).values():
+        if isinstance(table, registry.Registry):
+            monkeypatch.setattr(table, "_entries", dict(table._entries))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
+    """Blocks run in order and share names; YAML is written under the name in its first line; text is the output before it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REVZOO", str(ROOT))
+    names, output = {"__name__": "__main__"}, ""
+    for language, body in fences(document):
+        if language == "yaml":
+            Path(re.match(r"# (\S+\.yaml)\n", body)[1]).write_text(body)
+        elif language == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(body, document.name, "exec"), names)
+            output = printed.getvalue()
+        elif language == "bash":
+            for command in commands(body):
+                run(command)
+        else:
+            assert (language, body) == ("text", output)
+
+
+def run(command: str) -> None:
+    if command.startswith(NOT_RUN):
+        return
+    program, *arguments = shlex.split(command)
+    assert program == "revzoo", f"nobody runs {command!r}"
+    assert zoo_cli.main(arguments + list(SHORT if arguments[0] == "train" else ())) == 0
+
+
+def test_the_two_commands_stand_first():
+    (first, second) = next(body for language, body in fences(ROOT / "README.md") if language == "bash").splitlines()
+    assert first == 'python -m pip install "${REVZOO}[test]" && revzoo train'
+    assert second == 'python -m pytest "${REVZOO}/tests"'
+
+
+@pytest.mark.parametrize("document", TEXTS, ids=lambda path: path.name)
+def test_links_and_paths_lead_somewhere(document):
+    text = document.read_text()
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    paths = re.findall(r"`((?:tests|specs|docs|benchmarks|revzoo|weights)/[\w/.]+)`", text)
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", TEXTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("claim", ["constant memory", "no overhead", "drop-in for any model", "same accuracy as the original"])
+def test_claims_nobody_can_keep_are_not_made(document, claim):
+    assert claim not in " ".join(document.read_text().lower().split())
+
+
+def test_no_file_knows_the_machine_it_was_written_on():
+    kinds = {".py", ".md", ".yaml", ".toml", ".json", ".jsonl", ""}
+    files = [path for path in ROOT.rglob("*") if path.is_file() and path.suffix in kinds and not ignored(path)]
+    assert len(files) > 80
+    private = re.compile(r"(?<![\w.])/(?:home|root|Users|work|mnt)/\w")
+    assert [str(path) for path in files if private.search(path.read_text())] == []
+
+
+def ignored(path: Path) -> bool:
+    top = path.relative_to(ROOT).parts[0]
+    return "__pycache__" in path.parts or top in {"runs", "dist", "build"} or (top.startswith(".") and top != ".ci")
+
+
+def test_configuration_files_are_read():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert {hook["language"] for repo in hooks["repos"] for hook in repo["hooks"]} == {"system"}
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{__import__('revzoo').__version__}]" in changes
