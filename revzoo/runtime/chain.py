@@ -27,11 +27,12 @@ from revzoo.errors import InputError, RecoveryError, ScheduleError, did_you_mean
 from revzoo.registry import couplings
 from revzoo.runtime.bijection import Bijection
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.exact import Grid, require_exact
+from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled
 
 Mode = Literal["store", "invert", "recompute"]
 Pair = tuple[Tensor, Tensor]
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class ReversibleChain(nn.Module):
@@ -124,7 +125,10 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
             "The two streams must be floating tensors of one dtype and device. "
             f"Received: {x1.dtype} on {x1.device} and {x2.dtype} on {x2.device}."
         )
-    if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    if x1.dtype in _HALF and torch.is_autocast_enabled(x1.device.type):
+        x1, x2 = x1.float(), x2.float()  # what a convolution in front gives under autocast; streams need every bit
+    drops = any(isinstance(link, Step) and link.mode != "store" for link in links)
+    if drops and torch.is_grad_enabled() and not torch.compiler.is_exporting():
         return cast(Pair, _run_recorded(links, x1, x2, side, exact))
     return _run_plain(links, x1, x2, side, exact)
 
@@ -231,11 +235,21 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
 
 def _start(x1: Tensor, x2: Tensor, exact: bool) -> tuple[Grid | None, Pair]:
     if not exact:
-        return None, (x1, x2)
+        return None, (x1, _dense(x2))
     grid = Grid(x1.dtype)
     pair = grid.round(x1), grid.round(x2)
     grid.watch(*pair)
     return grid, pair
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x without gaps in memory, as inversion will return it: compiled steps rely on the strides they first saw."""
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return x.clone()
+        expected *= size
+    return x
 
 
 def _watch(grid: Grid | None, pair: Pair) -> None:
@@ -245,7 +259,8 @@ def _watch(grid: Grid | None, pair: Pair) -> None:
 
 def _call(step: Step, pair: Pair, side: Any, call: Call | None = None, source: Source | None = None) -> Tensor:
     """Return f(w[k]), recorded by `call` where there is one, checked against the stream it is added to."""
-    version = None if pair[1].is_inference() else pair[1]._version
+    unwatched = torch.compiler.is_compiling() or pair[1].is_inference()  # neither has versions
+    version = None if unwatched else pair[1]._version
     try:
         if call is not None and source is not None:
             out = call.first(source, pair[1])
@@ -285,7 +300,7 @@ class _Drift:
     @classmethod
     def of(cls, links: Sequence[Step | Bijection], stream: Tensor) -> "_Drift | None":
         """Return a meter where a warning is due and not yet given."""
-        if stream.dtype not in (torch.float16, torch.bfloat16):
+        if stream.dtype not in _HALF or not has_value(stream):
             return None
         key = (str(stream.dtype), *(link.name for link in links if isinstance(link, Step) and link.mode == "invert"))
         return cls(key) if len(key) > 1 and key not in _drift_reported else None

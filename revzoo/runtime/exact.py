@@ -72,7 +72,7 @@ class Grid:
 
     def check(self) -> None:
         """Raise RecoveryError when a watched state has left the grid (or is not a number)."""
-        if self.largest is None or torch.compiler.is_compiling() or not _has_value(self.largest):
+        if self.largest is None or torch.compiler.is_compiling() or not has_value(self.largest):
             return
         largest = float(self.largest)
         if not largest < self.limit:
@@ -91,5 +91,6 @@ def require_exact(coupling: Coupling) -> None:
         )
 
 
-def _has_value(x: Tensor) -> bool:
+def has_value(x: Tensor) -> bool:
+    """Return whether x has numbers to look at, which meta and fake tensors have not."""
     return x.device.type != "meta" and not isinstance(x, FakeTensor)

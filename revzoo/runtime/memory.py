@@ -5,9 +5,10 @@ resized and freed. The log is kept, so the peak of any class of storages can be 
 known which storage was what. Works alike for real tensors on any device and under `FakeTensorMode`, where nothing is
 allocated.
 
-What is not seen: the workspace that a kernel allocates and frees within one operation (up to 12 % on a CPU, see the
-allocator's own peak beside the count on CUDA). What differs from a run without it: autograd adds up the gradients of a
-tensor used twice in place, but out of place under any dispatch mode, so the count may lie one such tensor higher.
+What is not seen: the workspace that a kernel allocates and frees within one operation. On a CPU the allocator's own events
+give the same peak to the byte for a chain of transformer blocks, and 4 to 11 % more for one of convolutions. What differs
+from a run without it: autograd adds up the gradients of a tensor used twice in place, but out of place under any dispatch
+mode, so the count may lie one such tensor higher.
 """
 
 import weakref

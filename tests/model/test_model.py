@@ -63,6 +63,18 @@ def test_batch_norm_of_stem_transitions_and_steps_counts_once():
     assert set(counts.values()) == {1}
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streams_are_float32_under_autocast(name):
+    model = revzoo.create(name)
+    seen = set()
+    for step in model.steps:
+        step.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(model.example_input(4)).sum()
+    loss.backward()
+    assert seen == {torch.float32}
+
+
 def test_training_with_a_frozen_stem():
     model = revzoo.create("rev_vit_digits", dtype=torch.float64)
     model.stem.requires_grad_(False)

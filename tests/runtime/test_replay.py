@@ -127,14 +127,28 @@ def test_a_backward_inside_another_autocast_still_sees_the_first(streams):
     assert chain.steps[0].seen == [torch.float32] * 2
 
 
-def test_half_precision_streams_stay_half_when_a_step_computes_in_more():
-    chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(2)]).bfloat16()
-    chain.schedule = "recompute"
+@pytest.mark.parametrize("grad", [True, False])
+def test_streams_are_float32_under_autocast_whatever_comes_in(grad):
+    chain = ReversibleChain([Recorded(), Recorded()])
     x = torch.randn(3, 6).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):  # LayerNorm answers in float32 under autocast
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
         y1, y2 = chain(x, x)
+    assert y1.dtype == y2.dtype == torch.float32
+    assert [step.seen for step in chain.steps] == [[torch.bfloat16]] * 2
+
+
+def test_half_precision_streams_stay_half_when_a_step_answers_in_more():
+    class Widening(nn.Module):
+        def forward(self, w):
+            return w.float().tanh()
+
+    chain = ReversibleChain([Widening(), Widening()])
+    chain.schedule = "recompute"
+    x = torch.randn(3, 6).bfloat16().requires_grad_()
+    y1, y2 = chain(x, x)
     assert y1.dtype == y2.dtype == torch.bfloat16
     (y1 * y2).sum().backward()
+    assert x.grad.dtype == torch.bfloat16
 
 
 class Counter(nn.Module):

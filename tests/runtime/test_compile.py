@@ -1,0 +1,135 @@
+"""torch.compile: of each step, where the second run must fit what the first one compiled, and of a whole model."""
+
+import shutil
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import revzoo
+from revzoo.runtime import ReversibleChain
+
+# Dynamo looks at .grad of whatever enters a compiled function, also of an ordinary network cut in two by a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
+SCHEDULES = ["invert", "recompute", ["invert", "recompute", "store", "invert"]]
+
+
+def unit(dropout: float) -> nn.Module:
+    return nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(dropout))
+
+
+def run(schedule: object, compiler: CompileCounterWithBackend | None = None, *, dropout: float = 0.0, exact: bool = False, bf16: bool = False):
+    """Return gradients and statistics of a chain between ordinary operations, its steps compiled where asked."""
+    torch.manual_seed(1)
+    chain = ReversibleChain([unit(dropout) for _ in range(4)], exact=exact)
+    chain.schedule = schedule
+    if compiler is not None:
+        for step in chain.steps:
+            step.compile(backend=compiler)
+    x = torch.randn(2, 8, 6, 6, requires_grad=True)
+    if not bf16:
+        chain, x = chain.double(), x.detach().double().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        y1, y2 = chain(*x.chunk(2, dim=1))  # views with gaps: compiled code insists on the strides that it first saw
+    drawn, compiled = torch.get_rng_state(), compiler and compiler.frame_count
+    (y1.square().sum() + y2.sin().sum()).backward()
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert compiler is None or compiler.frame_count == compiled > 0  # recovery ran what forward had compiled
+    grads = [x.grad, *(p.grad for p in chain.parameters())]
+    assert len(grads) == 17
+    return grads, [buffer.clone() for buffer in chain.buffers()]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def compiler(request):
+    """Return a backend that counts what it compiles."""
+    torch.compiler.reset()
+    yield CompileCounterWithBackend(request.param)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_compiled_steps_give_the_gradients_of_eager_ones(schedule, compiler, error):
+    grads, statistics = run(schedule, compiler)
+    expected, stored_statistics = run("store")
+    assert error(grads, expected) < 1e-12
+    torch.testing.assert_close(statistics, stored_statistics, rtol=1e-12, atol=1e-12)
+    assert [int(n) for n in statistics[2::3]] == [1] * 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_compiled_dropout_repeats_its_masks(schedule, compiler, error):
+    grads, statistics = run(schedule, compiler, dropout=0.5)
+    expected, stored_statistics = run("store", compiler, dropout=0.5)
+    assert error(grads, expected) < 1e-12
+    assert all(map(torch.equal, statistics, stored_statistics))
+    assert error(grads, run("store", compiler)[0]) > 0.1  # there was dropout
+
+
+def test_compiled_steps_are_bit_identical_in_exact_arithmetic(compiler):
+    expected = run("store", compiler, dropout=0.5, exact=True)
+    for schedule in SCHEDULES:
+        for found, wanted in zip(run(schedule, compiler, dropout=0.5, exact=True), expected, strict=True):
+            assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_compiled_steps_see_autocast_in_both_runs(schedule, error):
+    torch.compiler.reset()
+    compiler = CompileCounterWithBackend("aot_eager")
+    # Inverting loses rounding in float32 and the bfloat16 inside f amplifies it.
+    assert error(run(schedule, compiler, bf16=True)[0], run("store", bf16=True)[0]) < 1e-2
+    assert error(run(schedule, compiler)[0], run("store", bf16=True)[0]) > 1e-3
+    torch.compiler.reset()
+
+
+def train(name: str, schedule: object, *overrides: str, whole: bool) -> tuple[list[Tensor], list[int]]:
+    """Return a model's gradients and how often each of its steps was called, in eager code and in graphs alike."""
+    torch.manual_seed(2)
+    model = revzoo.create(name, schedule=schedule, overrides=["block.drop_path.max=0.2", *overrides], dtype=torch.float64)
+    calls: Counter[str] = Counter()
+    for step in model.steps:
+        step.register_forward_pre_hook(lambda step, _: calls.update([step.name]))
+    logits = (torch.compile(model, backend="aot_eager") if whole else model)(model.example_input(3))
+    assert calls == {step.name: 1 for step in model.steps}
+    logits.square().sum().backward()
+    return [p.grad for p in model.parameters()], [calls[step.name] for step in model.steps]
+
+
+MIXED = ["recompute", *["invert", "invert", "recompute", "store"], "recompute", "store"]
+CALLS = {"store": [1, 1, 1, 1], "invert": [2, 2, 2, 2], "recompute": [2, 2, 2, 2], "mixed": [2, 2, 2, 1]}
+
+
+@pytest.mark.parametrize("schedule", CALLS)
+def test_a_whole_compiled_model_trains_in_every_mode(schedule, error):
+    torch.compiler.reset()
+    grads, calls = train("rev_vit_digits", MIXED if schedule == "mixed" else schedule, "stages.0.depth=2", whole=True)
+    expected, _ = train("rev_vit_digits", "store", "stages.0.depth=2", whole=False)
+    assert error(grads, expected) < 1e-12
+    assert calls == CALLS[schedule]
+
+
+def test_a_whole_compiled_revnet_trains(error):
+    torch.compiler.reset()
+    stage = "stages=[{depth: 1, width: 16, transition: {type: residual_pair, preactivate: false}}]"
+    grads, calls = train("revnet_digits", "invert", stage, whole=True)
+    assert error(grads, train("revnet_digits", "store", stage, whole=False)[0]) < 1e-12
+    assert calls == [2, 2]
+
+
+def test_one_graph_without_gradients_or_with_everything_stored():
+    torch.compiler.reset()
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], exact=True)
+    x = model.example_input(2)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="decides what autograd keeps; compile each step instead"):
+        compiled(x)
+    model.schedule = "store"
+    assert torch.equal(compiled(x), model(x))
