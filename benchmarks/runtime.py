@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import revzoo
 from revzoo.analysis.flops import count_flops
+from revzoo.registry import couplings
 from revzoo.runtime import ReversibleChain
 
 METHODS = ("store", "checkpoint", "recompute", "invert")  # all but checkpoint are schedules of the chain
@@ -54,29 +56,25 @@ class Figure:
 
 @dataclass(frozen=True)
 class Net:
-    """A chain to measure: how to make a block's F and G, the shape of a stream, and what to reach."""
+    """A chain to measure: how to make a block's F and G, the shape of a stream, numbers of blocks, what to reach."""
 
     name: str
     make: Callable[[], list[nn.Module]]
     shape: tuple[int, ...]
-    depths: tuple[int, ...]
-    timed_depth: int
+    depths: tuple[int, ...]  # the second is also timed
     most_units: float | None = None
     most_flops: float | None = None
     most_seconds: float | None = None
 
-    def chain(self, depth: int, method: str = "invert") -> nn.Module:
+    def chain(self, depth: int, method: str) -> ReversibleChain:
         torch.manual_seed(0)
-        steps = [step for _ in range(depth) for step in self.make()]
-        chain = ReversibleChain(steps)
-        if method == "checkpoint":
-            return Checkpointed(chain)
-        chain.schedule = method
+        kind = Checkpointed if method == "checkpoint" else ReversibleChain
+        chain = kind([step for _ in range(depth) for step in self.make()])
+        chain.schedule = "store" if method == "checkpoint" else method
         return chain
 
-    def batch(self) -> list[Tensor]:
-        dice = torch.Generator().manual_seed(1)
-        return [torch.randn(self.shape, generator=dice) for _ in range(2)]
+    def batch(self) -> tuple[Tensor, ...]:
+        return torch.randn(2, *self.shape, generator=torch.Generator().manual_seed(1)).unbind()
 
 
 class Attention(nn.Module):
@@ -94,22 +92,17 @@ class Attention(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Checkpointed(nn.Module):
-    """The same blocks under `torch.utils.checkpoint`, one by one, without inversion."""
-
-    def __init__(self, chain: ReversibleChain):
-        super().__init__()
-        self.steps = chain.steps
+class Checkpointed(ReversibleChain):
+    """The same blocks under `torch.utils.checkpoint`, one by one, and nothing inverted."""
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-        for f, g in zip(self.steps[::2], self.steps[1::2], strict=True):
-            x1, x2 = checkpoint(self.block, f, g, x1, x2, use_reentrant=False)
+        for i in range(0, len(self.steps), 2):
+            x1, x2 = checkpoint(self.block, i, x1, x2, use_reentrant=False)
         return x1, x2
 
-    @staticmethod
-    def block(f: nn.Module, g: nn.Module, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-        y1 = x1 + f(x2)
-        return y1, x2 + g(y1)
+    def block(self, i: int, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        y1 = x1 + self.steps[i](x2)
+        return y1, x2 + self.steps[i + 1](y1)
 
 
 def transformer_block(width: int, heads: int) -> list[nn.Module]:
@@ -118,19 +111,19 @@ def transformer_block(width: int, heads: int) -> list[nn.Module]:
 
 
 def conv_block(width: int) -> list[nn.Module]:
-    def unit() -> list[nn.Module]:
-        return [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False)]
+    def unit() -> tuple[nn.Module, ...]:
+        return nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False)
 
     return [nn.Sequential(*unit(), *unit()) for _ in range(2)]
 
 
 def nets(quick: bool) -> list[Net]:
     if quick:  # no targets: they belong to the sizes below
-        transformer = Net("transformer", lambda: transformer_block(16, 2), (2, 9, 16), (2, 3), 2)
-        return [transformer, Net("conv", lambda: conv_block(4), (2, 4, 8, 8), (2, 3), 2)]
+        small = Net("transformer", lambda: transformer_block(16, 2), (2, 9, 16), (2, 3))
+        return [small, Net("conv", lambda: conv_block(4), (2, 4, 8, 8), (2, 3))]
     return [
-        Net("transformer", lambda: transformer_block(192, 3), (8, 197, 192), (6, 12, 24, 48), 12, 17.5, 1.3255, 1.35),
-        Net("conv", lambda: conv_block(32), (32, 32, 32, 32), (4, 8, 16, 32), 8, 10.0, 1.3334),
+        Net("transformer", lambda: transformer_block(192, 3), (8, 197, 192), (6, 12, 24, 48), 17.5, 1.3255, 1.35),
+        Net("conv", lambda: conv_block(32), (32, 32, 32, 32), (4, 8, 16, 32), 10.0, 1.3334),
     ]
 
 
@@ -138,8 +131,8 @@ def memory(net: Net) -> Iterator[Figure]:
     unit = net.batch()[0].nbytes
     for depth, method in itertools.product(net.depths, METHODS):
         report = revzoo.measure_memory(net.chain(depth, method), net.batch())
-        target = net.most_units if method == "invert" else None
-        yield Figure("peak activation memory, in streams", net.name, method, depth, report.activation_bytes / unit, target)
+        most = net.most_units if method == "invert" else None
+        yield Figure("peak activation memory, in streams", net.name, method, depth, report.activation_bytes / unit, most)
 
 
 def flops(net: Net) -> Iterator[Figure]:
@@ -153,57 +146,54 @@ def flops(net: Net) -> Iterator[Figure]:
 
 def seconds(net: Net, rounds: int) -> Iterator[Figure]:
     """Time the methods in turn, so that a busy machine slows all of them, and take medians of the ratios per round."""
-    chains = {method: net.chain(net.timed_depth, method) for method in METHODS}
+    depth, batch, weights = net.depths[1], net.batch(), net.batch()
+    chains = {method: net.chain(depth, method) for method in METHODS}
     taken: dict[str, list[float]] = {method: [] for method in METHODS}
-    for _ in range(rounds + 1):
-        for method, chain in chains.items():
-            taken[method].append(step_seconds(chain, net.batch()))
+    for _, (method, chain) in itertools.product(range(rounds + 1), chains.items()):
+        chain.zero_grad()
+        begin = time.perf_counter()
+        torch.autograd.backward(chain(*batch), weights)
+        taken[method].append(time.perf_counter() - begin)
     stored = taken["store"][1:]  # the first round warms up
     for method in METHODS:
         ratio = statistics.median(t / base for t, base in zip(taken[method][1:], stored, strict=True))
         target = net.most_seconds if method == "invert" else None
-        yield Figure("time over stored", net.name, method, net.timed_depth, ratio, target)
-    yield Figure("time over stored", net.name, "stored, seconds", net.timed_depth, statistics.median(stored))
-
-
-def step_seconds(chain: nn.Module, batch: list[Tensor]) -> float:
-    weights = [torch.ones_like(x) for x in batch]
-    begin = time.perf_counter()
-    torch.autograd.backward(chain(*batch), weights)
-    return time.perf_counter() - begin
+        yield Figure("time over stored", net.name, method, depth, ratio, target)
+    yield Figure("time over stored", net.name, "stored, seconds", depth, statistics.median(stored))
 
 
 def gradients() -> Iterator[Figure]:
     """Compare gradients with stored ones in float64: the worst over couplings and depths of 1 to 5 steps."""
-    x = torch.randn(2, 2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).unbind()
     for mode in ("invert", "recompute"):
         worst = 0.0
-        for coupling, depth in itertools.product(("additive", "momentum", "dual_residual", "midpoint", "leapfrog"), range(1, 6)):
-            torch.manual_seed(depth)
-            steps = [step for _ in range(3) for step in transformer_block(16, 2)][:depth]
-            chain = ReversibleChain(steps, coupling=coupling).double()
+        for coupling, steps in itertools.product(couplings, range(1, 6)):
+            chain, x = small_chain(steps, torch.float64, coupling=coupling)
             chain.schedule = mode
             worst = max(worst, *revzoo.verify(chain, x).gradient_errors.values())
-        yield Figure("gradient error, float64, all couplings", "small transformer", mode, 5, worst, 1e-10)
+        yield Figure("gradient error, float64, all couplings", "small transformer", mode, 3, worst, 1e-10)
 
 
-def exactness(depth: int) -> Iterator[Figure]:
+def exactness(blocks: int) -> Iterator[Figure]:
     """Count gradients that are not bit-identical to stored ones with exact=True, modes mixed, float32."""
-    torch.manual_seed(3)
-    x = torch.randn(2, 2, 9, 16).unbind()
-    chain = ReversibleChain([step for _ in range(depth) for step in transformer_block(16, 2)], exact=True)
-    chain.schedule = [("invert", "invert", "recompute", "store", "invert")[i % 5] for i in range(2 * depth)]
+    chain, x = small_chain(2 * blocks, torch.float32, exact=True)
+    chain.schedule = [("invert", "invert", "recompute", "store", "invert")[i % 5] for i in range(2 * blocks)]
     errors = revzoo.verify(chain, x).gradient_errors.values()
-    yield Figure("gradients not bit-identical, exact", "small transformer", "mixed", depth, sum(e != 0 for e in errors), 0)
+    yield Figure("gradients not bit-identical, exact", "small transformer", "mixed", blocks, sum(e != 0 for e in errors), 0)
+
+
+def small_chain(steps: int, dtype: torch.dtype, **options: object) -> tuple[ReversibleChain, tuple[Tensor, ...]]:
+    torch.manual_seed(steps)
+    blocks = [transformer_block(16, 2) for _ in range((steps + 1) // 2)]
+    chain = ReversibleChain(list(itertools.chain(*blocks))[:steps], **options)
+    return chain.to(dtype), torch.randn(2, 2, 9, 16, dtype=dtype).unbind()
 
 
 def measure(quick: bool) -> Iterator[Figure]:
-    chains = nets(quick)
-    yield from itertools.chain.from_iterable(map(memory, chains))
-    yield from itertools.chain.from_iterable(map(flops, chains))
-    yield from itertools.chain.from_iterable(seconds(net, rounds=1 if quick else 9) for net in chains)
+    for figures in (memory, flops, partial(seconds, rounds=1 if quick else 9)):
+        for net in nets(quick):
+            yield from figures(net)
     yield from gradients()
-    yield from exactness(depth=10 if quick else 100)
+    yield from exactness(blocks=10 if quick else 100)
 
 
 def tables(figures: list[Figure]) -> Iterator[Table]:
@@ -227,12 +217,13 @@ def shown(figure: Figure) -> str:
     return f"[{'green' if met else 'red'}]{figure.value:.5g} {'<=' if met else '>'} {figure.target:.5g}[/]"
 
 
-def surroundings(threads: int) -> dict[str, object]:
+def surroundings() -> dict[str, object]:
     cpus = Path("/proc/cpuinfo")
-    names = [line.split(": ")[1] for line in cpus.read_text().splitlines() if line.startswith("model name")] if cpus.exists() else []
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
     return {
         "command": shlex.join(["python", *sys.argv]),
-        "hardware": {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "threads": threads},
+        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "revzoo": revzoo.__version__},
     }
 
@@ -241,18 +232,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="tiny chains, one round, no targets")
-    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1 if args.quick else 2)
     console, figures = Console(), []
     with console.status("measuring") as status:
         for figure in measure(args.quick):
             figures.append(figure)
             status.update(f"{figure.what}: {figure.net}, {figure.depth} blocks, {figure.method}")
-    about = surroundings(args.threads)
+    about = surroundings()
     console.print(*tables(figures), about)
     if args.out:
-        args.out.write_text(json.dumps({**about, "figures": [asdict(figure) for figure in figures]}, indent=1) + "\n")
+        args.out.write_text(json.dumps(about | {"figures": list(map(asdict, figures))}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -147,15 +147,14 @@ def memory_table(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer 
     """
     state = _state_bytes(optimizer)
     found = [chain.schedule for chain in chains(model).values()]
-    with borrowed(model, batch, fake=True) as inputs, scheduled(model) as assign:
-        if not found:
-            return MemoryTable({"as it is": _measured(model, inputs, state)})
-        reports, current = {}, None
-        for mode in get_args(Mode):
+    reports, current = {}, None
+    with scheduled(model) as assign:
+        for mode in get_args(Mode) if found else ("as it is",):
             assign(mode)
             current = mode if [chain.schedule for chain in chains(model).values()] == found else current
-            reports[mode] = _measured(model, inputs, state)
-        return MemoryTable(reports, current)
+            with borrowed(model, batch, fake=True) as inputs:
+                reports[mode] = _measured(model, inputs, state)
+    return MemoryTable(reports, current if found else None)
 
 
 def format_bytes(size: float) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -46,11 +47,13 @@ def kept_bytes(model: Model, batch: Any, mode: Mode) -> dict[str, int]:
 
         hooks = [model.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: note(unit)) for unit in model.units]
         try:
-            loss = linear_loss(call(model, inputs))
+            outputs = call(model, inputs)
         finally:
             for hook in hooks:
                 hook.remove()
         end = live.moment()
+        loss = linear_loss(outputs)
+        del outputs
         total = live.alive(without=lasting)
         ends = [*list(begins.values())[1:], end]
         parts = {unit: live.born(begins[unit], stop) for unit, stop in zip(begins, ends, strict=True)}
@@ -114,14 +117,14 @@ def _statements(model: Model) -> Table:
     spec = model.spec
     table = _plain("Statements")
     for source in spec.sources:
-        table.add_row("source", f"{source['of']}: {source['cite']}")
+        table.add_row("source", escape(f"{source['of']}: {source['cite']}"))
     for what, value in spec.expect.items():
-        table.add_row("expected", f"{what}: {value}")
+        table.add_row("expected", escape(f"{what}: {value}"))
     if spec.twin is not None:
         table.add_row("ordinary twin", f"{spec.twin['library']} {spec.twin['name']}")
     entry = weights.index().get(spec.name)
     metric = "" if entry is None else ", ".join(f"{name} {value:g}" for name, value in entry.metric.items())
-    table.add_row("weights", "none" if entry is None else f"{entry.file} ({metric}; trained by: {entry.command})")
+    table.add_row("weights", "none" if entry is None else escape(f"{entry.file} ({metric}; trained by: {entry.command})"))
     return table
 
 

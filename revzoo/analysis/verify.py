@@ -198,18 +198,21 @@ def _problems(report: VerifyReport, outcome: _Outcome, stored: _Outcome, repeate
     lost = [name for name, g in outcome.gradients.items() if (g is None) != (stored.gradients[name] is None)]
     if lost:
         yield f"Parameters with a gradient in one run and none in the other: {listing(lost)}."
-    far = [name for name, error in report.reconstruction_errors.items() if not error <= state_limit]
+    states = report.reconstruction_errors
+    far = [name for name, error in states.items() if not error <= state_limit]
     if far:
+        worst = max(far, key=lambda name: states[name])
         yield (
-            f"States are rebuilt with an error above {state_limit:.0e} at {listing(far)}. Set the schedule of some steps to "
-            "'recompute' or 'store', keep the streams in float32, or use exact=True."
+            f"{len(far)} of {len(states)} states are rebuilt with an error above {state_limit:.0e}, the worst at {worst} "
+            f"({states[worst]:.1e}). Set the schedule of steps behind it to 'recompute' or 'store', keep the streams in "
+            "float32, or use exact=True where the coupling allows it."
         )
-    if not report.gradient_error <= gradient_limit:
-        error = report.gradient_error
+    error = report.gradient_error
+    if not error <= gradient_limit:
         yield f"The gradients differ from the stored ones by {error:.1e}; up to {gradient_limit:.0e} may be rounding."
     wrong = [name for name, error in report.gradient_errors.items() if not error <= single_limit]
     if wrong:
-        yield f"Single gradients differ by more than {single_limit:.0e}: {listing(wrong)}."
+        yield f"Single gradients differ by more than {single_limit:.0e}: {listing(wrong, most=4)}."
     moved = [name for name, b in outcome.buffers.items() if not torch.allclose(b, stored.buffers[name], equal_nan=True)]
     if moved:
         yield f"Buffers end otherwise than in the stored run, as if counted twice: {listing(moved)}."

@@ -234,15 +234,15 @@ def _contradictions(tree: Node) -> Iterator[Problem]:
     """Yield what is wrong although every value by itself is of the right type."""
     from timm.optim import get_optimizer_info, list_optimizers
 
-    opt = _at(tree, "optimizer.opt")
-    if isinstance(opt.value, str) and opt.value not in list_optimizers():
-        hint = did_you_mean(opt.value, list_optimizers())
-        yield opt.problem(f"the name of a timm optimizer ({listing(list_optimizers())})", hint=hint)
+    opt, optimizers = _at(tree, "optimizer.opt"), [str(name) for name in list_optimizers()]
+    if isinstance(opt.value, str) and opt.value not in optimizers:
+        hint = did_you_mean(opt.value, optimizers)
+        yield opt.problem(f"the name of a timm optimizer ({listing(optimizers)})", hint=hint)
     elif isinstance(opt.value, str) and get_optimizer_info(opt.value).second_order:
         yield opt.problem("a first-order optimizer: this one needs the graph of the gradient")
-    if (name := _value(tree, "data.name")) in ("folder", "cifar10", "cifar100", "imagenet"):
-        if _value(tree, "data.root") is None:
-            yield _at(tree, "data.root").problem(f"the folder of the data, for name: {name}")
+    name = _value(tree, "data.name")
+    if name in ("folder", "cifar10", "cifar100", "imagenet") and _value(tree, "data.root") is None:
+        yield _at(tree, "data.root").problem(f"the folder of the data, for name: {name}")
     policy = _value(tree, "data.augment.auto_augment")
     if isinstance(policy, str) and not _is_policy(policy):
         yield _at(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")

@@ -5,7 +5,7 @@ exactly what the uninterrupted one sees, with any number of loader processes, an
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -20,13 +20,16 @@ from revzoo.training.config import DataOptions
 
 
 class Examples(Protocol):
-    """What a loader draws from: a data set whose augmentation is chosen by `set_epoch`."""
+    """What a loader draws from: a data set whose augmentation is chosen by `start_epoch`.
+
+    Not `set_epoch`: Accelerate calls that with a count of its own, which starts at 0 in a resumed run.
+    """
 
     classes: int
 
     def __len__(self) -> int: ...
 
-    def set_epoch(self, epoch: int) -> None: ...
+    def start_epoch(self, epoch: int) -> None: ...
 
 
 class Data:
@@ -53,7 +56,7 @@ class Data:
             skip: images to leave out at the start, over all processes: what an interrupted run has already seen.
         """
         self._sampler.epoch, self._sampler.skip = epoch, skip
-        self._examples.set_epoch(epoch)
+        self._examples.start_epoch(epoch)
 
 
 class EpochSampler(Sampler[int]):
@@ -77,6 +80,8 @@ def load_data(options: DataOptions, input: Input, seed: int) -> Data:
     Raises:
         DataError: the data are missing, empty, without classes, fewer than a batch, or not what the model takes.
     """
+    train: Examples
+    test: Examples
     if options.name == "digits":
         from revzoo.training.digits import load_digits
 
@@ -95,11 +100,12 @@ def load_data(options: DataOptions, input: Input, seed: int) -> Data:
 
 def _loader(examples: Any, options: DataOptions, **order: Any) -> DataLoader[tuple[Tensor, Tensor]]:
     """Workers start anew every epoch, because they hold copies of the examples and so the epoch they were told."""
+    collate: Callable[[Any], Any] = _as_is if hasattr(examples, "__getitems__") else default_collate
     return DataLoader(
         examples,
         batch_size=options.batch_size,
         num_workers=options.num_workers,
-        collate_fn=_as_is if hasattr(examples, "__getitems__") else default_collate,
+        collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # else every epoch would draw a number from the process's stream
         **order,

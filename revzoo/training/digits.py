@@ -26,12 +26,12 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         self.labels, self.shift, self.seed = labels, shift, seed
         self.classes = 10
         self.padded = nn.functional.pad(images, [shift] * 4, value=float(images.min()))
-        self.set_epoch(0)
+        self.start_epoch(0)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def set_epoch(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int) -> None:
         """Draw how far each digit is moved in this epoch."""
         size = (len(self), 2)
         self.corners = torch.randint(0, 2 * self.shift + 1, size, generator=generator(self.seed, epoch, 1))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from revzoo.errors import CheckpointError, InputError
 from revzoo.training.config import Recipe, load_recipe
 from revzoo.training.data import load_data
-from revzoo.weights import Entry, create, index, read_metadata, shipped_weights
+from revzoo.weights import Entry, create, index, read, read_metadata, shipped_weights
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         CheckpointError: no such checkpoint, damaged, or not one that training has saved.
     """
     checkpoint = path / "best.safetensors" if path.is_dir() else path
-    texts = read_metadata(checkpoint)
+    read(checkpoint)  # says what is wrong with a missing or damaged file
+    texts = read_metadata(checkpoint) if checkpoint.suffix == ".safetensors" else {}
     if not {"revzoo.spec", "revzoo.recipe"} <= texts.keys():
         raise CheckpointError(f"{checkpoint} was not saved by `revzoo train`: it does not say on which data to evaluate it.")
     with TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
 """The folder of a run: what is in it, and how it is written so that a killed run can go on.
 
-    config.yaml        the recipe, resolved            spec.yaml          the model's spec, resolved
-    metrics.jsonl      one line per epoch              curves.png         drawn at the end
-    last.safetensors   weights after the last epoch    best.safetensors   those with the best top-1
-    state/EPOCH-BATCH/ everything needed to go on from there
+config.yaml        the recipe, resolved            spec.yaml          the model's spec, resolved
+metrics.jsonl      one line per epoch              curves.png         drawn at the end
+last.safetensors   weights after the last epoch    best.safetensors   those with the best top-1
+state/EPOCH-BATCH/ everything needed to go on from there
 """
 
 import json

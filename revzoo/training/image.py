@@ -4,6 +4,7 @@ timm's loader is not used: on a GPU it erases patches with the training process'
 training, and a resumed run would then differ. Images are loaded and augmented by the same transforms either way.
 """
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class Images(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def set_epoch(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int) -> None:
         """Choose which augmentation the images get."""
         self.epoch = epoch
 
@@ -53,49 +54,38 @@ def load_images(options: DataOptions, input: Input, seed: int) -> tuple[Images, 
     """
     root = Path(options.root or "")
     if not root.is_dir():
-        raise DataError(f"There is no folder {root}. Set data.root to the folder that holds {options.name}.")
-    mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+        raise DataError(f"There is no folder {root}. Set data.root to where the data are.")
+    usual: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     if options.name in _CIFAR:
-        _, mean, std = _CIFAR[options.name]
+        usual = _CIFAR[options.name][1:]
         train, test, classes = _open_cifar(options.name, root, input)
     else:
         train, test, classes = _open_folders(options.name, root, "L" if input.channels == 1 else "RGB")
-    mean, std = options.augment.mean or mean, options.augment.std or std
-    if input.channels == 1 and len(mean) == 3:
-        mean, std = (sum(mean) / 3,), (sum(std) / 3,)
+    if input.channels == 1:
+        usual = (sum(usual[0]) / 3,), (sum(usual[1]) / 3,)
+    mean, std = options.augment.mean or usual[0], options.augment.std or usual[1]
     if not len(mean) == len(std) == input.channels:
         raise DataError(
             f"One mean and std per channel is needed, and the model takes {input.channels}. Received: data.augment.mean="
             f"{list(mean)}, std={list(std)}; images have 3 channels, or 1 if the model takes 1."
         )
-    size = (input.channels, *input.size)
-    train.transform = train_transform(options.augment, size, mean, std)
-    crop = {"crop_pct": options.augment.crop_pct or (1.0 if options.name in _CIFAR else 0.875)}
-    test.transform = create_transform(size, interpolation="bicubic", mean=mean, std=std, **crop)
+    height, width = input.size
+    train.transform = _train_transform(options.augment, (height, width), mean, std)
+    crop_pct = options.augment.crop_pct or (1.0 if options.name in _CIFAR else 0.875)
+    plain: dict[str, Any] = {"interpolation": "bicubic", "crop_pct": crop_pct, "mean": mean, "std": std}
+    test.transform = create_transform((height, width), **plain)
     return Images(train, classes, seed), Images(test, classes, seed)
 
 
-def train_transform(augment: AugmentOptions, size: tuple[int, ...], mean: tuple[float, ...], std: tuple[float, ...]) -> Any:
+def _train_transform(
+    augment: AugmentOptions, size: tuple[int, int], mean: tuple[float, ...], std: tuple[float, ...]
+) -> transforms.Compose:
     """Return timm's training transform; with `padding`, its random resized crop is replaced by a crop of the padded image."""
-    shape, policy, final = create_transform(
-        size,
-        is_training=True,
-        separate=True,
-        scale=augment.scale,
-        ratio=augment.ratio,
-        hflip=augment.hflip,
-        vflip=augment.vflip,
-        color_jitter=augment.color_jitter,
-        auto_augment=augment.auto_augment,
-        interpolation=augment.interpolation,
-        re_prob=augment.re_prob,
-        re_mode=augment.re_mode,
-        re_count=augment.re_count,
-        mean=mean,
-        std=std,
-    )
+    arguments = {f.name: getattr(augment, f.name) for f in fields(augment) if f.name not in ("padding", "crop_pct")}
+    arguments |= {"mean": mean, "std": std}
+    shape, policy, final = create_transform(size, is_training=True, separate=True, **arguments)
     if augment.padding is not None:
-        crop = transforms.RandomCrop(size[-2:], padding=augment.padding)
+        crop = transforms.RandomCrop(size, padding=augment.padding)
         shape = transforms.Compose([crop, *shape.transforms[1:]])
     return transforms.Compose([shape, policy, final])
 
@@ -118,8 +108,10 @@ def _open_folders(name: str, root: Path, mode: str) -> tuple[Any, Any, int]:
     train = _open_split(folders["train"], mode)
     known = train.reader.class_to_idx
     if name == "imagenet" and len(known) != 1000:
-        raise DataError(f"{folders['train']} should hold ImageNet's 1000 class folders. Received: {len(known)}. "
-                        "For other images use data.name=folder.")
+        raise DataError(
+            f"{folders['train']} should hold ImageNet's 1000 class folders. Received: {len(known)}. "
+            "For other images use data.name=folder."
+        )
     validation = _open_split(folders["validation"], mode)
     found = validation.reader.class_to_idx
     if unknown := sorted(set(found) - set(known)):
@@ -144,7 +136,8 @@ def _open_split(folder: Path, mode: str, classes: dict[str, int] | None = None) 
     if not any(path.is_dir() for path in folder.iterdir()):
         raise DataError(f"{folder} has no classes: looked for one folder of images per class.")
     try:
-        dataset = create_dataset("", root=str(folder), search_split=False, class_map=classes, input_img_mode=mode)
+        chosen: dict[str, Any] = {"class_map": classes, "input_img_mode": mode}
+        dataset = create_dataset("", root=str(folder), search_split=False, **chosen)
     except RuntimeError as error:
         raise DataError(f"The class folders in {folder} hold no images: looked for .png, .jpg and .jpeg.") from error
     if "" in dataset.reader.class_to_idx:

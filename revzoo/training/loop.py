@@ -13,7 +13,6 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from timm.utils import distribute_bn
@@ -25,7 +24,7 @@ from revzoo.training.config import Recipe, load_recipe, notes
 from revzoo.training.data import reseed
 from revzoo.training.display import draw_curves, memory_bytes
 from revzoo.training.evaluation import evaluate
-from revzoo.training.folder import Progress, atomically
+from revzoo.training.folder import atomically
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.setup import Run, set_up
 
@@ -46,7 +45,9 @@ class Summary:
     best_epoch: int
 
     def __str__(self) -> str:
-        return f"top-1 {self.top1:.2f} % after the last epoch, {self.best_top1:.2f} % after epoch {self.best_epoch}: {self.folder}"
+        return (
+            f"top-1 {self.top1:.2f} % after the last epoch, {self.best_top1:.2f} % after epoch {self.best_epoch}: {self.folder}"
+        )
 
 
 def train(recipe: Recipe, out: Path | None = None) -> Summary:
@@ -149,7 +150,7 @@ def _finish_epoch(run: Run, epoch: int) -> None:
     record = {
         "epoch": epoch + 1,
         "updates": progress.updates,
-        "lr": run.optimizer.param_groups[0]["lr"],
+        "lr": max(group["lr"] for group in run.optimizer.param_groups),  # of the next update
         "train_loss": loss_sum / images,
         "loss": scores.loss,
         "top1": scores.top1,

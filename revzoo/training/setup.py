@@ -75,7 +75,9 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
             f"accelerate launch --num_processes {progress.processes} -m zoo_cli train --resume {place.path}"
         )
     reseed(options.seed)
-    chosen = ModelOptions(str(place.path), schedule=recipe.model.schedule, exact=recipe.model.exact) if resumed else recipe.model
+    chosen = (
+        ModelOptions(str(place.path), schedule=recipe.model.schedule, exact=recipe.model.exact) if resumed else recipe.model
+    )
     data = load_data(recipe.data, load_spec(chosen.name, chosen.overrides).input, options.seed)
     model = _model(chosen, data.classes, recipe.file)
     optimizer = _optimizer(recipe.optimizer, model, recipe.file)
@@ -147,14 +149,14 @@ def _optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.opti
         return create_optimizer_v2(
             model, options.opt, options.lr, options.weight_decay, layer_decay=options.layer_decay, **arguments
         )
-    except (TypeError, ValueError, AssertionError, ImportError) as error:
+    except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise SpecError([Problem(file, "optimizer", reason, f"what timm's {options.opt} accepts on this machine")]) from error
 
 
 def _scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:
     options = recipe.schedule
-    optional = {"decay_epochs": options.decay_epochs, "decay_rate": options.decay_rate}
+    optional: dict[str, Any] = {"decay_epochs": options.decay_epochs, "decay_rate": options.decay_rate}
     scheduler, _ = create_scheduler_v2(
         optimizer,
         options.sched,

@@ -1,8 +1,11 @@
 """Who may import whom, read from the source."""
 
 import ast
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,16 @@ def test_the_command_line_uses_public_names_only():
     assert not [name for name in ours if any(part.startswith("_") for part in name.split("."))]
 
 
+def test_what_is_imported_is_declared():
+    import zoo_cli
+
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        declared = {re.match(r"[\w-]+", line)[0] for line in tomllib.load(file)["project"]["dependencies"]}
+    used = {name.split(".")[0] for path in (*MODULES, Path(zoo_cli.__file__)) for name in imported(path)}
+    used -= set(sys.stdlib_module_names) | {"revzoo", "zoo_cli"}
+    assert {{"sklearn": "scikit-learn", "yaml": "pyyaml"}.get(name, name) for name in used} == declared
+
+
 @pytest.mark.parametrize(
     "statement",
     [
@@ -100,6 +113,4 @@ def test_listing_needs_no_torch(statement, tmp_path):
 
 
 def environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT.parent)}

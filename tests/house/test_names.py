@@ -13,6 +13,7 @@ from torch import nn
 
 import revzoo
 import revzoo.parts
+import revzoo.runtime
 from revzoo import errors, registry
 
 PINNED = {
@@ -75,7 +76,7 @@ def test_public_names_are_the_pinned_ones():
     assert set(revzoo.__all__) <= set(dir(revzoo))
     for name, expected in PINNED.items():
         assert expected is None or signature(getattr(revzoo, name)) == expected, name
-    assert set(revzoo.runtime.__all__) == {"Bijection", "Coupling", "ReversibleChain", "SpaceToDepth"}
+    assert set(revzoo.runtime.__all__) == {"Bijection", "Coupling", "LiveBytes", "ReversibleChain", "SpaceToDepth"}
     assert signature(revzoo.runtime.ReversibleChain) == "(steps, coupling='additive', exact=False, schedule='invert')"
 
 

@@ -1,0 +1,24 @@
+"""Small modules that the analysis tests build on."""
+
+import pytest
+import torch
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def perceptron() -> nn.Module:
+    """Return Linear-ReLU-Linear without biases; with 512 rows of 256 floats every activation has 512 KiB."""
+    return nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256, bias=False))
+
+
+@pytest.fixture
+def convolutions() -> nn.Module:
+    """Return a network with everything that a forward can leave traces in: BatchNorm and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 6 * 6, 4)
+    )

@@ -1,0 +1,57 @@
+"""FLOPs of forward and backward, by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo.analysis.flops import count_flops
+from revzoo.errors import InputError
+from revzoo.runtime import ReversibleChain
+
+MM = 2 * 5 * 8 * 8  # one product of (5, 8) and (8, 8)
+
+
+def test_a_linear_layer_is_three_products():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    assert count_flops(model, torch.zeros(5, 8)) == 5 * MM  # the first layer's input needs no gradient
+    assert count_flops(model, torch.zeros(5, 8, requires_grad=True)) == 6 * MM
+
+
+def test_attention_counts():
+    class Attention(nn.Linear):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, super().forward(x), x)
+
+    linear, attention = 2 * 7 * 8 * 8 * 3, 2 * 3 * 2 * 7 * 7 * 8
+    flops = count_flops(Attention(8, 8, bias=False), torch.zeros(3, 1, 7, 8, requires_grad=True))
+    assert flops == 3 * linear + attention + attention // 2 * 5
+
+
+@pytest.mark.parametrize(("mode", "extra"), [("store", 0), ("recompute", 4), ("invert", 7)])
+def test_modes_of_a_chain(mode, extra):
+    """Each step has two linear layers; nothing is saved behind the second, so a run that may stop early skips it."""
+    chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)])
+    chain.schedule = mode
+    x = [torch.zeros(5, 8, requires_grad=True) for _ in range(2)]
+    assert count_flops(chain, x) == (4 * 6 + extra) * MM
+
+
+def test_nothing_is_computed_and_the_model_is_left_as_found():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 1024, 3), nn.BatchNorm2d(1024))
+    assert count_flops(model, torch.empty(1, 3, 258, 258)) == 2 * 2 * 9 * 3 * 1024 * 256 * 256
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    count_flops(norm, torch.randn(3, 4))
+    assert norm[1].num_batches_tracked == 0
+    assert all(p.grad is None for p in norm.parameters())
+
+
+def test_a_view_as_input_is_no_obstacle():
+    chain = ReversibleChain([nn.Linear(8, 8), nn.Linear(8, 8)])
+    x1, x2 = torch.zeros(5, 16, requires_grad=True).chunk(2, dim=-1)
+    assert count_flops(chain, (x1, x2)) > 0
+
+
+def test_nothing_to_differentiate_is_said():
+    with pytest.raises(InputError, match="No parameter"):
+        count_flops(nn.GELU(), torch.zeros(3))

@@ -1,0 +1,246 @@
+"""`measure_memory` and the table of modes: right to the byte, and without a trace."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import revzoo
+from revzoo.analysis.memory import format_bytes, memory_table
+from revzoo.errors import InputError
+from revzoo.runtime import ReversibleChain
+
+A = 512 * 256 * 4  # one activation of the perceptron
+W = 256 * 256 * 4
+
+
+def mlp(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+class Fork(nn.Module):
+    """Take a batch in any form and return outputs in nested ones, some of them without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, extra=None):
+        y = self.linear(x if extra is None else x + extra)
+        return {"y": y, "more": [y.argmax(), (x, None)]}
+
+
+def test_perceptron_to_the_byte(perceptron):
+    report = revzoo.measure_memory(perceptron, torch.randn(512, 256))
+    # Kept: the ReLU's output and the loss. Peak: the ReLU's output and the gradients before and behind it; the loss and
+    # its gradient are scalars. Unlike y.sum(), the loss has a gradient of its own, which is gone by then.
+    assert report.to_dict() == {
+        "peak_bytes": 2 * W + A + 3 * A + W + 8,
+        "activation_bytes": 3 * A + 8,
+        "after_forward_bytes": A + 4,
+        "weight_bytes": 2 * W,
+        "buffer_bytes": 0,
+        "gradient_bytes": 2 * W,
+        "optimizer_bytes": 0,
+        "batch_bytes": A,
+        "allocator_peak_bytes": None,
+        "allocator_reserved_bytes": None,
+    }
+
+
+def test_the_gradient_of_the_outputs_is_counted():
+    model = nn.Linear(256, 1024, bias=False)
+    report = revzoo.measure_memory(model, torch.randn(512, 256))
+    y = 512 * 1024 * 4
+    # The outputs are let go before backward, and their gradient comes then: one of the two is alive at any time.
+    assert report.activation_bytes == y + 8
+
+
+@pytest.mark.parametrize("mode", ["store", "invert", "recompute"])
+def test_fake_meta_and_real_parameters_give_one_report(mode):
+    def chain() -> ReversibleChain:
+        chain = ReversibleChain([mlp() for _ in range(6)])
+        chain.schedule = mode
+        return chain
+
+    x = tuple(torch.randn(2, 5, 9, 16).unbind())
+    real = revzoo.measure_memory(chain(), x)
+    with torch.device("meta"):
+        assert revzoo.measure_memory(chain(), x) == real
+        assert revzoo.measure_memory(chain(), tuple(torch.randn(2, 5, 9, 16).unbind())) == real
+    with FakeTensorMode():
+        fake = chain(), tuple(torch.randn(5, 9, 16) for _ in range(2))
+    assert revzoo.measure_memory(*fake).to_dict() | {"batch_bytes": real.batch_bytes} == real.to_dict()
+
+
+def test_frozen_and_tied_parameters_count_once(perceptron):
+    perceptron[2].weight = perceptron[0].weight
+    report = revzoo.measure_memory(perceptron, torch.randn(512, 256))
+    assert (report.weight_bytes, report.gradient_bytes) == (W, W)
+    untied = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    untied[0].requires_grad_(False)
+    report = revzoo.measure_memory(untied, torch.randn(512, 256))
+    assert (report.weight_bytes, report.gradient_bytes) == (2 * W, W)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("fake", [False, True])
+def test_the_model_is_left_as_found(convolutions, training, fake):
+    convolutions.train(training)
+    convolutions[0].weight.grad = torch.full_like(convolutions[0].weight, 7.0)
+    x = torch.randn(5, 3, 6, 6, requires_grad=True)
+    grads = {name: p.grad for name, p in convolutions.named_parameters()}
+    tensors = {name: (id(t), t._version, t.clone()) for name, t in convolutions.state_dict(keep_vars=True).items()}
+    random = torch.get_rng_state()
+    (memory_table if fake else revzoo.measure_memory)(convolutions, x)
+    after = convolutions.state_dict(keep_vars=True)
+    assert tensors.keys() == after.keys()
+    for name, (identity, version, value) in tensors.items():
+        assert (id(after[name]), after[name]._version) == (identity, version)
+        assert torch.equal(after[name], value)
+    assert all(p.grad is grads[name] for name, p in convolutions.named_parameters())
+    assert torch.equal(convolutions[0].weight.grad, torch.full_like(convolutions[0].weight, 7.0))
+    assert x.grad is None
+    assert torch.equal(torch.get_rng_state(), random)
+    assert convolutions.training is training
+
+
+def test_an_error_inside_the_model_leaves_it_as_found(convolutions):
+    mean = convolutions[1].running_mean
+    convolutions[5] = nn.Linear(1, 1)  # does not fit
+    random = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        revzoo.measure_memory(convolutions, torch.randn(5, 3, 6, 6))
+    assert convolutions[1].running_mean is mean
+    assert torch.equal(mean, torch.zeros(8))
+    assert not torch.equal(torch.get_rng_state(), random)  # by the randn above, and by nothing else
+    torch.set_rng_state(random)
+    torch.randn(5, 3, 6, 6)
+    moved = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        revzoo.measure_memory(convolutions, torch.zeros(5, 3, 6, 6))
+    assert torch.equal(torch.get_rng_state(), moved)
+
+
+def test_batches_of_every_form_and_nested_outputs():
+    model, x = Fork(), torch.randn(3, 4)
+    reports = [revzoo.measure_memory(model, batch) for batch in (x, (x,), [x], {"x": x}, {"x": x, "extra": None})]
+    assert len(set(reports)) == 1
+    assert reports[0].batch_bytes == 48
+    assert revzoo.measure_memory(model, (x, torch.randn(3, 4))).batch_bytes == 96
+
+
+@pytest.mark.parametrize(
+    ("make", "bytes_per_weight", "bytes_per_tensor"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0, 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4, 0),
+        (lambda p: torch.optim.AdamW(p), 8, 4),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=False), 12, 4),
+    ],
+)
+def test_optimizer_state_is_foreseen_and_then_counted(make, bytes_per_weight, bytes_per_tensor):
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 3)).requires_grad_()
+    model[0].bias.requires_grad_(False)
+    optimizer, x = make(model.parameters()), torch.randn(2, 16)
+    expected = bytes_per_weight * (128 + 24 + 3) + bytes_per_tensor * 3
+    foreseen = revzoo.measure_memory(model, x, optimizer)
+    assert foreseen.optimizer_bytes == expected
+    assert not optimizer.state
+    assert foreseen.peak_bytes == revzoo.measure_memory(model, x).peak_bytes + expected
+    model(x).sum().backward()
+    optimizer.step()
+    assert revzoo.measure_memory(model, x, optimizer).optimizer_bytes == expected
+
+
+def test_optimizer_of_a_model_on_meta():
+    with torch.device("meta"):
+        model = nn.Linear(16, 8)
+    assert revzoo.measure_memory(model, torch.randn(2, 16), torch.optim.AdamW(model.parameters())).optimizer_bytes == 1096
+
+
+def test_an_optimizer_that_cannot_be_foreseen_is_refused():
+    model = nn.Linear(4, 4)
+    with pytest.raises(InputError, match=r"state of LBFGS cannot be foreseen .* Measure without the optimizer"):
+        revzoo.measure_memory(model, torch.randn(2, 4), torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (nn.Linear(4, 4), None, "at least one tensor. Received: NoneType"),
+        (nn.ReLU(), torch.zeros(2), "No parameter of the model requires a gradient"),
+        (nn.Embedding(4, 4).requires_grad_(False), torch.tensor([1]), "No parameter"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(model, batch, message):
+    with pytest.raises(InputError, match=message):
+        revzoo.measure_memory(model, batch)
+
+
+def test_an_output_without_gradient_is_said():
+    class Detached(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).detach()
+
+    with pytest.raises(InputError, match="No output of the model depends on a parameter"):
+        revzoo.measure_memory(Detached(4, 4), torch.zeros(2, 4))
+
+
+def test_memory_table_has_every_mode_and_restores_the_schedule():
+    chain = ReversibleChain([mlp() for _ in range(6)])
+    x, optimizer = tuple(torch.randn(2, 5, 9, 16).unbind()), torch.optim.AdamW(chain.parameters())
+    table = memory_table(chain, x, optimizer)
+    assert table.current == "invert"
+    for mode, report in table.reports.items():
+        chain.schedule = mode
+        assert report == revzoo.measure_memory(chain, x, optimizer)
+    assert list(table.reports) == ["store", "invert", "recompute"]
+    mixed = ["store", "invert"] * 3
+    chain.schedule = mixed
+    assert memory_table(chain, x).current is None
+    assert chain.schedule == mixed
+
+
+def test_memory_table_allocates_nothing():
+    with torch.device("meta"):
+        chain = ReversibleChain([mlp(4096) for _ in range(4)])
+    table = memory_table(chain, [torch.empty(64, 4096, device="meta") for _ in range(2)])
+    assert table.reports["store"].weight_bytes == 4 * (2 * 4 * 4096**2 + (2 + 4 + 1) * 4096) * 4
+
+
+def test_memory_table_prints_what_a_schedule_changes():
+    console = Console(width=100, record=True, file=io.StringIO())
+    chain = ReversibleChain([mlp() for _ in range(6)])
+    console.print(memory_table(chain, tuple(torch.randn(2, 5, 9, 16).unbind())))
+    text = console.export_text()
+    assert all(word in text for word in ("store", "invert *", "recompute", "weights", "gradients", "activations at the peak"))
+    assert "The schedule changes activations only" in text
+    console.print(memory_table(nn.Linear(4, 4), torch.zeros(2, 4)))
+    assert "as it is" in console.export_text()
+
+
+def test_report_reads_well(perceptron):
+    text = str(revzoo.measure_memory(perceptron, torch.randn(512, 256)))
+    assert text.splitlines()[0] == "weights                     512.0 KiB"
+    assert text.splitlines()[-1] == "peak of everything            2.8 MiB"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 1024**2 // 2, "1.5 MiB"), (2**41, "2.0 TiB"), (2**50, "1024.0 TiB")],
+)
+def test_sizes_for_people(size, text):
+    assert format_bytes(size) == text
+
+
+def test_buffers_of_a_shared_storage_are_not_copied_larger():
+    class Positions(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("positions", torch.arange(1).expand(1000))
+
+    assert revzoo.measure_memory(Positions(), torch.zeros(2, 4)).buffer_bytes == 8

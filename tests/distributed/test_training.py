@@ -1,0 +1,47 @@
+"""Two processes on the CPU, as `accelerate launch` starts them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from revzoo.training.evaluation import evaluate_checkpoint
+
+ROOT = Path(__file__).parents[2]
+# A RevNet, for the statistics of its BatchNorms; 355 test images do not divide by two processes of 80.
+FAST = ["data.batch_size=80", "train.epochs=2", "train.accumulate=2", "ema={decay: 0.9}", "schedule.warmup_epochs=1"]
+
+
+def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
+    command += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", "-m", "zoo_cli", "train", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_two_processes(tmp_path):
+    found = launch("digits_revnet", *FAST, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    run = tmp_path / "runs" / "digits_revnet"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits_revnet"]
+    assert found.stdout.count("Where memory goes") == found.stdout.count("epoch 1/2") == 1
+    assert sorted(path.name for path in run.iterdir()) == [
+        "best.safetensors",
+        "config.yaml",
+        "curves.png",
+        "last.safetensors",
+        "metrics.jsonl",
+        "spec.yaml",
+        "state",
+    ]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["updates"] for record in records] == [5, 10]  # 9 batches of 2 x 80 images
+    assert records[1]["train_loss"] < records[0]["train_loss"] < 2.5
+    alone = evaluate_checkpoint(run / "last.safetensors")  # every test image exactly once, on either side
+    assert (alone.top1, alone.top5, alone.images) == (records[1]["top1"], records[1]["top5"], 355)
+    assert alone.loss == pytest.approx(records[1]["loss"], rel=1e-5)

@@ -1,0 +1,103 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from revzoo.analysis.verify import VerifyReport
+from zoo_cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+MODELS = "rev_vit_b, rev_vit_digits, rev_vit_l"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("lits", "Unknown command 'lits'. Did you mean 'list'? Allowed: check, eval, list, show, train."),
+        ("train --ot=runs", "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --help, --out, --resume, -h."),
+        ("train --out", "Argument --out: expected one argument. See revzoo train --help."),
+        ("list a b", "Unexpected argument 'b'. See revzoo list --help."),
+        ("check rev_vit_digits --dtype=int8", "Argument --dtype: invalid choice: 'int8' (choose from 'float64', 'float32', "),
+        ("show rev_vit_digits --batch=0", "Argument --batch: expected an integer >= 1. Received: '0'. See revzoo show --help."),
+        ("list rev_vti*", f"Unknown model 'rev_vti*'. Did you mean 'rev_vit_ti'? Allowed: {MODELS}"),
+        ("show rev_vit_dgits", f"Unknown model or spec file 'rev_vit_dgits'. Did you mean 'rev_vit_digits'? Allowed: {MODELS}"),
+        ("check nothing", f"Unknown model or spec file 'nothing'. Allowed: {MODELS}"),
+        ("train digts", "Unknown recipe 'digts'. Did you mean 'digits'? Allowed: digits, digits_revnet, rev_vit_b_imagenet, "),
+        ("train digits more", "One run has one recipe. Received: digits, more. Overrides look like train.epochs=3."),
+        ("train --resume runs/1 digits", "A resumed run keeps its recipe. Received: --resume with more. Use revzoo train --resume"),
+        ("train --resume nowhere", "Unknown recipe 'nowhere'. Allowed: digits, digits_revnet, "),
+        (
+            "train optimizer.rl=1 train.epochs=many",
+            "2 problems found:\n"
+            "  override: optimizer.rl: found the unknown key 'rl'; allowed: opt, lr, weight_decay, momentum, betas, eps, "
+            "layer_decay. Did you mean 'lr'?\n"
+            "  override: train.epochs: found 'many'; allowed: an integer >= 1.\n",
+        ),
+        ("train model.name=rev_vit_digit", "Unknown model or spec file 'rev_vit_digit'. Did you mean 'rev_vit_digits'?"),
+        ("train model.overrides=[stages.0.dpth=3]", "1 problem found:\n  override: stages.0.dpth: found the unknown key 'dpth'; "),
+        ("train data.name=folder data.root=nowhere data.shift=0", f"There is no folder {Path.cwd()}/nowhere. Set data.root to"),
+        ("train model.name=revnet_38", "Digits are images of 1 channel and 8x8 pixels. Received: a model for 3 channels and 32x32."),
+        ("eval", "Name one thing to evaluate: the folder of a run, a checkpoint in it, or --pretrained NAME."),
+        ("eval nowhere", "No weights file at nowhere."),
+        ("eval --pretrained rev_vit_s", "Unknown shipped weights 'rev_vit_s'."),
+    ],
+)
+def test_mistakes(arguments, message, capsys, tmp_path, monkeypatch):
+    """Status 2 and one message, without a traceback, and nothing written."""
+    if "nowhere" not in arguments:
+        monkeypatch.chdir(tmp_path)
+    assert main(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"revzoo: {message}"), err
+    assert "Traceback" not in err
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_arguments_the_commands_are_listed(capsys):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert all(f"  {name}" in out and command.summary in out for name, command in COMMANDS.items())
+
+
+def test_list(capsys):
+    assert main(["list", "revnet_1*_cifar100"]) == 0
+    assert capsys.readouterr().out.split() == ["revnet_110_cifar100", "revnet_164_cifar100"]
+
+
+def test_list_does_without_torch():
+    code = "import sys, zoo_cli; zoo_cli.main(['list']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_show_and_check(capsys):
+    assert main(["show", "rev_vit_digits", "--batch", "2"]) == 0
+    assert "302,794" in capsys.readouterr().out
+    assert main(["check", "rev_vit_digits", "--batch", "2"]) == 0
+    assert "Safe to train in float32" in capsys.readouterr().out
+
+
+def test_a_failed_check_is_status_1(capsys, monkeypatch):
+    report = VerifyReport(torch.float32, {}, problems=("The gradients are wrong.",))
+    monkeypatch.setattr("revzoo.verify", lambda model, batch: report)
+    assert main(["check", "rev_vit_digits"]) == 1
+    assert capsys.readouterr().out == f"{report}\n"
+
+
+def test_train_eval_resume(fast, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *fast]) == 0
+    assert main(["train", "digits", "train.seed=1", *fast]) == 0
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("top-1"))
+    assert first.endswith("runs/digits")
+    assert second.endswith("runs/digits-2")
+    assert main(["train", "--resume", "runs/digits"]) == 0
+    assert first in capsys.readouterr().out
+    assert main(["eval", "runs/digits/last.safetensors", "data.batch_size=50"]) == 0
+    top1 = first.split(" after")[0]
+    assert f"runs/digits/last.safetensors: {top1}, top-5 " in capsys.readouterr().out
+    assert main(["train", *fast, "--out", "runs/digits"]) == 2
+    assert "runs/digits is not empty. Go on with that run (--resume runs/digits)" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+import pytest
+
+from revzoo.errors import SpecError, UnknownNameError
+from revzoo.spec import list_recipes, load_spec
+from revzoo.training.config import load_recipe, notes
+
+PUBLISHED = ["rev_vit_b_imagenet", "rev_vit_s_imagenet", "revnet_cifar", "revnet_imagenet"]
+
+
+def test_every_recipe():
+    """Every shipped recipe loads, says only what has an effect, and names a model that exists."""
+    assert list_recipes() == ["digits", "digits_revnet", *PUBLISHED]
+    for name in list_recipes():
+        recipe = load_recipe(name, ["data.root=images"] if name in PUBLISHED else [])
+        assert notes(recipe) == []
+        assert load_spec(recipe.model.name).name == recipe.model.name
+
+
+def test_published_numbers():
+    """Images per update, updates and milestones of the sources."""
+    cifar, imagenet = (load_recipe(name, ["data.root=images"]) for name in ("revnet_cifar", "revnet_imagenet"))
+    per_epoch = 50_000 // cifar.data.batch_size
+    assert cifar.train.epochs * per_epoch == 80_000
+    assert [epoch * per_epoch for epoch in cifar.schedule.decay_milestones] == [40_000, 60_000]
+    per_epoch = 1_281_167 // (4 * imagenet.data.batch_size)
+    assert round(imagenet.train.epochs * per_epoch, -4) == 600_000
+    assert [round(epoch * per_epoch, -4) for epoch in imagenet.schedule.decay_milestones] == [160_000, 320_000, 480_000]
+    small, base = (load_recipe(f"rev_vit_{size}_imagenet", ["data.root=images"]) for size in "sb")
+    assert 8 * small.data.batch_size == 8 * base.data.batch_size == 512
+    assert (small.optimizer.weight_decay, base.optimizer.weight_decay) == (0.05, 0.1)
+    assert (small.train.clip_grad, base.train.clip_grad) == (1.0, 2.0)
+    assert (small.data.augment.auto_augment, base.data.augment.auto_augment) == ("rand-m7-mstd0.5", "rand-m6-n5")
+    assert (base.data.augment.re_prob, base.mixup.mixup_alpha, base.mixup.cutmix_alpha) == (0.25, 0.8, 1.0)
+
+
+def test_yaml_round_trip(recipe, tmp_path):
+    written = recipe("mixup={mixup_alpha: 0.8}", "optimizer.betas=[0.9,0.95]", "data.augment.scale=[0.5,1]")
+    (tmp_path / "config.yaml").write_text(written.to_yaml())
+    assert load_recipe(tmp_path) == load_recipe(tmp_path / "config.yaml") == written
+
+
+def test_root_is_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("revnet_cifar", ["data.root=images"]).data.root == str(tmp_path / "images")
+
+
+def test_all_problems_at_once():
+    wrong = [
+        "optimzer.lr=1",
+        "optimizer.opt=adamww",
+        "data.name=cifar10",
+        "data.batch_size=63",
+        "data.augment.auto_augment=rand-x9",
+        "mixup={mode: batch}",
+        "model.pretrained=true",
+        "model.checkpoint=a.safetensors",
+        "schedule.sched=multistep",
+        "train.epochs=0",
+        "train.mixed_precision=no",
+    ]
+    with pytest.raises(SpecError) as caught:
+        load_recipe("digits", wrong)
+    found = {(problem.path, problem.found) for problem in caught.value.problems}
+    assert found == {
+        ("optimzer", "the unknown key 'optimzer'"),
+        ("optimizer.opt", "'adamww'"),
+        ("data.root", "nothing"),
+        ("data.batch_size", "63"),
+        ("data.augment.auto_augment", "'rand-x9'"),
+        ("mixup", "{'mode': 'batch'}"),
+        ("model.checkpoint", "'a.safetensors'"),
+        ("schedule.decay_milestones", "nothing"),
+        ("train.epochs", "0"),
+        ("train.mixed_precision", "false"),
+    }
+    hints = {problem.path: problem.hint for problem in caught.value.problems}
+    assert hints["optimizer.opt"] == " Did you mean 'adamw'?"
+    assert hints["optimzer"] == " Did you mean 'optimizer'?"
+    assert "quote it" in hints["train.mixed_precision"]
+
+
+def test_second_order_optimizers_are_refused():
+    with pytest.raises(SpecError, match="first-order optimizer"):
+        load_recipe("digits", ["optimizer.opt=adahessian"])
+
+
+def test_unknown_recipe():
+    with pytest.raises(UnknownNameError, match="Unknown recipe 'digit'. Did you mean 'digits'?"):
+        load_recipe("digit")
+
+
+def test_settings_without_effect_are_named(recipe):
+    idle = [
+        "optimizer.momentum=0.9",
+        "data.root=/images",
+        "data.augment.hflip=0.1",
+        "schedule.sched=constant",
+        "schedule.warmup_epochs=2",
+    ]
+    assert notes(recipe(*idle)) == [
+        "data.root has no effect with digits",
+        "data.augment has no effect with digits",
+        "optimizer.momentum has no effect with adamw",
+        "schedule.min_lr has no effect with constant",
+        "schedule.warmup_epochs=2 lasts all 2 epochs",
+    ]
+    assert notes(recipe()) == []

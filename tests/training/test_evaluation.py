@@ -1,0 +1,67 @@
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+import revzoo
+from revzoo import weights
+from revzoo.errors import CheckpointError
+from revzoo.training.evaluation import Scores, evaluate, evaluate_checkpoint, evaluate_pretrained
+from revzoo.training.loop import train
+
+
+class Lookup(nn.Module):
+    """A model whose logits are the images."""
+
+    def forward(self, x):
+        return x
+
+
+def test_scores_by_hand():
+    logits = torch.tensor([[9.0, 8, 7, 6, 5, 4, 3]] * 7)
+    labels = torch.tensor([0, 0, 1, 4, 4, 5, 6])  # two hits, five among the first five
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(list(zip(logits, labels, strict=True)), batch_size=3))
+    model = Lookup().train()
+    scores = evaluate(model, loader, accelerator)
+    loss = nn.functional.cross_entropy(logits.double(), labels).item()
+    assert scores == Scores(200 / 7, 500 / 7, pytest.approx(loss), 7)
+    assert model.training
+    assert str(scores) == f"top-1 28.57 %, top-5 71.43 %, loss {loss:.4f} on 7 images"
+
+
+@pytest.mark.parametrize("ema", ["null", "{decay: 0.9}"])
+def test_what_training_saved(recipe, tmp_path, ema):
+    train(recipe(f"ema={ema}"), tmp_path / "run")
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    best = max(found, key=lambda record: record["top1"])
+    for path, record in ((tmp_path / "run", best), (tmp_path / "run" / "last.safetensors", found[-1])):
+        assert evaluate_checkpoint(path) == Scores(record["top1"], record["top5"], record["loss"], 355)
+    alone = tmp_path / "alone.safetensors"  # a checkpoint says by itself what it is of, and which data it is for
+    (tmp_path / "run" / "best.safetensors").rename(alone)
+    assert evaluate_checkpoint(alone, ["data.batch_size=7"]).top1 == best["top1"]
+
+
+def test_foreign_checkpoints(tmp_path):
+    weights.save(revzoo.create("rev_vit_digits"), tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match="w.safetensors was not saved by `revzoo train`"):
+        evaluate_checkpoint(tmp_path / "w.safetensors")
+    torch.save({"a": torch.zeros(1)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="w.pt was not saved by `revzoo train`"):
+        evaluate_checkpoint(tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="No weights file at"):
+        evaluate_checkpoint(tmp_path)
+    (tmp_path / "best.safetensors").write_bytes(b"half a file")
+    with pytest.raises(CheckpointError, match="best.safetensors cannot be read"):
+        evaluate_checkpoint(tmp_path)
+
+
+def test_shipped_weights_repeat_their_metric():
+    assert sorted(weights.index()) == ["rev_vit_digits", "revnet_digits"]
+    for name in weights.index():
+        scores, entry = evaluate_pretrained(name)
+        assert round(scores.top1, 2) == entry.metric["top1"]
+        assert scores.top1 >= 97.5
