@@ -115,7 +115,7 @@ def _train(arguments: argparse.Namespace) -> int:
             )
         from revzoo.training.loop import resume
 
-        print(resume(arguments.resume))
+        resume(arguments.resume)
         return 0
     if len(recipes) > 1:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
@@ -124,7 +124,7 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(recipes[0] if recipes else "digits", overrides)
     from revzoo.training.loop import train
 
-    print(train(recipe, arguments.out))
+    train(recipe, arguments.out)
     return 0
 
 

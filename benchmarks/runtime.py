@@ -29,7 +29,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -159,7 +161,7 @@ def seconds(net: Net, rounds: int) -> Iterator[Figure]:
         ratio = statistics.median(t / base for t, base in zip(taken[method][1:], stored, strict=True))
         target = net.most_seconds if method == "invert" else None
         yield Figure("time over stored", net.name, method, depth, ratio, target)
-    yield Figure("time over stored", net.name, "stored, seconds", depth, statistics.median(stored))
+    yield Figure("time over stored", net.name, "stored [s]", depth, statistics.median(stored))
 
 
 def gradients() -> Iterator[Figure]:
@@ -201,10 +203,10 @@ def tables(figures: list[Figure]) -> Iterator[Table]:
         rows: dict[tuple[str, int], dict[str, str]] = {}
         for figure in group:
             rows.setdefault((figure.net, figure.depth), {})[figure.method] = shown(figure)
-        methods = list(dict.fromkeys(method for row in rows.values() for method in row))
-        table = Table(title=what, title_justify="left")
+        methods = list(max(rows.values(), key=len))
+        table = Table(title=what, title_justify="left", box=SIMPLE_HEAD)
         for name in ("chain", "blocks", *methods):
-            table.add_column(name, justify="left" if name == "chain" else "right")
+            table.add_column(escape(name), justify="left" if name == "chain" else "right")
         for (net, depth), row in rows.items():
             table.add_row(net, str(depth), *(row.get(method, "") for method in methods))
         yield table
@@ -213,8 +215,7 @@ def tables(figures: list[Figure]) -> Iterator[Table]:
 def shown(figure: Figure) -> str:
     if figure.target is None:
         return f"{figure.value:.5g}"
-    met = figure.value <= figure.target
-    return f"[{'green' if met else 'red'}]{figure.value:.5g} {'<=' if met else '>'} {figure.target:.5g}[/]"
+    return f"[{'green' if figure.value <= figure.target else 'red'}]{figure.value:.5g} ({figure.target:.5g})[/]"
 
 
 def surroundings() -> dict[str, object]:
@@ -240,7 +241,7 @@ def main() -> None:
             figures.append(figure)
             status.update(f"{figure.what}: {figure.net}, {figure.depth} blocks, {figure.method}")
     about = surroundings()
-    console.print(*tables(figures), about)
+    console.print(*tables(figures), "In brackets: the most a value may be.", about)
     if args.out:
         args.out.write_text(json.dumps(about | {"figures": list(map(asdict, figures))}, indent=1) + "\n")
 

@@ -47,7 +47,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'revzoo' has no attribute {name!r}. Public names: {', '.join(__all__)}.")
     if name == "load_spec":
-        import_module("revzoo.parts")  # fills the registries, so that the arguments of parts are checked too
+        for home in ("revzoo.parts", "revzoo.runtime"):  # they fill the registries, so that parts' arguments are checked too
+            import_module(home)
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -1,6 +1,7 @@
 """What a model is, what it stores and what it rebuilds: the answers of `revzoo show`."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -42,10 +43,10 @@ def kept_bytes(model: Model, batch: Any, mode: Mode) -> dict[str, int]:
         assign(mode)
         lasting = live.watch([model.parameters(), model.buffers(), inputs])
 
-        def note(unit: str) -> None:
-            begins.setdefault(unit, live.moment())
+        def note(unit: str, *_: Any) -> None:
+            begins[unit] = live.moment()
 
-        hooks = [model.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: note(unit)) for unit in model.units]
+        hooks = [model.get_submodule(unit).register_forward_pre_hook(partial(note, unit)) for unit in model.units]
         try:
             outputs = call(model, inputs)
         finally:

@@ -21,7 +21,8 @@ def borrowed(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
 
     Put back are parameter gradients (they start as None), buffers such as BatchNorm statistics, and the random streams.
     Parameters that are FakeTensors or on the meta device, or `fake=True`, make it a trial under `FakeTensorMode`: shapes
-    and bytes are right, nothing is allocated and no number is computed.
+    and bytes are right, nothing is allocated and no number is computed. (PyTorch's fake BatchNorm takes the statistics of
+    half-precision inputs for half precision, where the kernel keeps float32: a few bytes a channel are missed.)
 
     Args:
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.

@@ -23,24 +23,22 @@ class Progress:
     """How far a run has come; all that training needs besides tensors.
 
     Args:
+        loss_sums: of each process, over its `images` images of the epoch under way; a resumed run needs as many processes.
         epoch: epochs completed.
         batch: batches done of the epoch under way, per process.
         updates: optimizer steps done.
-        loss_sum: of the epoch under way, over `images` images of this process.
         seconds: spent on the epoch under way.
         best_top1: of all epochs [%], first reached in `best_epoch`.
-        processes: that trained together; a resumed run needs the same number.
     """
 
+    loss_sums: list[float]
     epoch: int = 0
     batch: int = 0
     updates: int = 0
-    loss_sum: float = 0.0
     images: int = 0
     seconds: float = 0.0
     best_top1: float = -1.0
     best_epoch: int = 0
-    processes: int = 1
 
 
 class RunFolder:

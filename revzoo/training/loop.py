@@ -1,7 +1,7 @@
 """Train a reversible network: one loop for one process or many, that can be stopped and resumed anywhere.
 
     revzoo train digits                                                 one process
-    accelerate launch --num_processes 8 -m zoo_cli train rev_vit_s ...  several
+    accelerate launch --num_processes 8 -m zoo_cli train RECIPE ...     several
 
 Every random number of a batch follows from (seed, epoch, batch, process), so a state needs no random streams, and a
 resumed run ends with the weights and metrics of an uninterrupted one: bit for bit where the kernels themselves repeat,
@@ -19,7 +19,7 @@ from timm.utils import distribute_bn
 
 from revzoo import weights
 from revzoo.analysis.memory import memory_table
-from revzoo.errors import RevzooError
+from revzoo.errors import CheckpointError, RevzooError
 from revzoo.training.config import Recipe, load_recipe, notes
 from revzoo.training.data import reseed
 from revzoo.training.display import draw_curves, memory_bytes
@@ -73,7 +73,13 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
 
 
 def resume(folder: Path) -> Summary:
-    """Go on with a run from its newest state, with the recipe and spec in its folder; raises as `train` does."""
+    """Go on with a run from its newest state, with the recipe and spec in its folder; raises as `train` does.
+
+    Raises:
+        CheckpointError: the folder is not that of a run, or has no state.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"{folder} is not the folder of a run: there is no config.yaml in it.")
     run = set_up(load_recipe(folder), folder, resumed=True)
     state = run.folder.state()
     run.accelerator.load_state(str(state))
@@ -99,18 +105,20 @@ def _epochs(run: Run) -> Summary:
                 raise Interrupted(run.folder.path, signum)
             _finish_epoch(run, epoch)
     _draw(run)
-    records = run.folder.records()
-    return Summary(run.folder.path, records[-1]["top1"], progress.best_top1, progress.best_epoch)
+    summary = Summary(run.folder.path, run.folder.records()[-1]["top1"], progress.best_top1, progress.best_epoch)
+    run.display.console.print(str(summary))
+    return summary
 
 
 def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Train to the end of the epoch, or to a signal, which is returned."""
     options, accelerator, progress = run.recipe.train, run.accelerator, run.progress
-    loss_sum = torch.tensor(progress.loss_sum, device=accelerator.device)
+    rank = accelerator.process_index
+    loss_sum = torch.tensor(progress.loss_sums[rank], device=accelerator.device)
     before, began, signum = progress.seconds, time.perf_counter(), 0
     run.wrapped.train()
     for images, labels in run.train_loader:
-        reseed(options.seed, epoch, progress.batch, accelerator.process_index)
+        reseed(options.seed, epoch, progress.batch, rank)
         with accelerator.accumulate(run.wrapped):
             images, targets = run.mix(images, labels)
             loss = run.loss(run.wrapped(images), targets)
@@ -130,9 +138,9 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
             run.ema.update(run.model, progress.updates)
         signum = stop.received()
         if signum or progress.updates % _LOOK_EVERY == 0 or progress.batch == len(run.train_loader):
-            progress.loss_sum = loss_sum.item()
+            progress.loss_sums[rank] = loss_sum.item()
             _check_finite(run, epoch)
-            run.display.step(progress.batch, progress.loss_sum / progress.images)
+            run.display.step(progress.batch, progress.loss_sums[rank] / progress.images)
         if signum:
             break
     progress.seconds = before + time.perf_counter() - began
@@ -145,13 +153,13 @@ def _finish_epoch(run: Run, epoch: int) -> None:
     if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes
         distribute_bn(run.evaluated, accelerator.num_processes, reduce=False)
     scores = evaluate(run.evaluated, run.test_loader, accelerator)
-    sums = torch.tensor([progress.loss_sum, progress.images], device=accelerator.device)
-    loss_sum, images = accelerator.reduce(sums, "sum").tolist()
+    loss_sums = _gathered_losses(run)
+    images = progress.images * len(loss_sums)
     record = {
         "epoch": epoch + 1,
         "updates": progress.updates,
         "lr": max(group["lr"] for group in run.optimizer.param_groups),  # of the next update
-        "train_loss": loss_sum / images,
+        "train_loss": sum(loss_sums) / images,
         "loss": scores.loss,
         "top1": scores.top1,
         "top5": scores.top5,
@@ -168,7 +176,8 @@ def _finish_epoch(run: Run, epoch: int) -> None:
         weights.save(run.evaluated, run.folder.last, facts)
         if improved:
             weights.save(run.evaluated, run.folder.best, facts)
-    progress.epoch, progress.batch, progress.loss_sum, progress.images, progress.seconds = epoch + 1, 0, 0.0, 0, 0.0
+    progress.loss_sums = [0.0] * len(loss_sums)
+    progress.epoch, progress.batch, progress.images, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
     run.display.end_epoch(record, progress.best_top1)
 
@@ -179,6 +188,7 @@ def save_state(run: Run) -> None:
     if run.accelerator.is_main_process:
         shutil.rmtree(writing, ignore_errors=True)
     run.accelerator.wait_for_everyone()
+    run.progress.loss_sums = _gathered_losses(run)
     run.accelerator.save_state(str(writing))
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
@@ -188,6 +198,12 @@ def save_state(run: Run) -> None:
     run.accelerator.wait_for_everyone()
 
 
+def _gathered_losses(run: Run) -> list[float]:
+    own = torch.tensor([run.progress.loss_sums[run.accelerator.process_index]], device=run.accelerator.device)
+    losses: list[float] = run.accelerator.gather(own).tolist()
+    return losses
+
+
 def _draw(run: Run) -> None:
     records = run.folder.records()
     if run.accelerator.is_main_process and records:
@@ -195,10 +211,11 @@ def _draw(run: Run) -> None:
 
 
 def _check_finite(run: Run, epoch: int) -> None:
-    if not math.isfinite(run.progress.loss_sum):
+    loss_sum = run.progress.loss_sums[run.accelerator.process_index]
+    if not math.isfinite(loss_sum):
         options = run.recipe
         raise DivergedError(
-            f"The training loss is {run.progress.loss_sum} in epoch {epoch + 1}, by update {run.progress.updates}; nothing was "
+            f"The training loss is {loss_sum} in epoch {epoch + 1}, by update {run.progress.updates}; nothing was "
             f"saved since {run.folder.state()}. Try a smaller optimizer.lr (it is {options.optimizer.lr:g}), a longer "
             f"schedule.warmup_epochs ({options.schedule.warmup_epochs}), train.clip_grad=1 ({options.train.clip_grad}) or "
             f"train.mixed_precision=no ({options.train.mixed_precision}); revzoo check {options.model.name} tells whether the "

@@ -68,11 +68,11 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
     options = recipe.train
     accelerator = _accelerator(recipe)
     place = RunFolder(_agreed(folder or free_folder(Path("runs"), Path(recipe.file).stem)))
-    progress = place.read_progress() if resumed else Progress(processes=accelerator.num_processes)
-    if progress.processes != accelerator.num_processes:
+    progress = place.read_progress() if resumed else Progress(loss_sums=[0.0] * accelerator.num_processes)
+    if (processes := len(progress.loss_sums)) != accelerator.num_processes:
         raise InputError(
-            f"This run was made by {progress.processes} processes. Received: {accelerator.num_processes}. Resume it with "
-            f"accelerate launch --num_processes {progress.processes} -m zoo_cli train --resume {place.path}"
+            f"This run was made by {processes} processes. Received: {accelerator.num_processes}. Resume it with "
+            f"accelerate launch --num_processes {processes} -m zoo_cli train --resume {place.path}"
         )
     reseed(options.seed)
     chosen = (

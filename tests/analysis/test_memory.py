@@ -162,6 +162,15 @@ def test_optimizer_of_a_model_on_meta():
     assert revzoo.measure_memory(model, torch.randn(2, 16), torch.optim.AdamW(model.parameters())).optimizer_bytes == 1096
 
 
+def test_foreseeing_copies_no_parameter(monkeypatch):
+    def refuse(parameter, memo):
+        raise AssertionError("a parameter is being copied")
+
+    model = nn.Linear(16, 8)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", refuse)
+    assert revzoo.measure_memory(model, torch.zeros(2, 16), torch.optim.AdamW(model.parameters())).optimizer_bytes == 1096
+
+
 def test_an_optimizer_that_cannot_be_foreseen_is_refused():
     model = nn.Linear(4, 4)
     with pytest.raises(InputError, match=r"state of LBFGS cannot be foreseen .* Measure without the optimizer"):
@@ -210,6 +219,24 @@ def test_memory_table_allocates_nothing():
         chain = ReversibleChain([mlp(4096) for _ in range(4)])
     table = memory_table(chain, [torch.empty(64, 4096, device="meta") for _ in range(2)])
     assert table.reports["store"].weight_bytes == 4 * (2 * 4 * 4096**2 + (2 + 4 + 1) * 4096) * 4
+
+
+@pytest.mark.parametrize("name", ["rev_vit_digits", "revnet_digits"])
+def test_autocast_and_half_precision_count_alike_without_values(name):
+    model = revzoo.create(name, overrides=["stages.0.depth=1"])
+    x = model.example_input(64)
+    full = memory_table(model, x).reports["invert"]
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = memory_table(model, x).reports["invert"]
+    with torch.autocast("cpu", torch.bfloat16):
+        missing = revzoo.measure_memory(model, x).activation_bytes - mixed.activation_bytes
+    # PyTorch's fake BatchNorm returns statistics of half-precision inputs in half precision, the kernel in float32.
+    assert missing == 0 if name == "rev_vit_digits" else 0 < missing < mixed.activation_bytes / 1000
+    assert mixed.weight_bytes == full.weight_bytes
+    assert mixed.activation_bytes < full.activation_bytes
+    half = memory_table(model.bfloat16(), x.bfloat16()).reports["invert"]
+    assert half.weight_bytes * 2 == full.weight_bytes
+    assert half.activation_bytes < full.activation_bytes
 
 
 def test_memory_table_prints_what_a_schedule_changes():

@@ -174,6 +174,7 @@ def test_a_function_that_counts_its_calls_is_found():
     assert not report.ok
     assert "does not repeat itself: two stored runs with the same seed differ" in str(report)
     assert "states are rebuilt with an error above 1e-04, the worst at steps.0" in str(report)
+    assert "Single gradients differ by more than 1e-01: steps.1" in str(report)
     assert report.reconstruction_errors["steps.0"] > 1e-2
     assert report.reconstruction_errors["steps.1"] < 1e-6  # its own input is right, its output is not
 
@@ -195,6 +196,32 @@ def test_a_second_run_that_gives_nan_is_found():
 def test_a_second_run_that_draws_random_numbers_is_found():
     report = revzoo.verify(Faulty(lambda y: y + 0 * torch.rand(1)), streams())
     assert report.problems == ("The run leaves torch's random stream elsewhere than the stored run.",)
+
+
+def test_a_second_run_that_moves_a_buffer_is_found():
+    def count(y):
+        model.seen += 1
+        return y
+
+    model = Faulty(count)
+    model.register_buffer("seen", torch.zeros(()))
+    report = revzoo.verify(model, streams())
+    assert report.problems == ("Buffers end otherwise than in the stored run, as if counted twice: seen.",)
+    assert model.seen == 0
+
+
+def test_a_gradient_in_one_run_only_is_found():
+    class Fickle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.chain, self.shift = ReversibleChain([mlp(), mlp()]), nn.Parameter(torch.zeros(8))
+
+        def forward(self, x1, x2):
+            y1, y2 = self.chain(x1, x2)
+            return y1, y2 + self.shift if self.chain.schedule[0] == "store" else y2
+
+    report = revzoo.verify(Fickle(), streams())
+    assert report.problems == ("Parameters with a gradient in one run and none in the other: shift.",)
 
 
 def test_nan_in_the_stored_run_is_not_blamed_on_the_schedule():

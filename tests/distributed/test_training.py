@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
+from revzoo.errors import InputError
 from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.training.loop import resume
 
 ROOT = Path(__file__).parents[2]
 # A RevNet, for the statistics of its BatchNorms; 355 test images do not divide by two processes of 80.
@@ -18,9 +18,9 @@ FAST = ["data.batch_size=80", "train.epochs=2", "train.accumulate=2", "ema={deca
 
 
 def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
     command += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", "-m", "zoo_cli", "train", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -29,7 +29,7 @@ def test_two_processes(tmp_path):
     assert found.returncode == 0, found.stderr
     run = tmp_path / "runs" / "digits_revnet"
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits_revnet"]
-    assert found.stdout.count("Where memory goes") == found.stdout.count("epoch 1/2") == 1
+    assert found.stdout.count("Where memory goes") == found.stdout.count("epoch 1/2") == found.stdout.count("top-1") - 2 == 1
     assert sorted(path.name for path in run.iterdir()) == [
         "best.safetensors",
         "config.yaml",
@@ -42,6 +42,9 @@ def test_two_processes(tmp_path):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["updates"] for record in records] == [5, 10]  # 9 batches of 2 x 80 images
     assert records[1]["train_loss"] < records[0]["train_loss"] < 2.5
+    assert json.loads((run / "state" / "00002-0000000" / "progress.json").read_text())["loss_sums"] == [0.0, 0.0]
+    with pytest.raises(InputError, match="made by 2 processes. Received: 1. Resume it with accelerate launch"):
+        resume(run)
     alone = evaluate_checkpoint(run / "last.safetensors")  # every test image exactly once, on either side
     assert (alone.top1, alone.top5, alone.images) == (records[1]["top1"], records[1]["top5"], 355)
     assert alone.loss == pytest.approx(records[1]["loss"], rel=1e-5)

@@ -112,5 +112,17 @@ def test_listing_needs_no_torch(statement, tmp_path):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_spec_is_checked_in_full_whatever_was_imported_before(tmp_path):
+    code = """
+import revzoo
+try:
+    revzoo.load_spec("rev_vit_b", ["block.coupling=additiv", "block.f.head=2"])
+except revzoo.errors.SpecError as error:
+    print(*(problem.path for problem in error.problems))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), cwd=tmp_path)
+    assert (done.stderr, done.stdout) == ("", "block.coupling block.f.head\n")
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT.parent)}

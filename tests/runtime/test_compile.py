@@ -23,7 +23,13 @@ def unit(dropout: float) -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(dropout))
 
 
-def run(schedule: object, compiler: CompileCounterWithBackend | None = None, *, dropout: float = 0.0, exact: bool = False, bf16: bool = False):
+def run(
+    schedule: object,
+    compiler: CompileCounterWithBackend | None = None,
+    dropout: float = 0.0,
+    exact: bool = False,
+    bf16: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return gradients and statistics of a chain between ordinary operations, its steps compiled where asked."""
     torch.manual_seed(1)
     chain = ReversibleChain([unit(dropout) for _ in range(4)], exact=exact)

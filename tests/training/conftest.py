@@ -10,8 +10,9 @@ from PIL import Image
 
 from revzoo.training.config import Recipe, load_recipe
 
-SMALL = "model.overrides=[stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1]"
-FAST = ["data.batch_size=320", "train.epochs=2", "schedule.warmup_epochs=1", SMALL]  # four batches an epoch
+SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
+# Four batches an epoch.
+FAST = ["data.batch_size=320", "train.epochs=2", "schedule.warmup_epochs=1", f"model.overrides=[{SMALL}]"]
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,10 @@ MODELS = "rev_vit_b, rev_vit_digits, rev_vit_l"
     ("arguments", "message"),
     [
         ("lits", "Unknown command 'lits'. Did you mean 'list'? Allowed: check, eval, list, show, train."),
-        ("train --ot=runs", "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --help, --out, --resume, -h."),
+        (
+            "train --ot=runs",
+            "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --help, --out, ",
+        ),
         ("train --out", "Argument --out: expected one argument. See revzoo train --help."),
         ("list a b", "Unexpected argument 'b'. See revzoo list --help."),
         ("check rev_vit_digits --dtype=int8", "Argument --dtype: invalid choice: 'int8' (choose from 'float64', 'float32', "),
@@ -26,8 +29,11 @@ MODELS = "rev_vit_b, rev_vit_digits, rev_vit_l"
         ("check nothing", f"Unknown model or spec file 'nothing'. Allowed: {MODELS}"),
         ("train digts", "Unknown recipe 'digts'. Did you mean 'digits'? Allowed: digits, digits_revnet, rev_vit_b_imagenet, "),
         ("train digits more", "One run has one recipe. Received: digits, more. Overrides look like train.epochs=3."),
-        ("train --resume runs/1 digits", "A resumed run keeps its recipe. Received: --resume with more. Use revzoo train --resume"),
-        ("train --resume nowhere", "Unknown recipe 'nowhere'. Allowed: digits, digits_revnet, "),
+        (
+            "train --resume runs/1 digits",
+            "A resumed run keeps its recipe. Received: --resume with more. Use revzoo ",
+        ),
+        ("train --resume nowhere", "nowhere is not the folder of a run: there is no config.yaml in it."),
         (
             "train optimizer.rl=1 train.epochs=many",
             "2 problems found:\n"
@@ -36,9 +42,15 @@ MODELS = "rev_vit_b, rev_vit_digits, rev_vit_l"
             "  override: train.epochs: found 'many'; allowed: an integer >= 1.\n",
         ),
         ("train model.name=rev_vit_digit", "Unknown model or spec file 'rev_vit_digit'. Did you mean 'rev_vit_digits'?"),
-        ("train model.overrides=[stages.0.dpth=3]", "1 problem found:\n  override: stages.0.dpth: found the unknown key 'dpth'; "),
+        (
+            "train model.overrides=[stages.0.dpth=3]",
+            "1 problem found:\n  override: stages.0.dpth: found the unknown key ",
+        ),
         ("train data.name=folder data.root=nowhere data.shift=0", f"There is no folder {Path.cwd()}/nowhere. Set data.root to"),
-        ("train model.name=revnet_38", "Digits are images of 1 channel and 8x8 pixels. Received: a model for 3 channels and 32x32."),
+        (
+            "train model.name=revnet_38",
+            "Digits are images of 1 channel and 8x8 pixels. Received: a model for 3 channels and ",
+        ),
         ("eval", "Name one thing to evaluate: the folder of a run, a checkpoint in it, or --pretrained NAME."),
         ("eval nowhere", "No weights file at nowhere."),
         ("eval --pretrained rev_vit_s", "Unknown shipped weights 'rev_vit_s'."),

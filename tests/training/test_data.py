@@ -181,6 +181,8 @@ def test_refusals_of_other_data(folder):
     )
     assert refusal(digits(), COLOUR).startswith("Digits are images of 1 channel and 8x8 pixels. Received: a model for 3")
     assert refusal(DataOptions("imagenet", 4, str(folder))).startswith(f"{folder}/train should hold ImageNet's 1000 class")
-    assert refusal(DataOptions("cifar10", 4, str(folder))).startswith("cifar10 has images of 3 channels. Received: a model for 1.")
+    assert refusal(DataOptions("cifar10", 4, str(folder))).startswith(
+        "cifar10 has images of 3 channels. Received: a model for 1."
+    )
     augment = AugmentOptions(mean=(0.5,), std=(0.5,))
     assert refusal(images(folder, augment=augment), COLOUR).startswith("One mean and std per channel is needed")

@@ -1,0 +1,221 @@
+"""DDP and FSDP2 around reversible models: two gloo processes, every gradient equal to that of one stored process.
+
+This file is also the program of the two processes, which run all cases in one process group and leave their findings as
+JSON; the tests read those.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import revzoo
+from revzoo.errors import RevzooError
+
+OVERRIDES = {
+    "rev_vit_digits": ["stages.0.depth=2"],
+    "revnet_digits": ["stages.0.depth=2", "stages.1.depth=1", "stages.2.depth=1"],
+}
+NAMES = tuple(OVERRIDES)
+SCHEDULES = ("invert", "mixed")
+DDP = {"DDP": {}, "DDP static": {"static_graph": True}, "DDP unused": {"find_unused_parameters": True}}
+FSDP = ("FSDP steps", "FSDP root", "FSDP steps + root")
+BLOCKS = ("FSDP blocks", "FSDP blocks + root")
+HALVES = (slice(0, 2), slice(2, 4))
+SECONDS = 120  # two processes wait for each other no longer than this
+
+
+class Case(NamedTuple):
+    """One model under one wrapper; `pattern` says how its two batches are used."""
+
+    name: str
+    schedule: str
+    wrapper: str
+    pattern: str = "one by one"
+
+    def __str__(self) -> str:
+        return ", ".join(self)
+
+
+CASES = [Case(*case) for case in product(NAMES, SCHEDULES, (*DDP, *FSDP))]
+CASES += [Case(*case) for case in product(NAMES, ("mixed",), ("DDP", "FSDP steps + root"), ("accumulated", "partly frozen"))]
+CASES += [Case(*case) for case in product(NAMES, ("invert",), ("FSDP steps + root",), ("two forwards",))]
+REFUSED = [Case(*case) for case in product(NAMES, ("invert",), BLOCKS)]
+
+
+def model_of(case: Case, schedule: str) -> revzoo.Model:
+    """Return the same model in every process."""
+    torch.manual_seed(0)
+    model = revzoo.create(case.name, overrides=OVERRIDES[case.name], dtype=torch.float64)
+    if schedule == "mixed":
+        steps, modes = {step.name for step in model.steps}, iter(["invert", "invert", "recompute", "store"] * 9)
+        model.schedule = [next(modes) if unit in steps else "recompute" for unit in model.units]
+    else:
+        model.schedule = schedule
+    if case.pattern == "partly frozen":
+        for module in (model.stem, model.steps[1], model.steps[2]):
+            module.requires_grad_(False)
+    return model
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Return two batches of four images and labels; rank r has half r of each."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(2, 4, 1, 8, 8, generator=generator, dtype=torch.float64)
+    return list(zip(images, torch.randint(10, (2, 4), generator=generator), strict=True))
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor], half: slice) -> Tensor:
+    return cross_entropy(model(batch[0][half]), batch[1][half])
+
+
+# --- one of the two processes
+
+
+def train(model: nn.Module, case: Case, half: slice) -> None:
+    """Use both batches and leave gradients on the parameters."""
+    first, second = batches()
+    if case.pattern == "two forwards":
+        (loss(model, first, half) + loss(model, second, half)).backward()
+        return
+    accumulated = case.pattern == "accumulated"
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(not accumulated)
+    with model.no_sync() if accumulated and isinstance(model, DistributedDataParallel) else nullcontext():
+        loss(model, first, half).backward()
+    if not accumulated:
+        model.zero_grad()
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
+    loss(model, second, half).backward()
+
+
+@cache
+def expected(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Return what one process gets with everything stored: mean gradients, and gradients and buffers of each half.
+
+    BatchNorm sees a half at a time; a network without it must give the same for the whole batch at once.
+    """
+    models = [model_of(case, "store") for _ in HALVES]
+    for model, half in zip(models, HALVES, strict=True):
+        train(model, case, half)
+    gradients = [{name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in models]
+    mean = {name: (gradients[0][name] + gradients[1][name]) / 2 for name in gradients[0]}
+    if case.name == "rev_vit_digits":
+        whole = model_of(case, "store")
+        train(whole, case, slice(0, 4))
+        mean = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    return mean, gradients, [dict(model.named_buffers()) for model in models]
+
+
+def wrapped(model: revzoo.Model, wrapper: str) -> nn.Module:
+    if wrapper in DDP:
+        if wrapper == "DDP unused":
+            model.spare = nn.Linear(2, 2, dtype=torch.float64)
+        return DistributedDataParallel(model, **DDP[wrapper])
+    parts = [*model.steps] if "steps" in wrapper else []
+    parts += [block for stage in model.stages for block in stage.blocks] if "blocks" in wrapper else []
+    for part in [*parts, model] if "root" in wrapper else parts:
+        fully_shard(part, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    return model
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    errors = [float((found[key] - value).double().norm() / value.double().norm()) for key, value in expected.items()]
+    return max(errors, default=0.0)
+
+
+def run(case: Case, rank: int) -> dict[str, Any]:
+    mean, halves, buffers = expected(case._replace(schedule="", wrapper=""))
+    model = model_of(case, case.schedule)
+    train(wrapped(model, case.wrapper), case, HALVES[rank])
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not name.startswith("spare")}
+    alone = {name for name, grad in found.items() if case.wrapper in FSDP and not isinstance(grad, DTensor)}
+    found = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+    rank_seen = 0 if case.wrapper in DDP else rank  # DDP hands rank 0's buffers to everybody
+    return {
+        "gradients": sorted(found) == sorted(mean),
+        "error": worst(found, {name: grad for name, grad in mean.items() if name not in alone}),
+        "error of what nobody sharded": worst(found, {name: halves[rank][name] for name in alone}),
+        "sharded": len(found) - len(alone),
+        "statistics": worst(dict(model.named_buffers()), buffers[rank]) if rank == rank_seen else 0.0,
+    }
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    findings = {}
+    for case in (*CASES, *REFUSED):
+        try:
+            findings[str(case)] = run(case, rank)
+        except RevzooError as error:
+            findings[str(case)] = {"refusal": f"{type(error).__name__}: {error}"}
+    (folder / f"{rank}.json").write_text(json.dumps(findings))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), Path(sys.argv[2]))
+
+
+# --- the tests
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """Run both processes and return what each found."""
+    folder = tmp_path_factory.mktemp("wrappers")
+    environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1])}
+    with (folder / "said").open("w+") as said, ExitStack() as stack:
+        processes = []
+        for rank in range(2):
+            command = [sys.executable, __file__, str(rank), str(folder)]
+            process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+            stack.callback(process.kill)
+            processes.append(process)
+        statuses = [process.wait(SECONDS) for process in processes]
+        said.seek(0)
+        assert statuses == [0, 0], said.read()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def of(findings: list[dict[str, dict[str, Any]]], case: Case) -> Iterator[dict[str, Any]]:
+    for rank in range(2):
+        yield findings[rank][str(case)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_equal_those_of_one_stored_process(case, findings):
+    for found in of(findings, case):
+        assert found["gradients"], "a gradient is missing or was not expected"
+        assert found["error"] < 1e-12
+        assert found["error of what nobody sharded"] < 1e-12
+        assert found["statistics"] < 1e-12
+
+
+def test_only_what_was_wrapped_is_averaged(findings):
+    for name, steps, everything in (("rev_vit_digits", 24, 31), ("revnet_digits", 48, 89)):
+        for wrapper, sharded in (("FSDP steps", steps), ("FSDP root", everything), ("FSDP steps + root", everything)):
+            assert [found["sharded"] for found in of(findings, Case(name, "invert", wrapper))] == [sharded, sharded]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_sharded_blocks_are_refused_with_what_to_shard_instead(case, findings):
+    for found in of(findings, case):
+        assert found["refusal"].startswith("RecoveryError: stages.0.blocks.0.f has sharded parameters that nobody gathers")
+        assert "for step in model.steps: fully_shard(step)" in found["refusal"]
