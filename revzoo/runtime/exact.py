@@ -66,13 +66,15 @@ class Grid:
 
     def watch(self, *states: Tensor) -> None:
         """Note the magnitude of states; nothing waits for the device until `check`."""
+        if torch.compiler.is_compiling():  # a graph cannot raise
+            return
         for w in states:
             largest = torch.linalg.vector_norm(w.detach(), float("inf"))
             self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
     def check(self) -> None:
         """Raise RecoveryError when a watched state has left the grid (or is not a number)."""
-        if self.largest is None or torch.compiler.is_compiling() or not has_value(self.largest):
+        if self.largest is None or not has_value(self.largest):
             return
         largest = float(self.largest)
         if not largest < self.limit:

@@ -29,7 +29,6 @@ from torch import Tensor
 from revzoo.errors import RecoveryError
 from revzoo.runtime.replay import Replay
 
-
 # Around whatever records a Call when somebody compiles the whole model. Backward runs outside the compiled region and calls
 # f as it is; a first run that the compiler had traced would have saved other tensors. A step compiled by itself
 # (`step.compile()`) runs compiled both times.

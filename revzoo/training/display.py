@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from revzoo.analysis.memory import format_bytes
 
@@ -26,12 +26,10 @@ class Display:
         self.console = Console(quiet=not shown, highlight=False, soft_wrap=True)
         self.epochs, self.batches, self.batch_size = epochs, batches, batch_size
         self.top1 = "-"
-        columns = ("[progress.description]{task.description}", "{task.fields[numbers]}")
         self._bar = Progress(
-            TextColumn(columns[0]),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn(columns[1]),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=8),  # leaves room for the numbers on 80 columns
+            TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
             console=self.console,
             disable=not (shown and self.console.is_terminal),
@@ -57,7 +55,7 @@ class Display:
         """Move the bar to `done` batches."""
         rate = (done - self._first) * self.batch_size / (time.perf_counter() - self._began)
         memory = format_bytes(memory_bytes())
-        numbers = f"loss {loss:.4f}  top-1 {self.top1}  {rate:.0f} images/s  {memory}"
+        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} images/s {memory}"
         self._bar.update(self._task, completed=done, numbers=numbers)
 
     def end_epoch(self, record: dict[str, Any], best: float) -> None:

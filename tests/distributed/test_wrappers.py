@@ -28,12 +28,11 @@ from revzoo.errors import RevzooError
 
 OVERRIDES = {
     "rev_vit_digits": ["stages.0.depth=2"],
-    "revnet_digits": ["stages.0.depth=2", "stages.1.depth=1", "stages.2.depth=1"],
+    "revnet_digits": ["stages.1.depth=1", "stages.2.depth=1"],
 }
 NAMES = tuple(OVERRIDES)
 SCHEDULES = ("invert", "mixed")
 DDP = {"DDP": {}, "DDP static": {"static_graph": True}, "DDP unused": {"find_unused_parameters": True}}
-FSDP = ("FSDP steps", "FSDP root", "FSDP steps + root")
 BLOCKS = ("FSDP blocks", "FSDP blocks + root")
 HALVES = (slice(0, 2), slice(2, 4))
 SECONDS = 120  # two processes wait for each other no longer than this
@@ -51,7 +50,8 @@ class Case(NamedTuple):
         return ", ".join(self)
 
 
-CASES = [Case(*case) for case in product(NAMES, SCHEDULES, (*DDP, *FSDP))]
+CASES = [Case(*case) for case in product(NAMES, SCHEDULES, (*DDP, "FSDP steps + root"))]
+CASES += [Case(*case) for case in product(NAMES, ("invert",), ("FSDP steps", "FSDP root"))]
 CASES += [Case(*case) for case in product(NAMES, ("mixed",), ("DDP", "FSDP steps + root"), ("accumulated", "partly frozen"))]
 CASES += [Case(*case) for case in product(NAMES, ("invert",), ("FSDP steps + root",), ("two forwards",))]
 REFUSED = [Case(*case) for case in product(NAMES, ("invert",), BLOCKS)]
@@ -135,8 +135,8 @@ def wrapped(model: revzoo.Model, wrapper: str) -> nn.Module:
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    errors = [float((found[key] - value).double().norm() / value.double().norm()) for key, value in expected.items()]
-    return max(errors, default=0.0)
+    errors = [0.0, *((found[key] - value).double().norm() / value.double().norm() for key, value in expected.items())]
+    return float(torch.tensor(errors).max())  # unlike Python's max, it does not pass over a NaN
 
 
 def run(case: Case, rank: int) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def run(case: Case, rank: int) -> dict[str, Any]:
     model = model_of(case, case.schedule)
     train(wrapped(model, case.wrapper), case, HALVES[rank])
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not name.startswith("spare")}
-    alone = {name for name, grad in found.items() if case.wrapper in FSDP and not isinstance(grad, DTensor)}
+    alone = {name for name, grad in found.items() if case.wrapper not in DDP and not isinstance(grad, DTensor)}
     found = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
     rank_seen = 0 if case.wrapper in DDP else rank  # DDP hands rank 0's buffers to everybody
     return {
