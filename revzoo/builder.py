@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from revzoo.errors import MisfitError, Problem, SpecError
+from revzoo.errors import InputError, MisfitError, Problem, RevzooError, SpecError
 from revzoo.model import Block, Model, Stage
 from revzoo.parts.site import Shape, Site
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
-from revzoo.spec import DropPath, Part, Spec
+from revzoo.spec import DropPath, Part, Spec, plain
 from revzoo.spec import Stage as StageSpec
 
 
@@ -16,12 +16,15 @@ def build(spec: Spec) -> Model:
     """Return the network that a spec describes, with fresh weights from torch's random stream.
 
     Raises:
-        SpecError: parts that do not fit each other; all such problems at once, each with its path in the spec.
+        InputError: not a spec.
+        SpecError: parts that cannot be built or do not fit each other; all at once, each with its path in the spec.
     """
-    model = _Walk(spec).model()
-    if spec.init is not None:
-        model.apply(inits[spec.init.type](**spec.init.arguments))
-    return model
+    if not isinstance(spec, Spec):
+        raise InputError(
+            f"build takes what revzoo.load_spec returns. Received: {spec!r}. Use revzoo.create(name), or "
+            "revzoo.build(revzoo.load_spec(name))."
+        )
+    return _Walk(spec).model()
 
 
 class _Walk:
@@ -29,7 +32,7 @@ class _Walk:
 
     def __init__(self, spec: Spec):
         self._spec = spec
-        self._problems: list[Problem] = []
+        self._problems: dict[str, Problem] = {}  # by path, the first of each
 
     def model(self) -> Model:
         spec = self._spec
@@ -46,9 +49,11 @@ class _Walk:
         fuse = self._make(fuses, spec.fuse, Site(shape, shape.width))
         fused = fuse.out_shape if fuse is not None else shape
         head = self._make(heads, spec.head, Site(fused, fused.width))
+        coupling = self._make(couplings, spec.coupling)
+        init = self._make(inits, spec.init) if spec.init is not None else None
         self._stop_if_wrong()
-        coupling = couplings[spec.coupling.type](**spec.coupling.arguments)
-        return Model(spec, coupling, stem, split, stages, fuse, head)
+        model = Model(spec, coupling, stem, split, stages, fuse, head)
+        return model if init is None else model.apply(init)
 
     def _stage(self, i: int, stage: StageSpec, shape: Shape, rates: Iterator[float]) -> tuple[Shape, Stage]:
         transition = None
@@ -57,30 +62,36 @@ class _Walk:
             shape = transition.out_shape if transition is not None else replace(shape, width=stage.width)
         elif stage.width != shape.width:
             allowed = f"{shape.width}, which the part before hands over, or a transition that changes it"
-            self._problems.append(Problem(self._spec.file, f"stages.{i}.width", repr(stage.width), allowed))
+            self._note(f"stages.{i}.width", stage.width, allowed)
             shape = replace(shape, width=stage.width)
         blocks = []
         for index in range(stage.depth):
             site = Site(shape, stage.width, index, next(rates))
-            f = self._make(branches, stage.f, site, report=index == 0)
-            g = self._make(branches, stage.g, site, report=index == 0) if stage.g is not None else None
+            f = self._make(branches, stage.f, site)
+            g = self._make(branches, stage.g, site) if stage.g is not None else None
             if f is not None:
                 blocks.append(Block(f, g))
         return shape, Stage(transition, blocks)
 
-    def _make(self, registry: Registry, part: Part, site: Site, report: bool = True) -> Any:
-        """Return the built part, or None after noting why it does not fit."""
+    def _make(self, registry: Registry, part: Part, *site: Site) -> Any:
+        """Return the built part, or None after noting why it cannot be built."""
         try:
-            return registry[part.type](site, **part.arguments)
+            return registry[part.type](*site, **part.arguments)
         except MisfitError as misfit:
-            if report:
-                path = f"{part.path}.{misfit.argument}"
-                self._problems.append(Problem(self._spec.file, path, repr(misfit.found), misfit.allowed))
-            return None
+            self._note(f"{part.path}.{misfit.argument}", misfit.found, misfit.allowed)
+        except RevzooError as error:
+            self._note(part.path, plain(part), str(error).rstrip("."))
+        except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:  # torch's own checks, which name no argument
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._note(part.path, plain(part), f"a size that torch can build ({reason})")
+        return None
+
+    def _note(self, path: str, found: object, allowed: str) -> None:
+        self._problems.setdefault(path, Problem(self._spec.file, path, repr(found), allowed))
 
     def _stop_if_wrong(self) -> None:
         if self._problems:
-            raise SpecError(self._problems)
+            raise SpecError(list(self._problems.values()))
 
 
 def _drop_path_rates(drop_path: DropPath, depth: int) -> Iterator[float]:

@@ -3,6 +3,7 @@
 from timm.layers import Attention, DropPath
 from torch import Tensor, nn
 
+from revzoo.bounds import Positive
 from revzoo.errors import MisfitError
 from revzoo.parts.norm import TokenNorm, token_norm
 from revzoo.parts.site import Site
@@ -21,7 +22,7 @@ class AttentionBranch(nn.Module):
     Source: Rev-ViT's F (SlowFast `reversible_mvit.py`, AttentionSubBlock); q, k and v are one matrix here, as in timm.
     """
 
-    def __init__(self, at: Site, *, heads: int, norm: TokenNorm = "layer_norm", qkv_bias: bool = True):
+    def __init__(self, at: Site, *, heads: Positive, norm: TokenNorm = "layer_norm", qkv_bias: bool = True):
         super().__init__()
         if at.shape.layout != "tokens":
             raise MisfitError("type", "attention", "a stem that gives tokens, for example patch_embed")

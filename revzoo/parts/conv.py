@@ -6,6 +6,7 @@ from typing import Literal
 from timm.layers import DropPath
 from torch import nn
 
+from revzoo.bounds import Update
 from revzoo.errors import MisfitError
 from revzoo.parts.norm import batch_norm
 from revzoo.parts.site import Site
@@ -47,7 +48,7 @@ class ConvBranch(nn.Sequential):
     Source: RevNet (Gomez et al. 2017), section 3.1, the residual functions F and G.
     """
 
-    def __init__(self, at: Site, *, layout: UnitLayout = "basic", momentum: float = 0.01):
+    def __init__(self, at: Site, *, layout: UnitLayout = "basic", momentum: Update = 0.01):
         if at.shape.layout != "image":
             raise MisfitError("type", "conv_unit", "a stem that gives images, for example conv")
         if layout == "bottleneck" and at.width % 4:

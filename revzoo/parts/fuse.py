@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from revzoo.bounds import Update
 from revzoo.errors import MisfitError
 from revzoo.parts.norm import batch_norm, token_norm
 from revzoo.parts.site import Shape, Site
@@ -25,7 +26,7 @@ class Concat(nn.Module):
     Source: Rev-ViT (LayerNorm over 2D); RevNet (`final_bn` and ReLU).
     """
 
-    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: float = 0.01):
+    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: Update = 0.01):
         super().__init__()
         self.out_shape = replace(at.shape, width=2 * at.shape.width)
         self._dim = 1 if at.shape.layout == "image" else 2
@@ -47,7 +48,7 @@ class Mean(nn.Module):
     Source: PaReprop's Rev-Swin (fusion `avg`).
     """
 
-    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: float = 0.01):
+    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: Update = 0.01):
         super().__init__()
         self.out_shape = at.shape
         self.norm = _norm(self.out_shape, norm, momentum)

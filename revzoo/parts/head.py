@@ -4,6 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from revzoo.bounds import Positive, Rate
 from revzoo.parts.site import Site
 from revzoo.registry import heads
 
@@ -19,7 +20,7 @@ class PooledLinear(nn.Module):
         dropout: probability of dropping a pooled feature, in [0, 1).
     """
 
-    def __init__(self, at: Site, *, outputs: int, pool: Literal["mean", "max"] = "mean", dropout: float = 0.0):
+    def __init__(self, at: Site, *, outputs: Positive, pool: Literal["mean", "max"] = "mean", dropout: Rate = 0.0):
         super().__init__()
         self._dims = (2, 3) if at.shape.layout == "image" else (1,)
         self._pool = pool

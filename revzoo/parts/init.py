@@ -4,6 +4,7 @@ from math import sqrt
 
 from torch import nn
 
+from revzoo.bounds import Extent, Finite
 from revzoo.registry import inits
 
 
@@ -17,7 +18,7 @@ class TruncatedNormal:
     Source: SlowFast's vision transformers use std 0.02 and bias 0.02.
     """
 
-    def __init__(self, *, std: float = 0.02, bias: float = 0.0):
+    def __init__(self, *, std: Extent = 0.02, bias: Finite = 0.0):
         self.std, self.bias = std, bias
 
     def __call__(self, module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from timm.layers import DropPath, Mlp
 from torch import Tensor, nn
 
+from revzoo.bounds import Extent
 from revzoo.errors import MisfitError
 from revzoo.parts.norm import Activation, TokenNorm, activation, token_norm
 from revzoo.parts.site import Site
@@ -21,10 +22,12 @@ class MlpBranch(nn.Module):
     Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock).
     """
 
-    def __init__(self, at: Site, *, ratio: float = 4.0, act: Activation = "gelu", norm: TokenNorm = "layer_norm"):
+    def __init__(self, at: Site, *, ratio: Extent = 4.0, act: Activation = "gelu", norm: TokenNorm = "layer_norm"):
         super().__init__()
         if at.shape.layout != "tokens":
             raise MisfitError("type", "mlp", "a stem that gives tokens, for example patch_embed")
+        if at.width * ratio < 1:
+            raise MisfitError("ratio", ratio, f"a ratio that leaves a hidden channel of the width {at.width}")
         self.norm = token_norm(norm, at.width)
         self.mlp = Mlp(at.width, int(at.width * ratio), act_layer=activation(act))
         self.drop_path = DropPath(at.drop_path)

@@ -6,6 +6,7 @@ import torch
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
+from revzoo.bounds import Extent, Positive, Update
 from revzoo.errors import MisfitError
 from revzoo.parts.norm import batch_norm
 from revzoo.parts.site import Shape, Site
@@ -29,10 +30,10 @@ class PatchStem(nn.Module):
         self,
         at: Site,
         *,
-        width: int,
-        patch: int,
+        width: Positive,
+        patch: Positive,
         position: Literal["learned", "none"] = "learned",
-        position_std: float = 0.02,
+        position_std: Extent = 0.02,
     ):
         super().__init__()
         size = at.shape.size
@@ -64,7 +65,16 @@ class ConvStem(nn.Module):
     Source: RevNet (revnet-public `resnet_model.py`); padding is symmetric here, TensorFlow's SAME is not at stride 2.
     """
 
-    def __init__(self, at: Site, *, width: int, kernel: int = 3, stride: int = 1, pool: bool = False, momentum: float = 0.01):
+    def __init__(
+        self,
+        at: Site,
+        *,
+        width: Positive,
+        kernel: Positive = 3,
+        stride: Positive = 1,
+        pool: bool = False,
+        momentum: Update = 0.01,
+    ):
         super().__init__()
         if kernel % 2 == 0:
             raise MisfitError("kernel", kernel, "odd numbers")

@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from revzoo.bounds import Positive, Update
 from revzoo.errors import MisfitError
 from revzoo.parts.conv import UnitLayout, conv_unit
 from revzoo.parts.site import Shape, Site
@@ -26,10 +27,12 @@ class ResidualPair(nn.Module):
     """
 
     def __init__(
-        self, at: Site, *, stride: int = 1, layout: UnitLayout = "basic", preactivate: bool = True, momentum: float = 0.01
+        self, at: Site, *, stride: Positive = 1, layout: UnitLayout = "basic", preactivate: bool = True, momentum: Update = 0.01
     ):
         super().__init__()
         width = at.shape.width
+        if at.shape.layout != "image":
+            raise MisfitError("type", "residual_pair", "a stem that gives images, for example conv")
         if any(side % stride for side in at.shape.size):
             raise MisfitError("stride", stride, f"a divisor of the sides {at.shape.size}")
         if layout == "bottleneck" and at.width % 4:

@@ -22,17 +22,19 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from revzoo.errors import InputError, RecoveryError, ScheduleError, did_you_mean
 from revzoo.registry import couplings
 from revzoo.runtime.bijection import Bijection
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.exact import Grid, has_value, require_exact
+from revzoo.runtime.exact import Grid, has_value, reach, require_exact
 from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled
 
 Mode = Literal["store", "invert", "recompute"]
 Pair = tuple[Tensor, Tensor]
 _HALF = (torch.float16, torch.bfloat16)
+_LARGEST_ERROR = 0.1  # of a rebuilt state, relative, at worst: a tenth of it is usual, and more is no gradient
 
 
 class ReversibleChain(nn.Module):
@@ -62,17 +64,29 @@ class ReversibleChain(nn.Module):
         exact: bool = False,
     ):
         super().__init__()
+        steps = list(steps)
+        if not steps:
+            raise InputError("A chain needs at least one step. Received: none.")
         for i, step in enumerate(steps):
             if not isinstance(step, nn.Module):
                 raise InputError(f"Step {i} must be a torch.nn.Module. Received: {type(step).__name__}.")
         self.steps = nn.ModuleList(steps)
-        count = sum(not isinstance(step, Bijection) for step in steps)
-        self.couplings = _per_step(coupling, count)
+        self.couplings = _per_step(coupling, len(self._names()))
         self.exact = exact
-        self.schedule = ["invert"] * count
-        if exact:
-            for each in self.couplings:
-                require_exact(each)
+        self.schedule = "invert"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the streams are kept on a grid, which makes inversion exact."""
+        return self._exact
+
+    @exact.setter
+    def exact(self, exact: bool) -> None:
+        if not isinstance(exact, bool):
+            raise InputError(f"exact is True or False. Received: {exact!r}.")
+        for coupling in self.couplings if exact else ():
+            require_exact(coupling)
+        self._exact = exact
 
     @property
     def schedule(self) -> list[Mode]:
@@ -81,8 +95,7 @@ class ReversibleChain(nn.Module):
 
     @schedule.setter
     def schedule(self, modes: Sequence[str] | str) -> None:
-        names = [f"steps.{i}" for i, step in enumerate(self.steps) if not isinstance(step, Bijection)]
-        self._schedule = checked_schedule(modes, names)
+        self._schedule = checked_schedule(modes, self._names())
 
     def forward(self, x1: Tensor, x2: Tensor, side: Any = None) -> Pair:
         return run_chain(self._links(), x1, x2, side=side, exact=self.exact)
@@ -95,8 +108,16 @@ class ReversibleChain(nn.Module):
         """
         return invert_chain(self._links(), y1, y2, side=side, exact=self.exact)
 
+    def _names(self) -> list[str]:
+        return [f"steps.{i}" for i, step in enumerate(self.steps) if not isinstance(step, Bijection)]
+
     def _links(self) -> list["Step | Bijection"]:
         links: list[Step | Bijection] = []
+        if len(self._names()) != len(self._schedule):
+            raise ScheduleError(
+                f"This chain was made of {len(self._schedule)} steps. Received: {len(self._names())}. Make a new chain instead "
+                "of changing its list of steps."
+            )
         settings = zip(self.couplings, self._schedule, strict=True)
         for i, step in enumerate(self.steps):
             links.append(step if isinstance(step, Bijection) else Step(step, f"steps.{i}", *next(settings)))
@@ -120,13 +141,15 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
         InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
         RecoveryError: exact=True and a state has left the grid, or an f that cannot be repeated.
     """
+    if not (isinstance(x1, Tensor) and isinstance(x2, Tensor)):
+        raise InputError(f"A chain takes two tensors. Received: {type(x1).__name__} and {type(x2).__name__}.")
+    if torch.is_autocast_enabled(x1.device.type):  # convolutions in front give half precision; streams need every bit
+        x1, x2 = (x.float() if x.dtype in _HALF else x for x in (x1, x2))
     if x1.dtype != x2.dtype or x1.device != x2.device or not x1.is_floating_point():
         raise InputError(
             "The two streams must be floating tensors of one dtype and device. "
             f"Received: {x1.dtype} on {x1.device} and {x2.dtype} on {x2.device}."
         )
-    if x1.dtype in _HALF and torch.is_autocast_enabled(x1.device.type):
-        x1, x2 = x1.float(), x2.float()  # what a convolution in front gives under autocast; streams need every bit
     drops = any(isinstance(link, Step) and link.mode != "store" for link in links)
     if drops and torch.is_grad_enabled() and not torch.compiler.is_exporting():
         return cast(Pair, _run_recorded(links, x1, x2, side, exact))
@@ -135,7 +158,7 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
 
 def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, side: Any = None, exact: bool = False) -> Pair:
     """Undo `run_chain` without gradients."""
-    grid, pair = _start(y1, y2, exact)
+    grid, pair = _start(links, y1, y2, exact)
     for link in reversed(links):
         out = _call(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
         pair = _Turn(link, grid).retreat(pair, out)
@@ -148,6 +171,8 @@ def checked_schedule(modes: Sequence[str] | str, names: Sequence[str], allowed: 
     Raises:
         ScheduleError: the count or a mode is wrong; names the entry, what is allowed and the nearest match.
     """
+    if not isinstance(modes, str | Sequence):
+        raise ScheduleError(f"A schedule is a mode ({', '.join(allowed)}) or a list of modes. Received: {modes!r}.")
     modes = [modes] * len(names) if isinstance(modes, str) else list(modes)
     if len(modes) != len(names):
         raise ScheduleError(f"A schedule needs one mode for each of {len(names)} entries. Received: {len(modes)}.")
@@ -190,7 +215,7 @@ class _Turn:
 
 
 def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
-    grid, pair = _start(x1, x2, exact)
+    grid, pair = _start(links, x1, x2, exact)
     for link in links:
         out = _call(link, pair, side) if isinstance(link, Step) else None
         pair = _Turn(link, grid).advance(pair, out)
@@ -203,9 +228,10 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
 @not_compiled
 def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
     """Run forward with a tape."""
-    grid, pair = _start(x1, x2, exact)
+    grid, pair = _start(links, x1, x2, exact)
     drift = _Drift.of(links, x1)
     run: Run | None = None
+    growth = 1.0
     for link in links:
         call, out, turn = None, None, _Turn(link, grid)
         if isinstance(link, Step):
@@ -213,7 +239,10 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
                 run.end(pair)
                 run = None
             elif link.mode == "invert" and run is None:
-                run = Run()
+                run, growth = Run(), 1.0
+            if link.mode == "invert":
+                growth /= abs(link.coupling.b)
+                _check_growth(growth, link, x1.dtype)
             if link.mode != "store":
                 call = Call(link.f, link.name, side)
             out = _call(link, pair, side, call, run or Kept(pair[1:]))
@@ -233,10 +262,20 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
     return pair
 
 
-def _start(x1: Tensor, x2: Tensor, exact: bool) -> tuple[Grid | None, Pair]:
+def _check_growth(growth: float, step: Step, dtype: torch.dtype) -> None:
+    """Refuse a run of inverted steps that would rebuild its first state from rounding errors alone."""
+    if growth * torch.finfo(dtype).eps > _LARGEST_ERROR:
+        raise InputError(
+            f"Inverting {step.name} and the steps before it multiplies rounding errors by {growth:.0e} (1 / |b| each; b = "
+            f"{step.coupling.b:g}), too much for {dtype}. Set the schedule of every few steps to 'recompute' or 'store', use "
+            "'recompute' for all, or a coupling with |b| nearer to 1."
+        )
+
+
+def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool) -> tuple[Grid | None, Pair]:
     if not exact:
         return None, (x1, _dense(x2))
-    grid = Grid(x1.dtype)
+    grid = Grid(x1.dtype, max((reach(link.coupling) for link in links if isinstance(link, Step)), default=1.0))
     pair = grid.round(x1), grid.round(x2)
     grid.watch(*pair)
     return grid, pair
@@ -267,7 +306,7 @@ def _call(step: Step, pair: Pair, side: Any, call: Call | None = None, source: S
         else:
             out = step.f(pair[1]) if side is None else step.f(pair[1], side)
     except RuntimeError as error:
-        if "DTensor" in str(error):
+        if "DTensor" in str(error) and _is_sharded(step.f):
             raise RecoveryError(
                 f"{step.name} has sharded parameters that nobody gathers: the chain calls each step itself, so shard every "
                 "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
@@ -287,14 +326,18 @@ def _call(step: Step, pair: Pair, side: Any, call: Call | None = None, source: S
     return out
 
 
-_drift_reported: set[tuple[str, ...]] = set()  # chains already warned about, as `warnings` keeps for its own locations
+def _is_sharded(f: Callable[..., Tensor]) -> bool:
+    return isinstance(f, nn.Module) and any(isinstance(p, DTensor) for p in f.parameters())
+
+
+_drift_reported: set[tuple[Any, ...]] = set()  # chains already warned about, as `warnings` keeps for its own locations
 
 
 class _Drift:
     """Measures, in the first forward of a chain with half-precision streams, what inverting its steps would lose."""
 
-    def __init__(self, key: tuple[str, ...]):
-        self._key = key
+    def __init__(self, key: tuple[Any, ...], steps: int):
+        self._key, self._steps = key, steps
         self._error: Tensor | float = 0.0
 
     @classmethod
@@ -302,18 +345,20 @@ class _Drift:
         """Return a meter where a warning is due and not yet given."""
         if stream.dtype not in _HALF or not has_value(stream):
             return None
-        key = (str(stream.dtype), *(link.name for link in links if isinstance(link, Step) and link.mode == "invert"))
-        return cls(key) if len(key) > 1 and key not in _drift_reported else None
+        inverted = [link for link in links if isinstance(link, Step) and link.mode == "invert"]
+        key = (stream.dtype, *(id(link.f) for link in inverted))
+        return cls(key, len(inverted)) if inverted and key not in _drift_reported else None
 
     @torch.no_grad()
     def add(self, previous: Tensor, turn: _Turn, pair: Pair, out: Tensor) -> None:
         lost = turn.retreat(pair, out)[0] - previous
-        self._error = self._error + torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(previous)
+        scale = torch.linalg.vector_norm(previous).clamp_min(torch.finfo(previous.dtype).tiny)
+        self._error = self._error + torch.linalg.vector_norm(lost) / scale
 
     def warn(self) -> None:
         _drift_reported.add(self._key)
         warnings.warn(
-            f"The streams are {self._key[0]}: inverting these {len(self._key) - 1} steps loses {float(self._error):.1e} of the "
+            f"The streams are {self._key[0]}: inverting these {self._steps} steps loses {float(self._error):.1e} of the "
             "state to rounding before f amplifies it (measured in this forward). Keep the streams in float32, with autocast "
             "for what happens inside the steps, or set the schedule to 'recompute' or 'store'.",
             stacklevel=2,
@@ -322,9 +367,11 @@ class _Drift:
 
 def _per_step(coupling: str | Coupling | Sequence[Coupling], count: int) -> tuple[Coupling, ...]:
     if isinstance(coupling, str):
-        coupling = cast(Coupling, couplings[coupling]())
+        return (cast(Coupling, couplings[coupling]()),) * count
     if isinstance(coupling, Coupling):
         return (coupling,) * count
+    if not isinstance(coupling, Sequence) or not all(isinstance(each, Coupling) for each in coupling):
+        raise InputError(f"A coupling is a name, a Coupling, or a list of Couplings, one per step. Received: {coupling!r}.")
     if len(coupling) != count:
         raise InputError(f"One coupling for each of {count} steps is needed. Received: {len(coupling)}.")
-    return tuple(coupling)
+    return tuple(cast(Sequence[Coupling], coupling))

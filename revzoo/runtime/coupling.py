@@ -7,10 +7,12 @@ The pair (w[k-1], w[k]) is the two streams. A coupling is the three coefficients
 """
 
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
 
+from revzoo.bounds import Finite, NonZero, Share, StepSize
 from revzoo.errors import InputError
 from revzoo.registry import couplings
 
@@ -22,10 +24,11 @@ class Coupling:
     Args:
         a: weight of the current state. Where a = 0 the two streams may differ in shape.
         b: weight of the state before it, not 0. Each inverted step multiplies the rounding error by 1 / |b|.
-        c: weight of f.
+        c: weight of f, not 0.
 
     Raises:
-        InputError: b is 0; the step would forget the older stream and could not be inverted.
+        InputError: a coefficient is no finite number, c is 0, or b is 0: the step would forget the older stream and could
+            not be inverted.
     """
 
     a: float
@@ -33,6 +36,11 @@ class Coupling:
     c: float
 
     def __post_init__(self) -> None:
+        coefficients = (self.a, self.b, self.c)
+        if not all(isinstance(s, int | float) and isfinite(s) for s in coefficients):
+            raise InputError(f"The coefficients a, b, c of a coupling are finite numbers. Received: {coefficients}.")
+        if self.c == 0:
+            raise InputError("A coupling with c = 0 leaves f out: choose c != 0.")
         if self.b == 0:
             raise InputError("A coupling with b = 0 cannot be inverted: choose b != 0, or run the step outside the chain.")
 
@@ -67,7 +75,7 @@ def additive() -> Coupling:
 
 
 @couplings.register("momentum")
-def momentum(*, m: float = 0.9) -> Coupling:
+def momentum(*, m: Share = 0.9) -> Coupling:
     """Return w[k+1] = w[k] + m (w[k] - w[k-1]) + (1 - m) f(w[k]).
 
     Source: Momentum ResNets (Sander et al. 2021), equation 4, velocity eliminated.
@@ -76,7 +84,7 @@ def momentum(*, m: float = 0.9) -> Coupling:
 
 
 @couplings.register("dual_residual")
-def dual_residual(*, alpha: float = 1.0, beta: float = 0.1) -> Coupling:
+def dual_residual(*, alpha: Finite = 1.0, beta: NonZero = 0.1) -> Coupling:
     """Return w[k+1] = alpha w[k] + beta w[k-1] + f(w[k]).
 
     Source: Dr2Net (Zhao et al. 2024); alpha = 1 and beta -> 0 is the ordinary residual network.
@@ -85,7 +93,7 @@ def dual_residual(*, alpha: float = 1.0, beta: float = 0.1) -> Coupling:
 
 
 @couplings.register("midpoint")
-def midpoint(*, h: float = 0.5) -> Coupling:
+def midpoint(*, h: StepSize = 0.5) -> Coupling:
     """Return w[k+1] = w[k-1] + 2 h f(w[k]).
 
     Source: Chang et al. 2018, "Reversible architectures for arbitrarily deep residual neural networks", section 3.
@@ -94,9 +102,9 @@ def midpoint(*, h: float = 0.5) -> Coupling:
 
 
 @couplings.register("leapfrog")
-def leapfrog(*, h: float = 1.0) -> Coupling:
+def leapfrog(*, h: StepSize = 1.0) -> Coupling:
     """Return w[k+1] = 2 w[k] - w[k-1] - h^2 f(w[k]).
 
     Source: Chang et al. 2018, section 3, the second-order network.
     """
-    return Coupling(2.0, -1.0, -(h**2))
+    return Coupling(2.0, -1.0, -h * h)

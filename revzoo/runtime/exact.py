@@ -43,17 +43,18 @@ class Grid:
 
     Args:
         dtype: of the streams: torch.float32 (steps of 2^-16, range 2^8) or torch.float64 (2^-32, 2^21).
+        reach: how many times larger than the states the partial sums of a step may be; the range shrinks by it.
 
     Raises:
         InputError: another dtype; half precision has too few bits to hold a stream on a grid.
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, reach: float = 1.0):
         if dtype not in _GRIDS:
             raise InputError(f"exact=True needs float32 or float64 streams. Received: {dtype}. Use autocast inside f instead.")
         self.dtype = dtype
         fraction, integer = _GRIDS[dtype]
-        self.scale, self.limit = 2.0**fraction, 2.0**integer
+        self.scale, self.limit = 2.0**fraction, 2.0**integer / reach
         self.largest: Tensor | None = None
 
     def round(self, x: Tensor, factor: float = 1.0) -> Tensor:
@@ -82,6 +83,14 @@ class Grid:
                 f"exact=True holds states below {self.limit:g} in magnitude. Received: {largest:g}. Lower the learning "
                 "rate or normalise f's output, or set exact=False."
             )
+
+
+def reach(coupling: Coupling) -> float:
+    """Return a bound on the partial sums of a step, in units of the largest state.
+
+    With a = 0 every sum is a state. Else |c f| <= |w[k+1]| + |a w[k]| + |w[k-1]| is added to w[k-1] before the sum is whole.
+    """
+    return 1.0 if coupling.a == 0 else 3.0 + abs(coupling.a)
 
 
 def require_exact(coupling: Coupling) -> None:

@@ -8,41 +8,47 @@ autocast state and BatchNorm statistics as if nothing had been run.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from ctypes import string_at
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import RecoveryError
+from revzoo.runtime.memory import tensors_in
+
+# Recoveries in different threads (autograd has one per device) take turns in setting a shared random stream.
+_random_turn = RLock()
 
 
 class Replay:
     """The surroundings of one call of `f`.
 
     Args:
-        f: the function about to be called; buffers and parameters are looked after if it is a module.
+        f: the function about to be called; buffers, parameters and training flags are looked after if it is a module.
         device: of its input; random streams of this device and of the CPU are looked after.
         name: of the step, for messages.
+        side: what else f is given; tensors in it are looked after.
     """
 
-    def __init__(self, f: Callable[..., Any], device: torch.device, name: str):
+    def __init__(self, f: Callable[..., Any], device: torch.device, name: str, side: Any = None):
+        self._f = f
         self._name = name
-        self._device = device
         self._autocast = [_autocast_state(kind) for kind in dict.fromkeys(("cpu", device.type)) if kind != "meta"]
-        self._norms: list[nn.Module] = []
-        self._watched: list[tuple[str, Tensor, int]] = []
-        if isinstance(f, nn.Module):
-            self._norms = [m for m in f.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-            moving = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
-            state = [*f.named_parameters(), *f.named_buffers()]
-            self._watched = [(key, t, t._version) for key, t in state if id(t) not in moving]
-        self._random: list[Tensor] | None = _random_state(device)
+        modules = list(f.modules()) if isinstance(f, nn.Module) else []
+        self._training = [(m, m.training) for m in modules]
+        self._norms = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+        moving = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
+        self._state = {key: t for key, t in self._state_now() if id(t) not in moving}
+        watched = [*self._state.items(), *(("side input", t) for t in tensors_in(side))]
+        self._versions = [(key, t, t._version) for key, t in watched if not t.is_inference()]
+        self._random = [(generator, generator.get_state()) for generator in _generators(device)]
 
     def first_run_ended(self) -> None:
-        """Forget the random stream when f drew nothing; refuse an f whose second run would see other buffers."""
-        if self._random is not None and _same(self._random, _random_state(self._device)):
-            self._random = None
+        """Forget the random streams f did not draw from; refuse an f whose second run would see other buffers."""
+        self._random = [(g, state) for g, state in self._random if not _same(state, g.get_state())]
         if changed := self._changed():
             raise RecoveryError(
                 f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
@@ -54,26 +60,47 @@ class Replay:
         """Surround a further run of f.
 
         Raises:
-            RecoveryError: a parameter or buffer was changed in place since the first run.
+            RecoveryError: a parameter, buffer or side input was changed in place or replaced since the first run.
         """
         if changed := self._changed():
             raise RecoveryError(
                 f"{changed!r} of {self._name} was changed in place between forward and backward, for example by "
                 "optimizer.step(). Run backward first, or set the schedule to 'store' and let autograd say where."
             )
+        if replaced := self._replaced():
+            raise RecoveryError(
+                f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
+                "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
+            )
         with ExitStack() as stack:
-            for state in self._autocast:
-                stack.enter_context(torch.autocast(**state))
-            if self._random is not None:
-                stack.callback(_set_random_state, self._device, _random_state(self._device))
-                _set_random_state(self._device, self._random)
+            for autocast in self._autocast:
+                stack.enter_context(torch.autocast(**autocast))
+            if self._random:
+                stack.enter_context(_random_turn)
+            for generator, state in self._random:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
+            for module, training in self._training:
+                if module.training != training:  # not .train(): submodules have flags of their own
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = training
             for norm in self._norms:
                 stack.callback(norm._buffers.update, dict(norm._buffers))
                 norm._buffers.update({key: b if b is None else b.clone() for key, b in norm._buffers.items()})
             yield
 
+    def _state_now(self) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(self._f, nn.Module):
+            yield from self._f.named_parameters()
+            yield from self._f.named_buffers()
+
     def _changed(self) -> str | None:
-        return next((key for key, t, version in self._watched if t._version != version), None)
+        return next((key for key, t, version in self._versions if t._version != version), None)
+
+    def _replaced(self) -> str | None:
+        """Return the first entry that is another tensor now; FSDP swaps shards and whole tensors, which are the same."""
+        pairs = ((key, self._state[key], t) for key, t in self._state_now() if key in self._state)
+        return next((key for key, then, now in pairs if then is not now and not _sharded(then, now)), None)
 
 
 def _autocast_state(kind: str) -> dict[str, Any]:
@@ -93,15 +120,10 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return found
 
 
-def _random_state(device: torch.device) -> list[Tensor]:
-    return [generator.get_state() for generator in _generators(device)]
-
-
-def _set_random_state(device: torch.device, state: list[Tensor]) -> None:
-    for generator, part in zip(_generators(device), state, strict=True):
-        generator.set_state(part)
-
-
-def _same(left: list[Tensor], right: list[Tensor]) -> bool:
+def _same(left: Tensor, right: Tensor) -> bool:
     """Compare without a dispatched operation, which a FakeTensorMode around the call would refuse."""
-    return all(string_at(a.data_ptr(), a.nbytes) == string_at(b.data_ptr(), b.nbytes) for a, b in zip(left, right, strict=True))
+    return string_at(left.data_ptr(), left.nbytes) == string_at(right.data_ptr(), right.nbytes)
+
+
+def _sharded(*tensors: Tensor) -> bool:
+    return any(isinstance(t, DTensor) for t in tensors)

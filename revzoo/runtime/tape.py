@@ -51,22 +51,22 @@ class Call:
     def __init__(self, f: Callable[..., Any], name: str, side: Any = None):
         self._f = f
         self.name = name
-        self._side = () if side is None else (side,)
+        self._side = side
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
-        self._refilled: dict[int, Tensor] = {}
+        self._refilled: dict[int, tuple[Tensor, int]] = {}  # with its version
         self._wants_grad: list[bool] = []
 
     def first(self, source: "Source", *inputs: Tensor) -> Any:
         """Run f on `inputs`, dropping what autograd saves; `source` will be asked to recover this call."""
         self._wants_grad = [x.requires_grad for x in inputs]
-        self._replay = Replay(self._f, inputs[0].device, self.name)
+        self._replay = Replay(self._f, inputs[0].device, self.name, self._side)
 
         def pack(tensor: Tensor) -> Handle:
             self._dropped.append((tensor.shape, tensor.dtype))
             return Handle(source, self, len(self._dropped) - 1)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, Handle.unpack):
-            out = self._f(*inputs, *self._side)
+            out = self._run(*inputs)
         self._replay.first_run_ended()
         return out
 
@@ -82,30 +82,42 @@ class Call:
             if seen >= len(self._dropped) or self._dropped[seen] != (tensor.shape, tensor.dtype):
                 raise self._differs(seen, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
             if refill:
-                self._refilled[seen] = tensor.detach()
+                self._refilled[seen] = tensor.detach(), tensor._version
             seen += 1
             if stop_early and seen == len(self._dropped):
                 raise _Enough
+
+        def unpack(_: None) -> Tensor:
+            raise _differentiates(self.name)
 
         inputs = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, self._wants_grad, strict=True))
         try:
             with (
                 self._replay.again(),
                 torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(pack, _refuse_unpack),
+                torch.autograd.graph.saved_tensors_hooks(pack, unpack),
             ):
-                out = self._f(*inputs, *self._side).detach()
+                out = self._run(*inputs)
         except _Enough:
             return None
         if seen != len(self._dropped):
             raise self._differs(seen, "nothing")
-        return None if stop_early else out
+        return None if stop_early else out.detach()
 
     def take(self, slot: int, source: "Source") -> Tensor:
         """Return the tensor dropped as number `slot`, recovering the call when it is not at hand."""
         if slot not in self._refilled:
             source.recover(self)
-        return self._refilled.pop(slot)
+        tensor, version = self._refilled.pop(slot)
+        if tensor._version != version:
+            raise RecoveryError(
+                f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
+                "operation (mul_, +=) by one that returns a new tensor."
+            )
+        return tensor
+
+    def _run(self, *inputs: Tensor) -> Any:
+        return self._f(*inputs) if self._side is None else self._f(*inputs, self._side)
 
     def forget(self) -> None:
         """Free what was refilled and not taken; it can be recovered again."""
@@ -219,7 +231,9 @@ class Run:
 
     def recover(self, call: Call) -> None:
         """Refill `call`, and move to the boundary before it unless it is the first of the run."""
-        goal = next(i for i, (_, other) in enumerate(self._links) if other is call)
+        goal = next((i for i, (_, other) in enumerate(self._links) if other is call), None)
+        if goal is None:
+            raise _differentiates(call.name)
         if self._current is not None and self._current is not call:
             self._current.forget()
         self._current = call
@@ -254,5 +268,7 @@ class Run:
         return self._pair[0].get(), self._pair[1].get()
 
 
-def _refuse_unpack(_: None) -> Tensor:
-    raise AssertionError("the graph of a second run is thrown away, never differentiated")
+def _differentiates(name: str) -> RecoveryError:
+    return RecoveryError(
+        f"{name} differentiates inside its own forward, before backward can recover anything. Set its schedule to 'store'."
+    )

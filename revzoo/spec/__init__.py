@@ -1,8 +1,9 @@
 """The spec language: what a YAML file may say, read and checked without torch."""
 
+from revzoo.bounds import Bound, Positive, Rate
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import data_root, list_models, list_recipes, recipe_file, spec_file
-from revzoo.spec.parsing import Bound, Part, Positive, Rate, parse, plain
+from revzoo.spec.parsing import Part, parse, plain
 from revzoo.spec.schema import DropPath, Input, Spec, Stage
 from revzoo.spec.tree import Node, apply_overrides, load_tree, merge
 

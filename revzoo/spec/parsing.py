@@ -5,13 +5,16 @@ collects every problem instead of stopping at the first.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from revzoo.bounds import Bound as Bound
+from revzoo.bounds import Positive as Positive
+from revzoo.bounds import Rate as Rate
 from revzoo.errors import Problem, did_you_mean, listing
 from revzoo.registry import Registry
 from revzoo.spec.tree import BOOLEAN_HINT, Node, join
@@ -20,18 +23,6 @@ T = TypeVar("T")
 NOT_WRITTEN = {"written": False}  # metadata of a dataclass field that the program sets and YAML may not
 TEMPLATE = "template"  # mark of a part that others complete: arguments may be left out
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A range, as a mark inside `Annotated`: `Annotated[int, Bound("an integer >= 1", lambda n: n >= 1)]`."""
-
-    allowed: str
-    holds: Callable[[Any], object]
-
-
-Positive = Annotated[int, Bound("an integer >= 1", lambda n: n >= 1)]
-Rate = Annotated[float, Bound("a number in [0, 1)", lambda p: 0 <= p < 1)]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, TypedDict
 from omegaconf import OmegaConf
 
 from revzoo import registry
-from revzoo.spec.parsing import NOT_WRITTEN, TEMPLATE, Bound, Part, Positive, Rate, plain
+from revzoo.bounds import Bound, Positive, Rate
+from revzoo.spec.parsing import NOT_WRITTEN, TEMPLATE, Part, plain
 
 Branch = Annotated[Part, registry.branches]
 Template = Annotated[Part, registry.branches, TEMPLATE]
@@ -77,7 +78,7 @@ class Stage:
     `f` and `g` are complete: the block's templates with what the stage changes. Without `g` a block is one step.
     """
 
-    depth: Positive
+    depth: Annotated[int, Bound("an integer from 1 to 10000", lambda n: 1 <= n <= 10_000)]
     width: Positive
     f: Branch
     g: Branch | None = None

@@ -74,11 +74,15 @@ class EpochSampler(Sampler[int]):
         return iter(order[self.skip :].tolist())
 
 
-def load_data(options: DataOptions, input: Input, seed: int) -> Data:
+def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1) -> Data:
     """Open the training and test data for a model's input.
 
+    Args:
+        processes: that share every epoch.
+
     Raises:
-        DataError: the data are missing, empty, without classes, fewer than a batch, or not what the model takes.
+        DataError: the data are missing, empty, without classes, not what the model takes, or less than a batch for each
+            process.
     """
     train: Examples
     test: Examples
@@ -90,10 +94,11 @@ def load_data(options: DataOptions, input: Input, seed: int) -> Data:
         from revzoo.training.image import load_images
 
         train, test = load_images(options, input, seed)
-    if len(train) < options.batch_size:
+    most = len(train) // processes
+    if most < options.batch_size:
         raise DataError(
-            f"The {len(train)} training images do not fill one batch. Received: data.batch_size={options.batch_size}. "
-            f"Use data.batch_size={len(train)} or less."
+            f"The {len(train)} training images are not a batch for each of {processes} processes. Received: "
+            f"data.batch_size={options.batch_size}. Use data.batch_size={most} or less."
         )
     return Data(train, test, options, seed)
 

@@ -28,6 +28,7 @@ class Progress:
         batch: batches done of the epoch under way, per process.
         updates: optimizer steps done.
         seconds: spent on the epoch under way.
+        top1: after the last complete epoch [%].
         best_top1: of all epochs [%], first reached in `best_epoch`.
     """
 
@@ -37,6 +38,7 @@ class Progress:
     updates: int = 0
     images: int = 0
     seconds: float = 0.0
+    top1: float = -1.0
     best_top1: float = -1.0
     best_epoch: int = 0
 

@@ -67,7 +67,9 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         run.folder.start({"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()})
     for line in notes(recipe):
         run.display.console.print(f"Note: {line}.")
-    run.display.console.print(memory_table(run.model, run.model.example_input(recipe.data.batch_size), run.optimizer))
+    if run.accelerator.is_main_process:
+        batch = run.model.example_input(recipe.data.batch_size)
+        run.display.console.print(memory_table(run.model, batch, run.optimizer))
     save_state(run)
     return _epochs(run)
 
@@ -78,9 +80,10 @@ def resume(folder: Path) -> Summary:
     Raises:
         CheckpointError: the folder is not that of a run, or has no state.
     """
-    if not (folder / "config.yaml").is_file():
+    config = folder / "config.yaml"
+    if not config.is_file():
         raise CheckpointError(f"{folder} is not the folder of a run: there is no config.yaml in it.")
-    run = set_up(load_recipe(folder), folder, resumed=True)
+    run = set_up(load_recipe(config), folder, resumed=True)
     state = run.folder.state()
     run.accelerator.load_state(str(state))
     if run.ema is not None:
@@ -105,7 +108,7 @@ def _epochs(run: Run) -> Summary:
                 raise Interrupted(run.folder.path, signum)
             _finish_epoch(run, epoch)
     _draw(run)
-    summary = Summary(run.folder.path, run.folder.records()[-1]["top1"], progress.best_top1, progress.best_epoch)
+    summary = Summary(run.folder.path, progress.top1, progress.best_top1, progress.best_epoch)
     run.display.console.print(str(summary))
     return summary
 
@@ -168,6 +171,7 @@ def _finish_epoch(run: Run, epoch: int) -> None:
         "memory_bytes": memory_bytes(),
     }
     improved = scores.top1 > progress.best_top1
+    progress.top1 = scores.top1
     if improved:
         progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
     if accelerator.is_main_process:

@@ -33,7 +33,6 @@ class Run:
         model: the bare model; `wrapped` is what is called in training.
         evaluated: the model whose weights are evaluated and saved: the average over updates if there is one.
         mix: turns images and labels into what the loss is computed on.
-        updates_per_epoch: optimizer steps; the last one of an epoch may take fewer batches.
     """
 
     recipe: Recipe
@@ -49,7 +48,6 @@ class Run:
     ema: ModelEmaV3 | None
     mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     loss: nn.Module
-    updates_per_epoch: int
     progress: Progress
     display: Display
 
@@ -75,17 +73,18 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
             f"accelerate launch --num_processes {processes} -m zoo_cli train --resume {place.path}"
         )
     reseed(options.seed)
-    chosen = (
-        ModelOptions(str(place.path), schedule=recipe.model.schedule, exact=recipe.model.exact) if resumed else recipe.model
-    )
-    data = load_data(recipe.data, load_spec(chosen.name, chosen.overrides).input, options.seed)
+    chosen = recipe.model
+    if resumed:  # its weights are in the state
+        chosen = ModelOptions(str(place.path / "spec.yaml"), schedule=chosen.schedule, exact=chosen.exact)
+    spec = load_spec(chosen.name, chosen.overrides)
+    data = load_data(recipe.data, spec.input, options.seed, accelerator.num_processes)
     model = _model(chosen, data.classes, recipe.file)
     optimizer = _optimizer(recipe.optimizer, model, recipe.file)
     ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
     if ema is not None:  # made of the bare model: a copy of the prepared one would run the original's weights
         ema.to(accelerator.device)
     wrapped, prepared, train_loader, test_loader = accelerator.prepare(model, optimizer, data.train, data.test)
-    updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)
+    updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     images = recipe.data.batch_size * accelerator.num_processes
     smoothing = 0.0 if recipe.mixup else options.label_smoothing  # with mixup it is in the targets already
     return Run(
@@ -102,7 +101,6 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
         ema=ema,
         mix=_mixup(recipe, model.num_outputs),
         loss=nn.CrossEntropyLoss(label_smoothing=smoothing),
-        updates_per_epoch=updates_per_epoch,
         progress=progress,
         display=Display(accelerator.is_main_process, options.epochs, len(train_loader), images),
     )

@@ -13,10 +13,11 @@ import pytest
 import revzoo
 
 ROOT = Path(revzoo.__file__).parent
-BASE = {"errors", "registry"}
+BASE = {"bounds", "errors", "registry"}
 PARTS = {"spec", "runtime", "parts"}
 MODEL = {"builder", "model"}
 ALLOWED = {
+    "bounds": set(),
     "errors": set(),
     "registry": {"errors"},
     "spec": BASE | {"spec"},
@@ -29,6 +30,7 @@ ALLOWED = {
     "training": BASE | PARTS | MODEL | {"analysis", "weights", "training"},
 }
 FORBIDDEN_OUTSIDERS = {  # what a layer must not know of
+    "bounds": {"torch", "omegaconf", "timm", "rich"},
     "errors": {"torch", "omegaconf", "timm", "rich"},
     "registry": {"torch", "omegaconf", "timm", "rich"},
     "spec": {"torch", "timm", "safetensors"},

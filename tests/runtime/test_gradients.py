@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from revzoo.errors import InputError, RecoveryError
 from revzoo.registry import couplings
 from revzoo.runtime import Coupling, ReversibleChain, SpaceToDepth
 
@@ -48,12 +49,32 @@ def test_exact_gradients_are_bit_identical_at_depth_100(coupling, chain_of, grad
     if coupling == "leapfrog":  # a second-order network keeps its speed: from rest and pushed little, it stays on the grid
         x2 = x1.clone()
         for step in chain.steps:
-            nn.init.normal_(step[3].weight, std=0.01)
+            nn.init.normal_(step[3].weight, std=0.003)
+            nn.init.zeros_(step[3].bias)
     streams = [x.requires_grad_() for x in (x1, x2)]
     expected = gradients(chain, streams, "store")
     for schedule in ("invert", "recompute", ["invert", "store", "invert", "recompute", "invert"] * 20):
         found = gradients(chain, streams, schedule)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), schedule
+
+
+def test_exact_refuses_states_whose_partial_sums_would_leave_the_grid(chain_of):
+    x = torch.full((1, 6), 51.25)  # 2 w[k] - w[k-1] - f is summed over numbers up to 5 times the largest state
+    with pytest.raises(RecoveryError, match=r"states below 51\.2 in magnitude"):
+        chain_of(1, "leapfrog", exact=True, dtype=torch.float32)(x, x)
+    chain_of(1, "additive", exact=True, dtype=torch.float32)(x, x)
+
+
+@pytest.mark.parametrize(
+    ("coupling", "dtype", "most"), [("dual_residual", torch.float32, 5), ("dual_residual", torch.float64, 14)]
+)
+def test_inverting_so_far_that_only_rounding_is_left_is_refused(coupling, dtype, most, chain_of, error, gradients):
+    chain = chain_of(most + 1, coupling, dtype=dtype)
+    streams = [x.requires_grad_() for x in torch.randn(2, 3, 6, dtype=dtype).unbind()]
+    with pytest.raises(InputError, match=rf"Inverting steps\.{most} and the steps before it multiplies rounding errors by"):
+        chain(*streams)
+    expected = gradients(chain, streams, "store")
+    assert error(gradients(chain, streams, ["recompute"] + ["invert"] * most), expected) < 0.05
 
 
 def test_without_exact_float32_is_not_bit_identical(chain_of, gradients):

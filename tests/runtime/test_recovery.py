@@ -252,7 +252,104 @@ def test_eval_with_gradients_equals_the_stored_run(chain_of, streams, gradients,
     assert error(gradients(chain, streams, "invert"), gradients(chain, streams, "store")) < 1e-12
 
 
+def mutating(w):
+    t = w.tanh()
+    s = t.sin()  # saves t
+    t.mul_(2)
+    return s + t
+
+
+class Function(nn.Module):
+    """A step made of a plain function."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args):
+        return self.f(*args)
+
+
+def test_a_saved_tensor_changed_inside_the_step_is_refused(streams):
+    chain = ReversibleChain([Function(torch.tanh), Function(mutating)])
+    y1, y2 = chain(*streams)
+    with pytest.raises(RecoveryError, match=r"steps\.1 modifies a tensor \(3, 6\) in place that its gradient needs"):
+        (y1 * y2).sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+def test_parameters_replaced_between_forward_and_backward_are_refused(mode, chain_of, streams):
+    chain = chain_of(2)
+    chain.schedule = mode
+    others = {key: p * 2 for key, p in chain.named_parameters()}
+    y1, y2 = torch.func.functional_call(chain, others, streams)
+    with pytest.raises(
+        RecoveryError, match=r"of steps\.1 was another tensor in forward, as under torch\.func\.functional_call"
+    ):
+        (y1 * y2).sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+def test_a_side_input_changed_in_place_is_refused(mode, streams):
+    chain = ReversibleChain([Function(lambda w, side: w.tanh() * side["mask"])] * 2)
+    chain.schedule = mode
+    side = {"mask": torch.ones(6).double()}
+    y1, y2 = chain(*streams, side=side)
+    side["mask"].zero_()
+    with pytest.raises(RecoveryError, match=r"'side input' of steps\.1 was changed in place between forward and backward"):
+        (y1 * y2).sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+def test_eval_between_forward_and_backward_changes_nothing(mode, streams, error):
+    chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), nn.RReLU(), nn.Dropout(0.5)) for _ in range(3)]).double()
+
+    def run(schedule):
+        chain.train()
+        chain.schedule = schedule
+        torch.manual_seed(2)
+        y1, y2 = chain(*streams)
+        chain.eval()
+        found = list(torch.autograd.grad((y1 * y2).sum(), [*streams, *chain.parameters()]))
+        assert not any(module.training for module in chain.modules())
+        return found
+
+    assert error(run(mode), run("store")) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+def test_a_step_that_differentiates_inside_its_forward_is_refused(mode, streams):
+    def f(w):
+        v = w.detach().requires_grad_()
+        return torch.autograd.grad(v.tanh().sum(), v)[0] * w
+
+    chain = ReversibleChain([Function(f)])
+    chain.schedule = mode
+
+    def run():
+        y1, y2 = chain(*streams)
+        (y1 * y2).sum().backward()
+
+    with pytest.raises(RecoveryError, match=r"steps\.0 differentiates inside its own forward"):
+        run()
+
+
 def test_refusals_say_what_to_type():
+    with pytest.raises(InputError, match="A chain needs at least one step"):
+        ReversibleChain([])
+    assert len(ReversibleChain(nn.Identity() for _ in range(3)).steps) == 3
+    with pytest.raises(InputError, match="exact is True or False. Received: 'no'"):
+        ReversibleChain([nn.Identity()], exact="no")
+    with pytest.raises(InputError, match=r"a list of Couplings, one per step. Received: \['additive'\]"):
+        ReversibleChain([nn.Identity()], coupling=["additive"])
+    with pytest.raises(InputError, match="A chain takes two tensors. Received: NoneType and Tensor"):
+        ReversibleChain([nn.Identity()])(None, torch.ones(1))
+    shorter = ReversibleChain([nn.Identity()] * 2)
+    del shorter.steps[0]
+    with pytest.raises(ScheduleError, match="This chain was made of 2 steps. Received: 1"):
+        shorter(torch.ones(1), torch.ones(1))
+    with pytest.raises(ScheduleError, match="A schedule is a mode .* or a list of modes. Received: 3"):
+        shorter.schedule = 3
     with pytest.raises(InputError, match="Step 1 must be a torch.nn.Module. Received: function"):
         ReversibleChain([nn.Identity(), lambda x: x])
     with pytest.raises(UnknownNameError, match="Unknown coupling 'aditive'. Did you mean 'additive'?"):

@@ -142,9 +142,9 @@ def test_cifar(tmp_path, monkeypatch):
     torch.testing.assert_close(batch, (raw - mean[:, None, None]) / std[:, None, None])
 
 
-def refusal(options, input=GREY):
+def refusal(options, input=GREY, processes=1):
     with pytest.raises(DataError) as caught:
-        load_data(options, input, 0)
+        load_data(options, input, 0, processes)
     return str(caught.value)
 
 
@@ -176,8 +176,9 @@ def test_refusals_of_folders(tmp_path, folder):
 
 
 def test_refusals_of_other_data(folder):
-    assert refusal(digits(batch_size=2000)) == (
-        "The 1442 training images do not fill one batch. Received: data.batch_size=2000. Use data.batch_size=1442 or less."
+    assert refusal(digits(batch_size=1000), processes=2) == (
+        "The 1442 training images are not a batch for each of 2 processes. Received: data.batch_size=1000. "
+        "Use data.batch_size=721 or less."
     )
     assert refusal(digits(), COLOUR).startswith("Digits are images of 1 channel and 8x8 pixels. Received: a model for 3")
     assert refusal(DataOptions("imagenet", 4, str(folder))).startswith(f"{folder}/train should hold ImageNet's 1000 class")

@@ -63,7 +63,7 @@ def test_run_folder(recipe, tmp_path):
     assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["00002-0000000"]
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [(record["epoch"], record["updates"]) for record in found] == [(1, 4), (2, 8)]
-    assert [record["lr"] for record in found] == pytest.approx([(2e-3 + 1e-5) / 2, 1e-5])  # half down the cosine, and down
+    assert [record["lr"] for record in found] == pytest.approx([(3e-3 + 1e-5) / 2, 1e-5])  # half down the cosine, and down
     tops = [record["top1"] for record in found]
     assert (summary.top1, summary.best_top1, summary.best_epoch) == (tops[-1], max(tops), 1 + tops.index(max(tops)))
     with safe_open(tmp_path / "run" / "last.safetensors", "pt") as file:
@@ -88,8 +88,11 @@ def test_interrupted_run_goes_on_to_the_same_end(recipe, tmp_path, monkeypatch, 
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
 
 
-def test_killed_processes_go_on_to_the_same_end(recipe, fast, tmp_path):
-    """Ctrl-C, then SIGKILL while going on, then to the end, with the command line and real signals."""
+def test_killed_processes_go_on_to_the_same_end(recipe, fast, tmp_path, monkeypatch):
+    """Ctrl-C, then SIGKILL while going on, then to the end, with the command line and real signals.
+
+    The folder is called as a recipe is, which must not confuse anybody.
+    """
     long = [*RANDOM, "train.epochs=12"]
     train(recipe(*long), tmp_path / "whole")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -99,24 +102,25 @@ def test_killed_processes_go_on_to_the_same_end(recipe, fast, tmp_path):
         return subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
     def wait_for_epochs(count: int, process: subprocess.Popen) -> None:
-        metrics = tmp_path / "cut" / "metrics.jsonl"
+        metrics = tmp_path / "digits" / "metrics.jsonl"
         while not metrics.is_file() or len(metrics.read_text().splitlines()) < count:
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
 
-    with start("digits", *fast, *long, "--out", "cut") as process:
+    with start("digits", *fast, *long, "--out", "digits") as process:
         wait_for_epochs(2, process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert errors == "\nrevzoo: Stopped, everything is saved. Go on with: revzoo train --resume cut\n"
-    assert 2 <= len(records(tmp_path / "cut")) < 12
-    with start("--resume", "cut") as process:
-        wait_for_epochs(len(records(tmp_path / "cut")) + 2, process)
+        assert errors == "\nrevzoo: Stopped, everything is saved. Go on with: revzoo train --resume digits\n"
+    assert 2 <= len(records(tmp_path / "digits")) < 12
+    with start("--resume", "digits") as process:
+        wait_for_epochs(len(records(tmp_path / "digits")) + 2, process)
         process.kill()
-    assert len(records(tmp_path / "cut")) < 12
-    resume(tmp_path / "cut")
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert len(records(tmp_path / "digits")) < 12
+    monkeypatch.chdir(tmp_path)
+    resume(Path("digits"))
+    assert_same_run(tmp_path / "whole", tmp_path / "digits")
 
 
 def test_finished_run_stays_as_it_is(recipe, tmp_path):
