@@ -4,8 +4,8 @@ A command imports what it needs when it runs, so that `revzoo list` answers with
 """
 
 import argparse
+import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from revzoo.errors import InputError, RevzooError, UnknownNameError
-
-_OVERRIDE = re.compile(r"[\w.\[\]]+=")
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.run(parser.parse(rest))
     except RevzooError as error:
         print(f"revzoo: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"revzoo: cannot read or write {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print(f"\nrevzoo: {stopped if stopped.args else 'stopped'}", file=sys.stderr)
@@ -119,9 +120,9 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     if len(recipes) > 1:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
-    from revzoo.training.config import load_recipe
+    from revzoo.training.config import DEFAULT_RECIPE, load_recipe
 
-    recipe = load_recipe(recipes[0] if recipes else "digits", overrides)
+    recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)
     from revzoo.training.loop import train
 
     train(recipe, arguments.out)
@@ -135,7 +136,11 @@ def _eval(arguments: argparse.Namespace) -> int:
     from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
 
     if targets:
-        print(f"{targets[0]}: {evaluate_checkpoint(Path(targets[0]), overrides)}")
+        scores = evaluate_checkpoint(Path(targets[0]), overrides)
+        print(f"{targets[0]}: {scores}")
+        if not math.isfinite(scores.loss):
+            print("revzoo: the loss is not finite: the model's outputs are not all numbers.", file=sys.stderr)
+            return 1
         return 0
     scores, entry = evaluate_pretrained(arguments.pretrained, overrides)
     print(f"{arguments.pretrained}: {scores}")
@@ -157,8 +162,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the names and the overrides among positional arguments."""
-    overrides = [word for word in words if _OVERRIDE.match(word)]
+    """Return the names and the overrides among positional arguments; what exists under that name is no override."""
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
     return [word for word in words if word not in overrides], overrides
 
 
@@ -171,7 +176,11 @@ def _count(text: str) -> int:
 def _declare_train(parser: Parser) -> None:
     from revzoo.spec import list_recipes
 
-    parser.epilog = f"Recipes: {', '.join(list_recipes())}. Several processes: accelerate launch -m zoo_cli train ..."
+    parser.epilog = (
+        f"Recipes: {', '.join(list_recipes())}. Several GPUs: accelerate launch --num_processes N -m zoo_cli train ...; "
+        "several processes without GPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m zoo_cli "
+        "train ..."
+    )
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
     )

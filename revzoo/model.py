@@ -1,16 +1,18 @@
 """The assembled network: stem, split, stages of reversible blocks joined by transitions, fuse, head."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from revzoo.errors import InputError
 from revzoo.parts.head import PooledLinear
 from revzoo.runtime.chain import Mode, Step, checked_schedule, run_chain
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.exact import require_exact
+from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.node import run_node
 from revzoo.spec.schema import Spec
 
@@ -111,8 +113,11 @@ class Model(nn.Module):
 
     @exact.setter
     def exact(self, exact: bool) -> None:
+        if not isinstance(exact, bool):
+            raise InputError(f"exact is True or False. Received: {exact!r}.")
         if exact:
             require_exact(self.coupling)
+            Grid(next(self.parameters()).dtype)  # refuses a dtype that has none
         self._exact = exact
 
     @property
@@ -121,8 +126,14 @@ class Model(nn.Module):
         return self.head.outputs
 
     def reset_head(self, num_outputs: int) -> None:
-        """Replace the last linear layer by a fresh one with `num_outputs` outputs."""
-        self.head.reset(num_outputs)
+        """Replace the last linear layer by a fresh one with `num_outputs` outputs, in the spec too.
+
+        Raises:
+            InputError: no integer >= 1.
+        """
+        self.head.reset(checked_outputs(num_outputs))
+        head = replace(self.spec.head, arguments={**self.spec.head.arguments, "outputs": num_outputs})
+        self.spec = replace(self.spec, head=head)
 
     def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
         """Return random images of the spec's shape, (batch_size, C, H, W)."""
@@ -135,8 +146,10 @@ class Model(nn.Module):
 
         Shapes: (B, C, H, W) -> (B, N, D) or (B, C', H', W'), as the fuse gives it.
         Raises:
-            InputError: x is not a batch of the spec's images.
+            InputError: x is not a batch of the spec's images, of the parameters' dtype (autocast aside) and device.
         """
+        if not torch.compiler.is_compiling():
+            self._require_like_parameters(x)
         expected = (self.spec.input.channels, *self.spec.input.size)
         if tuple(x.shape[1:]) != expected:
             raise InputError(
@@ -161,6 +174,22 @@ class Model(nn.Module):
         head_mode = self._schedule[-1]
         return cast(Tensor, run_node(self.head, "head", head_mode, self.forward_features(x)))
 
+    def _require_like_parameters(self, x: object) -> None:
+        """Raise InputError unless the stem can take x as what its parameters are."""
+        name, own = self.spec.name, next(self.parameters())
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            received = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"{name} takes a tensor of floating-point images. Received: {received}.")
+        if isinstance(own, DTensor) or own.is_meta:  # FSDP and Accelerate's offloading bring parameters when they are used
+            return
+        if x.device != own.device:
+            raise InputError(f"{name} is on {own.device}. Received: images on {x.device}. Move them with x.to('{own.device}').")
+        mixed = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # meta has no autocast
+        if x.dtype != own.dtype and not mixed:
+            raise InputError(
+                f"{name} has {own.dtype} parameters. Received: {x.dtype} images. Use x.to({own.dtype}) or autocast."
+            )
+
     def _named_steps(self) -> Iterator[tuple[str, Any]]:
         for i in range(len(self.stages)):
             yield from self._stage_steps(i)
@@ -169,3 +198,10 @@ class Model(nn.Module):
         for j, block in enumerate(cast(Stage, self.stages[i]).blocks):
             for branch, step in block.named_children():
                 yield f"stages.{i}.blocks.{j}.{branch}", step
+
+
+def checked_outputs(num_outputs: object) -> int:
+    """Return a number of outputs, or raise InputError unless it is an integer >= 1."""
+    if not isinstance(num_outputs, int) or isinstance(num_outputs, bool) or num_outputs < 1:
+        raise InputError(f"num_outputs is an integer >= 1. Received: {num_outputs!r}.")
+    return num_outputs

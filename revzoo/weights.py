@@ -4,24 +4,32 @@ A checkpoint either fits the model key by key and shape by shape, or nothing of 
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from safetensors import safe_open
+from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from yaml import YAMLError
 
 from revzoo.builder import build
-from revzoo.errors import CheckpointError, UnknownNameError, listing
-from revzoo.model import Model
+from revzoo.errors import CheckpointError, InputError, UnknownNameError, listing
+from revzoo.model import Model, checked_outputs
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import data_root
+from revzoo.spec.parsing import plain
+from revzoo.spec.tree import join
 
 _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put in front of every key
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_STATEMENTS = ("name", "sources", "expect", "twin", "block.f", "block.g")  # what a spec's digest leaves out
 
 
 @dataclass(frozen=True)
@@ -71,14 +79,22 @@ def create(
     Raises:
         UnknownNameError: no such model, or no shipped weights for it.
         SpecError: the spec or the overrides have problems.
+        InputError: another argument is not what it must be.
         CheckpointError: the weights do not fit.
         ScheduleError: the schedule does not fit the model.
     """
     if pretrained and checkpoint is not None:
         raise CheckpointError("Weights come from one place. Received: pretrained=True and checkpoint. Leave one of them out.")
+    if isinstance(overrides, str):
+        raise InputError(f"overrides is a list of texts. Received: {overrides!r}. Use overrides=[{overrides!r}].")
+    if dtype is not None and dtype not in _DTYPES:
+        raise InputError(f"dtype is one of {', '.join(map(str, _DTYPES))}. Received: {dtype!r}. Use dtype=torch.float32.")
+    if num_outputs is not None:
+        checked_outputs(num_outputs)
+    home = _checked_device("cpu" if device is None else device)
     spec = load_spec(source, list(overrides or ()))
     file = shipped_weights(str(source)) if pretrained else checkpoint
-    with torch.device(device or "cpu"):
+    with home:
         model = build(spec)
     model.to(dtype)
     if file is not None:
@@ -88,6 +104,16 @@ def create(
     model.schedule = schedule
     model.exact = exact
     return model
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:  # torch has one for each backend
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"device is one that torch can use here, such as cpu or meta. Received: {device!r} ({reason})."
+        ) from error
 
 
 def save(model: Model, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -107,14 +133,16 @@ def save(model: Model, path: str | Path, metadata: Mapping[str, str] | None = No
 def load(model: Model, path: str | Path) -> None:
     """Load a state dict into a model whose keys and shapes it matches exactly.
 
+    Warns where the file holds the digest of another spec, and names what differs: heads or a coupling have no tensors.
     Prefixes that wrappers put in front of every key (`module.`, `_orig_mod.`) are taken off.
 
     Raises:
         CheckpointError: no such file, damaged, not a state dict, or of another model: every missing, unexpected and
-            misshapen key is listed with counts. The model is then unchanged.
+            misshapen key, and every integer in place of a number, is listed with counts. The model is then unchanged.
     """
     path = Path(path)
-    tensors = _without_wrappers(read(path))
+    found, metadata = _contents(path)
+    tensors = _without_wrappers(found)
     own = model.state_dict()
     problems = {
         "missing": [key for key in own if key not in tensors],
@@ -124,6 +152,11 @@ def load(model: Model, path: str | Path) -> None:
             for key in own
             if key in tensors and tensors[key].shape != own[key].shape
         ],
+        "of another kind": [
+            f"{key} {tensors[key].dtype} instead of {own[key].dtype}"
+            for key in own
+            if key in tensors and tensors[key].is_floating_point() != own[key].is_floating_point()
+        ],
     }
     if any(problems.values()):
         rows = [f"\n  {len(keys)} {what}: {listing(keys, most=1000)}" for what, keys in problems.items() if keys]
@@ -131,6 +164,9 @@ def load(model: Model, path: str | Path) -> None:
             f"{path} does not fit {model.spec.name}, which has {len(own)} tensors; nothing was loaded.{''.join(rows)}\n"
             "Create the model it was saved from (a run's folder holds its spec.yaml), or pass the same overrides."
         )
+    if metadata.get("revzoo.digest", model.spec.digest) != model.spec.digest:
+        differing = listing(_differences(metadata.get("revzoo.spec", ""), model))
+        warnings.warn(f"{path} fits {model.spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
     on_meta = any(tensor.is_meta for tensor in own.values())
     model.load_state_dict(tensors, assign=on_meta)
 
@@ -141,15 +177,19 @@ def read(path: str | Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: no such file, damaged, or a pickle that holds anything but tensors.
     """
-    path = Path(path)
+    return _contents(Path(path))[0]
+
+
+def _contents(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tensors and metadata; what is no safetensors file, whatever its name, is read as a pickle."""
     if not path.is_file():
         raise CheckpointError(f"No weights file at {path}.")
+    with suppress(SafetensorError), safe_open(path, "pt") as file:
+        return dict(_items(file)), dict(file.metadata() or {})
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return dict(_items(file))
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the readers answer damaged bytes with whatever they stumble over, KeyError included
+        with path.open("rb") as stream:  # of a path, torch would believe the suffix
+            found = torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:  # the reader answers damaged bytes with whatever it stumbles over, KeyError included
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, not a weights file, or a pickle that holds more than tensors, which is "
             f"never executed. Received: {type(error).__name__}. Save it again as safetensors."
@@ -157,9 +197,30 @@ def read(path: str | Path) -> dict[str, Tensor]:
     for wrapper in ("state_dict", "model", "model_state"):
         if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
             found = found[wrapper]
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in found.items()):
         raise CheckpointError(f"{path} holds no state dict (names to tensors). Received: {type(found).__name__}.")
-    return found
+    return found, {}
+
+
+def _differences(spec: str, model: Model) -> list[str]:
+    """Return the dotted paths at which a spec's text differs from the model's spec."""
+    try:
+        theirs = dict(_leaves(OmegaConf.to_container(OmegaConf.create(spec))))
+    except (OmegaConfBaseException, YAMLError):
+        return []
+    ours = dict(_leaves(plain(model.spec)))
+    paths = [path for path in {**ours, **theirs} if (path in ours, ours.get(path)) != (path in theirs, theirs.get(path))]
+    return [path for path in paths if not path.startswith(_STATEMENTS)]
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every scalar of nested mappings and lists, with its dotted path."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+    else:
+        for key, item in items:
+            yield from _leaves(item, join(path, key))
 
 
 def _items(file: Any) -> Iterator[tuple[str, Tensor]]:

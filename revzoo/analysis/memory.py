@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.trial import borrowed, call, chains, linear_loss, scheduled
+from revzoo.analysis.trial import borrowed, call, chains, linear_loss, require_module, scheduled
 from revzoo.errors import InputError
 from revzoo.runtime.chain import Mode
 from revzoo.runtime.memory import LiveBytes
@@ -84,9 +84,10 @@ def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
         optimizer: counts its state too, foreseen without allocating it when no step has been made yet. Its step itself is
             not run, so temporaries of the update are not in the peak.
     Raises:
-        InputError: nothing to differentiate, or an optimizer whose state cannot be foreseen.
+        InputError: not a module, an unusable batch, nothing to differentiate, or an optimizer that is of other parameters
+            or whose state cannot be foreseen.
     """
-    state = _state_bytes(optimizer)
+    state = _state_bytes(model, optimizer)
     with borrowed(model, batch) as inputs:
         return _measured(model, inputs, state)
 
@@ -145,7 +146,7 @@ def memory_table(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer 
 
     Args: as `measure_memory`; a model without a `schedule` is measured as it is.
     """
-    state = _state_bytes(optimizer)
+    state = _state_bytes(model, optimizer)
     found = [chain.schedule for chain in chains(model).values()]
     reports, current = {}, None
     with scheduled(model) as assign:
@@ -166,11 +167,16 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Return the bytes of an optimizer's state; before its first step, of the state that step will make."""
+    require_module(model)
     if optimizer is None:
         return 0
     optimizer = getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"The optimizer must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}.")
+    if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(map(id, model.parameters())):
+        raise InputError("The optimizer has parameters that are not the model's. Make it from model.parameters().")
     if optimizer.state:
         return _total_bytes(optimizer.state.values())
     with torch.random.fork_rng(devices=[]):

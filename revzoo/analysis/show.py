@@ -26,7 +26,7 @@ def show(model: Model, batch_size: int = 32) -> RenderableType:
     Args:
         batch_size: images for which bytes are given.
     """
-    batch = model.example_input(batch_size, device="cpu" if next(model.parameters()).is_meta else None)
+    batch = model.example_input(batch_size, device="meta")
     return Group(_facts(model, batch), _parts(model, batch), memory_table(model, batch), _statements(model))
 
 
@@ -72,7 +72,7 @@ def _facts(model: Model, batch: Tensor) -> Table:
         for mode in ("store", "invert"):
             assign(mode)
             flops[mode] = count_flops(model, batch[:1])
-    table = _plain(f"{spec.name} ({spec.family})")
+    table = _plain(escape(f"{spec.name} ({spec.family})"))
     table.add_row("input", f"{spec.input.kind}, {spec.input.channels} x {' x '.join(map(str, spec.input.size))}")
     table.add_row("outputs", str(model.num_outputs))
     table.add_row("parameters", f"{everything:,}, of them {rebuilt / everything:.0%} in reversible steps")
@@ -122,7 +122,7 @@ def _statements(model: Model) -> Table:
     for what, value in spec.expect.items():
         table.add_row("expected", escape(f"{what}: {value}"))
     if spec.twin is not None:
-        table.add_row("ordinary twin", f"{spec.twin['library']} {spec.twin['name']}")
+        table.add_row("ordinary twin", escape(f"{spec.twin['library']} {spec.twin['name']}"))
     entry = weights.index().get(spec.name)
     metric = "" if entry is None else ", ".join(f"{name} {value:g}" for name, value in entry.metric.items())
     table.add_row("weights", "none" if entry is None else escape(f"{entry.file} ({metric}; trained by: {entry.command})"))

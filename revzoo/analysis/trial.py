@@ -27,15 +27,21 @@ def borrowed(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     Args:
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
     Raises:
-        InputError: the batch holds no tensor, or no parameter requires a gradient.
+        InputError: not a module, no tensor or no example in the batch, a batch without values for parameters that have
+            some (unless `fake`), or no parameter requires a gradient.
     """
+    require_module(model)
     inputs = list(tensors_in(batch))
     if not inputs:
         raise InputError(f"The batch must hold at least one tensor. Received: {type(batch).__name__}.")
+    if not any(t.numel() for t in inputs):
+        raise InputError(f"The batch must hold at least one example. Received: {[tuple(t.shape) for t in inputs]}.")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("No parameter of the model requires a gradient, so there is no backward to look at.")
+    if not fake and any(map(_valueless, inputs)) and not any(map(_valueless, model.parameters())):
+        raise InputError("The model's parameters have values. Received: a meta or fake batch. Give both values, or neither.")
     tensors = [*model.parameters(), *model.buffers(), *inputs]
-    home = next((t.device for t in inputs if not t.is_meta), torch.device("cpu"))
+    home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for card in {t.device for t in tensors if t.device.type not in ("cpu", "meta") and not isinstance(t, FakeTensor)}:
@@ -53,6 +59,12 @@ def borrowed(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
             p.grad = None
         stack.enter_context(torch.enable_grad())
         yield batch
+
+
+def require_module(model: object) -> None:
+    """Raise InputError unless the model is a module."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"The model must be a torch.nn.Module. Received: {type(model).__name__}.")
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -146,6 +158,10 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0].expand(ctx.shape).contiguous()
+
+
+def _valueless(t: Tensor) -> bool:
+    return t.is_meta or isinstance(t, FakeTensor)
 
 
 def _copied(buffer: Tensor) -> Tensor:

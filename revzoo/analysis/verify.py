@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.analysis.trial import borrowed, call, chains, differentiable, scheduled, steps
+from revzoo.analysis.trial import borrowed, call, chains, differentiable, require_module, scheduled, steps
 from revzoo.errors import InputError, RecoveryError, listing
 from revzoo.runtime.chain import Mode
 
@@ -92,8 +92,9 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
         model: a `revzoo.Model`, a `ReversibleChain`, or any module with chains inside, in the state it is to be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
     Raises:
-        InputError: no chain in the model, no gradient to compare, or parameters without values.
+        InputError: not a module or no chain in it, an unusable batch, no gradient to compare, or parameters without values.
     """
+    require_module(model)
     if not chains(model):
         raise InputError(f"There is no revzoo.Model or ReversibleChain in this {type(model).__name__} to verify.")
     if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):

@@ -8,6 +8,7 @@ The pair (w[k-1], w[k]) is the two streams. A coupling is the three coefficients
 
 from dataclasses import dataclass
 from math import isfinite
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Coupling:
 
     def __post_init__(self) -> None:
         coefficients = (self.a, self.b, self.c)
-        if not all(isinstance(s, int | float) and isfinite(s) for s in coefficients):
+        if not all(isinstance(s, Real) and isfinite(s) for s in coefficients):
             raise InputError(f"The coefficients a, b, c of a coupling are finite numbers. Received: {coefficients}.")
         if self.c == 0:
             raise InputError("A coupling with c = 0 leaves f out: choose c != 0.")

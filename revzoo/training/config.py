@@ -3,6 +3,7 @@
 Where a setting goes straight to timm it has timm's name and meaning.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -17,10 +18,13 @@ from revzoo.spec.parsing import NOT_WRITTEN, Bound, Positive, Rate, parse, plain
 from revzoo.spec.tree import MISSING, Node, apply_overrides, load_tree
 
 Count = Annotated[int, Bound("an integer >= 0", lambda n: n >= 0)]
-Amount = Annotated[float, Bound("a number >= 0", lambda x: x >= 0)]
-Size = Annotated[float, Bound("a number > 0", lambda x: x > 0)]
+Finite = Annotated[float, Bound("a finite number", math.isfinite)]
+Amount = Annotated[float, Bound("a finite number >= 0", lambda x: 0 <= x < math.inf)]
+Size = Annotated[float, Bound("a finite number > 0", lambda x: 0 < x < math.inf)]
+Share = Annotated[float, Bound("a number in (0, 1]", lambda p: 0 < p <= 1)]
 Chance = Annotated[float, Bound("a number in [0, 1]", lambda p: 0 <= p <= 1)]
 Mode = Literal["store", "invert", "recompute"]
+DEFAULT_RECIPE = "digits"
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class AugmentOptions:
     """
 
     padding: Positive | None = None
-    scale: tuple[Size, Size] | None = None
+    scale: tuple[Share, Share] | None = None
     ratio: tuple[Size, Size] | None = None
     hflip: Chance = 0.5
     vflip: Chance = 0.0
@@ -61,8 +65,8 @@ class AugmentOptions:
     re_prob: Chance = 0.0
     re_mode: Literal["const", "rand", "pixel"] = "pixel"
     re_count: Positive = 1
-    crop_pct: Size | None = None
-    mean: tuple[float, ...] | None = None
+    crop_pct: Share | None = None
+    mean: tuple[Finite, ...] | None = None
     std: tuple[Size, ...] | None = None
 
 
@@ -93,7 +97,7 @@ class OptimizerOptions:
     lr: Size
     weight_decay: Amount = 0.0
     momentum: Rate | None = None
-    betas: tuple[Rate, ...] | None = None
+    betas: tuple[Rate, Rate] | tuple[Rate, Rate, Rate] | None = None
     eps: Size | None = None
     layer_decay: Size | None = None
 
@@ -248,6 +252,14 @@ def _contradictions(tree: Node) -> Iterator[Problem]:
         yield _at(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
     if _value(tree, "model.pretrained") is True and _value(tree, "model.checkpoint") is not None:
         yield _at(tree, "model.checkpoint").problem("null where model.pretrained is true: weights come from one place")
+    overrides = _value(tree, "model.overrides")
+    fresh = not (_value(tree, "model.pretrained") or _value(tree, "model.checkpoint"))  # weights may need their own head
+    if fresh and isinstance(overrides, list) and _sets_outputs(overrides):
+        yield _at(tree, "model.overrides").problem("no head.outputs: use model.num_outputs")
+    for key in ("scale", "ratio"):
+        match _value(tree, f"data.augment.{key}"):
+            case [int() | float() as low, int() | float() as high] if low > high:
+                yield _at(tree, f"data.augment.{key}").problem("the smaller number first")
     sched = _value(tree, "schedule.sched")
     for needed, key in (("multistep", "decay_milestones"), ("step", "decay_epochs")):
         if sched == needed and not _value(tree, f"schedule.{key}"):
@@ -257,6 +269,11 @@ def _contradictions(tree: Node) -> Iterator[Problem]:
         yield _at(tree, "data.batch_size").problem("an even number: mixup pairs the images of a batch")
     if isinstance(_value(tree, "mixup"), dict) and not any(_value(tree, f"mixup.{a}_alpha") for a in ("mixup", "cutmix")):
         yield _at(tree, "mixup").problem("mixup_alpha or cutmix_alpha above 0, or null for neither")
+
+
+def _sets_outputs(overrides: list[Any]) -> bool:
+    laid, _ = apply_overrides(Node({}, ""), [item for item in overrides if isinstance(item, str)])
+    return _value(laid, "head.outputs") is not None
 
 
 def _is_policy(name: str) -> bool:

@@ -78,7 +78,7 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     """Open the training and test data for a model's input.
 
     Args:
-        processes: that share every epoch.
+        processes: that share every epoch of training; 0 is no training.
 
     Raises:
         DataError: the data are missing, empty, without classes, not what the model takes, or less than a batch for each
@@ -94,8 +94,7 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
         from revzoo.training.image import load_images
 
         train, test = load_images(options, input, seed)
-    most = len(train) // processes
-    if most < options.batch_size:
+    if processes and (most := len(train) // processes) < options.batch_size:
         raise DataError(
             f"The {len(train)} training images are not a batch for each of {processes} processes. Received: "
             f"data.batch_size={options.batch_size}. Use data.batch_size={most} or less."

@@ -48,7 +48,7 @@ def load_digits(options: DataOptions, input: Input, seed: int) -> tuple[Digits, 
     """Return the training and the test digits.
 
     Raises:
-        DataError: the model does not take 8x8 images of one channel.
+        DataError: the model does not take 8x8 images of one channel, or nothing of an image would be left after the shift.
     """
     if (input.channels, *input.size) != (1, 8, 8):
         size = "x".join(map(str, input.size))
@@ -56,6 +56,8 @@ def load_digits(options: DataOptions, input: Input, seed: int) -> tuple[Digits, 
             f"Digits are images of 1 channel and 8x8 pixels. Received: a model for {input.channels} channels and {size}. "
             "Use model.name=rev_vit_digits or revnet_digits, or model.overrides=[input.channels=1, 'input.size=[8,8]']."
         )
+    if options.shift >= 8:
+        raise DataError(f"Digits have 8x8 pixels. Received: data.shift={options.shift}. Use data.shift=7 or less.")
     pixels, classes = datasets.load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).to(torch.float32).view(-1, 1, 8, 8)
     labels = torch.from_numpy(classes).to(torch.int64)

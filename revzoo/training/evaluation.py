@@ -1,5 +1,6 @@
 """Top-1, top-5 and loss over a data set, each example counted exactly once, however many processes share the work."""
 
+import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from revzoo.errors import CheckpointError, InputError
-from revzoo.training.config import Recipe, load_recipe
+from revzoo.training.config import DEFAULT_RECIPE, Recipe, load_recipe
 from revzoo.training.data import load_data
 from revzoo.weights import Entry, create, index, read, read_metadata, shipped_weights
 
@@ -68,11 +69,13 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
 
     Args:
         path: a run folder, of which the best weights are taken, or a checkpoint: it holds its spec and recipe.
-        overrides: laid over the recipe, such as `data.root=/elsewhere`.
+        overrides: of `data` and `train.mixed_precision`, laid over the recipe, such as `data.root=/elsewhere`.
 
     Raises:
+        InputError: another override, which would have no effect.
         CheckpointError: no such checkpoint, damaged, or not one that training has saved.
     """
+    overrides = _of_data(overrides)
     checkpoint = path / "best.safetensors" if path.is_dir() else path
     read(checkpoint)  # says what is wrong with a missing or damaged file
     texts = read_metadata(checkpoint) if checkpoint.suffix == ".safetensors" else {}
@@ -88,14 +91,29 @@ def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Score
     """Evaluate shipped weights on the data of the command that trained them; return their row of the index too."""
     shipped_weights(name)
     entry = index()[name]
-    _, _, *trained = shlex.split(entry.command)  # revzoo train RECIPE OVERRIDE...
-    return _evaluated(load_recipe(trained[0], [*trained[1:], *overrides]), name, pretrained=True), entry
+    words = shlex.split(entry.command)  # revzoo train [RECIPE] [OVERRIDE...]
+    words = words[words.index("train") + 1 :]
+    source = next((word for word in words if "=" not in word), DEFAULT_RECIPE)
+    trained = [word for word in words if "=" in word]
+    return _evaluated(load_recipe(source, [*trained, *_of_data(overrides)]), name, pretrained=True), entry
+
+
+def _of_data(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides if all of them matter to an evaluation."""
+    overrides = list(overrides)
+    for override in overrides:
+        if not re.match(r"data\b|train\.mixed_precision\b", override):
+            raise InputError(
+                f"The rest of a recipe says how a model was trained. Received: {override}. "
+                "Evaluation takes data.... and train.mixed_precision=... only."
+            )
+    return overrides
 
 
 def _evaluated(recipe: Recipe, source: str, **weights: Any) -> Scores:
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
-    data = load_data(recipe.data, model.spec.input, recipe.train.seed)
+    data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
     if model.num_outputs < data.classes:
         raise InputError(
             f"{model.spec.name} has {model.num_outputs} outputs and cannot tell {data.classes} classes apart. Received: "

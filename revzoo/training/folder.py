@@ -7,15 +7,19 @@ state/EPOCH-BATCH/ everything needed to go on from there
 """
 
 import json
+import re
 import shutil
+import textwrap
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from revzoo.errors import CheckpointError, InputError
 
 FILES = ("config.yaml", "spec.yaml")
+_STATE = re.compile(r"\d{5,}-\d{7,}")
+_DRAWN = {"epoch", "train_loss", "loss", "top1"}
 
 
 @dataclass
@@ -52,16 +56,21 @@ class RunFolder:
         self.last, self.best = path / "last.safetensors", path / "best.safetensors"
         self.states = path / "state"
 
-    def start(self, files: dict[str, str]) -> None:
-        """Make the folder and write its texts by name.
+    def check_free(self) -> None:
+        """Refuse a folder that cannot be made, or is not empty.
 
         Raises:
-            InputError: the folder holds something already.
+            InputError: it is so.
         """
+        if file := next((path for path in (self.path, *self.path.parents) if path.exists() and not path.is_dir()), None):
+            raise InputError(f"The run folder {self.path} cannot be made: {file} is a file. Name another (--out).")
         if self.path.is_dir() and any(self.path.iterdir()):
             raise InputError(
                 f"The run folder {self.path} is not empty. Go on with that run (--resume {self.path}) or name another (--out)."
             )
+
+    def start(self, files: dict[str, str]) -> None:
+        """Make the folder and write its texts by name."""
         self.states.mkdir(parents=True)
         for name, text in files.items():
             (self.path / name).write_text(text)
@@ -72,31 +81,69 @@ class RunFolder:
         Raises:
             CheckpointError: there is none.
         """
-        states = sorted(path for path in self.states.glob("*-*") if path.is_dir())
+        states = self._complete()
         if not states:
             raise CheckpointError(f"{self.path} is not the folder of a run: there is no state in {self.states}.")
         return states[-1]
 
     def read_progress(self) -> Progress:
-        """Return the progress of the newest complete state."""
-        return Progress(**json.loads((self.state() / "progress.json").read_text()))
+        """Return the progress of the newest complete state.
+
+        Raises:
+            CheckpointError: its file is missing, damaged or of another state.
+        """
+        state = self.state()
+        file = state / "progress.json"
+        try:
+            progress = Progress(**json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise self.damaged(file, error) from error
+        blank = Progress([0.0])
+        kinds = all(type(getattr(progress, f.name)) is type(getattr(blank, f.name)) for f in fields(Progress))
+        sums = kinds and progress.loss_sums and all(type(loss) is float for loss in progress.loss_sums)
+        if not sums or state.name != _name(progress):
+            raise self.damaged(file, "it is not what training wrote")
+        return progress
+
+    def damaged(self, file: Path, reason: object) -> CheckpointError:
+        """Return the error for a file of the newest state that cannot be used, with the way out."""
+        *earlier, newest = self._complete()
+        way = f"Delete {newest} to go on from the state before it" if earlier else "There is no state before it: start again"
+        return CheckpointError(f"{file} cannot be used ({textwrap.shorten(str(reason), 300)}). {way}.")
+
+    def _complete(self) -> list[Path]:
+        """Return the states, oldest first; what else lies in their folder is not ours."""
+        return sorted(path for path in self.states.glob("*-*") if _STATE.fullmatch(path.name) and path.is_dir())
 
     def publish_state(self, written: Path, progress: Progress) -> None:
         """Give a completely written state its name, in one step, and drop older ones."""
         (written / "progress.json").write_text(json.dumps(asdict(progress)))
-        place = self.states / f"{progress.epoch:05d}-{progress.batch:07d}"
+        place = self.states / _name(progress)
         if place.exists():
             shutil.rmtree(written)  # the same moment, so the same state
         else:
             written.rename(place)
-        for path in self.states.iterdir():
+        for path in self._complete():
             if path != place:
                 shutil.rmtree(path)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the metrics of all complete epochs."""
-        lines = self.metrics.read_text().splitlines() if self.metrics.is_file() else []
-        return [json.loads(line) for line in lines]
+        """Return the metrics of all complete epochs; a last line that was not written to its end is none.
+
+        Raises:
+            CheckpointError: a line is damaged.
+        """
+        text = self.metrics.read_text(errors="replace") if self.metrics.is_file() else ""
+        return [self._record(number, line) for number, line in enumerate(text.split("\n")[:-1], 1)]
+
+    def _record(self, number: int, line: str) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and all(type(record.get(key)) in (int, float) for key in _DRAWN):
+            return record
+        raise CheckpointError(f"Line {number} of {self.metrics} is not the metrics of an epoch. Delete that line to go on.")
 
     def append(self, record: dict[str, Any]) -> None:
         """Add an epoch's metrics."""
@@ -104,9 +151,21 @@ class RunFolder:
             file.write(json.dumps(record) + "\n")
 
     def forget_after(self, epoch: int) -> None:
-        """Drop the metrics of epochs that the newest state does not include: they are done again."""
-        lines = self.metrics.read_text().splitlines(keepends=True) if self.metrics.is_file() else []
-        atomically(self.metrics, lambda path: path.write_text("".join(lines[:epoch])))
+        """Drop the metrics of epochs that the newest state does not include: they are done again.
+
+        Raises:
+            CheckpointError: the metrics are missing or damaged.
+        """
+        if epoch and not self.metrics.is_file():
+            raise CheckpointError(
+                f"There is no {self.metrics}, the metrics of {epoch} epochs. Put it back, or an empty file to go on."
+            )
+        kept = [json.dumps(record) + "\n" for record in self.records() if record["epoch"] <= epoch]
+        atomically(self.metrics, lambda path: path.write_text("".join(kept)))
+
+
+def _name(progress: Progress) -> str:
+    return f"{progress.epoch:05d}-{progress.batch:07d}"
 
 
 def atomically(path: Path, write: Callable[[Path], Any]) -> None:

@@ -8,7 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_transform
+from timm.data.dataset import ImageDataset
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import transforms
@@ -24,6 +26,27 @@ _CIFAR = {
     "cifar10": ("cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
     "cifar100": ("cifar-100-python", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
+
+
+class BrokenImageError(DataError):
+    """An image that cannot be decoded. A loader process hands its message on inside a traceback, which is taken off."""
+
+    def __init__(self, message: str):
+        super().__init__(message.rpartition("BrokenImageError: ")[2].strip())
+
+
+class Folders(ImageDataset):
+    """timm's folders of images; timm replaces an image that is broken by the next one, here it is an error."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            file, label = self.reader[index]
+            with file:
+                image = Image.open(file).convert(self.input_img_mode)
+        except Exception as error:  # decoders answer damaged bytes with whatever they stumble over
+            path = self.filename(index, absolute=True)
+            raise BrokenImageError(f"The image {path} cannot be read ({error}). Replace or remove it.") from error
+        return self.transform(image), label
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -70,6 +93,11 @@ def load_images(options: DataOptions, input: Input, seed: int) -> tuple[Images, 
             f"{list(mean)}, std={list(std)}; images have 3 channels, or 1 if the model takes 1."
         )
     height, width = input.size
+    if (options.augment.padding or 0) >= min(height, width):
+        raise DataError(
+            f"Padding has to be smaller than an image. Received: data.augment.padding={options.augment.padding} for images of "
+            f"{height}x{width} pixels."
+        )
     train.transform = _train_transform(options.augment, (height, width), mean, std)
     crop_pct = options.augment.crop_pct or (1.0 if options.name in _CIFAR else 0.875)
     plain: dict[str, Any] = {"interpolation": "bicubic", "crop_pct": crop_pct, "mean": mean, "std": std}
@@ -107,6 +135,8 @@ def _open_folders(name: str, root: Path, mode: str) -> tuple[Any, Any, int]:
     folders = {split: _split_folder(root, split) for split in _SPLITS}
     train = _open_split(folders["train"], mode)
     known = train.reader.class_to_idx
+    if len(known) < 2:
+        raise DataError(f"{folders['train']} has one class: {listing(list(known))}. Classification needs two or more.")
     if name == "imagenet" and len(known) != 1000:
         raise DataError(
             f"{folders['train']} should hold ImageNet's 1000 class folders. Received: {len(known)}. "
@@ -133,13 +163,15 @@ def _split_folder(root: Path, split: str) -> Path:
 
 def _open_split(folder: Path, mode: str, classes: dict[str, int] | None = None) -> Any:
     """Open a folder of class folders; labels are those of `classes`, by default the folders' own order."""
-    if not any(path.is_dir() for path in folder.iterdir()):
+    found = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    if not found:
         raise DataError(f"{folder} has no classes: looked for one folder of images per class.")
     try:
-        chosen: dict[str, Any] = {"class_map": classes, "input_img_mode": mode}
-        dataset = create_dataset("", root=str(folder), search_split=False, **chosen)
+        dataset = Folders(str(folder), class_map=classes, input_img_mode=mode)
     except RuntimeError as error:
         raise DataError(f"The class folders in {folder} hold no images: looked for .png, .jpg and .jpeg.") from error
     if "" in dataset.reader.class_to_idx:
         raise DataError(f"There are images directly in {folder}, outside of any class folder. Move or remove them.")
+    if empty := sorted(found - set(dataset.reader.class_to_idx)):
+        raise DataError(f"Class folders in {folder} without images in them: {listing(empty)}. Fill or remove them.")
     return dataset

@@ -1,7 +1,7 @@
 """Train a reversible network: one loop for one process or many, that can be stopped and resumed anywhere.
 
     revzoo train digits                                                 one process
-    accelerate launch --num_processes 8 -m zoo_cli train RECIPE ...     several
+    accelerate launch --num_processes 8 -m zoo_cli train RECIPE ...     several, each with a GPU
 
 Every random number of a batch follows from (seed, epoch, batch, process), so a state needs no random streams, and a
 resumed run ends with the weights and metrics of an uninterrupted one: bit for bit where the kernels themselves repeat,
@@ -11,10 +11,13 @@ as on CPUs. A signal saves a state after the update under way; a killed run goes
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from timm.utils import distribute_bn
 
 from revzoo import weights
@@ -24,7 +27,7 @@ from revzoo.training.config import Recipe, load_recipe, notes
 from revzoo.training.data import reseed
 from revzoo.training.display import draw_curves, memory_bytes
 from revzoo.training.evaluation import evaluate
-from revzoo.training.folder import atomically
+from revzoo.training.folder import FILES, atomically
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.setup import Run, set_up
 
@@ -78,20 +81,31 @@ def resume(folder: Path) -> Summary:
     """Go on with a run from its newest state, with the recipe and spec in its folder; raises as `train` does.
 
     Raises:
-        CheckpointError: the folder is not that of a run, or has no state.
+        CheckpointError: the folder is not that of a run, has no state, or something in it is damaged.
     """
-    config = folder / "config.yaml"
-    if not config.is_file():
-        raise CheckpointError(f"{folder} is not the folder of a run: there is no config.yaml in it.")
-    run = set_up(load_recipe(config), folder, resumed=True)
-    state = run.folder.state()
-    run.accelerator.load_state(str(state))
-    if run.ema is not None:
-        weights.load(run.ema.module, state / "ema.safetensors")
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} is not the folder of a run: there is no {name} in it.")
+    run = set_up(load_recipe(folder / "config.yaml"), folder, resumed=True)
+    _load_state(run)
     if run.accelerator.is_main_process:
         run.folder.forget_after(run.progress.epoch)
     run.display.console.print(f"Going on after {run.progress.epoch} epochs and {run.progress.batch} batches: {folder}")
     return _epochs(run)
+
+
+def _load_state(run: Run) -> None:
+    state = run.folder.state()
+    try:
+        weights.load(run.model, state / "model.safetensors")  # says what is wrong better than Accelerate
+        if run.ema is not None:
+            weights.load(run.ema.module, state / "ema.safetensors")
+    except CheckpointError as error:
+        raise run.folder.damaged(state, error) from error
+    try:
+        run.accelerator.load_state(str(state))
+    except Exception as error:  # the reader answers damaged bytes with whatever it stumbles over
+        raise run.folder.damaged(state / "optimizer.bin", error) from error
 
 
 def _epochs(run: Run) -> Summary:
@@ -176,10 +190,11 @@ def _finish_epoch(run: Run, epoch: int) -> None:
         progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
     if accelerator.is_main_process:
         facts = {"revzoo.recipe": run.recipe.to_yaml(), "revzoo.epoch": str(epoch + 1), "revzoo.top1": repr(scores.top1)}
-        run.folder.append(record)
-        weights.save(run.evaluated, run.folder.last, facts)
-        if improved:
-            weights.save(run.evaluated, run.folder.best, facts)
+        with _saving(run):
+            run.folder.append(record)
+            weights.save(run.evaluated, run.folder.last, facts)
+            if improved:
+                weights.save(run.evaluated, run.folder.best, facts)
     progress.loss_sums = [0.0] * len(loss_sums)
     progress.epoch, progress.batch, progress.images, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
@@ -193,13 +208,26 @@ def save_state(run: Run) -> None:
         shutil.rmtree(writing, ignore_errors=True)
     run.accelerator.wait_for_everyone()
     run.progress.loss_sums = _gathered_losses(run)
-    run.accelerator.save_state(str(writing))
+    with _saving(run):
+        run.accelerator.save_state(str(writing))
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
-        if run.ema is not None:
-            weights.save(run.ema.module, writing / "ema.safetensors")
-        run.folder.publish_state(writing, run.progress)
+        with _saving(run):
+            if run.ema is not None:
+                weights.save(run.ema.module, writing / "ema.safetensors")
+            run.folder.publish_state(writing, run.progress)
     run.accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _saving(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # all three are what a full disk looks like
+        raise RevzooError(
+            f"Nothing more can be saved in {run.folder.path} ({error}). Is the disk full? What was saved before is complete: "
+            f"make room and go on with revzoo train --resume {run.folder.path}"
+        ) from error
 
 
 def _gathered_losses(run: Run) -> list[float]:

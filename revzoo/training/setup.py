@@ -66,11 +66,13 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
     options = recipe.train
     accelerator = _accelerator(recipe)
     place = RunFolder(_agreed(folder or free_folder(Path("runs"), Path(recipe.file).stem)))
+    if not resumed:
+        place.check_free()
     progress = place.read_progress() if resumed else Progress(loss_sums=[0.0] * accelerator.num_processes)
     if (processes := len(progress.loss_sums)) != accelerator.num_processes:
         raise InputError(
             f"This run was made by {processes} processes. Received: {accelerator.num_processes}. Resume it with "
-            f"accelerate launch --num_processes {processes} -m zoo_cli train --resume {place.path}"
+            f"{_command(processes, accelerator.device)} --resume {place.path}"
         )
     reseed(options.seed)
     chosen = recipe.model
@@ -112,6 +114,15 @@ def _accelerator(recipe: Recipe) -> Accelerator:
         problem = Problem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
         raise SpecError([problem])
     return Accelerator(mixed_precision=precision, gradient_accumulation_steps=recipe.train.accumulate)
+
+
+def _command(processes: int, device: torch.device) -> str:
+    if processes == 1:
+        return "revzoo train"
+    several = f"--num_processes {processes} -m zoo_cli train"
+    if device.type == "cpu":
+        return f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu {several}"
+    return f"accelerate launch {several}"
 
 
 def _agreed(path: Path) -> Path:

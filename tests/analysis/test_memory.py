@@ -181,6 +181,9 @@ def test_an_optimizer_that_cannot_be_foreseen_is_refused():
     ("model", "batch", "message"),
     [
         (nn.Linear(4, 4), None, "at least one tensor. Received: NoneType"),
+        (nn.Linear(4, 4), torch.zeros(0, 4), r"at least one example. Received: \[\(0, 4\)\]"),
+        (nn.Linear(4, 4), torch.zeros(2, 4, device="meta"), "Received: a meta or fake batch"),
+        (torch.relu, torch.zeros(2), "must be a torch.nn.Module. Received: builtin_function_or_method"),
         (nn.ReLU(), torch.zeros(2), "No parameter of the model requires a gradient"),
         (nn.Embedding(4, 4).requires_grad_(False), torch.tensor([1]), "No parameter"),
     ],
@@ -188,6 +191,19 @@ def test_an_optimizer_that_cannot_be_foreseen_is_refused():
 def test_what_cannot_be_measured_is_said(model, batch, message):
     with pytest.raises(InputError, match=message):
         revzoo.measure_memory(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("adam", "must be a torch.optim.Optimizer. Received: str"),
+        (torch.optim.SGD(nn.Linear(4, 4).parameters()), "parameters that are not the model's"),
+    ],
+)
+@pytest.mark.parametrize("measure", [revzoo.measure_memory, memory_table])
+def test_an_optimizer_of_something_else_is_said(measure, optimizer, message):
+    with pytest.raises(InputError, match=message):
+        measure(nn.Linear(4, 4), torch.zeros(2, 4), optimizer)
 
 
 def test_an_output_without_gradient_is_said():

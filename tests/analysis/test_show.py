@@ -63,3 +63,10 @@ def test_a_model_without_shipped_weights_says_none():
     lines = text_of(model, 2).splitlines()
     (line,) = (line for line in lines if line.lstrip().startswith("weights ") and "iB" not in line)
     assert line.split() == ["weights", "none"]
+
+
+def test_names_are_no_markup_and_no_batch_is_allocated():
+    model = revzoo.create("rev_vit_digits", overrides=["name='[/red]'", "family='[bold]'", "stages.0.depth=1"])
+    text = text_of(model, 10**9)
+    assert "[/red] ([bold])" in text
+    assert "batch of 1000000000" in text

@@ -294,6 +294,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (abs, "must be a torch.nn.Module. Received: builtin_function_or_method"),
         (nn.Linear(8, 8), "no revzoo.Model or ReversibleChain in this Linear"),
         (ReversibleChain([nn.Linear(8, 8, device="meta")]), "Received: meta or fake parameters"),
     ],
@@ -301,3 +302,11 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
 def test_what_cannot_be_verified_is_said(model, message):
     with pytest.raises(InputError, match=message):
         revzoo.verify(model, streams())
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"), [(torch.zeros(0, 8), "one example"), (torch.zeros(2, 8, device="meta"), "meta or fake")]
+)
+def test_a_batch_that_verifies_nothing_is_said(batch, message):
+    with pytest.raises(InputError, match=message):
+        revzoo.verify(ReversibleChain([nn.Linear(8, 8)] * 2), (batch, batch))

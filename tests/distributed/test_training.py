@@ -14,6 +14,7 @@ from revzoo.training.loop import resume
 
 ROOT = Path(__file__).parents[2]
 # A RevNet, for the statistics of its BatchNorms; 355 test images do not divide by two processes of 80.
+COMMAND = "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 -m zoo_cli train"
 FAST = ["data.batch_size=80", "train.epochs=2", "train.accumulate=2", "ema={decay: 0.9}", "schedule.warmup_epochs=1"]
 
 
@@ -43,7 +44,7 @@ def test_two_processes(tmp_path):
     assert [record["updates"] for record in records] == [5, 10]  # 9 batches of 2 x 80 images
     assert records[1]["train_loss"] < records[0]["train_loss"] < 2.5
     assert json.loads((run / "state" / "00002-0000000" / "progress.json").read_text())["loss_sums"] == [0.0, 0.0]
-    with pytest.raises(InputError, match="made by 2 processes. Received: 1. Resume it with accelerate launch"):
+    with pytest.raises(InputError, match=f"made by 2 processes. Received: 1. Resume it with {COMMAND}"):
         resume(run)
     alone = evaluate_checkpoint(run / "last.safetensors")  # every test image exactly once, on either side
     assert (alone.top1, alone.top5, alone.images) == (records[1]["top1"], records[1]["top5"], 355)

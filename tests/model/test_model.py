@@ -1,5 +1,6 @@
 """The assembled network: schedules, modes, heads, and gradients through every kind of unit."""
 
+import re
 from itertools import cycle, islice
 
 import pytest
@@ -139,3 +140,49 @@ def test_a_build_repeats_under_one_seed():
         torch.manual_seed(5)
         models.append(revzoo.create("revnet_digits").state_dict())
     assert all(torch.equal(a, b) for a, b in zip(models[0].values(), models[1].values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"overrides": "stages.0.depth=1"}, "Use overrides=['stages.0.depth=1']"),
+        ({"dtype": "float32"}, "Received: 'float32'. Use dtype=torch.float32"),
+        ({"dtype": torch.int64}, "Received: torch.int64. Use dtype=torch.float32"),
+        ({"device": "gpu"}, "Received: 'gpu' ("),
+        ({"device": "cuda:99"}, "Received: 'cuda:99' ("),
+        ({"num_outputs": 0}, "num_outputs is an integer >= 1. Received: 0"),
+        ({"num_outputs": True}, "Received: True"),
+        ({"num_outputs": 2.0}, "Received: 2.0"),
+        ({"exact": "no"}, "exact is True or False. Received: 'no'"),
+        ({"exact": True, "dtype": torch.bfloat16}, "float32 or float64 streams. Received: torch.bfloat16"),
+    ],
+)
+def test_an_argument_that_create_cannot_take(arguments, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        revzoo.create("rev_vit_digits", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ([[1.0]], "a tensor of floating-point images. Received: list"),
+        (torch.zeros(2, 1, 8, 8, dtype=torch.uint8), "Received: torch.uint8"),
+        (torch.zeros(2, 1, 8, 8, device="meta"), "is on cpu. Received: images on meta"),
+        (torch.zeros(2, 1, 8, 8, dtype=torch.float64), "Received: torch.float64 images. Use x.to(torch.float32)"),
+    ],
+)
+def test_images_unlike_the_parameters_are_named(x, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        revzoo.create("rev_vit_digits")(x)
+
+
+def test_autocast_takes_half_precision_images():
+    model = revzoo.create("rev_vit_digits")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(model.example_input(2).bfloat16()).shape == (2, 10)
+
+
+@pytest.mark.parametrize("outputs", [0, -1, True, "3", None])
+def test_a_head_has_a_number_of_outputs(outputs):
+    with pytest.raises(InputError, match="num_outputs is an integer >= 1"):
+        revzoo.create("rev_vit_digits").reset_head(outputs)

@@ -66,6 +66,49 @@ def test_a_head_with_another_number_of_outputs_starts_fresh_after_loading(model,
     assert torch.equal(other.stem.pos_embed, model.stem.pos_embed)
 
 
+def test_a_file_of_a_model_with_another_head_describes_that_head(tmp_path):
+    model = revzoo.create("rev_vit_digits", num_outputs=5)
+    weights.save(model, tmp_path / "w.safetensors")
+    facts = weights.read_metadata(tmp_path / "w.safetensors")
+    (tmp_path / "spec.yaml").write_text(facts["revzoo.spec"])
+    again = revzoo.create(tmp_path, checkpoint=tmp_path / "w.safetensors")
+    assert again.num_outputs == 5
+    assert again.spec.digest == model.spec.digest == facts["revzoo.digest"]
+    assert same(state(again), state(model))
+
+
+def test_a_file_of_another_spec_with_the_same_tensors_is_named(file):
+    overrides = ["stages.0.depth=1", "block.f.heads=2", "block.coupling={type: momentum, m: 0.5}"]
+    differing = "Differing: block.coupling.type, block.coupling.m, stages.0.f.heads."
+    with pytest.warns(UserWarning, match=f"saved from another spec. {differing}"):
+        revzoo.create("rev_vit_digits", overrides=overrides, checkpoint=file)
+
+
+def test_a_file_with_an_unreadable_spec_is_loaded_with_a_warning(model, tmp_path):
+    weights.save(model, tmp_path / "w.safetensors", {"revzoo.digest": "0", "revzoo.spec": "{"})
+    with pytest.warns(UserWarning, match="Differing: none"):
+        weights.load(model, tmp_path / "w.safetensors")
+
+
+def test_the_content_tells_the_kind_of_file(model, file, tmp_path):
+    expected = state(model)
+    file.rename(tmp_path / "w.bin")
+    torch.save(expected, tmp_path / "pickle.safetensors")
+    for name in ("w.bin", "pickle.safetensors"):
+        assert same(weights.read(tmp_path / name), expected)
+
+
+def test_integers_are_no_weights_and_numbers_no_keys(model, tmp_path):
+    before = state(model)
+    save_file({**before, "stem.pos_embed": before["stem.pos_embed"].int()}, tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match="1 of another kind: stem.pos_embed torch.int32 instead of torch.float32"):
+        weights.load(model, tmp_path / "w.safetensors")
+    torch.save({0: torch.zeros(1), **before}, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="holds no state dict"):
+        weights.load(model, tmp_path / "w.pth")
+    assert same(state(model), before)
+
+
 def test_a_model_on_the_meta_device_takes_the_tensors(model, file):
     other = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], checkpoint=file, device="meta")
     assert same(state(other), state(model))

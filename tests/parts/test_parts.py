@@ -1,12 +1,14 @@
 """Each part against timm's own module or an independent formula, on the same weights."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import Block, VisionTransformer
 
 import revzoo
-from revzoo.errors import MisfitError
+from revzoo.errors import InputError, MisfitError
 from revzoo.parts.attention import AttentionBranch
 from revzoo.parts.conv import ConvBranch
 from revzoo.parts.fuse import Concat, Mean
@@ -177,3 +179,25 @@ def test_a_whole_rev_vit_is_its_equations():
         x2 = x2 + block.g(x1)
     fused = F.layer_norm(torch.cat((x1, x2), 2), (128,), model.fuse.norm.weight, model.fuse.norm.bias, 1e-6)
     torch.testing.assert_close(model(x), model.head.linear(fused.mean(1)))
+
+
+def test_a_part_that_would_build_and_not_run_is_refused():
+    with pytest.raises(MisfitError, match="leaves a hidden channel of the width 12"):
+        MlpBranch(TOKENS, ratio=0.01)
+    with pytest.raises(MisfitError, match="a stem that gives images"):
+        ResidualPair(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "message"),
+    [
+        ((float("nan"), 1, 1), "finite numbers. Received: (nan, 1, 1)"),
+        ((0, "1", 1), "finite numbers. Received: (0, '1', 1)"),
+        ((0, 1, float("inf")), "finite numbers"),
+        ((1, 0, 1), "b = 0 cannot be inverted"),
+        ((0, 1, 0), "c = 0 leaves f out"),
+    ],
+)
+def test_coefficients_that_make_no_coupling(coefficients, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        revzoo.runtime.Coupling(*coefficients)

@@ -1,10 +1,13 @@
 """Every shipped spec builds, and what it expects of itself holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import revzoo
-from revzoo.errors import SpecError
+from revzoo.errors import InputError, SpecError
+from revzoo.spec import Part
 
 
 @pytest.mark.parametrize("name", revzoo.list_models())
@@ -65,3 +68,59 @@ def test_any_registered_coupling_builds_and_trains():
         model = revzoo.create("rev_vit_digits", overrides=[f"block.coupling={coupling}"])
         model(model.example_input(2)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "path", "allowed"),
+    [
+        ("rev_vit_digits", "stem.patch=0", "stem.patch", "an integer >= 1"),
+        ("rev_vit_digits", "stem.width=-64", "stem.width", "an integer >= 1"),
+        ("rev_vit_digits", "stem.position_std=0", "stem.position_std", "a finite number > 0"),
+        ("rev_vit_digits", "stages.0.f.heads=0", "stages.0.f.heads", "an integer >= 1"),
+        ("rev_vit_digits", "stages.0.g.ratio=.nan", "stages.0.g.ratio", "a finite number > 0"),
+        ("rev_vit_digits", "stages.0.depth=10001", "stages.0.depth", "an integer from 1 to 10000"),
+        ("rev_vit_digits", "head.outputs=0", "head.outputs", "an integer >= 1"),
+        ("rev_vit_digits", "head.dropout=1", "head.dropout", "a number in [0, 1)"),
+        ("rev_vit_digits", "init={type: truncated_normal, std: -1}", "init.std", "a finite number > 0"),
+        ("rev_vit_digits", "init={type: truncated_normal, bias: .inf}", "init.bias", "a finite number"),
+        ("revnet_digits", "stem.kernel=-1", "stem.kernel", "an integer >= 1"),
+        ("revnet_digits", "stages.0.transition.stride=0", "stages.0.transition.stride", "an integer >= 1"),
+        ("revnet_digits", "fuse.momentum=0", "fuse.momentum", "a number in (0, 1]"),
+        ("revnet_digits", "block.coupling={type: momentum, m: 1}", "block.coupling.m", "a number in (0, 1)"),
+        (
+            "revnet_digits",
+            "block.coupling={type: dual_residual, beta: 0}",
+            "block.coupling.beta",
+            "a finite number other than 0",
+        ),
+        ("revnet_digits", "block.coupling={type: dual_residual, alpha: .nan}", "block.coupling.alpha", "a finite number"),
+        *(
+            (
+                "revnet_digits",
+                f"block.coupling={{type: leapfrog, h: {h}}}",
+                "block.coupling.h",
+                "a number whose square is finite and not 0",
+            )
+            for h in ("0.0", "1.0e+200", ".nan")
+        ),
+    ],
+)
+def test_a_number_out_of_range_is_named(name, override, path, allowed):
+    (found,) = problems(name, override)
+    assert found.startswith(f"{path}: found ")
+    assert found.endswith(f"; allowed: {allowed}")
+
+
+def test_what_only_torch_can_refuse_is_named_too():
+    (found,) = problems("rev_vit_digits", f"stages.0.g.ratio={1e300}")
+    assert found.startswith("stages.0.g: found {'type': 'mlp', 'ratio': 1e+300")
+    assert "; allowed: a size that torch can build (" in found
+
+
+def test_build_takes_a_spec():
+    with pytest.raises(InputError, match=r"Received: 'revnet_digits'\. Use revzoo\.create\(name\)"):
+        revzoo.build("revnet_digits")
+    spec = revzoo.load_spec("revnet_digits")
+    bare = replace(spec, block=replace(spec.block, coupling=Part("momentum", {"m": 1.0}, "block.coupling")))
+    with pytest.raises(SpecError, match=r"block\.coupling: found .*'m': 1\.0.*; allowed: A coupling with c = 0"):
+        revzoo.build(bare)

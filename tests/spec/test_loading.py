@@ -301,7 +301,7 @@ def test_structure_is_checked_before_the_parts_are_imported(write):
     spec = load_spec(write(SPEC), ["head.anything=1"])
     assert spec.head == Part("linear", {"outputs": 10, "anything": 1})
     assert message(load_spec, "toy.yaml", ["stages.0.depth=0", "fuse=null"]) == (
-        "2 problems found:\n  override: stages.0.depth: found 0; allowed: an integer >= 1."
+        "2 problems found:\n  override: stages.0.depth: found 0; allowed: an integer from 1 to 10000."
         "\n  override: fuse: found null; allowed: {type: NAME, ...} or NAME, with NAME a name."
     )
 

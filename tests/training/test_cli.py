@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from revzoo.analysis.verify import VerifyReport
+from revzoo.training.evaluation import Scores
 from zoo_cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,9 @@ MODELS = "rev_vit_b, rev_vit_digits, rev_vit_l"
             "train --ot=runs",
             "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --help, --out, ",
         ),
+        ("train --out pyproject.toml/run", "The run folder pyproject.toml/run cannot be made: pyproject.toml is a file."),
+        ("train train-epochs=3", "1 problem found:\n  override: 'train-epochs=3': found no PATH=VALUE; allowed: a dotted path"),
+        ("train model.overrides=[head.outputs=3]", "1 problem found:\n  override: model.overrides: found ['head.outputs=3']; "),
         ("train --out", "Argument --out: expected one argument. See revzoo train --help."),
         ("list a b", "Unexpected argument 'b'. See revzoo list --help."),
         ("check rev_vit_digits --dtype=int8", "Argument --dtype: invalid choice: 'int8' (choose from 'float64', 'float32', "),
@@ -58,7 +62,7 @@ MODELS = "rev_vit_b, rev_vit_digits, rev_vit_l"
 )
 def test_mistakes(arguments, message, capsys, tmp_path, monkeypatch):
     """Status 2 and one message, without a traceback, and nothing written."""
-    if "nowhere" not in arguments:
+    if "nowhere" not in arguments and "pyproject" not in arguments:
         monkeypatch.chdir(tmp_path)
     assert main(arguments.split()) == 2
     out, err = capsys.readouterr()
@@ -113,3 +117,21 @@ def test_train_eval_resume(fast, capsys, tmp_path, monkeypatch):
     assert f"runs/digits/last.safetensors: {top1}, top-5 " in capsys.readouterr().out
     assert main(["train", *fast, "--out", "runs/digits"]) == 2
     assert "runs/digits is not empty. Go on with that run (--resume runs/digits)" in capsys.readouterr().err
+    assert main(["eval", "runs/digits", "train.epochs=3"]) == 2
+    assert "Received: train.epochs=3. Evaluation takes data.... and train.mixed_precision" in capsys.readouterr().err
+
+
+def test_system_errors_are_said_without_a_traceback(capsys, monkeypatch):
+    def list_models(pattern):
+        raise PermissionError(13, "Permission denied", "specs/a.yaml")
+
+    monkeypatch.setattr("revzoo.spec.list_models", list_models)
+    assert main(["list"]) == 2
+    assert capsys.readouterr().err == "revzoo: cannot read or write specs/a.yaml: Permission denied\n"
+
+
+def test_scores_that_are_no_numbers_are_status_1(capsys, monkeypatch):
+    scores = Scores(10.0, 50.0, float("nan"), 355)
+    monkeypatch.setattr("revzoo.training.evaluation.evaluate_checkpoint", lambda path, overrides: scores)
+    assert main(["eval", "run"]) == 1
+    assert "the loss is not finite" in capsys.readouterr().err

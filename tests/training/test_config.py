@@ -79,6 +79,29 @@ def test_all_problems_at_once():
     assert "quote it" in hints["train.mixed_precision"]
 
 
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("optimizer.lr=.inf", "a finite number > 0"),
+        ("optimizer.weight_decay=.nan", "a finite number >= 0"),
+        ("optimizer.betas=[0.9]", "a list of 2"),
+        ("data.augment.mean=[.nan]", "a finite number"),
+        ("data.augment.crop_pct=1.5", r"a number in \(0, 1\]"),
+        ("data.augment.scale=[0.5,2]", r"a number in \(0, 1\]"),
+        ("data.augment.scale=[1,0.5]", "the smaller number first"),
+        ("data.augment.ratio=[2,1]", "the smaller number first"),
+        ("model.overrides=[head.outputs=3]", "no head.outputs: use model.num_outputs"),
+    ],
+)
+def test_numbers_out_of_range(override, allowed):
+    with pytest.raises(SpecError, match=f"1 problem found:.*\n.*allowed: .*{allowed}"):
+        load_recipe("digits", [override])
+
+
+def test_a_checkpoint_may_have_its_own_head():
+    load_recipe("digits", ["model.overrides=[head.outputs=3]", "model.checkpoint=a.safetensors"])
+
+
 def test_second_order_optimizers_are_refused():
     with pytest.raises(SpecError, match="first-order optimizer"):
         load_recipe("digits", ["optimizer.opt=adahessian"])

@@ -185,5 +185,28 @@ def test_refusals_of_other_data(folder):
     assert refusal(DataOptions("cifar10", 4, str(folder))).startswith(
         "cifar10 has images of 3 channels. Received: a model for 1."
     )
+    assert refusal(digits(shift=8)) == "Digits have 8x8 pixels. Received: data.shift=8. Use data.shift=7 or less."
+    assert refusal(images(folder, augment=AugmentOptions(padding=8))).startswith("Padding has to be smaller than an image.")
     augment = AugmentOptions(mean=(0.5,), std=(0.5,))
     assert refusal(images(folder, augment=augment), COLOUR).startswith("One mean and std per channel is needed")
+
+
+def test_empty_and_single_classes_are_named(folder):
+    for path in (folder / "train" / "cat").iterdir():
+        path.unlink()
+    assert refusal(images(folder)).startswith(f"Class folders in {folder}/train without images in them: cat.")
+    (folder / "train" / "cat").rmdir()
+    assert refusal(images(folder)).startswith(f"{folder}/train has one class: dog.")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("content", [b"", b"no image", None])
+def test_broken_images_are_named(folder, split, workers, content):
+    path = folder / split / "cat" / "2.png"
+    path.write_bytes(path.read_bytes()[:60] if content is None else content)
+    data = load_data(images(folder, num_workers=workers), GREY, 0)
+    with pytest.raises(DataError) as caught:
+        list(data.train if split == "train" else data.test)
+    assert str(caught.value).startswith(f"The image {path} cannot be read (")
+    assert "Traceback" not in str(caught.value)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import revzoo
 from revzoo import weights
-from revzoo.errors import CheckpointError
+from revzoo.errors import CheckpointError, InputError
 from revzoo.training.evaluation import Scores, evaluate, evaluate_checkpoint, evaluate_pretrained
 from revzoo.training.loop import train
 
@@ -57,6 +58,20 @@ def test_foreign_checkpoints(tmp_path):
     (tmp_path / "best.safetensors").write_bytes(b"half a file")
     with pytest.raises(CheckpointError, match="best.safetensors cannot be read"):
         evaluate_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["revzoo train", "accelerate launch -m zoo_cli train digits data.batch_size=2000"])
+def test_the_command_of_the_index(monkeypatch, command):
+    """The default recipe needs no name, and a batch for training needs not be filled."""
+    entries = {name: replace(entry, command=command) for name, entry in weights.index().items()}
+    monkeypatch.setattr("revzoo.training.evaluation.index", lambda: entries)
+    scores, entry = evaluate_pretrained("rev_vit_digits")
+    assert round(scores.top1, 2) == entry.metric["top1"]
+
+
+def test_overrides_that_are_not_of_the_data():
+    with pytest.raises(InputError, match="Received: model.exact=true"):
+        evaluate_pretrained("rev_vit_digits", ["model.exact=true"])
 
 
 def test_shipped_weights_repeat_their_metric():

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import revzoo
-from revzoo.errors import CheckpointError, InputError, SpecError
+from revzoo.errors import CheckpointError, InputError, RevzooError, SpecError
+from revzoo.training.config import load_recipe
+from revzoo.training.folder import RunFolder
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import DivergedError, resume, train
 
 ROOT = Path(__file__).parents[2]
+FAST = ["data.batch_size=320", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=2]"]
 MEASURED = {"seconds", "images_per_second", "memory_bytes"}  # what no two runs agree on
 # Everything that draws random numbers, two updates an epoch.
 RANDOM = ["mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.accumulate=2", "train.epochs=3"]
@@ -180,6 +184,7 @@ def test_divergence_is_explained(recipe, tmp_path):
 def test_refusals(recipe, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.yaml").write_text(recipe().to_yaml())
+    (tmp_path / "empty" / "spec.yaml").write_text(revzoo.load_spec("rev_vit_digits").to_yaml())
     with pytest.raises(CheckpointError, match="not the folder of a run: there is no state"):
         resume(tmp_path / "empty")
     with pytest.raises(InputError, match="is not empty"):
@@ -188,5 +193,88 @@ def test_refusals(recipe, tmp_path):
         train(recipe("model.num_outputs=3"), tmp_path / "run")
     with pytest.raises(SpecError, match="'fp16' without a GPU"):
         train(recipe("train.mixed_precision=fp16"), tmp_path / "run")
-    with pytest.raises(SpecError, match="optimizer: found IndexError"):
-        train(recipe("optimizer.opt=adamw", "optimizer.betas=[0.9]"), tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run of one epoch, which nobody changes."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(load_recipe("digits", [*FAST, "train.epochs=1"]), folder)
+    return folder
+
+
+STATE = "state/00001-0000000"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("spec.yaml", None, "there is no spec.yaml in it"),
+        ("spec.yaml", b"name: [", "invalid YAML"),
+        ("spec.yaml", "stages.0.depth=1", f"{STATE} cannot be used (.*model.safetensors does not fit"),
+        ("metrics.jsonl", None, "There is no .*metrics.jsonl, the metrics of 1 epochs. Put it back"),
+        ("metrics.jsonl", b"[1]\n", "Line 1 of .*metrics.jsonl is not the metrics of an epoch. Delete that line"),
+        ("metrics.jsonl", b"\xff{\n", "Line 1 of .*metrics.jsonl"),
+        (f"{STATE}/progress.json", None, f"{STATE}/progress.json cannot be used .*There is no state before it: start again"),
+        (f"{STATE}/progress.json", b"", f"{STATE}/progress.json cannot be used"),
+        (f"{STATE}/progress.json", b"[]", f"{STATE}/progress.json cannot be used"),
+        (f"{STATE}/progress.json", b'{"loss_sums": [0.0], "epoch": 7}', f"{STATE}/progress.json cannot be used"),
+        (f"{STATE}/progress.json", b'{"loss_sums": 3, "epoch": 1}', f"{STATE}/progress.json cannot be used"),
+        (f"{STATE}/model.safetensors", None, "No weights file at .*model.safetensors"),
+        (f"{STATE}/model.safetensors", b"half", "model.safetensors cannot be read"),
+        (f"{STATE}/ema.safetensors", b"half", "ema.safetensors cannot be read"),
+        (f"{STATE}/optimizer.bin", None, f"{STATE}/optimizer.bin cannot be used"),
+        (f"{STATE}/optimizer.bin", b"half", f"{STATE}/optimizer.bin cannot be used"),
+    ],
+)
+def test_damaged_folders(finished, tmp_path, file, content, message):
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / file
+    if content is None:
+        path.unlink()
+    elif isinstance(content, str):
+        path.write_text(revzoo.load_spec(path, [content]).to_yaml())
+    else:
+        path.write_bytes(content)
+    with pytest.raises((CheckpointError, SpecError), match=message.replace(" (", r" \(")):
+        resume(tmp_path / "run")
+
+
+def test_the_state_before_a_damaged_one(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    newest = tmp_path / "run" / "state" / "00002-0000000"
+    newest.mkdir()
+    with pytest.raises(CheckpointError, match=f"Delete {newest} to go on from the state before it"):
+        resume(tmp_path / "run")
+    newest.rmdir()
+    for name in ("my-notes", "99999-copy"):  # neither states nor in the way
+        (newest.parent / name).mkdir()
+    (newest.parent / "00009-0000000").touch()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 2, "tr')
+    assert resume(tmp_path / "run").folder == tmp_path / "run"
+    assert [record["epoch"] for record in records(tmp_path / "run")] == [1]
+
+
+def test_a_full_disk(recipe, tmp_path, monkeypatch):
+    saved = RunFolder.publish_state
+
+    def publish(self, written, progress):
+        if progress.epoch:
+            raise OSError(28, "No space left on device")
+        saved(self, written, progress)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "publish_state", publish)
+        with pytest.raises(RevzooError, match=f"No space left.*go on with revzoo train --resume {tmp_path}/run"):
+            train(recipe(), tmp_path / "run")
+    resume(tmp_path / "run")
+    assert [record["epoch"] for record in records(tmp_path / "run")] == [1, 2]
+
+
+def test_the_folder_is_looked_at_first(recipe, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("revzoo.training.setup.load_data", None)
+    for out in ("file", "file/run", "."):
+        with pytest.raises(InputError, match="cannot be made: .*file is a file|is not empty"):
+            train(recipe(), tmp_path / out)
