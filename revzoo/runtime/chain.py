@@ -143,7 +143,8 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
     """
     if not (isinstance(x1, Tensor) and isinstance(x2, Tensor)):
         raise InputError(f"A chain takes two tensors. Received: {type(x1).__name__} and {type(x2).__name__}.")
-    if torch.is_autocast_enabled(x1.device.type):  # convolutions in front give half precision; streams need every bit
+    if not x1.is_meta and torch.is_autocast_enabled(x1.device.type):
+        # Convolutions in front give half precision; streams need every bit.
         x1, x2 = (x.float() if x.dtype in _HALF else x for x in (x1, x2))
     if x1.dtype != x2.dtype or x1.device != x2.device or not x1.is_floating_point():
         raise InputError(
@@ -265,7 +266,7 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
 def _check_growth(growth: float, step: Step, dtype: torch.dtype) -> None:
     """Refuse a run of inverted steps that would rebuild its first state from rounding errors alone."""
     if growth * torch.finfo(dtype).eps > _LARGEST_ERROR:
-        raise InputError(
+        raise RecoveryError(
             f"Inverting {step.name} and the steps before it multiplies rounding errors by {growth:.0e} (1 / |b| each; b = "
             f"{step.coupling.b:g}), too much for {dtype}. Set the schedule of every few steps to 'recompute' or 'store', use "
             "'recompute' for all, or a coupling with |b| nearer to 1."

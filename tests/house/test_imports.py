@@ -95,7 +95,7 @@ def test_what_is_imported_is_declared():
         declared = {re.match(r"[\w-]+", line)[0] for line in tomllib.load(file)["project"]["dependencies"]}
     used = {name.split(".")[0] for path in (*MODULES, Path(zoo_cli.__file__)) for name in imported(path)}
     used -= set(sys.stdlib_module_names) | {"revzoo", "zoo_cli"}
-    assert {{"sklearn": "scikit-learn", "yaml": "pyyaml"}.get(name, name) for name in used} == declared
+    assert {{"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}.get(name, name) for name in used} == declared
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """README and docs: what they show runs, what they promise is held, what they must not say is not said."""
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -17,7 +18,8 @@ from revzoo import registry
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-NOT_RUN = ("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch")  # .ci/run, tests/training
+# Run by .ci/run, tests/analysis and tests/distributed.
+NOT_RUN = ("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch", "ACCELERATE_USE_CPU=true ")
 SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=1]")
 
 
@@ -40,6 +42,7 @@ def commands(body: str) -> list[str]:
 
 @pytest.fixture
 def own_registries(monkeypatch):
+    importlib.import_module("revzoo.builder")  # fills the registries, so that what is put back is whole
     for table in vars(registry).values():
         if isinstance(table, registry.Registry):
             monkeypatch.setattr(table, "_entries", dict(table._entries))
