@@ -173,7 +173,7 @@ def gradients() -> Iterator[Figure]:
             chain.schedule = mode
             worst = max(worst, *revzoo.verify(chain, x).gradient_errors.values())
         yield Figure(
-            "largest gradient error, float64, all couplings (against at least 1 % of a typical one)",
+            "gradient error, float64, all couplings (against at least 1 % of a typical one)",
             "small transformer",
             mode,
             3,

@@ -21,7 +21,7 @@ MODELS = "rev_vit_b, rev_vit_digits, rev_vit_l"
             "train --ot=runs",
             "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --help, --out, ",
         ),
-        ("train --out pyproject.toml/run", "The run folder pyproject.toml/run cannot be made: pyproject.toml is a file."),
+        (f"train --out {__file__}/run", f"The run folder {__file__}/run cannot be made: {__file__} is a file."),
         ("train train-epochs=3", "1 problem found:\n  override: 'train-epochs=3': found no PATH=VALUE; allowed: a dotted path"),
         ("train model.overrides=[head.outputs=3]", "1 problem found:\n  override: model.overrides: found ['head.outputs=3']; "),
         ("train --out", "Argument --out: expected one argument. See revzoo train --help."),
