@@ -20,6 +20,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -229,8 +230,11 @@ def surroundings() -> dict[str, object]:
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
         "command": shlex.join(["python", *sys.argv]),
+        "commit": commit or None,
         "hardware": {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "revzoo": revzoo.__version__},
     }
