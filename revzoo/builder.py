@@ -8,7 +8,7 @@ from revzoo.errors import InputError, MisfitError, Problem, RevzooError, SpecErr
 from revzoo.model import Block, Model, Stage
 from revzoo.parts.site import Shape, Site
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
-from revzoo.spec import DropPath, Part, Spec, plain
+from revzoo.spec import DropPath, Input, Part, Spec, TextInput, plain
 from revzoo.spec import Stage as StageSpec
 
 
@@ -36,19 +36,18 @@ class _Walk:
 
     def model(self) -> Model:
         spec = self._spec
-        image = Shape(spec.input.channels, tuple(spec.input.size), "image")
-        stem = self._make(stems, spec.stem, Site(image, image.width))
+        stem = self._make(stems, spec.stem, _entrance(spec.input))
         self._stop_if_wrong()  # without a stem there is no shape to go on with
         split = self._make(splits, spec.split, Site(stem.out_shape, stem.out_shape.width))
         self._stop_if_wrong()
-        rates = _drop_path_rates(spec.drop_path, sum(stage.depth for stage in spec.stages))
+        rates = _drop_path_rates(spec)
         shape, stages = split.out_shape, []
         for i, stage in enumerate(spec.stages):
             shape, built = self._stage(i, stage, shape, rates)
             stages.append(built)
         fuse = self._make(fuses, spec.fuse, Site(shape, shape.width))
         fused = fuse.out_shape if fuse is not None else shape
-        head = self._make(heads, spec.head, Site(fused, fused.width))
+        head = self._make(heads, spec.head, Site(fused, fused.width, embedding=getattr(stem, "embedding", None)))
         coupling = self._make(couplings, spec.coupling)
         init = self._make(inits, spec.init) if spec.init is not None else None
         self._stop_if_wrong()
@@ -58,7 +57,8 @@ class _Walk:
     def _stage(self, i: int, stage: StageSpec, shape: Shape, rates: Iterator[float]) -> tuple[Shape, Stage]:
         transition = None
         if stage.transition is not None:
-            transition = self._make(transitions, stage.transition, Site(shape, stage.width))
+            rate = next(rates) if self._spec.drop_path.transitions else 0.0
+            transition = self._make(transitions, stage.transition, Site(shape, stage.width, drop_path=rate))
             shape = transition.out_shape if transition is not None else replace(shape, width=stage.width)
         elif stage.width != shape.width:
             allowed = f"{shape.width}, which the part before hands over, or a transition that changes it"
@@ -94,7 +94,17 @@ class _Walk:
             raise SpecError(list(self._problems.values()))
 
 
-def _drop_path_rates(drop_path: DropPath, depth: int) -> Iterator[float]:
-    """Yield one probability per block of the whole network."""
+def _entrance(input: Input) -> Site:
+    """Return where the stem is built."""
+    if isinstance(input, TextInput):
+        return Site(Shape(input.vocabulary, (input.length,), "text"), input.vocabulary, padding=input.padding)
+    return Site(Shape(input.channels, tuple(input.size), "image"), input.channels)
+
+
+def _drop_path_rates(spec: Spec) -> Iterator[float]:
+    """Yield one probability per block of the whole network, transitions included where the spec counts them."""
+    drop_path: DropPath = spec.drop_path
+    counted = [stage.transition for stage in spec.stages if stage.transition is not None and drop_path.transitions]
+    depth = sum(stage.depth for stage in spec.stages) + len(counted)
     for i in range(depth):
         yield drop_path.max if drop_path.rule == "constant" else drop_path.max * i / max(depth - 1, 1)

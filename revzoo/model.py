@@ -1,20 +1,33 @@
 """The assembled network: stem, split, stages of reversible blocks joined by transitions, fuse, head."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from revzoo import inputs
+from revzoo.bijection import Bijection
 from revzoo.errors import InputError
-from revzoo.parts.head import PooledLinear
-from revzoo.runtime.chain import Mode, Step, checked_schedule, run_chain
+from revzoo.runtime.chain import Mode, Pair, Step, checked_schedule, invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.node import run_node
 from revzoo.spec.schema import Spec
+
+
+class Head(Protocol):
+    """What every head can do beside being called."""
+
+    @property
+    def outputs(self) -> int:
+        """Size of the last dimension of what it returns."""
+
+    def reset(self, outputs: int) -> None:
+        """Replace the last linear layer by a fresh one, or raise InputError where there is none to replace."""
+
+    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
 
 
 class Block(nn.Module):
@@ -31,7 +44,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks of one width and, in front of them, the ordinary module that changes width or size."""
+    """Blocks of one width and, in front of them, what changes width or size: an ordinary module or a bijection."""
 
     def __init__(self, transition: nn.Module | None, blocks: Sequence[Block]):
         super().__init__()
@@ -46,7 +59,9 @@ class Model(nn.Module):
     The reversible steps between two transitions form one chain. Everything else is a node: stem, transitions, fuse and
     head keep their activations unless their mode is `recompute`. State-dict keys depend on the architecture alone.
 
-    Shapes: images (B, C, H, W) of the spec's channels and size -> logits (B, outputs).
+    Shapes: images (B, C, H, W) of the spec's channels and size, or ids (B, N) with N up to the spec's length, and an
+        attention mask (B, N), which is by default all that is not the spec's padding -> logits, (B, outputs) or
+        (B, N, outputs) as the head gives them.
     """
 
     def __init__(
@@ -57,7 +72,7 @@ class Model(nn.Module):
         split: nn.Module,
         stages: Sequence[Stage],
         fuse: nn.Module,
-        head: PooledLinear,
+        head: nn.Module,
     ):
         super().__init__()
         self.spec = spec
@@ -82,7 +97,7 @@ class Model(nn.Module):
         """Names of all nodes and steps, in order: what `schedule` has one mode for."""
         names = ["stem"]
         for i, stage in enumerate(self.stages):
-            names += [f"stages.{i}.transition"] if hasattr(stage, "transition") else []
+            names += [f"stages.{i}.transition"] if self._node_of(stage) is not None else []
             names += [name for name, _ in self._stage_steps(i)]
         return (*names, "fuse", "head")
 
@@ -122,73 +137,101 @@ class Model(nn.Module):
 
     @property
     def num_outputs(self) -> int:
-        """Number of classes of the head."""
-        return self.head.outputs
+        """Number of classes of the head; for a language model, of ids."""
+        return cast(Head, self.head).outputs
 
     def reset_head(self, num_outputs: int) -> None:
         """Replace the last linear layer by a fresh one with `num_outputs` outputs, in the spec too.
 
         Raises:
-            InputError: no integer >= 1.
+            InputError: no integer >= 1, or a head whose outputs are the vocabulary.
         """
-        self.head.reset(checked_outputs(num_outputs))
+        cast(Head, self.head).reset(checked_outputs(num_outputs))
         head = replace(self.spec.head, arguments={**self.spec.head.arguments, "outputs": num_outputs})
         self.spec = replace(self.spec, head=head)
 
     def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
-        """Return random images of the spec's shape, (batch_size, C, H, W)."""
-        channels, size = self.spec.input.channels, self.spec.input.size
+        """Return a random batch: images (batch_size, C, H, W), or ids (batch_size, length) without padding."""
         reference = next(self.parameters())
-        return torch.randn(batch_size, channels, *size, device=device or reference.device, dtype=reference.dtype)
+        return inputs.example(self.spec, batch_size, device or reference.device, reference.dtype)
 
-    def forward_features(self, x: Tensor) -> Tensor:
+    def forward_features(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return what the head receives: the fused, normalised streams before pooling.
 
-        Shapes: (B, C, H, W) -> (B, N, D) or (B, C', H', W'), as the fuse gives it.
+        Shapes: as `Model` -> (B, N, D) or (B, C', H', W'), as the fuse gives it.
         Raises:
-            InputError: x is not a batch of the spec's images, of the parameters' dtype (autocast aside) and device.
+            InputError: x is not a batch of the spec's input, of the parameters' dtype (autocast aside) and device, or the
+                mask does not fit it.
         """
-        if not torch.compiler.is_compiling():
-            self._require_like_parameters(x)
-        expected = (self.spec.input.channels, *self.spec.input.size)
-        if tuple(x.shape[1:]) != expected:
-            raise InputError(
-                f"{self.spec.name} takes images (B, {', '.join(map(str, expected))}). Received: {tuple(x.shape)}. "
-                "Another size is set with overrides=['input.size=[H,W]']."
-            )
-        modes = dict(zip(self.units, self._schedule, strict=True))
-        pair = self.split(run_node(self.stem, "stem", modes["stem"], x))
-        del x
-        chain: list[Step] = []
+        inputs.check(self.spec, x, next(self.parameters()))
+        return self._features(x, inputs.token_mask(self.spec, x, attention_mask))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        inputs.check(self.spec, x, next(self.parameters()))
+        mask = inputs.token_mask(self.spec, x, attention_mask)
+        features = self._features(x, mask)
+        masks = () if mask is None else (mask,)
+        return cast(Tensor, run_node(self.head, "head", self._schedule[-1], features, *masks))
+
+    @torch.no_grad()
+    def inverse(self, features: Tensor) -> Tensor:
+        """Return the input of a bijective network from its `forward_features`, to rounding, or exactly with `exact`.
+
+        Only in eval mode: random steps and BatchNorm in training mode are not replayed.
+
+        Raises:
+            InputError: the model is in training mode, or a part of it loses information; the part is named.
+        """
+        if self.training:
+            raise InputError("Features are inverted in eval mode, and must have been computed in it. Call model.eval() first.")
+        chain: list[Step | Bijection] = []
         for i, stage in enumerate(self.stages):
-            if isinstance(transition := getattr(stage, "transition", None), nn.Module):
-                pair = run_chain(chain, *pair, exact=self.exact)
+            if self._node_of(stage) is not None:
+                raise self._loses(f"stages.{i}.transition")
+            chain += self._links(i, "store")
+        pair = invert_chain(chain, *self._inverse_of("fuse")(features), exact=self.exact)
+        return cast(Tensor, self._inverse_of("stem")(self._inverse_of("split")(*pair)))
+
+    def _features(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        modes = dict(zip(self.units, self._schedule, strict=True))
+        pair: Pair = self.split(run_node(self.stem, "stem", modes["stem"], x))
+        del x
+        chain: list[Step | Bijection] = []
+        for i, stage in enumerate(self.stages):
+            if (node := self._node_of(stage)) is not None:
+                pair = run_chain(chain, *pair, side=mask, exact=self.exact)
                 name = f"stages.{i}.transition"
-                pair = run_node(transition, name, modes[name], *pair)
+                pair = run_node(node, name, modes[name], *pair)
                 chain = []
-            chain += [Step(step, name, self.coupling, modes[name]) for name, step in self._stage_steps(i)]
-        pair = run_chain(chain, *pair, exact=self.exact)
+            chain += self._links(i, modes)
+        pair = run_chain(chain, *pair, side=mask, exact=self.exact)
         return cast(Tensor, run_node(self.fuse, "fuse", modes["fuse"], *pair))
 
-    def forward(self, x: Tensor) -> Tensor:
-        head_mode = self._schedule[-1]
-        return cast(Tensor, run_node(self.head, "head", head_mode, self.forward_features(x)))
+    def _links(self, i: int, modes: dict[str, Mode] | Mode) -> Iterator[Step | Bijection]:
+        """Yield what stage i adds to the chain."""
+        transition = getattr(self.stages[i], "transition", None)
+        if isinstance(transition, Bijection):
+            yield transition
+        for name, step in self._stage_steps(i):
+            yield Step(step, name, self.coupling, modes if isinstance(modes, str) else modes[name])
 
-    def _require_like_parameters(self, x: object) -> None:
-        """Raise InputError unless the stem can take x as what its parameters are."""
-        name, own = self.spec.name, next(self.parameters())
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            received = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"{name} takes a tensor of floating-point images. Received: {received}.")
-        if isinstance(own, DTensor) or own.is_meta:  # FSDP and Accelerate's offloading bring parameters when they are used
-            return
-        if x.device != own.device:
-            raise InputError(f"{name} is on {own.device}. Received: images on {x.device}. Move them with x.to('{own.device}').")
-        mixed = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # meta has no autocast
-        if x.dtype != own.dtype and not mixed:
-            raise InputError(
-                f"{name} has {own.dtype} parameters. Received: {x.dtype} images. Use x.to({own.dtype}) or autocast."
-            )
+    @staticmethod
+    def _node_of(stage: nn.Module) -> nn.Module | None:
+        transition = getattr(stage, "transition", None)
+        return None if isinstance(transition, Bijection) else transition
+
+    def _inverse_of(self, name: str) -> Callable[..., Any]:
+        inverse: Callable[..., Any] | None = getattr(getattr(self, name), "inverse", None)
+        if inverse is None:
+            raise self._loses(name)
+        return inverse
+
+    def _loses(self, name: str) -> InputError:
+        kind = type(self.get_submodule(name)).__name__
+        return InputError(
+            f"{self.spec.name} cannot be inverted as a whole: its {name} ({kind}) loses information. Of the shipped models, "
+            "revzoo.list_models('irevnet*') can."
+        )
 
     def _named_steps(self) -> Iterator[tuple[str, Any]]:
         for i in range(len(self.stages)):

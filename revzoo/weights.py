@@ -123,7 +123,8 @@ def save(model: Model, path: str | Path, metadata: Mapping[str, str] | None = No
         metadata: further strings to keep with the weights, for example a metric.
     """
     path = Path(path)
-    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in model.state_dict().items()}
+    shared = _shared(model)
+    tensors = {key: t.detach().cpu().contiguous() for key, t in model.state_dict().items() if key not in shared}
     facts = {"format": "pt", "revzoo.spec": model.spec.to_yaml(), "revzoo.digest": model.spec.digest, **(metadata or {})}
     partial = path.with_name(path.name + ".partial")
     save_file(tensors, partial, metadata=facts)
@@ -143,7 +144,8 @@ def load(model: Model, path: str | Path) -> None:
     path = Path(path)
     found, metadata = _contents(path)
     tensors = _without_wrappers(found)
-    own = model.state_dict()
+    own, shared = model.state_dict(), _shared(model)
+    tensors |= {key: tensors[first] for key, first in shared.items() if first in tensors}
     problems = {
         "missing": [key for key in own if key not in tensors],
         "unexpected": [key for key in tensors if key not in own],
@@ -169,6 +171,17 @@ def load(model: Model, path: str | Path) -> None:
         warnings.warn(f"{path} fits {model.spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
     on_meta = any(tensor.is_meta for tensor in own.values())
     model.load_state_dict(tensors, assign=on_meta)
+    if on_meta:  # every key was assigned a parameter of its own
+        for key, first in shared.items():
+            owner, _, name = key.rpartition(".")
+            setattr(model.get_submodule(owner), name, model.get_parameter(first))
+
+
+def _shared(model: Model) -> dict[str, str]:
+    """Return, for every key whose tensor an earlier key has as well (a tied embedding), that key."""
+    first: dict[int, str] = {}
+    tensors = model.state_dict(keep_vars=True)
+    return {key: first[id(t)] for key, t in tensors.items() if first.setdefault(id(t), key) != key}
 
 
 def read(path: str | Path) -> dict[str, Tensor]:

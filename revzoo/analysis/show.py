@@ -16,6 +16,7 @@ from revzoo.analysis.trial import borrowed, call, linear_loss, scheduled
 from revzoo.model import Model
 from revzoo.runtime.chain import Mode
 from revzoo.runtime.memory import LiveBytes
+from revzoo.spec import plain
 
 
 def show(model: Model, batch_size: int = 32) -> RenderableType:
@@ -73,7 +74,7 @@ def _facts(model: Model, batch: Tensor) -> Table:
             assign(mode)
             flops[mode] = count_flops(model, batch[:1])
     table = _plain(escape(f"{spec.name} ({spec.family})"))
-    table.add_row("input", f"{spec.input.kind}, {spec.input.channels} x {' x '.join(map(str, spec.input.size))}")
+    table.add_row("input", ", ".join(f"{key} {value}" for key, value in plain(spec.input).items()))
     table.add_row("outputs", str(model.num_outputs))
     table.add_row("parameters", f"{everything:,}, of them {rebuilt / everything:.0%} in reversible steps")
     table.add_row("reversible steps", f"{len(model.steps)}, coupling {spec.coupling.type}")

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from revzoo.bijection import Bijection
 from revzoo.errors import InputError
 from revzoo.model import Model
-from revzoo.runtime.bijection import Bijection
 from revzoo.runtime.chain import Mode, ReversibleChain
 from revzoo.runtime.memory import tensors_in
 

@@ -14,7 +14,7 @@ from revzoo.registry import branches
 class AttentionBranch(nn.Module):
     """Attend globally over normalised tokens.
 
-    Shapes: (B, N, D) -> (B, N, D), D divisible by heads.
+    Shapes: (B, N, D) -> (B, N, D), D divisible by heads; mask (B, N), False where no token is.
     Args:
         heads: number of attention heads.
         norm: in front of the attention.
@@ -32,6 +32,7 @@ class AttentionBranch(nn.Module):
         self.attn = Attention(at.width, num_heads=heads, qkv_bias=qkv_bias)
         self.drop_path = DropPath(at.drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.drop_path(self.attn(self.norm(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        attended = self.attn(self.norm(x), attn_mask=None if mask is None else mask[:, None, None, :])
+        out: Tensor = self.drop_path(attended)
         return out

@@ -1,5 +1,6 @@
 """Heads: from features to what the task asks for."""
 
+from math import inf
 from typing import Literal
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from revzoo.registry import heads
 class PooledLinear(nn.Module):
     """Pool over space or tokens, then map linearly to the outputs.
 
-    Shapes: (B, C, H, W) or (B, N, C) -> (B, outputs).
+    Shapes: (B, C, H, W) or (B, N, C) -> (B, outputs); mask (B, N), False where no token is, which pooling then passes over.
     Args:
         outputs: number of classes.
         pool: `mean` or `max` over everything but batch and channels.
@@ -37,7 +38,12 @@ class PooledLinear(nn.Module):
         weight = self.linear.weight
         self.linear = nn.Linear(self.linear.in_features, outputs, device=weight.device, dtype=weight.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        pooled = x.mean(self._dims) if self._pool == "mean" else x.amax(self._dims)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            pooled = x.mean(self._dims) if self._pool == "mean" else x.amax(self._dims)
+        else:
+            absent = ~mask[:, :, None]
+            kept = x.masked_fill(absent, 0.0 if self._pool == "mean" else -inf)
+            pooled = kept.sum(1) / mask.sum(1, keepdim=True) if self._pool == "mean" else kept.amax(1)
         logits: Tensor = self.linear(self.dropout(pooled))
         return logits

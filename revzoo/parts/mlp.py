@@ -14,7 +14,7 @@ from revzoo.registry import branches
 class MlpBranch(nn.Module):
     """Transform each normalised token by itself.
 
-    Shapes: (B, N, D) -> (B, N, D).
+    Shapes: (B, N, D) -> (B, N, D); a mask of the tokens changes nothing.
     Args:
         ratio: hidden width over width.
         act: activation between the two linear layers.
@@ -32,6 +32,6 @@ class MlpBranch(nn.Module):
         self.mlp = Mlp(at.width, int(at.width * ratio), act_layer=activation(act))
         self.drop_path = DropPath(at.drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         out: Tensor = self.drop_path(self.mlp(self.norm(x)))
         return out

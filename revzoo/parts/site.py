@@ -4,14 +4,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-Layout = Literal["image", "tokens"]
+from torch import nn
+
+Layout = Literal["image", "tokens", "text"]
 
 
 @dataclass(frozen=True)
 class Shape:
     """One stream (or one ordinary tensor) without its batch dimension.
 
-    Shapes: `image` is (B, width, *size); `tokens` is (B, prod(size), width), `size` being the token grid.
+    Shapes: `image` is (B, width, *size); `tokens` is (B, prod(size), width), `size` being the token grid; `text` is (B, N)
+        ids, N up to size[0], of a vocabulary of `width`.
     """
 
     width: int
@@ -21,7 +24,7 @@ class Shape:
     @property
     def dims(self) -> tuple[int, ...]:
         """The tensor's dimensions after the batch."""
-        return (self.width, *self.size) if self.layout == "image" else (prod(self.size), self.width)
+        return {"image": (self.width, *self.size), "tokens": (prod(self.size), self.width), "text": self.size}[self.layout]
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,17 @@ class Site:
     """The place of one part in the walk over a spec.
 
     Args:
-        shape: what arrives. For a stem the input image, for a branch one stream.
+        shape: what arrives. For a stem the input, for a branch one stream.
         width: channels per stream that the stage asks for (a stem sizes itself by its own arguments).
         index: number of the block within its stage, from 0.
         drop_path: probability of dropping the branch, in [0, 1).
+        padding: the id in a text that is not attended to, if there is one.
+        embedding: a text stem's table of embeddings, (vocabulary, D), which a head may share.
     """
 
     shape: Shape
     width: int
     index: int = 0
     drop_path: float = 0.0
+    padding: int | None = None
+    embedding: nn.Parameter | None = None

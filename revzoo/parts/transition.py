@@ -1,8 +1,9 @@
-"""Transitions: ordinary, stored modules between stages that change width or size of both streams."""
+"""Transitions change width or size of both streams between stages: ordinary, stored modules, or bijections."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from revzoo.bijection import SpaceToDepth
 from revzoo.bounds import Positive, Update
 from revzoo.errors import MisfitError
 from revzoo.parts.conv import UnitLayout, conv_unit
@@ -49,6 +50,28 @@ class ResidualPair(nn.Module):
         y1 = self.shortcut1(x1) + self.f(x2)
         y2 = self.shortcut2(x2) + self.g(y1)
         return y1, y2
+
+
+@transitions.register("space_to_depth")
+class Squeeze(SpaceToDepth):
+    """Fold squares of pixels into the channels of each stream; nothing is lost, and nothing is stored.
+
+    Shapes: x: (B, C, H, W) -> (B, block^2 C, H / block, W / block), for both streams.
+    Args:
+        block: side of a square [pixels]; divides the sides.
+    Source: i-RevNet (Jacobsen et al. 2018), psi.
+    """
+
+    def __init__(self, at: Site, *, block: Positive = 2):
+        super().__init__(block)
+        if at.shape.layout != "image":
+            raise MisfitError("type", "space_to_depth", "a stem that gives images, for example conv")
+        if any(side % block for side in at.shape.size):
+            raise MisfitError("block", block, f"a divisor of the sides {at.shape.size}")
+        width = block * block * at.shape.width
+        if at.width != width:
+            raise MisfitError("type", "space_to_depth", f"a stage of width {width} (block^2 times {at.shape.width})")
+        self.out_shape = Shape(width, tuple(side // block for side in at.shape.size), "image")
 
 
 def _shortcut(width: int, out_width: int, stride: int, layout: UnitLayout) -> nn.Module:

@@ -1,6 +1,6 @@
 """The reversible runtime, usable alone: it knows tensors and callables, no spec and no family."""
 
-from revzoo.runtime.bijection import Bijection, SpaceToDepth
+from revzoo.bijection import Bijection, SpaceToDepth
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.memory import LiveBytes

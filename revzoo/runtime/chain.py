@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError, did_you_mean
 from revzoo.registry import couplings
-from revzoo.runtime.bijection import Bijection
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.exact import Grid, has_value, reach, require_exact
 from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled

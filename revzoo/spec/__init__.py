@@ -4,12 +4,13 @@ from revzoo.bounds import Bound, Positive, Rate
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import data_root, list_models, list_recipes, recipe_file, spec_file
 from revzoo.spec.parsing import Part, parse, plain
-from revzoo.spec.schema import DropPath, Input, Spec, Stage
+from revzoo.spec.schema import DropPath, ImageInput, Input, Spec, Stage, TextInput
 from revzoo.spec.tree import Node, apply_overrides, load_tree, merge
 
 __all__ = [
     "Bound",
     "DropPath",
+    "ImageInput",
     "Input",
     "Node",
     "Part",
@@ -17,6 +18,7 @@ __all__ = [
     "Rate",
     "Spec",
     "Stage",
+    "TextInput",
     "apply_overrides",
     "data_root",
     "list_models",

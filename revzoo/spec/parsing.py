@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from revzoo.bounds import Bound as Bound
 from revzoo.bounds import Positive as Positive
 from revzoo.bounds import Rate as Rate
-from revzoo.errors import Problem, did_you_mean, listing
+from revzoo.errors import Problem, did_you_mean, listing, nearest
 from revzoo.registry import Registry
 from revzoo.spec.tree import BOOLEAN_HINT, Node, join
 
@@ -141,6 +141,8 @@ def _read_union(node: Node, annotation: Any, path: str, problems: list[Problem])
     members = [member for member in get_args(annotation) if member is not NoneType]
     if node.value is None and NoneType in get_args(annotation):
         return None
+    if len(members) > 1 and all(map(is_dataclass, members)):
+        return _read_kind(node, members, path, problems)
     found: list[Problem] = []
     for member in members:
         found.clear()
@@ -152,6 +154,23 @@ def _read_union(node: Node, annotation: Any, path: str, problems: list[Problem])
     else:
         problems.append(node.problem(describe(annotation)))
     return None
+
+
+def _read_kind(node: Node, members: list[Any], path: str, problems: list[Problem]) -> Any:
+    """Read one of several dataclasses: the one whose `kind` is written."""
+    kinds = {get_args(_members(member)["kind"].annotation)[0]: member for member in members}
+    if not isinstance(node.value, dict):
+        problems.append(node.problem(f"a mapping with the key kind: {' or '.join(map(repr, kinds))}"))
+        return None
+    kind = node.value.get("kind", node.missing("kind"))
+    if not _is_text(kind.value) or kind.value not in kinds:
+        meant = nearest(kind.value, kinds) if _is_text(kind.value) else None
+        hint = did_you_mean(kind.value, kinds) if meant else ""
+        problems.append(kind.problem(" or ".join(map(repr, kinds)), hint=hint))
+        if meant is None:
+            return None
+        kind = replace(kind, value=meant)  # the other keys are probably meant for it
+    return _read(replace(node, value=node.value | {"kind": kind}), kinds[kind.value], path, problems)
 
 
 def _read_tuple(node: Node, annotation: Any, path: str, problems: list[Problem]) -> Any:

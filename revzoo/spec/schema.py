@@ -41,12 +41,12 @@ class Expect(TypedDict, total=False):
     parameters: Positive
     stream_shape: tuple[Positive, ...]
     reversible_steps: Positive
-    flops: Positive
+    flops: Positive  # of a forward pass of one example, a multiply-add counted once, as papers do
 
 
 @dataclass(frozen=True)
-class Input:
-    """What one example is, without the batch dimension."""
+class ImageInput:
+    """Images of one size: a batch is (B, channels, *size), floating."""
 
     kind: Literal["image"]
     channels: Positive
@@ -54,11 +54,33 @@ class Input:
 
 
 @dataclass(frozen=True)
+class TextInput:
+    """Token ids: a batch is (B, N) integers from 0 to vocabulary - 1, N up to `length`.
+
+    Args:
+        padding: the id that fills up short examples; nothing attends to it. None is no such id.
+    """
+
+    kind: Literal["text"]
+    length: Positive
+    vocabulary: Positive
+    padding: Annotated[int, Bound("an integer >= 0", lambda n: n >= 0)] | None = None
+
+
+Input = ImageInput | TextInput
+
+
+@dataclass(frozen=True)
 class DropPath:
-    """Stochastic depth: `linear` grows from 0 in the first block to `max` in the last, `constant` is `max` in all."""
+    """Stochastic depth: `linear` grows from 0 in the first block to `max` in the last, `constant` is `max` in all.
+
+    Args:
+        transitions: whether transitions count as blocks, and are given their probability.
+    """
 
     max: Rate = 0.0
     rule: Literal["linear", "constant"] = "linear"
+    transitions: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from revzoo.errors import DataError
-from revzoo.spec.schema import Input
+from revzoo.spec.schema import ImageInput, Input
 from revzoo.training.config import DataOptions
 
 
@@ -86,6 +86,8 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     """
     train: Examples
     test: Examples
+    if not isinstance(input, ImageInput):
+        raise DataError(f"data.name={options.name} is images. Received: a model for {input.kind}.")
     if options.name == "digits":
         from revzoo.training.digits import load_digits
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from revzoo.errors import DataError
-from revzoo.spec.schema import Input
+from revzoo.spec.schema import ImageInput
 from revzoo.training.config import DataOptions
 from revzoo.training.data import generator
 
@@ -44,7 +44,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         return images[:, None], self.labels[which]
 
 
-def load_digits(options: DataOptions, input: Input, seed: int) -> tuple[Digits, Digits]:
+def load_digits(options: DataOptions, input: ImageInput, seed: int) -> tuple[Digits, Digits]:
     """Return the training and the test digits.
 
     Raises:

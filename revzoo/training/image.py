@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from torchvision import transforms
 
 from revzoo.errors import DataError, listing
-from revzoo.spec.schema import Input
+from revzoo.spec.schema import ImageInput
 from revzoo.training.config import AugmentOptions, DataOptions
 from revzoo.training.data import seeded
 
@@ -69,7 +69,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return image, int(label)
 
 
-def load_images(options: DataOptions, input: Input, seed: int) -> tuple[Images, Images]:
+def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Images, Images]:
     """Return the training and the validation images (CIFAR's test images).
 
     Raises:
@@ -118,7 +118,7 @@ def _train_transform(
     return transforms.Compose([shape, policy, final])
 
 
-def _open_cifar(name: str, root: Path, input: Input) -> tuple[Any, Any, int]:
+def _open_cifar(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, int]:
     if input.channels != 3:
         raise DataError(f"{name} has images of 3 channels. Received: a model for {input.channels}.")
     try:

@@ -13,29 +13,33 @@ import pytest
 import revzoo
 
 ROOT = Path(revzoo.__file__).parent
-BASE = {"bounds", "errors", "registry"}
+BASE = {"bijection", "bounds", "errors", "registry"}
 PARTS = {"spec", "runtime", "parts"}
-MODEL = {"builder", "model"}
+MODEL = {"builder", "inputs", "model"}
 ALLOWED = {
+    "bijection": set(),
     "bounds": set(),
     "errors": set(),
     "registry": {"errors"},
     "spec": BASE | {"spec"},
     "runtime": BASE | {"runtime"},
     "parts": BASE | {"parts"},
-    "model": BASE | PARTS,
+    "inputs": BASE | {"spec"},
+    "model": BASE | PARTS | {"inputs"},
     "builder": BASE | PARTS | {"model"},
     "weights": BASE | PARTS | MODEL,
     "analysis": BASE | PARTS | MODEL | {"analysis", "weights"},
     "training": BASE | PARTS | MODEL | {"analysis", "weights", "training"},
 }
 FORBIDDEN_OUTSIDERS = {  # what a layer must not know of
+    "bijection": {"omegaconf", "timm", "rich"},
     "bounds": {"torch", "omegaconf", "timm", "rich"},
     "errors": {"torch", "omegaconf", "timm", "rich"},
     "registry": {"torch", "omegaconf", "timm", "rich"},
     "spec": {"torch", "timm", "safetensors"},
     "runtime": {"omegaconf", "yaml", "timm", "rich", "accelerate"},
     "parts": {"omegaconf", "yaml", "rich", "accelerate"},
+    "inputs": {"omegaconf", "yaml", "timm", "rich", "accelerate"},
     "model": {"omegaconf", "yaml", "rich", "accelerate"},
     "builder": {"omegaconf", "yaml", "rich", "accelerate"},
     "weights": {"rich", "accelerate"},

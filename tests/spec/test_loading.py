@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from revzoo.errors import RevzooError
-from revzoo.spec import DropPath, Input, Part, Stage, list_models, load_spec, names, recipe_file, spec_file
+from revzoo.spec import DropPath, ImageInput, Part, Stage, list_models, load_spec, names, recipe_file, spec_file
 
 pytestmark = pytest.mark.usefixtures("toys")
 
@@ -50,7 +50,7 @@ def test_spec_is_resolved(write):
     spec = load_spec(write(SPEC))
 
     assert (spec.name, spec.family, spec.file) == ("toy", "toys", "toy.yaml")
-    assert spec.input == Input("image", 3, (32, 32))
+    assert spec.input == ImageInput("image", 3, (32, 32))
     assert spec.stem == Part("patches", {"width": 8, "patch": 4})
     assert spec.coupling == Part("additive")
     assert spec.drop_path == DropPath(0.1, "linear")

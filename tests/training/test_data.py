@@ -8,12 +8,12 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from revzoo.errors import DataError
-from revzoo.spec.schema import Input
+from revzoo.spec.schema import ImageInput
 from revzoo.training.config import AugmentOptions, DataOptions
 from revzoo.training.data import load_data
 
-GREY = Input("image", 1, (8, 8))
-COLOUR = Input("image", 3, (32, 32))
+GREY = ImageInput("image", 1, (8, 8))
+COLOUR = ImageInput("image", 3, (32, 32))
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves closing them to Python
 
 

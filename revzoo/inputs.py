@@ -1,0 +1,98 @@
+"""What a network takes: examples of its spec's input, and the checks in front of the stem."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from revzoo.errors import InputError
+from revzoo.spec.schema import ImageInput, Spec, TextInput
+
+
+def example(spec: Spec, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Return a random batch: images (B, C, H, W) of `dtype`, or ids (B, length) without padding."""
+    if isinstance(spec.input, ImageInput):
+        return torch.randn(batch_size, spec.input.channels, *spec.input.size, device=device, dtype=dtype)
+    text = spec.input
+    words = text.vocabulary - (text.padding is not None)
+    ids = torch.randint(words, (batch_size, text.length), device=device)
+    return ids if text.padding is None else ids + (ids >= text.padding)
+
+
+def check(spec: Spec, x: Tensor, weight: Tensor) -> None:
+    """Raise InputError unless x is a batch of the spec's input that a network with such a parameter can take.
+
+    The values of ids are looked at on the CPU only; elsewhere that would make the host wait.
+    """
+    if not torch.compiler.is_compiling():
+        _check_kind(spec, x, weight)
+    if isinstance(spec.input, TextInput):
+        _check_ids(spec.name, spec.input, x)
+        return
+    expected = (spec.input.channels, *spec.input.size)
+    if tuple(x.shape[1:]) != expected:
+        raise InputError(
+            f"{spec.name} takes images (B, {', '.join(map(str, expected))}). Received: {tuple(x.shape)}. "
+            "Another size is set with overrides=['input.size=[H,W]']."
+        )
+
+
+def token_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """Return (B, N), True where a token is, or None where all are tokens: no mask is given and the spec has no padding.
+
+    Raises:
+        InputError: a mask of another shape or kind, for images, or with an example of padding alone (seen on the CPU).
+    """
+    if isinstance(spec.input, ImageInput):
+        if attention_mask is not None:
+            raise InputError(f"{spec.name} takes images, which have no attention mask. Received: one.")
+        return None
+    if attention_mask is None:
+        if spec.input.padding is None:
+            return None
+        mask = x != spec.input.padding
+    else:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != x.shape:
+            found = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise InputError(
+                f"The attention mask has one entry per token, {tuple(x.shape)}, 1 or True for tokens. Received: {found}."
+            )
+        mask = attention_mask.bool()
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any(1).all()):
+        raise InputError(f"Example {int(mask.any(1).int().argmin())} of the batch has no token, only padding. Leave it out.")
+    return mask
+
+
+def _check_kind(spec: Spec, x: object, own: Tensor) -> None:
+    text = isinstance(spec.input, TextInput)
+    wanted, things = ("token ids (int64 or int32)", "ids") if text else ("floating-point images", "images")
+    if not isinstance(x, Tensor) or (x.dtype not in (torch.int64, torch.int32) if text else not x.is_floating_point()):
+        received = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{spec.name} takes a tensor of {wanted}. Received: {received}.")
+    if isinstance(own, DTensor) or own.is_meta:  # FSDP and Accelerate's offloading bring parameters when they are used
+        return
+    if x.device != own.device:
+        raise InputError(
+            f"{spec.name} is on {own.device}. Received: {things} on {x.device}. Move them with x.to('{own.device}')."
+        )
+    mixed = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # meta has no autocast
+    if not text and x.dtype != own.dtype and not mixed:
+        raise InputError(
+            f"{spec.name} has {own.dtype} parameters. Received: {x.dtype} images. Use x.to({own.dtype}) or autocast."
+        )
+
+
+def _check_ids(name: str, text: TextInput, ids: Tensor) -> None:
+    if ids.dim() != 2 or not 1 <= ids.shape[1] <= text.length:
+        raise InputError(
+            f"{name} takes ids (B, N) of 1 to {text.length} tokens. Received: {tuple(ids.shape)}. Truncate them, or make the "
+            "model for longer texts with overrides=['input.length=N']."
+        )
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+        return
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or high >= text.vocabulary:
+        wrong = low if low < 0 else high
+        raise InputError(
+            f"{name} has a vocabulary of {text.vocabulary} ids, 0 to {text.vocabulary - 1}. Received: id {wrong}. Is this the "
+            "tokenizer it was made for? Another vocabulary is set with overrides=['input.vocabulary=N']."
+        )
