@@ -28,11 +28,21 @@ class Source(TypedDict):
     cite: str
 
 
-class Twin(TypedDict):
-    """The ordinary network of another library that this one is the reversible version of."""
+class TwinName(TypedDict):
+    """Where to find an ordinary network."""
 
     library: str
     name: str
+
+
+class Twin(TwinName, total=False):
+    """The ordinary network that this one is the reversible version of.
+
+    `arguments` are those of `timm.create_model`, or fields of the Transformers configuration.
+    """
+
+    arguments: Annotated[Any, Bound("a mapping", lambda value: isinstance(value, dict))]
+    parameters: Positive
 
 
 class Expect(TypedDict, total=False):
