@@ -1,9 +1,10 @@
-"""The command line: revzoo list | show | train | eval | check.
+"""The command line: revzoo list | show | train | eval | check | tokenizer.
 
 A command imports what it needs when it runs, so that `revzoo list` answers without torch.
 """
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -82,7 +83,7 @@ def _about(option: str) -> int:
         print(f"revzoo {revzoo.__version__}")
     else:
         print("usage: revzoo COMMAND [...]\n\nA zoo of reversible networks for PyTorch.\n")
-        print("\n".join(f"  {name:<6} {command.summary}" for name, command in COMMANDS.items()))
+        print("\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items()))
         print("\nrevzoo COMMAND --help says more.")
     return 0
 
@@ -93,18 +94,46 @@ def _list(arguments: argparse.Namespace) -> int:
     names = list_models(arguments.pattern)
     if not names:
         raise UnknownNameError("model", arguments.pattern, list_models())
-    print("\n".join(names))
+    if arguments.table is None:
+        print("\n".join(names))
+    else:
+        from revzoo.analysis.zoo import update
+
+        update(arguments.table, names)
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    if arguments.plot is not None:
+        _require_png(arguments.plot)
     from revzoo import create
-    from revzoo.analysis.show import show
+    from revzoo.analysis.report import report
 
-    Console(highlight=False).print(show(create(arguments.name, device="meta"), arguments.batch))
+    model = create(arguments.name, device="meta")
+    found = report(model, arguments.batch)
+    if arguments.plot is not None:
+        from revzoo.analysis.plot import plot
+
+        plot(found, arguments.plot)
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        from revzoo.analysis.show import show
+
+        Console(highlight=False).print(show(found))
     return 0
+
+
+def _require_png(path: Path) -> None:
+    """Raise unless a picture can be written there, before anything is measured for it."""
+    if path.suffix.lower() != ".png":
+        raise InputError(f"A picture is written as PNG. Received: --plot {path}. Use --plot network.png.")
+    existed = path.exists()
+    path.open("ab").close()
+    if not existed:
+        path.unlink()
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -161,6 +190,17 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def _tokenizer(arguments: argparse.Namespace) -> int:
+    from revzoo.training.tokenizer import train_tokenizer
+
+    size, padding = train_tokenizer(arguments.files, arguments.vocabulary, arguments.out, arguments.kind, arguments.column)
+    print(
+        f"{arguments.out}: {size} tokens. Use it with data.text.tokenizer={arguments.out} "
+        f"model.overrides=[input.vocabulary={size},input.padding={padding}]"
+    )
+    return 0
+
+
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Return the names and the overrides among positional arguments; what exists under that name is no override."""
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
@@ -202,13 +242,32 @@ def _declare_check(parser: Parser) -> None:
     parser.add_argument("--dtype", choices=choices, default="float32", help="of weights and streams (default: float32)")
 
 
+def _declare_tokenizer(parser: Parser) -> None:
+    parser.epilog = (
+        "bytes is byte-level BPE with RoBERTa's special tokens. wordpiece is BERT's, uncased; it numbers its tokens "
+        "differently each time: keep the file."
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="text files, or tables (.csv, .jsonl, .json, .parquet)")
+    parser.add_argument("--vocabulary", type=_count, required=True, metavar="N", help="most tokens to have, such as 8000")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write it, such as tokenizer.json")
+    parser.add_argument("--kind", choices=("bytes", "wordpiece"), default="bytes", help="of tokens (default: bytes)")
+    parser.add_argument("--column", default="text", metavar="NAME", help="column of the texts in tables (default: text)")
+
+
 def _declare_show(parser: Parser) -> None:
     parser.add_argument("name", help="a model name, a spec file or a folder with spec.yaml")
-    parser.add_argument("--batch", type=_count, default=32, metavar="N", help="images to count bytes for (default: 32)")
+    parser.add_argument(
+        "--batch", type=_count, metavar="N", help="examples to count bytes for (default: 32 images, or 8 texts)"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the network, and what each part of it keeps, too")
 
 
 def _declare_list(parser: Parser) -> None:
     parser.add_argument("pattern", nargs="?", default="*", help="shell-style, such as 'rev_vit*'")
+    parser.add_argument(
+        "--table", type=Path, metavar="DIR", help="measure these models and bring zoo.json and zoo.md in DIR up to date instead"
+    )
 
 
 COMMANDS = {
@@ -217,6 +276,7 @@ COMMANDS = {
     "train": Command("Train a model by a recipe.", _declare_train, _train),
     "eval": Command("Evaluate what was trained, or shipped weights.", _declare_eval, _eval),
     "check": Command("Compare a model's gradients with those of the stored run.", _declare_check, _check),
+    "tokenizer": Command("Train a tokenizer for texts of your own.", _declare_tokenizer, _tokenizer),
 }
 
 if __name__ == "__main__":

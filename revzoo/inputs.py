@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from revzoo.errors import InputError
@@ -21,7 +22,7 @@ def example(spec: Spec, batch_size: int, device: torch.device | str, dtype: torc
 def check(spec: Spec, x: Tensor, weight: Tensor) -> None:
     """Raise InputError unless x is a batch of the spec's input that a network with such a parameter can take.
 
-    The values of ids are looked at on the CPU only; elsewhere that would make the host wait.
+    The values of ids are looked at on the CPU only: elsewhere that would make the host wait.
     """
     if not torch.compiler.is_compiling():
         _check_kind(spec, x, weight)
@@ -56,8 +57,17 @@ def token_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None) -> Tensor |
             raise InputError(
                 f"The attention mask has one entry per token, {tuple(x.shape)}, 1 or True for tokens. Received: {found}."
             )
+        if attention_mask.device != x.device:
+            raise InputError(
+                f"The ids are on {x.device}. Received: an attention mask on {attention_mask.device}. Move it there."
+            )
         mask = attention_mask.bool()
-    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any(1).all()):
+        if _readable(mask) and not torch.equal(mask.to(attention_mask.dtype), attention_mask):
+            raise InputError(
+                "The attention mask is 1 or True for tokens and 0 or False elsewhere. Received: other numbers. A mask that is "
+                "added to scores is not taken; use ids != padding."
+            )
+    if _readable(mask) and not bool(mask.any(1).all()):
         raise InputError(f"Example {int(mask.any(1).int().argmin())} of the batch has no token, only padding. Leave it out.")
     return mask
 
@@ -82,12 +92,16 @@ def _check_kind(spec: Spec, x: object, own: Tensor) -> None:
 
 
 def _check_ids(name: str, text: TextInput, ids: Tensor) -> None:
-    if ids.dim() != 2 or not 1 <= ids.shape[1] <= text.length:
+    if ids.dim() != 2 or not ids.shape[1]:
+        raise InputError(
+            f"{name} takes ids (B, N) of 1 to {text.length} tokens. Received: {tuple(ids.shape)}. One text is ids[None]."
+        )
+    if ids.shape[1] > text.length:
         raise InputError(
             f"{name} takes ids (B, N) of 1 to {text.length} tokens. Received: {tuple(ids.shape)}. Truncate them, or make the "
             "model for longer texts with overrides=['input.length=N']."
         )
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+    if not _readable(ids) or not ids.numel():
         return
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= text.vocabulary:
@@ -96,3 +110,8 @@ def _check_ids(name: str, text: TextInput, ids: Tensor) -> None:
             f"{name} has a vocabulary of {text.vocabulary} ids, 0 to {text.vocabulary - 1}. Received: id {wrong}. Is this the "
             "tokenizer it was made for? Another vocabulary is set with overrides=['input.vocabulary=N']."
         )
+
+
+def _readable(x: Tensor) -> bool:
+    """Return whether there are values, and looking at them makes neither a device nor a compiler wait."""
+    return x.device.type == "cpu" and not isinstance(x, FakeTensor) and not torch.compiler.is_compiling()

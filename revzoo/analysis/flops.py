@@ -1,10 +1,12 @@
 """Counting arithmetic: what a forward and backward compute."""
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.module_tracker import ModuleTracker
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from revzoo.analysis.trial import borrowed, call, linear_loss
 
@@ -12,26 +14,54 @@ from revzoo.analysis.trial import borrowed, call, linear_loss
 def count_flops(model: nn.Module, batch: Any) -> int:
     """Return the floating-point operations of one forward and backward of the model as it is now.
 
-    Counted under `FakeTensorMode`, so nothing is computed or allocated, and apart from memory: a FLOP counter keeps
-    tensors alive. Matrix products, convolutions and attention count (a multiply-add is 2); norms, activations and sums
-    do not, so a ratio of FLOPs is not a ratio of times.
+    Counted under `FakeTensorMode`, so nothing is computed or allocated. Matrix products, convolutions and attention count
+    (a multiply-add is 2); norms, activations and sums do not, so a ratio of FLOPs is not a ratio of times.
 
     Args:
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
     Raises:
         InputError: nothing to differentiate.
     """
-    counter = FlopCounterMode(display=False)
-    counter.mod_tracker = _NoModules()
-    with borrowed(model, batch, fake=True) as inputs, counter:
+    with borrowed(model, batch, fake=True) as inputs, FlopCounter() as flops:
         linear_loss(call(model, inputs)).backward()
-    return counter.get_total_flops()
+    return flops.forward + flops.backward
 
 
-class _NoModules(ModuleTracker):
-    """In place of the counter's module tracker, whose hooks fail on modules that are given views of inputs."""
+class FlopCounter(TorchDispatchMode):
+    """Count the floating-point operations while active, those inside a backward apart from the others.
 
-    def __enter__(self) -> "_NoModules":
-        return self
+    PyTorch's formulas, without what `FlopCounterMode` adds to them: it tracks modules, which keeps tensors alive, and
+    decomposes operations. So this can be active together with a `LiveBytes`.
+    """
 
-    def __exit__(self, *error: Any) -> None: ...
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward: int = 0
+        self.backward: int = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            count = formula(*args, **kwargs, out_val=out)
+            if torch._C._current_graph_task_id() == -1:
+                self.forward += count
+            else:
+                self.backward += count
+        return out
+
+
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any, out_val: Any) -> int:
+    """Each gradient takes the products of the forward; PyTorch's formula forgets the groups in that of the weight."""
+    *_, transposed, _, _, wanted = arguments
+    forward: int = conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
+    return forward * sum(wanted[:2])
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    torch.ops.aten.convolution_backward: _convolution_backward,
+}

@@ -3,9 +3,10 @@
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -89,21 +90,35 @@ def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
     """
     state = _state_bytes(model, optimizer)
     with borrowed(model, batch) as inputs:
-        return _measured(model, inputs, state)
+        return measured(model, inputs, state)[0]
 
 
-def _measured(model: nn.Module, batch: Any, optimizer_bytes: int) -> MemoryReport:
+def measured(
+    model: nn.Module, batch: Any, optimizer_bytes: int = 0, units: Sequence[str] = ()
+) -> tuple[MemoryReport, dict[str, int]]:
+    """Run a forward and backward of a borrowed model; return its report, and what each unit leaves waiting for backward.
+
+    Additions that follow a unit count to it, as do the streams that a chain of inverted steps ends with; a mask that is
+    made before the first unit counts to that.
+
+    Args:
+        units: modules of the model that are called one after the other, the first of them first.
+    """
     live = LiveBytes()
     weights = live.watch(model.parameters())
     buffers = live.watch(model.buffers()) - weights
     inputs = live.watch(batch) - weights - buffers
     with _allocator_peaks(model) as peaks, live:
-        loss = linear_loss(call(model, batch))
+        with _beginnings(model, units, live) as begins:
+            outputs = call(model, batch)
+        behind = live.moment()
+        loss = linear_loss(outputs)
+        del outputs
         forward = live.moment()
         loss.backward()
         gradients = live.watch(p.grad for p in model.parameters())
     lasting = weights | buffers | inputs | gradients
-    return MemoryReport(
+    report = MemoryReport(
         peak_bytes=live.peak() + optimizer_bytes,
         activation_bytes=live.peak(without=lasting),
         after_forward_bytes=live.alive(without=lasting, at=forward),
@@ -114,6 +129,24 @@ def _measured(model: nn.Module, batch: Any, optimizer_bytes: int) -> MemoryRepor
         batch_bytes=live.size(inputs),
         **peaks,
     )
+    kept = live.alive_by_birth([0, *list(begins.values())[1:], behind], without=lasting, at=forward)
+    return report, dict(zip(begins, kept, strict=False))  # behind the last unit there is the loss
+
+
+@contextmanager
+def _beginnings(model: nn.Module, units: Sequence[str], live: LiveBytes) -> Iterator[dict[str, int]]:
+    """Yield a mapping that gets the moment at which each unit is called."""
+    begins: dict[str, int] = {}
+
+    def note(unit: str, *_: Any) -> None:
+        begins[unit] = live.moment()
+
+    hooks = [model.get_submodule(unit).register_forward_pre_hook(partial(note, unit)) for unit in units]
+    try:
+        yield begins
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True)
@@ -154,7 +187,7 @@ def memory_table(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer 
             assign(mode)
             current = mode if [chain.schedule for chain in chains(model).values()] == found else current
             with borrowed(model, batch, fake=True) as inputs:
-                reports[mode] = _measured(model, inputs, state)
+                reports[mode], _ = measured(model, inputs, state)
     return MemoryTable(reports, current if found else None)
 
 

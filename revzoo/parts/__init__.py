@@ -1,10 +1,52 @@
 """The parts a spec can name. Importing this package fills the registries.
 
 A part knows nothing of modes, streams' partners or schedules; attention, MLP, norms, drop path and patch embedding are
-timm's, with timm's parameter names.
+timm's, with timm's parameter names; parts for texts have those of Transformers.
 """
 
-from revzoo.parts import attention, conv, fuse, head, init, mlp, split, stem, transition
+from revzoo.parts import (
+    attention,
+    chunk,
+    conv,
+    embedding,
+    encoder,
+    fuse,
+    head,
+    init,
+    irevnet,
+    lsh,
+    merge,
+    mlp,
+    pooling,
+    split,
+    stem,
+    text_head,
+    token_head,
+    transition,
+    window,
+)
 from revzoo.parts.site import Shape, Site
 
-__all__ = ["Shape", "Site", "attention", "conv", "fuse", "head", "init", "mlp", "split", "stem", "transition"]
+__all__ = [
+    "Shape",
+    "Site",
+    "attention",
+    "chunk",
+    "conv",
+    "embedding",
+    "encoder",
+    "fuse",
+    "head",
+    "init",
+    "irevnet",
+    "lsh",
+    "merge",
+    "mlp",
+    "pooling",
+    "split",
+    "stem",
+    "text_head",
+    "token_head",
+    "transition",
+    "window",
+]

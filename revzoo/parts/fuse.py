@@ -1,6 +1,8 @@
 """Fuses: the two streams become one tensor again."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,7 +14,7 @@ from revzoo.parts.norm import batch_norm, token_norm
 from revzoo.parts.site import Shape, Site
 from revzoo.registry import fuses
 
-FuseNorm = Literal["layer_norm", "batch_norm", "none"]
+FuseNorm = Literal["layer_norm", "layer_norm_1e-5", "batch_norm", "none"]
 
 
 @fuses.register("concat")
@@ -35,6 +37,11 @@ class Concat(nn.Module):
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
         fused: Tensor = self.norm(torch.cat((x1, x2), dim=self._dim))
         return fused
+
+    @property
+    def inverse(self) -> Callable[[Tensor], tuple[Tensor, ...]] | None:
+        """The streams of what was joined, as a function, or None behind a norm, which loses information."""
+        return partial(torch.chunk, chunks=2, dim=self._dim) if isinstance(self.norm, nn.Identity) else None
 
 
 @fuses.register("mean")
@@ -59,9 +66,8 @@ class Mean(nn.Module):
 
 
 def _norm(shape: Shape, name: FuseNorm, momentum: float) -> nn.Module:
-    wanted = "tokens" if name == "layer_norm" else "image"
-    if name != "none" and shape.layout != wanted:
-        raise MisfitError("norm", name, "batch_norm or none behind images, layer_norm or none behind tokens")
     if name == "none":
         return nn.Identity()
-    return token_norm("layer_norm", shape.width) if name == "layer_norm" else batch_norm(shape.width, momentum)
+    if shape.layout != ("image" if name == "batch_norm" else "tokens"):
+        raise MisfitError("norm", name, "batch_norm or none behind images, layer_norm or none behind tokens")
+    return batch_norm(shape.width, momentum) if name == "batch_norm" else token_norm(name, shape.width)

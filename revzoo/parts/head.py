@@ -3,28 +3,50 @@
 from math import inf
 from typing import Literal
 
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
-from revzoo.bounds import Positive, Rate
+from revzoo.bounds import Positive, Rate, Update
+from revzoo.errors import MisfitError
+from revzoo.parts.norm import token_norm
 from revzoo.parts.site import Site
 from revzoo.registry import heads
 
 
 @heads.register("pooled_linear")
 class PooledLinear(nn.Module):
-    """Pool over space or tokens, then map linearly to the outputs.
+    """Normalise if asked to, pool over space or tokens, then map linearly to the outputs.
+
+    The norm is the fuse's affair, but for a network whose features are to be inverted.
 
     Shapes: (B, C, H, W) or (B, N, C) -> (B, outputs); mask (B, N), False where no token is, which pooling then passes over.
     Args:
         outputs: number of classes.
         pool: `mean` or `max` over everything but batch and channels.
         dropout: probability of dropping a pooled feature, in [0, 1).
+        norm: before pooling; `layer_norm` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        momentum: of BatchNorm's running statistics.
     """
 
-    def __init__(self, at: Site, *, outputs: Positive, pool: Literal["mean", "max"] = "mean", dropout: Rate = 0.0):
+    def __init__(
+        self,
+        at: Site,
+        *,
+        outputs: Positive,
+        pool: Literal["mean", "max"] = "mean",
+        dropout: Rate = 0.0,
+        norm: Literal["layer_norm", "batch_norm", "none"] = "none",
+        momentum: Update = 0.1,
+    ):
         super().__init__()
+        if norm != "none" and at.shape.layout != ("image" if norm == "batch_norm" else "tokens"):
+            raise MisfitError("norm", norm, "batch_norm or none behind images, layer_norm or none behind tokens")
         self._dims = (2, 3) if at.shape.layout == "image" else (1,)
         self._pool = pool
+        self.norm: nn.Module = nn.Identity()
+        if norm != "none":
+            batch = norm == "batch_norm"
+            self.norm = BatchNormAct2d(at.shape.width, momentum=momentum) if batch else token_norm(norm, at.shape.width)
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(at.shape.width, outputs)
 
@@ -39,6 +61,7 @@ class PooledLinear(nn.Module):
         self.linear = nn.Linear(self.linear.in_features, outputs, device=weight.device, dtype=weight.dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.norm(x)
         if mask is None:
             pooled = x.mean(self._dims) if self._pool == "mean" else x.amax(self._dims)
         else:

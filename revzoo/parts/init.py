@@ -56,3 +56,24 @@ class FanOut:
             bound = sqrt(3.0 / module.in_features)
             nn.init.uniform_(module.weight, -bound, bound)
             nn.init.zeros_(module.bias)
+
+
+@inits.register("normal")
+class Normal:
+    """Draw weights of linear layers and embeddings from a normal; biases and the embedding of padding start at 0.
+
+    Args:
+        std: of the normal.
+    Source: BERT (Devlin et al. 2019, `modeling.py`, initializer_range 0.02), as Transformers initialises its models.
+    """
+
+    def __init__(self, *, std: Extent = 0.02):
+        self.std = std
+
+    def __call__(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.std)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            nn.init.zeros_(module.weight.data[module.padding_idx])
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -5,13 +5,14 @@ from typing import Literal
 from timm.layers import BatchNormAct2d, get_act_layer, get_norm_layer
 from torch import nn
 
-TokenNorm = Literal["layer_norm", "rms_norm"]
+TokenNorm = Literal["layer_norm", "layer_norm_1e-5", "rms_norm"]
 Activation = Literal["gelu", "relu", "silu"]
 
 
 def token_norm(name: TokenNorm, width: int) -> nn.Module:
-    """Return a norm over the last dimension, eps 1e-6 as in timm's and SlowFast's vision transformers."""
-    norm: nn.Module = get_norm_layer(name.replace("_", ""))(width, eps=1e-6)
+    """Return a norm over the last dimension, eps 1e-6 as in timm's and SlowFast's vision transformers, or 1e-5 as in Swin."""
+    kind, eps = ("layer_norm", 1e-5) if name == "layer_norm_1e-5" else (name, 1e-6)
+    norm: nn.Module = get_norm_layer(kind.replace("_", ""))(width, eps=eps)
     return norm
 
 

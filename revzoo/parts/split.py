@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from revzoo.errors import MisfitError
@@ -43,3 +44,7 @@ class ChannelSplit(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x1, x2 = x.chunk(2, dim=self._dim)
         return x1, x2
+
+    def inverse(self, x1: Tensor, x2: Tensor) -> Tensor:
+        """Return x such that `self(x)` is x1, x2."""
+        return torch.cat((x1, x2), dim=self._dim)

@@ -1,11 +1,15 @@
 """Stems: from the input to the tensor that is split into two streams."""
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from timm.layers import PatchEmbed
+from timm.models.mvitv2 import PatchEmbed as OverlapPatchEmbed
 from torch import Tensor, nn
 
+from revzoo.bijection import SpaceToDepth
 from revzoo.bounds import Extent, Positive, Update
 from revzoo.errors import MisfitError
 from revzoo.parts.norm import batch_norm
@@ -15,15 +19,17 @@ from revzoo.registry import stems
 
 @stems.register("patch_embed")
 class PatchStem(nn.Module):
-    """Embed non-overlapping patches and add a learned position to each.
+    """Embed non-overlapping patches, normalise them if asked to, and add a learned position to each.
 
     Shapes: (B, C, H, W) -> (B, H W / patch^2, width).
     Args:
         width: channels of a token.
         patch: side of a patch [pixels]; divides the image's sides.
+        norm: of each token, before its position is added.
         position: `learned` adds one embedding per token; `none` adds nothing.
         position_std: of the embeddings' initial values. Small networks that average over tokens learn faster with 0.5.
-    Source: ViT (Dosovitskiy et al. 2021) without class token, as Rev-ViT uses it (SlowFast `reversible_mvit.py`).
+    Source: ViT (Dosovitskiy et al. 2021) without class token, as Rev-ViT uses it (SlowFast `reversible_mvit.py`); Swin (Liu
+        et al. 2021) has the norm and no position.
     """
 
     def __init__(
@@ -32,6 +38,7 @@ class PatchStem(nn.Module):
         *,
         width: Positive,
         patch: Positive,
+        norm: Literal["layer_norm_1e-5", "none"] = "none",
         position: Literal["learned", "none"] = "learned",
         position_std: Extent = 0.02,
     ):
@@ -40,7 +47,8 @@ class PatchStem(nn.Module):
         if any(side % patch for side in size):
             raise MisfitError("patch", patch, f"a divisor of both sides of the {size[0]}x{size[1]} image")
         self.out_shape = Shape(width, tuple(side // patch for side in size), "tokens")
-        self.patch_embed = PatchEmbed((size[0], size[1]), patch, at.shape.width, width)
+        norm_layer = None if norm == "none" else nn.LayerNorm  # whose eps is 1e-5
+        self.patch_embed = PatchEmbed((size[0], size[1]), patch, at.shape.width, width, norm_layer)
         self.pos_embed: nn.Parameter | None = None
         if position == "learned":
             self.pos_embed = nn.Parameter(torch.empty(1, *self.out_shape.dims))
@@ -89,3 +97,103 @@ class ConvStem(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         pooled: Tensor = self.pool(self.norm(self.conv(x)))
         return pooled
+
+
+@stems.register("overlap_patch_embed")
+class OverlapPatchStem(nn.Module):
+    """Embed overlapping patches and add a learned position to each.
+
+    Shapes: (B, C, H, W) -> (B, H W / stride^2, width), the tokens' grid being H / stride by W / stride.
+    Args:
+        width: channels of a token.
+        kernel: side of a patch [pixels], odd; half of it, rounded down, is padded on every side.
+        stride: from patch to patch [pixels]; divides the image's sides.
+        position: `learned` adds one embedding per token; `none` adds nothing.
+        position_std: of the embeddings' initial values.
+    Source: MViT (Fan et al. 2021) without class token, as Rev-MViT uses it (SlowFast `stem_helper.py`, PatchEmbed).
+    """
+
+    def __init__(
+        self,
+        at: Site,
+        *,
+        width: Positive,
+        kernel: Positive = 7,
+        stride: Positive = 4,
+        position: Literal["learned", "none"] = "learned",
+        position_std: Extent = 0.02,
+    ):
+        super().__init__()
+        size = at.shape.size
+        if kernel % 2 == 0:
+            raise MisfitError("kernel", kernel, "odd numbers")
+        if any(side % stride for side in size):
+            raise MisfitError("stride", stride, f"a divisor of both sides of the {size[0]}x{size[1]} image")
+        self.out_shape = Shape(width, tuple(side // stride for side in size), "tokens")
+        pad = kernel // 2
+        self.patch_embed = OverlapPatchEmbed(at.shape.width, width, (kernel, kernel), (stride, stride), (pad, pad))
+        self.pos_embed: nn.Parameter | None = None
+        if position == "learned":
+            self.pos_embed = nn.Parameter(torch.empty(1, *self.out_shape.dims))
+            nn.init.trunc_normal_(self.pos_embed, std=position_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens: Tensor = self.patch_embed(x)[0]
+        return tokens if self.pos_embed is None else tokens + self.pos_embed
+
+
+@stems.register("space_to_depth")
+class SqueezeStem(SpaceToDepth):
+    """Fold squares of pixels into the channels; nothing is lost.
+
+    Shapes: (B, C, H, W) -> (B, block^2 C, H / block, W / block).
+    Args:
+        block: side of a square [pixels]; divides the image's sides.
+    Source: i-RevNet (Jacobsen et al. 2018), the bijective one's psi in front of the first block.
+    """
+
+    def __init__(self, at: Site, *, block: Positive = 2):
+        super().__init__(block)
+        size = at.shape.size
+        if at.shape.layout != "image":
+            raise MisfitError("type", "space_to_depth", "an input of kind image")
+        if any(side % block for side in size):
+            raise MisfitError("block", block, f"a divisor of both sides of the {size[0]}x{size[1]} image")
+        self.out_shape = Shape(block * block * at.shape.width, tuple(side // block for side in size), "image")
+
+
+@stems.register("pad_channels")
+class PadStem(nn.Module):
+    """Append channels of zeros to each half of the channels, so that a network can be wider than its input.
+
+    Both streams behind a channel split then see the image. One that were all zeros could not be rebuilt: BatchNorm would
+    divide by their variance what rounding leaves there.
+
+    Shapes: (B, C, H, W) -> (B, width, H / block, W / block).
+    Args:
+        width: channels, even, at least block^2 C.
+        block: side of the squares of pixels that are folded into the channels before [pixels]; divides the image's sides.
+    Source: i-RevNet (Jacobsen et al. 2018), the injective one. pytorch-i-revnet (`models/model_utils.py`, injective_pad)
+        appends all zeros at the end.
+    """
+
+    def __init__(self, at: Site, *, width: Positive, block: Positive = 1):
+        super().__init__()
+        self._squeeze = SqueezeStem(at, block=block)
+        channels = self._squeeze.out_shape.width
+        if channels == 1:
+            raise MisfitError("block", block, "at least 2, because both streams need a channel of the image")
+        if width < channels or width % 2:
+            raise MisfitError("width", width, f"an even number from the {channels} channels that are there")
+        self._halves = ((channels + 1) // 2, channels // 2)
+        self._zeros = tuple(width // 2 - half for half in self._halves)
+        self.out_shape = replace(self._squeeze.out_shape, width=width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = self._squeeze(x).split(self._halves, dim=1)
+        return torch.cat([F.pad(half, (0, 0, 0, 0, 0, zeros)) for half, zeros in zip(halves, self._zeros, strict=True)], dim=1)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """Return x such that `self(x)` is y, bit for bit."""
+        halves = zip(y.chunk(2, dim=1), self._halves, strict=True)
+        return self._squeeze.inverse(torch.cat([padded[:, :half] for padded, half in halves], dim=1))

@@ -43,8 +43,8 @@ class ResidualPair(nn.Module):
         self.out_shape = Shape(at.width, tuple(side // stride for side in at.shape.size), "image")
         self.f = conv_unit(width, at.width, layout=layout, stride=stride, preactivate=preactivate, momentum=momentum)
         self.g = conv_unit(at.width, at.width, layout=layout, momentum=momentum)
-        self.shortcut1 = _shortcut(width, at.width, stride, layout)
-        self.shortcut2 = _shortcut(width, at.width, stride, layout)
+        self.shortcut1 = shortcut(width, at.width, stride, layout)
+        self.shortcut2 = shortcut(width, at.width, stride, layout)
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         y1 = self.shortcut1(x1) + self.f(x2)
@@ -74,7 +74,11 @@ class Squeeze(SpaceToDepth):
         self.out_shape = Shape(width, tuple(side // block for side in at.shape.size), "image")
 
 
-def _shortcut(width: int, out_width: int, stride: int, layout: UnitLayout) -> nn.Module:
+def shortcut(width: int, out_width: int, stride: int, layout: UnitLayout) -> nn.Module:
+    """Return what stands beside a `conv_unit` of this layout that changes size or width.
+
+    Source: revnet-public `resnet_model.py`, `_possible_downsample` and `_possible_bottleneck_downsample`.
+    """
     if stride == 1 and width == out_width:
         return nn.Identity()
     if layout == "basic":

@@ -12,7 +12,8 @@ mode, so the count may lie one such tensor higher.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,16 +56,20 @@ class LiveBytes(TorchDispatchMode):
         return sum(self._sizes[storage] for storage in storages)
 
     def moment(self) -> int:
-        """Return a mark in the log, for `alive` and `peak`."""
+        """Return a mark in the log, for `alive` and `alive_by_birth`."""
         return len(self._log)
-
-    def born(self, start: int, stop: int) -> Storages:
-        """Return the storages that appeared between two moments."""
-        return frozenset(storage for storage, _ in self._log[start:stop]) - {storage for storage, _ in self._log[:start]}
 
     def alive(self, without: Collection[int] = (), at: int | None = None) -> int:
         """Return the bytes alive at a moment (default: now) in storages other than `without`."""
         return sum(change for storage, change in self._log[:at] if storage not in without)
+
+    def alive_by_birth(self, marks: Sequence[int], without: Collection[int], at: int) -> list[int]:
+        """Return the bytes alive at a moment, one sum for each mark: of the storages that appeared from it to the next."""
+        born: dict[int, int] = {}
+        sums = [0] * (len(marks) + 1)
+        for i, (storage, change) in enumerate(self._log[:at]):
+            sums[bisect_right(marks, born.setdefault(storage, i))] += 0 if storage in without else change
+        return sums[1:]
 
     def peak(self, without: Collection[int] = ()) -> int:
         """Return the largest number of bytes alive at once in storages other than `without`."""

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ Share = Annotated[float, Bound("a number in (0, 1]", lambda p: 0 < p <= 1)]
 Chance = Annotated[float, Bound("a number in [0, 1]", lambda p: 0 <= p <= 1)]
 Mode = Literal["store", "invert", "recompute"]
 DEFAULT_RECIPE = "digits"
+TEXTS = ("characters", "text_classification", "masked_lm")  # the names of data that are no images
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,38 @@ class AugmentOptions:
 
 
 @dataclass(frozen=True)
+class TextOptions:
+    """How tables of texts are read.
+
+    Args:
+        tokenizer: file of a tokenizer, as `revzoo tokenizer` writes it; None is bytes, for the texts that need no root.
+        column: name of the column with the texts.
+        label: name of the column with the classes, for text_classification.
+    """
+
+    tokenizer: str | None = None
+    column: str = "text"
+    label: str = "label"
+
+
+@dataclass(frozen=True)
 class DataOptions:
     """Where examples come from.
 
     Args:
-        root: folder of the data; digits come with scikit-learn and need none.
+        root: folder or file of the data; digits come with scikit-learn and need none, texts are Python's documentation then.
         batch_size: per process.
         num_workers: processes that load images, per training process; 0 loads in the training process itself.
         shift: digits are moved by up to so many pixels in training.
     """
 
-    name: Literal["digits", "folder", "cifar10", "cifar100", "imagenet"]
+    name: Literal["digits", "folder", "cifar10", "cifar100", "imagenet", "characters", "text_classification", "masked_lm"]
     batch_size: Positive
     root: str | None = None
     num_workers: Count = 0
     shift: Count = 0
     augment: AugmentOptions = AugmentOptions()
+    text: TextOptions = TextOptions()
 
 
 @dataclass(frozen=True)
@@ -196,10 +214,14 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     problems += [problem for problem in _contradictions(tree) if problem.path not in {p.path for p in found}]
     if recipe is None or problems:
         raise SpecError(problems)
-    if recipe.data.root is not None:  # a run must find its data again from another folder
-        root = os.path.abspath(Path(recipe.data.root).expanduser())
-        recipe = replace(recipe, data=replace(recipe.data, root=root))
-    return replace(recipe, file=str(path))
+    data = recipe.data
+    text = replace(data.text, tokenizer=_absolute(data.text.tokenizer))
+    return replace(recipe, data=replace(data, root=_absolute(data.root), text=text), file=str(path))
+
+
+def _absolute(path: str | None) -> str | None:
+    """Return a path by which a run finds its data again from another folder."""
+    return None if path is None else os.path.abspath(Path(path).expanduser())
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -210,21 +232,29 @@ def notes(recipe: Recipe) -> list[str]:
     accepted = {"momentum": info.has_momentum, "betas": info.has_betas, "eps": info.has_eps}
     decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ[recipe.schedule.sched]
     ruled_out = {
-        ("data", recipe.data.name): {"root", "augment"} if recipe.data.name == "digits" else {"shift"},
+        ("data", recipe.data.name): _UNREAD.get(recipe.data.name, {"shift", "text"}),
+        ("data.text", recipe.data.name): {"label"} if recipe.data.name == "masked_lm" else set(),
         ("optimizer", recipe.optimizer.opt): {name for name, accepts in accepted.items() if not accepts},
         ("schedule", recipe.schedule.sched): decay,
     }
     lines = [
         f"{section}.{f.name} has no effect with {choice}"
         for (section, choice), names in ruled_out.items()
-        for f in fields(getattr(recipe, section))
-        if f.name in names and getattr(getattr(recipe, section), f.name) != f.default
+        for options in [attrgetter(section)(recipe)]
+        for f in fields(options)
+        if f.name in names and getattr(options, f.name) != f.default
     ]
     if recipe.schedule.warmup_epochs >= recipe.train.epochs:
         lines.append(f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} lasts all {recipe.train.epochs} epochs")
     return lines
 
 
+_UNREAD = {
+    "digits": {"root", "augment", "text"},
+    "characters": {"shift", "augment", "text"},
+    "text_classification": {"shift", "augment"},
+    "masked_lm": {"shift", "augment"},
+}
 _READ = {
     "cosine": {"min_lr"},
     "multistep": {"decay_milestones", "decay_rate"},
@@ -247,6 +277,11 @@ def _contradictions(tree: Node) -> Iterator[Problem]:
     name = _value(tree, "data.name")
     if name in ("folder", "cifar10", "cifar100", "imagenet") and _value(tree, "data.root") is None:
         yield _at(tree, "data.root").problem(f"the folder of the data, for name: {name}")
+    if name in ("text_classification", "masked_lm") and _value(tree, "data.root") and not _value(tree, "data.text.tokenizer"):
+        allowed = "a tokenizer file, for texts of your own: revzoo tokenizer FILES... --out tokenizer.json makes one"
+        yield _at(tree, "data.text.tokenizer").problem(allowed)
+    if name in TEXTS and isinstance(_value(tree, "mixup"), dict):
+        yield _at(tree, "mixup").problem(f"null, for name: {name}: ids cannot be mixed")
     policy = _value(tree, "data.augment.auto_augment")
     if isinstance(policy, str) and not _is_policy(policy):
         yield _at(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")

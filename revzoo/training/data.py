@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 
+from revzoo.builder import build
 from revzoo.errors import DataError
-from revzoo.spec.schema import ImageInput, Input
-from revzoo.training.config import DataOptions
+from revzoo.registry import branches
+from revzoo.spec.schema import ImageInput, Input, Spec, TextInput
+from revzoo.training.config import TEXTS, DataOptions
+
+IGNORED = -100  # the label of a token that need not be predicted, as torch's cross-entropy has it
 
 
 class Examples(Protocol):
@@ -25,7 +29,13 @@ class Examples(Protocol):
     Not `set_epoch`: Accelerate calls that with a count of its own, which starts at 0 in a resumed run.
     """
 
-    classes: int
+    @property
+    def classes(self) -> int | None:
+        """Number of classes; None where labels are ids of the text."""
+
+    @property
+    def unit(self) -> str:
+        """What has a label: images, texts, tokens or bytes."""
 
     def __len__(self) -> int: ...
 
@@ -33,7 +43,9 @@ class Examples(Protocol):
 
 
 class Data:
-    """Loaders of (images, labels) for training and test.
+    """Loaders of (images, labels) or (ids, labels) for training and test.
+
+    Labels are classes (B,), or for a language model the ids (B, N) it should say, IGNORED where it need not say any.
 
     Args:
         train: examples to learn from; an incomplete last batch is left out.
@@ -43,7 +55,7 @@ class Data:
     """
 
     def __init__(self, train: Examples, test: Examples, options: DataOptions, seed: int):
-        self.classes = train.classes
+        self.classes, self.unit, self.things = train.classes, train.unit, _things(train)
         self._examples = train
         self._sampler = EpochSampler(len(train), seed)
         self.train = _loader(train, options, sampler=self._sampler, drop_last=True)
@@ -53,7 +65,7 @@ class Data:
         """Choose the order and augmentation of an epoch, before `train` is iterated over.
 
         Args:
-            skip: images to leave out at the start, over all processes: what an interrupted run has already seen.
+            skip: examples to leave out at the start, over all processes: what an interrupted run has already seen.
         """
         self._sampler.epoch, self._sampler.skip = epoch, skip
         self._examples.start_epoch(epoch)
@@ -86,9 +98,12 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     """
     train: Examples
     test: Examples
-    if not isinstance(input, ImageInput):
-        raise DataError(f"data.name={options.name} is images. Received: a model for {input.kind}.")
-    if options.name == "digits":
+    _check_kind(options.name, input)
+    if isinstance(input, TextInput):
+        from revzoo.training.text import load_text
+
+        train, test = load_text(options, input, seed)
+    elif options.name == "digits":
         from revzoo.training.digits import load_digits
 
         train, test = load_digits(options, input, seed)
@@ -98,10 +113,58 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
         train, test = load_images(options, input, seed)
     if processes and (most := len(train) // processes) < options.batch_size:
         raise DataError(
-            f"The {len(train)} training images are not a batch for each of {processes} processes. Received: "
-            f"data.batch_size={options.batch_size}. Use data.batch_size={most} or less."
+            f"The {len(train)} training {_things(train)} are not a batch for each of {processes} processes. Received: "
+            f"data.batch_size={options.batch_size}. Use {f'data.batch_size={most} or less' if most else 'fewer processes'}."
         )
     return Data(train, test, options, seed)
+
+
+def needed_outputs(spec: Spec, data: Data, name: str) -> int:
+    """Return how many outputs a model needs for the data: classes, or for a language model its vocabulary.
+
+    Args:
+        name: of the data.
+
+    Raises:
+        DataError: a classifier for a language model's data or the other way round, or one that sees the next characters.
+    """
+    if isinstance(spec.input, ImageInput):
+        return data.classes or 0
+    with torch.device("meta"):
+        model = build(spec).eval()
+        per_token = model(model.example_input(1)).dim() == 3
+    if per_token == (data.classes is not None):
+        wanted, head = ("a class for a text", "sequence_classification") if per_token else ("an id for each token", "masked_lm")
+        raise DataError(
+            f"data.name={name} asks for {wanted}. Received: {spec.name} with the head {spec.head.type}. Use another model, or "
+            f"another head: model.overrides=['head={{type: {head}}}']."
+        )
+    if name == "characters" and not _is_causal(spec):
+        raise DataError(
+            f"data.name=characters asks for the next character. Received: {spec.name}, which sees it. Use a model with causal "
+            "attention such as model.name=reformer_mini, or data.name=masked_lm."
+        )
+    return data.classes or spec.input.vocabulary
+
+
+def _is_causal(spec: Spec) -> bool:
+    parts = [part for stage in spec.stages for part in (stage.f, stage.g) if part is not None]
+    known = [(part, branches.arguments(part.type).get("causal")) for part in parts]
+    causal = [part.arguments.get("causal", parameter.default) for part, parameter in known if parameter is not None]
+    return bool(causal) and all(causal)
+
+
+def _check_kind(name: str, input: Input) -> None:
+    if isinstance(input, TextInput) and name not in TEXTS:
+        fitting = f"data.name={' or '.join(TEXTS)}, or a model for images such as model.name=rev_vit_digits"
+        raise DataError(f"data.name={name} is images. Received: a model for text. Use {fitting}.")
+    if isinstance(input, ImageInput) and name in TEXTS:
+        fitting = "data.name=digits or folder, or a model for text such as model.name=rev_roberta_mini"
+        raise DataError(f"data.name={name} is text. Received: a model for images. Use {fitting}.")
+
+
+def _things(examples: Examples) -> str:
+    return "images" if examples.unit == "images" else "texts"
 
 
 def _loader(examples: Any, options: DataOptions, **order: Any) -> DataLoader[tuple[Tensor, Tensor]]:

@@ -24,7 +24,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int, seed: int):
         self.labels, self.shift, self.seed = labels, shift, seed
-        self.classes = 10
+        self.classes, self.unit = 10, "images"
         self.padded = nn.functional.pad(images, [shift] * 4, value=float(images.min()))
         self.start_epoch(0)
 

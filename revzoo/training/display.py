@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from revzoo.analysis.memory import format_bytes
+from revzoo.training.data import Data
 
 
 class Display:
@@ -19,12 +21,14 @@ class Display:
     Args:
         shown: whether this process shows anything.
         batches: per epoch.
-        batch_size: images of one batch over all processes.
+        batch_size: examples of one batch over all processes.
+        data: says what the examples and what the scores are of.
     """
 
-    def __init__(self, shown: bool, epochs: int, batches: int, batch_size: int):
+    def __init__(self, shown: bool, epochs: int, batches: int, batch_size: int, data: Data):
         self.console = Console(quiet=not shown, highlight=False, soft_wrap=True)
         self.epochs, self.batches, self.batch_size = epochs, batches, batch_size
+        self.things, self.unit = data.things, data.unit
         self.top1 = "-"
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -55,17 +59,24 @@ class Display:
         """Move the bar to `done` batches."""
         rate = (done - self._first) * self.batch_size / (time.perf_counter() - self._began)
         memory = format_bytes(memory_bytes())
-        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} images/s {memory}"
+        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} {self.things}/s {memory}"
         self._bar.update(self._task, completed=done, numbers=numbers)
 
     def end_epoch(self, record: dict[str, Any], best: float) -> None:
         """Print the line of an epoch."""
         self.top1 = f"{record['top1']:.2f} %"
+        loss = f"{record['loss']:.4f}{in_bits(record['loss'], self.unit, start=', ')}"
+        rate = f"{record[f'{self.things}_per_second']:.0f} {self.things}/s"
         self.console.print(
             f"epoch {record['epoch']:>{len(str(self.epochs))}}/{self.epochs}  train loss {record['train_loss']:.4f}  "
-            f"test loss {record['loss']:.4f}  top-1 {self.top1} (best {best:.2f})  "
-            f"{record['images_per_second']:.0f} images/s  {format_bytes(record['memory_bytes'])}  {record['seconds']:.1f} s"
+            f"test loss {loss}  top-1 {self.top1} (best {best:.2f})  "
+            f"{rate}  {format_bytes(record['memory_bytes'])}  {record['seconds']:.1f} s"
         )
+
+
+def in_bits(loss: float, unit: str, start: str) -> str:
+    """Return a language model's loss in bits, with `start` in front; of a classifier nothing."""
+    return f"{start}{loss / log(2):.3f} bits per {unit[:-1]}" if unit in ("tokens", "bytes") else ""
 
 
 def memory_bytes() -> int:

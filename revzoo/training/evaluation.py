@@ -14,54 +14,60 @@ from torch import Tensor, nn
 
 from revzoo.errors import CheckpointError, InputError
 from revzoo.training.config import DEFAULT_RECIPE, Recipe, load_recipe
-from revzoo.training.data import load_data
+from revzoo.training.data import IGNORED, load_data, needed_outputs
+from revzoo.training.display import in_bits
 from revzoo.weights import Entry, create, index, read, read_metadata, shipped_weights
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How well a model classifies.
+    """How well a model classifies, or how well it says the ids of texts.
 
     Args:
-        top1: examples whose class got the highest logit [%].
-        top5: examples whose class is among the five highest logits [%].
-        loss: mean cross-entropy, without label smoothing.
-        images: number of examples.
+        top1: labels that got the highest logit [%].
+        top5: labels among the five highest logits [%].
+        loss: mean cross-entropy [nats], without label smoothing.
+        count: number of labels.
+        unit: what has a label: images, texts, tokens or bytes.
     """
 
     top1: float
     top5: float
     loss: float
-    images: int
+    count: int
+    unit: str = "images"
 
     def __str__(self) -> str:
-        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, loss {self.loss:.4f} on {self.images} images"
+        loss = f"loss {self.loss:.4f}{in_bits(self.loss, self.unit, start=', ')}"
+        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {loss} on {self.count} {self.unit}"
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], accelerator: Accelerator) -> Scores:
-    """Classify everything the loader gives.
+def evaluate(
+    model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], accelerator: Accelerator, unit: str = "images"
+) -> Scores:
+    """Classify everything the loader gives, or predict the ids it asks for; labels that are IGNORED count nowhere.
 
     Args:
         model: on the accelerator's device; its training flag is put back.
         loader: prepared by the accelerator.
+        unit: what has a label.
     """
     training = model.training
     model.eval()
-    hits1 = hits5 = images = 0
-    loss = 0.0
+    sums = torch.zeros(4, dtype=torch.float64)
     for batch, labels in loader:
         with accelerator.autocast():
             logits = model(batch).float()
-        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
-        best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-        losses, best = accelerator.gather_for_metrics((losses, best))
-        loss += losses.double().sum().item()
-        hits1 += int(best[:, 0].sum())
-        hits5 += int(best.sum())
-        images += len(losses)
+        losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
+        best = logits.topk(min(5, logits.shape[-1])).indices == labels[..., None]
+        parts = losses.view_as(labels), best[..., 0], best.any(-1), labels != IGNORED
+        # Added up for each example, because batches of texts differ in length from process to process.
+        rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
+        sums += accelerator.gather_for_metrics(rows).sum(0).cpu()
     model.train(training)
-    return Scores(100 * hits1 / images, 100 * hits5 / images, loss / images, images)
+    loss, hits1, hits5, count = sums.tolist()
+    return Scores(100 * hits1 / count, 100 * hits5 / count, loss / count, int(count), unit)
 
 
 def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
@@ -114,9 +120,9 @@ def _evaluated(recipe: Recipe, source: str, **weights: Any) -> Scores:
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
-    if model.num_outputs < data.classes:
+    if model.num_outputs < needed_outputs(model.spec, data, recipe.data.name):
         raise InputError(
             f"{model.spec.name} has {model.num_outputs} outputs and cannot tell {data.classes} classes apart. Received: "
             f"data.name={recipe.data.name}, data.root={recipe.data.root}."
         )
-    return evaluate(model, accelerator.prepare(data.test), accelerator)
+    return evaluate(model, accelerator.prepare(data.test), accelerator, data.unit)

@@ -27,7 +27,7 @@ class Progress:
     """How far a run has come; all that training needs besides tensors.
 
     Args:
-        loss_sums: of each process, over its `images` images of the epoch under way; a resumed run needs as many processes.
+        loss_sums: of each process, over its `examples` of the epoch under way; a resumed run needs as many processes.
         epoch: epochs completed.
         batch: batches done of the epoch under way, per process.
         updates: optimizer steps done.
@@ -40,7 +40,7 @@ class Progress:
     epoch: int = 0
     batch: int = 0
     updates: int = 0
-    images: int = 0
+    examples: int = 0
     seconds: float = 0.0
     top1: float = -1.0
     best_top1: float = -1.0

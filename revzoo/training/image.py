@@ -54,6 +54,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, source: Any, classes: int, seed: int):
         self.source, self.classes, self.seed = source, classes, seed
+        self.unit = "images"
         self.epoch = 0
 
     def __len__(self) -> int:

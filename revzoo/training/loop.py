@@ -8,6 +8,7 @@ resumed run ends with the weights and metrics of an uninterrupted one: bit for b
 as on CPUs. A signal saves a state after the update under way; a killed run goes on from its last complete epoch.
 """
 
+import logging
 import math
 import shutil
 import time
@@ -32,6 +33,8 @@ from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.setup import Run, set_up
 
 _LOOK_EVERY = 10  # updates between two looks at the loss: each makes the host wait for the GPU
+# Accelerate warns of every tied embedding that it saves once, which is as it should be.
+logging.getLogger("accelerate.utils.other").addFilter(lambda record: "Removed shared tensor" not in record.getMessage())
 
 
 class DivergedError(RevzooError, ArithmeticError):
@@ -134,19 +137,19 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     loss_sum = torch.tensor(progress.loss_sums[rank], device=accelerator.device)
     before, began, signum = progress.seconds, time.perf_counter(), 0
     run.wrapped.train()
-    for images, labels in run.train_loader:
+    for batch, labels in run.train_loader:
         reseed(options.seed, epoch, progress.batch, rank)
         with accelerator.accumulate(run.wrapped):
-            images, targets = run.mix(images, labels)
-            loss = run.loss(run.wrapped(images), targets)
+            batch, targets = run.mix(batch, labels)
+            loss = run.loss(run.wrapped(batch), targets)
             accelerator.backward(loss)
             if accelerator.sync_gradients and options.clip_grad is not None:
                 accelerator.clip_grad_norm_(run.wrapped.parameters(), options.clip_grad)
             run.optimizer.step()
             run.optimizer.zero_grad()
         progress.batch += 1
-        progress.images += len(images)
-        loss_sum += loss.detach() * len(images)
+        progress.examples += len(batch)
+        loss_sum += loss.detach() * len(batch)
         if not accelerator.sync_gradients:
             continue
         progress.updates += 1
@@ -157,7 +160,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         if signum or progress.updates % _LOOK_EVERY == 0 or progress.batch == len(run.train_loader):
             progress.loss_sums[rank] = loss_sum.item()
             _check_finite(run, epoch)
-            run.display.step(progress.batch, progress.loss_sums[rank] / progress.images)
+            run.display.step(progress.batch, progress.loss_sums[rank] / progress.examples)
         if signum:
             break
     progress.seconds = before + time.perf_counter() - began
@@ -169,19 +172,19 @@ def _finish_epoch(run: Run, epoch: int) -> None:
     accelerator, progress = run.accelerator, run.progress
     if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes
         distribute_bn(run.evaluated, accelerator.num_processes, reduce=False)
-    scores = evaluate(run.evaluated, run.test_loader, accelerator)
+    scores = evaluate(run.evaluated, run.test_loader, accelerator, run.data.unit)
     loss_sums = _gathered_losses(run)
-    images = progress.images * len(loss_sums)
+    examples = progress.examples * len(loss_sums)
     record = {
         "epoch": epoch + 1,
         "updates": progress.updates,
         "lr": max(group["lr"] for group in run.optimizer.param_groups),  # of the next update
-        "train_loss": sum(loss_sums) / images,
+        "train_loss": sum(loss_sums) / examples,
         "loss": scores.loss,
         "top1": scores.top1,
         "top5": scores.top5,
         "seconds": progress.seconds,
-        "images_per_second": images / progress.seconds,
+        f"{run.data.things}_per_second": examples / progress.seconds,
         "memory_bytes": memory_bytes(),
     }
     improved = scores.top1 > progress.best_top1
@@ -196,7 +199,7 @@ def _finish_epoch(run: Run, epoch: int) -> None:
             if improved:
                 weights.save(run.evaluated, run.folder.best, facts)
     progress.loss_sums = [0.0] * len(loss_sums)
-    progress.epoch, progress.batch, progress.images, progress.seconds = epoch + 1, 0, 0, 0.0
+    progress.epoch, progress.batch, progress.examples, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
     run.display.end_epoch(record, progress.best_top1)
 

@@ -17,12 +17,34 @@ from torch import Tensor, nn
 
 from revzoo.errors import InputError, Problem, SpecError
 from revzoo.model import Model
+from revzoo.registry import heads
+from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
 from revzoo.training.config import ModelOptions, OptimizerOptions, Recipe
-from revzoo.training.data import Data, load_data, reseed
+from revzoo.training.data import IGNORED, Data, load_data, needed_outputs, reseed
 from revzoo.training.display import Display
 from revzoo.training.folder import Progress, RunFolder, free_folder
 from revzoo.weights import create
+
+
+class Loss(nn.Module):
+    """Mean cross-entropy over the labels of a batch that are not IGNORED.
+
+    The gradient of an update is the mean over its batches, whatever number of labels each has.
+
+    Shapes: logits (B, C), targets (B,) or (B, C) of probabilities; or (B, N, C) and (B, N).
+    Args:
+        smoothing: of the labels.
+    """
+
+    def __init__(self, smoothing: float):
+        super().__init__()
+        self.smoothing = smoothing
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if logits.dim() == 3:
+            logits, targets = logits.flatten(0, 1), targets.flatten()
+        return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=self.smoothing)
 
 
 @dataclass
@@ -32,7 +54,7 @@ class Run:
     Args:
         model: the bare model; `wrapped` is what is called in training.
         evaluated: the model whose weights are evaluated and saved: the average over updates if there is one.
-        mix: turns images and labels into what the loss is computed on.
+        mix: turns a batch and its labels into what the loss is computed on.
     """
 
     recipe: Recipe
@@ -80,14 +102,14 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
         chosen = ModelOptions(str(place.path / "spec.yaml"), schedule=chosen.schedule, exact=chosen.exact)
     spec = load_spec(chosen.name, chosen.overrides)
     data = load_data(recipe.data, spec.input, options.seed, accelerator.num_processes)
-    model = _model(chosen, data.classes, recipe.file)
+    model = _model(chosen, spec, data, recipe)
     optimizer = _optimizer(recipe.optimizer, model, recipe.file)
     ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
     if ema is not None:  # made of the bare model: a copy of the prepared one would run the original's weights
         ema.to(accelerator.device)
     wrapped, prepared, train_loader, test_loader = accelerator.prepare(model, optimizer, data.train, data.test)
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
-    images = recipe.data.batch_size * accelerator.num_processes
+    examples = recipe.data.batch_size * accelerator.num_processes
     smoothing = 0.0 if recipe.mixup else options.label_smoothing  # with mixup it is in the targets already
     return Run(
         recipe=recipe,
@@ -102,9 +124,9 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
         scheduler=_scheduler(recipe, optimizer, updates_per_epoch),
         ema=ema,
         mix=_mixup(recipe, model.num_outputs),
-        loss=nn.CrossEntropyLoss(label_smoothing=smoothing),
+        loss=Loss(smoothing),
         progress=progress,
-        display=Display(accelerator.is_main_process, options.epochs, len(train_loader), images),
+        display=Display(accelerator.is_main_process, options.epochs, len(train_loader), examples, data),
     )
 
 
@@ -130,18 +152,23 @@ def _agreed(path: Path) -> Path:
     return Path(broadcast_object_list([str(path)])[0])
 
 
-def _model(options: ModelOptions, classes: int, file: str) -> Model:
-    outputs = options.num_outputs or classes
-    if outputs < classes:
-        raise SpecError([Problem(file, "model.num_outputs", str(outputs), f"at least {classes}, the classes in the data")])
-    fine_tuned = options.pretrained or options.checkpoint is not None
+def _model(options: ModelOptions, spec: Spec, data: Data, recipe: Recipe) -> Model:
+    needed = needed_outputs(spec, data, recipe.data.name)
+    outputs, overrides = options.num_outputs, options.overrides
+    if outputs is not None and outputs < needed:
+        allowed = f"at least {needed}, the {'classes in the data' if data.classes else 'vocabulary'}"
+        raise SpecError([Problem(recipe.file, "model.num_outputs", str(outputs), allowed)])
+    if "outputs" in heads.arguments(spec.head.type):  # the others have the vocabulary's
+        outputs = outputs or needed
+        # Weights to start from may have another head; without them it is better to have the spec's own initialisation.
+        fine_tuned = options.pretrained or options.checkpoint is not None
+        overrides = overrides if fine_tuned else (*overrides, f"head.outputs={outputs}")
     return create(
         options.name,
         pretrained=options.pretrained,
         checkpoint=options.checkpoint,
         num_outputs=outputs,
-        # Weights to start from may have another head; without them it is better to have the spec's own initialisation.
-        overrides=options.overrides if fine_tuned else [*options.overrides, f"head.outputs={outputs}"],
+        overrides=overrides,
         schedule=options.schedule,
         exact=options.exact,
     )

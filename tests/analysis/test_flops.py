@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.flops import count_flops
+from revzoo.analysis.flops import FlopCounter, count_flops
 from revzoo.errors import InputError
 from revzoo.runtime import ReversibleChain
 
@@ -75,3 +75,19 @@ def test_views_given_to_modules_without_gradients_are_no_obstacle():
 def test_nothing_to_differentiate_is_said():
     with pytest.raises(InputError, match="No parameter"):
         count_flops(nn.GELU(), torch.zeros(3))
+
+
+def test_grouped_convolutions_count_their_own_channels():
+    """PyTorch's formula takes the weight's gradient for that of an ungrouped convolution."""
+    layer = 2 * 3 * 8 * 9 * 5 * 5  # 3 examples, 8 channels of 5 x 5, a kernel of 9
+    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(2)))
+    assert count_flops(model, torch.zeros(3, 8, 5, 5)) == (3 + 2) * layer
+    assert count_flops(nn.ConvTranspose2d(8, 4, 3, stride=2), torch.zeros(3, 8, 5, 5)) == 2 * 4 * layer
+
+
+def test_forward_and_backward_are_counted_apart_also_when_backward_runs_a_forward():
+    chain = ReversibleChain([nn.Linear(8, 8) for _ in range(3)])
+    x = [torch.zeros(5, 8, requires_grad=True) for _ in range(2)]
+    with FlopCounter() as flops:
+        sum(chain(*x)).sum().backward()
+    assert (flops.forward, flops.backward) == (3 * MM, (3 * 2 + 2) * MM)

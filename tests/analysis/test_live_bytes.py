@@ -139,13 +139,13 @@ def test_moments_and_births():
         first = live.moment()
         y, z = torch.zeros(20), torch.zeros(30)
         second = live.moment()
-        numbers = live.watch([y, z])
         del x, z
     assert live.alive(at=first) == 40
     assert live.alive(at=second) == 240
     assert live.alive() == 80
-    assert live.born(first, second) == numbers
-    assert live.born(0, first) == {0}
+    assert live.alive_by_birth([0, first, second], (), second) == [40, 200, 0]
+    assert live.alive_by_birth([0, first, second], (), live.moment()) == [0, 80, 0]
+    assert live.alive_by_birth([first], live.watch(y), second) == [120]
 
 
 def test_sparse_gradients_count_indices_and_values():

@@ -47,5 +47,5 @@ def test_two_processes(tmp_path):
     with pytest.raises(InputError, match=f"made by 2 processes. Received: 1. Resume it with {COMMAND}"):
         resume(run)
     alone = evaluate_checkpoint(run / "last.safetensors")  # every test image exactly once, on either side
-    assert (alone.top1, alone.top5, alone.images) == (records[1]["top1"], records[1]["top5"], 355)
+    assert (alone.top1, alone.top5, alone.count) == (records[1]["top1"], records[1]["top5"], 355)
     assert alone.loss == pytest.approx(records[1]["loss"], rel=1e-5)

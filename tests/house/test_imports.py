@@ -96,7 +96,9 @@ def test_what_is_imported_is_declared():
     import zoo_cli
 
     with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
-        declared = {re.match(r"[\w-]+", line)[0] for line in tomllib.load(file)["project"]["dependencies"]}
+        project = tomllib.load(file)["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["text"]]
+    declared = {re.match(r"[\w-]+", line)[0] for line in lines}
     used = {name.split(".")[0] for path in (*MODULES, Path(zoo_cli.__file__)) for name in imported(path)}
     used -= set(sys.stdlib_module_names) | {"revzoo", "zoo_cli"}
     assert {{"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}.get(name, name) for name in used} == declared

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import revzoo
 from revzoo.errors import InputError, SpecError
@@ -19,9 +20,13 @@ def test_every_spec_builds_on_the_meta_device_as_it_expects(name):
     assert len(model.steps) == expect["reversible_steps"]
     streams = []
     model.steps[-1].register_forward_hook(lambda step, inputs, out: streams.append(tuple(out.shape[1:])))
-    with torch.no_grad():
-        assert model(model.example_input(2)).shape == (2, model.num_outputs)
+    batch = model.example_input(2)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        logits = model(batch)
+    assert logits.shape in ((2, model.num_outputs), (*batch.shape, model.num_outputs))
     assert streams == [tuple(expect["stream_shape"])]
+    if "flops" in expect:  # published to two or three digits, without norms and activations
+        assert counter.get_total_flops() / 2 / 2 == pytest.approx(expect["flops"], rel=0.02)
 
 
 def test_drop_path_grows_linearly_over_the_whole_network():

@@ -1,0 +1,43 @@
+"""An MLP branch that works on a text piece by piece."""
+
+import torch
+from torch import Tensor
+
+from revzoo.bounds import Extent, Positive
+from revzoo.parts.mlp import MlpBranch
+from revzoo.parts.norm import Activation, TokenNorm
+from revzoo.parts.site import Site
+from revzoo.registry import branches
+
+
+@branches.register("chunked_mlp")
+class ChunkedMlpBranch(MlpBranch):
+    """Transform each normalised token by itself, one piece of the sequence after the other.
+
+    MEMORY
+
+    Shapes: (B, N, D) -> (B, N, D); a mask of the tokens changes nothing.
+    Args:
+        ratio: hidden width over width.
+        chunks: number of pieces; a text with fewer tokens has as many.
+        act: activation between the two linear layers.
+        norm: in front.
+    Source: Reformer (Kitaev et al. 2020), section 3, "chunking"; lucidrains/reformer-pytorch, Chunk and FeedForward.
+    """
+
+    def __init__(
+        self,
+        at: Site,
+        *,
+        ratio: Extent = 4.0,
+        chunks: Positive = 1,
+        act: Activation = "gelu",
+        norm: TokenNorm = "layer_norm",
+    ):
+        super().__init__(at, ratio=ratio, act=act, norm=norm)
+        self.chunks = chunks
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        pieces = [self.mlp(self.norm(piece)) for piece in x.chunk(self.chunks, 1)]
+        out: Tensor = self.drop_path(torch.cat(pieces, 1))
+        return out

@@ -1,0 +1,91 @@
+"""Heads of encoders of text. Module names are those of Transformers' RoBERTa.
+
+B examples, N tokens, D channels.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from revzoo.bounds import Extent, Positive, Rate
+from revzoo.errors import InputError, MisfitError
+from revzoo.parts.norm import Activation, activation
+from revzoo.parts.site import Site
+from revzoo.registry import heads
+
+
+@heads.register("sequence_classification")
+class SequenceClassification(nn.Module):
+    """Classify a text by its first token: dense, tanh, linear.
+
+    Texts are padded on the right, so that the first token is one.
+
+    Shapes: (B, N, D) -> (B, outputs); a mask of the tokens changes nothing.
+    Args:
+        outputs: number of classes.
+        dropout: probability of dropping a channel in front of the last layer, in [0, 1).
+        input_dropout: the same in front of the first layer. RoBERTa has it, BERT has not.
+    Source: Transformers' RobertaClassificationHead; BERT's pooler and classifier are `dense` and `out_proj`.
+    """
+
+    def __init__(self, at: Site, *, outputs: Positive, dropout: Rate = 0.0, input_dropout: Rate = 0.0):
+        super().__init__()
+        if at.shape.layout != "tokens":
+            raise MisfitError("type", "sequence_classification", "pooled_linear, or a stem that gives tokens")
+        self.input_dropout = nn.Dropout(input_dropout)
+        self.dense = nn.Linear(at.shape.width, at.shape.width)
+        self.dropout = nn.Dropout(dropout)
+        self.out_proj = nn.Linear(at.shape.width, outputs)
+
+    @property
+    def outputs(self) -> int:
+        """Number of classes."""
+        return self.out_proj.out_features
+
+    def reset(self, outputs: int) -> None:
+        """Replace the last linear layer by a fresh one with another number of classes."""
+        weight = self.out_proj.weight
+        self.out_proj = nn.Linear(self.out_proj.in_features, outputs, device=weight.device, dtype=weight.dtype)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        pooled = torch.tanh(self.dense(self.input_dropout(x[:, 0])))
+        logits: Tensor = self.out_proj(self.dropout(pooled))
+        return logits
+
+
+@heads.register("masked_lm")
+class MaskedLM(nn.Module):
+    """Score every id at every token: dense, activation, norm, and the stem's table of embeddings as the last weight.
+
+    Shapes: (B, N, D) -> (B, N, vocabulary); a mask of the tokens changes nothing.
+    Args:
+        act: activation behind the dense layer.
+        eps: of the LayerNorm.
+    Source: Transformers' RobertaLMHead, and BertLMPredictionHead, which is the same.
+    """
+
+    def __init__(self, at: Site, *, act: Activation = "gelu", eps: Extent = 1e-5):
+        super().__init__()
+        if at.embedding is None:
+            raise MisfitError("type", "masked_lm", "a stem with a table of embeddings, for example token_embed")
+        vocabulary, width = at.embedding.shape
+        self.dense = nn.Linear(at.shape.width, width)
+        self.act = activation(act)()
+        self.layer_norm = nn.LayerNorm(width, eps=eps)
+        self.weight = at.embedding
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    @property
+    def outputs(self) -> int:
+        """Size of the vocabulary."""
+        return self.weight.shape[0]
+
+    def reset(self, outputs: int) -> None:
+        """Refuse: the outputs are the vocabulary."""
+        raise InputError(
+            f"A masked language model scores the {self.outputs} ids of its vocabulary. Received: {outputs} outputs. Another "
+            "vocabulary is set with overrides=['input.vocabulary=N']; classes need the head sequence_classification."
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.linear(self.layer_norm(self.act(self.dense(x))), self.weight, self.bias)

@@ -1,0 +1,43 @@
+"""A head that answers for every token."""
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from revzoo.bounds import Positive
+from revzoo.errors import MisfitError
+from revzoo.parts.norm import token_norm
+from revzoo.parts.site import Site
+from revzoo.registry import heads
+
+
+@heads.register("token_linear")
+class TokenLinear(nn.Module):
+    """Normalise, then map each token linearly to the outputs: the next token's logits, or a class for each.
+
+    Shapes: (B, N, D) -> (B, N, outputs); a mask of the tokens changes nothing.
+    Args:
+        outputs: the vocabulary, or the number of classes.
+        norm: `layer_norm` in front, or `none`.
+    """
+
+    def __init__(self, at: Site, *, outputs: Positive, norm: Literal["layer_norm", "none"] = "layer_norm"):
+        super().__init__()
+        if at.shape.layout != "tokens":
+            raise MisfitError("type", "token_linear", "pooled_linear, or a stem that gives tokens, for example token_embed")
+        self.norm = token_norm("layer_norm", at.shape.width) if norm == "layer_norm" else nn.Identity()
+        self.linear = nn.Linear(at.shape.width, outputs)
+
+    @property
+    def outputs(self) -> int:
+        """Number of logits of a token."""
+        return self.linear.out_features
+
+    def reset(self, outputs: int) -> None:
+        """Replace the linear layer by a fresh one with another number of outputs."""
+        weight = self.linear.weight
+        self.linear = nn.Linear(self.linear.in_features, outputs, device=weight.device, dtype=weight.dtype)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.linear(self.norm(x))
+        return logits

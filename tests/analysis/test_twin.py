@@ -1,0 +1,85 @@
+"""The twins that specs name: they build, on the meta device, with the parameters that the spec states."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import revzoo
+from revzoo.analysis.resnet import RESNETS, ResNet
+from revzoo.analysis.twin import build_twin
+
+ELSEWHERE = {"pyslowfast"}  # known, and not installable
+SPECS = {name: revzoo.load_spec(name) for name in revzoo.list_models()}
+NAMED = {name: spec for name, spec in SPECS.items() if spec.twin is not None and spec.twin["library"] not in ELSEWHERE}
+
+
+def parameters(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_most_models_have_a_twin():
+    assert len(NAMED) >= 35
+    assert {spec.twin["library"] for spec in NAMED.values()} == {"revzoo", "timm", "transformers"}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_twin_has_the_stated_parameters(name):
+    spec = NAMED[name]
+    if spec.twin["library"] == "transformers":
+        pytest.importorskip("transformers")
+    twin = build_twin(spec)
+    assert {p.device.type for p in twin.parameters()} == {"meta"}
+    assert parameters(twin) == spec.twin["parameters"]
+
+
+def test_a_twin_takes_the_spec_s_input_and_classes():
+    overrides = ["input.size=[64,64]", "input.channels=1", "head.outputs=7"]
+    for name in ("rev_vit_ti", "revnet_56", "irevnet_300"):
+        spec = revzoo.load_spec(name, overrides)
+        assert build_twin(spec)(torch.empty(2, 1, 64, 64, device="meta")).shape == (2, 7)
+
+
+def test_arguments_of_a_twin_go_first():
+    spec = revzoo.load_spec("rev_vit_ti", ["twin.arguments={depth: 1, num_classes: 3}"])
+    twin = build_twin(spec)
+    assert (len(twin.blocks), twin.num_classes) == (1, 3)
+
+
+def test_why_there_is_no_twin(monkeypatch):
+    assert build_twin(revzoo.load_spec("rev_vit_digits")) == "rev_vit_digits names no twin"
+
+    def reason(library, name="nothing_of_the_kind"):
+        return build_twin(revzoo.load_spec("rev_vit_ti", [f"twin={{library: {library}, name: {name}}}"]))
+
+    assert reason("keras") == "networks of keras are not built here, only those of timm, transformers, revzoo"
+    assert reason("revzoo") == f"revzoo {revzoo.__version__} has no nothing_of_the_kind"
+    assert reason("timm").endswith("has no nothing_of_the_kind")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    assert reason("transformers") == "transformers is not installed (pip install transformers)"
+
+
+def unit(x, parameters, kernels, stride, preactivate):
+    left = iter(parameters)
+    for i, kernel in enumerate(kernels):
+        if i > 0 or preactivate:
+            x = F.relu(F.batch_norm(x, None, None, next(left), next(left), training=True, eps=1e-3))
+        x = F.conv2d(x, next(left), stride=stride if i == 0 else 1, padding=kernel // 2)
+    return x
+
+
+def test_resnet_is_the_formula():
+    """With one unit a stage: the first ones of the stages, whose shortcuts differ, are all there is to get wrong."""
+    torch.manual_seed(0)
+    model = ResNet(RESNETS["resnet_32"]._replace(depths=(1, 2, 1)), 3, (8, 8), 5)
+    x = torch.randn(2, 3, 8, 8)
+    expected = model.stem(x)
+    for unit_, stride in zip(model.units, (1, 2, 1, 2), strict=True):
+        short = expected
+        if stride == 2:
+            short = F.avg_pool2d(short, 2)
+            zeros = torch.zeros(2, short.shape[1] // 2, *short.shape[2:])
+            short = torch.cat((zeros, short, zeros), 1)
+        expected = short + unit(expected, unit_.f.parameters(), (3, 3), stride, preactivate=unit_ is not model.units[0])
+    norm = model.norm
+    pooled = F.relu(F.batch_norm(expected, None, None, norm.weight, norm.bias, True, eps=1e-3)).mean((2, 3))
+    torch.testing.assert_close(model(x), model.linear(pooled))

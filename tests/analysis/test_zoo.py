@@ -1,0 +1,120 @@
+"""The zoo table: one row a model, of today's specs, and the page is what the rows say."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+import revzoo
+import zoo_cli
+from revzoo.analysis import zoo
+
+DOCS = Path(__file__).parents[2] / "docs"
+COMMAND = "Run `revzoo list --table docs` in the checkout."
+SMALL = ["rev_vit_digits", "revnet_digits", "irevnet_digits", "rev_bert_mini"]
+
+
+@pytest.fixture
+def table() -> dict[str, zoo.Row]:
+    return zoo.read(DOCS / "zoo.json")
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[str]:
+    """Return the list of models that are measured; their rows are those of the documentation, marked."""
+    names, rows = [], zoo.read(DOCS / "zoo.json")
+
+    def note(name):
+        names.append(name)
+        return rows[name] | {"flops": 0}
+
+    monkeypatch.setattr(zoo, "_measured", note)
+    return names
+
+
+def test_the_table_is_up_to_date(table):
+    assert zoo.outdated(table) == {}, COMMAND
+    assert set(table) == set(revzoo.list_models()), COMMAND
+
+
+def test_the_page_is_what_the_rows_say(table):
+    assert (DOCS / "zoo.md").read_text() == zoo.page(table), COMMAND
+    assert (DOCS / "zoo.md").read_text().count("\n| [") == len(table)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_measuring_again_gives_the_same_row(name, table):
+    assert zoo._measured(name) == table[name], COMMAND
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"digest": "0" * 64}, "was measured with another spec"),
+        ({"twin": {"library": "timm", "name": "resnet18"}}, "was measured beside another twin"),
+        ({"source": "hearsay"}, "states something else now"),
+        ({"weights": {"top1": 100.0}}, "states something else now"),
+    ],
+)
+def test_a_stale_row_is_found(change, problem, table):
+    stale = copy.deepcopy(table)
+    before = zoo.outdated(stale)
+    stale["revnet_digits"] |= change
+    assert zoo.outdated(stale) == before | {"revnet_digits": problem}
+
+
+def test_missing_and_surplus_rows_are_found(table):
+    before = zoo.outdated(table)
+    table["revnet_9"] = table.pop("revnet_digits")
+    assert zoo.outdated(table) == before | {"revnet_digits": "has no row", "revnet_9": "has a row, but is no model"}
+
+
+def test_only_what_is_outdated_is_measured(table, measured, tmp_path):
+    changed = copy.deepcopy(table)
+    changed["revnet_digits"]["digest"] = "0"
+    changed["revnet_38"]["source"] = "hearsay"
+    changed["revnet_9"] = changed.pop("rev_vit_digits")
+    zoo._write(tmp_path / "zoo.json", changed)
+    told = []
+    zoo.update(tmp_path, ["rev_vit_digits", "revnet_38", "revnet_digits"], told.append)
+    assert measured == told == ["rev_vit_digits", "revnet_digits"]
+    found = zoo.read(tmp_path / "zoo.json")
+    assert {name for name in found if found[name] != table[name]} == set(measured)
+    assert set(found) == set(table)
+    assert (tmp_path / "zoo.md").read_text() == zoo.page(found)
+
+
+def test_the_command_measures_what_the_pattern_names(measured, tmp_path, capsys):
+    assert zoo_cli.main(["list", "rev*_digits", "--table", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == measured
+    assert {"rev_vit_digits", "revnet_digits"} <= set(measured) == set(zoo.read(tmp_path / "zoo.json"))
+    assert zoo_cli.main(["list", "--table", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere/zoo.json: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_stopped_run_keeps_what_it_has_measured(measured, tmp_path, monkeypatch):
+    def stop(name):
+        if name == "revnet_digits":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        zoo.update(tmp_path, ["rev_vit_digits", "revnet_digits"], stop)
+    assert list(zoo.read(tmp_path / "zoo.json")) == ["rev_vit_digits"]
+
+
+def test_a_row_reads_well(table):
+    row = table["rev_vit_digits"] | {
+        "source": "a paper | its code",
+        "twin": {"library": "timm", "name": "vit"},
+        "twin_parameters": 1234567,
+        "twin_activation_bytes": 3 * 2**20,
+        "parameters": 302794,
+        "flops": 4_917_888,
+        "activation_bytes": {"store": 2**24, "invert": 2**20, "recompute": 2**21},
+    }
+    assert zoo.page({"rev_vit_digits": row}).splitlines()[-1] == (
+        "| [rev_vit_digits](../specs/models/rev_vit/rev_vit_digits.yaml) | 1 x 8 x 8 | 302,794 | 4.92 MFLOP | 16.0 MiB "
+        "| 2.0 MiB | 1.0 MiB | timm vit: 1,234,567, 3.0 MiB | a paper \\| its code | top1 98.87 |"
+    )
+    unknown = row | {"twin_parameters": None, "twin_activation_bytes": None}
+    assert "| timm vit: not measured |" in zoo.page({"rev_vit_digits": unknown})

@@ -1,0 +1,227 @@
+"""Networks for texts: padding, masks, tied embeddings, and what they say to ids they cannot take."""
+
+import copy
+import re
+
+import pytest
+import torch
+import transformers
+
+import revzoo
+from revzoo.analysis.memory import memory_table
+from revzoo.errors import InputError
+from revzoo.weights import load, read, save
+
+MASKED_LM, CLASSIFIER = "rev_roberta_mini", "rev_bert_mini"
+POST = ["block.f.norm_position=post", "block.g.norm_position=post", "fuse.norm=none"]
+LENGTHS = (64, 40, 1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def padded(model: revzoo.Model) -> torch.Tensor:
+    """Return texts of three lengths in one batch."""
+    ids = model.example_input(len(LENGTHS))
+    for row, length in zip(ids, LENGTHS, strict=True):
+        row[length:] = model.spec.input.padding
+    return ids
+
+
+@pytest.mark.parametrize("overrides", [[], POST], ids=["own", "post"])
+@pytest.mark.parametrize("name", [MASKED_LM, CLASSIFIER])
+def test_padding_changes_nothing(name, overrides):
+    model = revzoo.create(name, overrides=[*overrides, "init.std=0.2"]).eval()
+    ids = padded(model)
+    with torch.no_grad():
+        together = model(ids)
+        alone = [model(text[None, :length])[0] for text, length in zip(ids, LENGTHS, strict=True)]
+        for given in (ids != model.spec.input.padding, (ids != model.spec.input.padding).long()):
+            assert torch.equal(model(ids, attention_mask=given), together)
+    assert together.shape == ((3, 64, 260) if name == MASKED_LM else (3, 2))
+    for logits, text, length in zip(together, alone, LENGTHS, strict=True):
+        torch.testing.assert_close(logits[:length] if name == MASKED_LM else logits, text, rtol=0, atol=1e-5)
+
+
+def test_a_mask_hides_what_is_no_padding():
+    model = revzoo.create(CLASSIFIER, overrides=["init.std=0.2"]).eval()
+    ids = model.example_input(2)
+    mask = torch.ones(2, 64, dtype=torch.bool)
+    mask[:, 30:] = False
+    other = ids.clone()
+    other[:, 30:] = model.example_input(2)[:, 30:]
+    torch.testing.assert_close(model(other, mask), model(ids, mask), rtol=0, atol=1e-5)
+    assert (model(other) - model(ids)).abs().max() > 0.1
+
+
+def gradients(model, schedule, *batch):
+    model.schedule = schedule
+    model.zero_grad()
+    torch.manual_seed(1)
+    outputs = model(*batch)
+    outputs.backward(torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2), dtype=outputs.dtype))
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["invert", "recompute"])
+@pytest.mark.parametrize("overrides", [[], POST], ids=["own", "post"])
+@pytest.mark.parametrize("name", [MASKED_LM, CLASSIFIER])
+def test_gradients_of_padded_texts_under_dropout_equal_stored_ones(name, overrides, schedule):
+    model = revzoo.create(name, overrides=overrides, dtype=torch.float64)
+    model.split.register_forward_hook(lambda split, inputs, pair: (pair[0], 0.7 * pair[1].flip(-1)))
+    ids = padded(model)
+    expected = gradients(model, "store", ids)
+    again = gradients(model, "store", ids, ids != model.spec.input.padding)
+    assert all(torch.equal(again[name], g) for name, g in expected.items())
+    found = gradients(model, schedule, ids)
+    typical = torch.stack([g.norm() for g in expected.values()]).square().mean().sqrt()
+    worst = max(float((found[k] - g).norm() / max(g.norm(), 1e-6 * typical)) for k, g in expected.items())
+    assert worst < 1e-10
+    model.eval()
+    without = gradients(model, "store", ids)
+    assert (without["stem.word_embeddings.weight"] - expected["stem.word_embeddings.weight"]).norm() > 0.1 * typical
+
+
+def tied(model: revzoo.Model) -> bool:
+    return model.head.weight is model.stem.word_embeddings.weight
+
+
+def test_the_embedding_is_one_parameter_wherever_it_goes(tmp_path):
+    model = revzoo.create(MASKED_LM)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert len(names) == len(list(model.parameters())) + 1 == 61
+    assert model.num_outputs == 260
+    assert model.stem.word_embeddings.weight[1].abs().max() == 0, "the head has not drawn it again"
+    save(model, path := tmp_path / "tied.safetensors")
+    kept = read(path)
+    assert len(kept) == 60
+    assert kept["stem.word_embeddings.weight"].shape == (260, 64)
+    assert "head.weight" not in kept
+
+    other = revzoo.create(MASKED_LM)
+    load(other, path)
+    on_meta = revzoo.create(MASKED_LM, device="meta", checkpoint=path)
+    ids = padded(model)
+    model.eval()
+    for loaded in (other, on_meta, copy.deepcopy(model)):
+        assert tied(loaded)
+        assert len(list(loaded.parameters())) == 60
+        assert torch.equal(loaded.eval()(ids), model(ids))
+    assert tied(model.double())
+    assert tied(revzoo.create(MASKED_LM, dtype=torch.float64, checkpoint=path))
+
+    other.load_state_dict(revzoo.create(MASKED_LM).state_dict())
+    assert tied(other)
+
+
+def test_both_uses_of_the_embedding_reach_its_gradient():
+    model = revzoo.create(MASKED_LM).eval()
+    ids = torch.tensor([[4, 5, 6]])
+    model(ids)[0, 0, 7].backward()
+    rows = model.stem.word_embeddings.weight.grad.norm(dim=1)
+    assert rows.nonzero().flatten().tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("name", [MASKED_LM, CLASSIFIER])
+def test_analysis_takes_ids_with_a_mask(name):
+    model = revzoo.create(name)
+    ids = padded(model)
+    mask = ids != model.spec.input.padding
+    for batch in ((ids, mask), {"x": ids, "attention_mask": mask}):
+        report = revzoo.verify(model, batch)
+        assert report.ok, report
+        assert report.gradient_error < 1e-6
+    measured = revzoo.measure_memory(model, (ids, mask))
+    table = memory_table(model, (ids, mask)).reports
+    assert measured == table["invert"]
+    assert measured.batch_bytes == 3 * 64 * (8 + 1)
+    assert measured.weight_bytes == 4 * model.spec.expect["parameters"]
+    assert table["invert"].after_forward_bytes < table["store"].after_forward_bytes / 5
+    unread = revzoo.create(name, device="meta")
+    assert revzoo.measure_memory(unread, ids.to("meta")) == revzoo.measure_memory(model, ids)
+
+
+def test_exact_gradients_of_padded_texts_are_bit_identical():
+    for name in (MASKED_LM, CLASSIFIER):
+        model = revzoo.create(name, exact=True)
+        ids = padded(model)
+        expected, found = gradients(model, "store", ids), gradients(model, "invert", ids)
+        assert [k for k, g in expected.items() if not torch.equal(g, found[k])] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "parameters"),
+    [
+        ("rev_roberta_base_mlm", POST, 124_697_433),
+        ("rev_roberta_large_mlm", POST, 355_412_057),
+        ("rev_bert_large", ["head={type: masked_lm}"], 335_174_458),
+        ("rev_roberta_base", ["head.outputs=3"], 124_648_706 + 769),
+    ],
+)
+def test_parameters_are_as_many_as_in_transformers(name, overrides, parameters):
+    model = revzoo.create(name, overrides=overrides, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_twins_are_as_large_as_they_say_and_as_the_model():
+    names = [name for name in revzoo.list_models("rev_*bert*") if revzoo.load_spec(name).twin is not None]
+    assert len(names) == 11
+    for name in names:
+        spec = revzoo.load_spec(name)
+        twin = getattr(transformers, spec.twin["name"])
+        with torch.device("meta"):
+            network = twin(twin.config_class(**spec.twin["arguments"]))
+        parameters = sum(p.numel() for p in network.parameters())
+        assert parameters == spec.twin["parameters"] == spec.expect["parameters"], name
+
+
+def test_num_outputs_are_classes_and_not_a_vocabulary():
+    assert revzoo.create(CLASSIFIER, num_outputs=5)(torch.tensor([[2, 3]])).shape == (1, 5)
+    with pytest.raises(InputError, match=r"scores the 260 ids of its vocabulary\. Received: 5 outputs"):
+        revzoo.create(MASKED_LM, num_outputs=5)
+
+
+IDS = torch.full((2, 5), 7)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([IDS.float()], "takes a tensor of token ids (int64 or int32). Received: torch.float32"),
+        ([IDS.bool()], "Received: torch.bool"),
+        ([IDS.tolist()], "Received: list"),
+        ([IDS.to("meta")], "is on cpu. Received: ids on meta. Move them with x.to('cpu')"),
+        ([IDS[0]], "takes ids (B, N) of 1 to 64 tokens. Received: (5,). One text is ids[None]"),
+        ([IDS[:, :0]], "Received: (2, 0)"),
+        ([IDS.repeat(1, 13)], "Received: (2, 65). Truncate them, or make the model for longer texts with"),
+        ([IDS + 253], "has a vocabulary of 260 ids, 0 to 259. Received: id 260. Is this the tokenizer it was made for?"),
+        ([IDS - 8], "Received: id -1"),
+        ([IDS * torch.tensor([[1], [0]]) + torch.tensor([[0], [1]])], "Example 1 of the batch has no token, only padding"),
+        ([IDS, IDS[:, :4]], "one entry per token, (2, 5), 1 or True for tokens. Received: (2, 4)"),
+        ([IDS, torch.ones(2, 1, 1, 5)], "Received: (2, 1, 1, 5)"),
+        ([IDS, [[1] * 5] * 2], "Received: list"),
+        ([IDS, torch.ones(2, 5, device="meta")], "The ids are on cpu. Received: an attention mask on meta"),
+        ([IDS, torch.tensor([[0.0] * 4 + [-1e9]] * 2)], "Received: other numbers. A mask that is added to scores is not taken"),
+        ([IDS, torch.zeros(2, 5)], "Example 0 of the batch has no token"),
+    ],
+)
+def test_texts_that_a_model_cannot_take_are_named(batch, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        revzoo.create(MASKED_LM)(*batch)
+
+
+def test_images_have_no_mask():
+    model = revzoo.create("rev_vit_digits")
+    with pytest.raises(InputError, match="rev_vit_digits takes images, which have no attention mask"):
+        model(model.example_input(2), torch.ones(2, 16))
+
+
+def test_short_texts_int32_and_no_padding_id():
+    model = revzoo.create(CLASSIFIER).eval()
+    assert torch.equal(model(IDS.int()), model(IDS))
+    assert model(IDS[:0]).shape == (0, 2)
+    without = revzoo.create(CLASSIFIER, overrides=["input.padding=null"]).eval()
+    without.load_state_dict(model.state_dict())
+    torch.testing.assert_close(without(IDS), model(IDS), rtol=0, atol=1e-6)

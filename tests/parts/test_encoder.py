@@ -1,0 +1,272 @@
+"""Stems, branches and heads of encoders of text against Transformers' own modules: same weights, same seed, same result."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer, BertLMPredictionHead, BertPooler
+from transformers.models.roberta.modeling_roberta import (
+    RobertaClassificationHead,
+    RobertaEmbeddings,
+    RobertaLayer,
+    RobertaLMHead,
+)
+
+import revzoo
+from revzoo.errors import InputError, MisfitError
+from revzoo.parts.embedding import TokenStem
+from revzoo.parts.encoder import FeedForwardBranch, SelfAttentionBranch
+from revzoo.parts.init import Normal
+from revzoo.parts.site import Shape, Site
+from revzoo.parts.text_head import MaskedLM, SequenceClassification
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-5,
+    "attn_implementation": "sdpa",
+}
+ROBERTA = transformers.RobertaConfig(**SIZES, max_position_embeddings=18, type_vocab_size=1, pad_token_id=1)
+BERT = transformers.BertConfig(**SIZES, max_position_embeddings=16, type_vocab_size=2, pad_token_id=0)
+TOKENS = Site(Shape(12, (16,), "tokens"), 12)
+
+
+def text(padding: int | None) -> Site:
+    return Site(Shape(50, (16,), "text"), 50, padding=padding)
+
+
+def padded(padding: int) -> torch.Tensor:
+    """Return three texts of 11, 7 and 2 tokens."""
+    ids = torch.randint(2, 50, (3, 11))
+    ids[1, 7:] = ids[2, 2:] = padding
+    return ids
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def scatter(module: nn.Module) -> None:
+    """Draw every parameter anew, so that none is 0 or 1 by initialisation."""
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.5)
+
+
+def seeded(function, *arguments):
+    torch.manual_seed(1)
+    return function(*arguments)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("theirs", "config", "position"), [(RobertaEmbeddings, ROBERTA, "after_padding"), (BertEmbeddings, BERT, "learned")]
+)
+def test_token_stem_is_transformers_embeddings(theirs, config, position, training):
+    original = theirs(config).train(training)
+    scatter(original)
+    padding = config.pad_token_id
+    stem = TokenStem(text(padding), width=12, position=position, types=config.type_vocab_size, dropout=0.1).train(training)
+    stem.load_state_dict(original.state_dict())
+    ids = padded(padding)
+    torch.testing.assert_close(seeded(stem, ids), seeded(original, ids), rtol=0, atol=0)
+    assert stem.out_shape == Shape(12, (16,), "tokens")
+    assert stem.embedding is stem.word_embeddings.weight
+
+
+def test_positions_of_padding_are_rows_of_zeros_and_stay_so():
+    stem = TokenStem(text(1), width=12, position="after_padding", norm="none")
+    ids = padded(1)
+    absent = ids == 1
+    assert stem(ids)[absent].abs().max() == 0
+    stem(ids).square().sum().backward()
+    for table in (stem.word_embeddings, stem.position_embeddings):
+        assert table.weight.grad[1].abs().max() == 0
+    assert stem.position_embeddings.weight.shape == (18, 12)
+
+
+def test_sinusoidal_positions_are_the_formula():
+    stem = TokenStem(text(None), width=12, position="sinusoidal", norm="none").double()
+    assert [k for k, _ in stem.named_parameters()] == ["word_embeddings.weight"]
+    found = stem(torch.zeros(1, 16, dtype=torch.long))[0] - stem.word_embeddings.weight[0]
+    for n in range(16):
+        for i in range(6):
+            angle = torch.tensor(n / 10000 ** (2 * i / 12))
+            torch.testing.assert_close(
+                found[n, 2 * i : 2 * i + 2], torch.stack((angle.sin(), angle.cos())).double(), atol=1e-6, rtol=0
+            )
+    plain = TokenStem(text(None), width=12, position="none", norm="none")
+    ids = torch.arange(16)[None]
+    torch.testing.assert_close(plain(ids)[0], plain.word_embeddings.weight[:16], rtol=0, atol=0)
+
+
+def branch_weights(layer: nn.Module) -> tuple[dict, dict]:
+    weights = layer.state_dict()
+    f = {k.removeprefix("attention."): w for k, w in weights.items() if k.startswith("attention.")}
+    return f, {k: w for k, w in weights.items() if not k.startswith("attention.")}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("theirs", "config"), [(RobertaLayer, ROBERTA), (BertLayer, BERT)])
+def test_post_branches_in_a_row_are_transformers_layer(theirs, config, training):
+    layer = theirs(config).train(training)
+    scatter(layer)
+    f = SelfAttentionBranch(TOKENS, heads=3, attention_dropout=0.1, dropout=0.1).train(training)
+    g = FeedForwardBranch(TOKENS, dropout=0.1).train(training)
+    for branch, weights in zip((f, g), branch_weights(layer), strict=True):
+        branch.load_state_dict(weights)
+    x = torch.randn(3, 11, 12)
+    mask = padded(1) != 1
+    torch.testing.assert_close(seeded(lambda: g(f(x, mask), mask)), seeded(layer, x, mask[:, None, None, :]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(seeded(lambda: g(f(x))), seeded(layer, x), rtol=0, atol=1e-5)
+
+
+def test_attention_is_the_formula_and_passes_over_padding():
+    f = SelfAttentionBranch(TOKENS, heads=3, norm_position="pre").double()
+    scatter(f)
+    x, mask = torch.randn(3, 11, 12, dtype=torch.float64), padded(1) != 1
+    h = f.output["LayerNorm"](x)
+    parts = []
+    for head in range(3):
+        q, k, v = (f.self[name](h)[:, :, 4 * head : 4 * head + 4] for name in ("query", "key", "value"))
+        scores = (q @ k.mT / 2).masked_fill(~mask[:, None, :], -torch.inf)
+        parts.append(scores.softmax(-1) @ v)
+    torch.testing.assert_close(f(x, mask), f.output["dense"](torch.cat(parts, -1)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_classification_head_is_robertas(training):
+    original = RobertaClassificationHead(ROBERTA).train(training)
+    head = SequenceClassification(TOKENS, outputs=2, dropout=0.1, input_dropout=0.1).train(training)
+    head.load_state_dict(original.state_dict())
+    x = torch.randn(3, 11, 12)
+    torch.testing.assert_close(seeded(head, x), seeded(original, x), rtol=0, atol=0)
+    head.double().reset(5)
+    assert (head.outputs, head.out_proj.weight.shape, head.out_proj.weight.dtype) == (5, (5, 12), torch.float64)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_classification_head_is_berts_pooler_and_classifier(training):
+    pooler, classifier = BertPooler(BERT), nn.Linear(12, 2)
+    head = SequenceClassification(TOKENS, outputs=2, dropout=0.1).train(training)
+    head.dense.load_state_dict(pooler.dense.state_dict())
+    head.out_proj.load_state_dict(classifier.state_dict())
+    x = torch.randn(3, 11, 12)
+    expected = seeded(lambda: classifier(nn.functional.dropout(pooler(x), 0.1, training)))
+    torch.testing.assert_close(seeded(head, x), expected, rtol=0, atol=0)
+
+
+def tied_head(stem: TokenStem) -> MaskedLM:
+    return MaskedLM(Site(TOKENS.shape, 12, embedding=stem.embedding))
+
+
+def test_masked_lm_head_is_robertas_and_berts():
+    stem = TokenStem(text(1), width=12)
+    x = torch.randn(3, 11, 12)
+    theirs = RobertaLMHead(ROBERTA)
+    scatter(theirs)
+    head = tied_head(stem)
+    assert head.weight is stem.word_embeddings.weight
+    weights = {k.replace("decoder.weight", "weight"): w for k, w in theirs.state_dict().items() if k != "decoder.bias"}
+    theirs.decoder.bias = theirs.bias
+    head.load_state_dict(weights)
+    torch.testing.assert_close(head(x), theirs(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(stem.word_embeddings.weight, theirs.decoder.weight, rtol=0, atol=0)
+
+    berts = BertLMPredictionHead(BERT)
+    scatter(berts)
+    berts.decoder.bias = berts.bias
+    names = {"transform.dense.": "dense.", "transform.LayerNorm.": "layer_norm.", "decoder.weight": "weight"}
+    weights = {k: w for k, w in berts.state_dict().items() if k != "decoder.bias"}
+    for theirs_name, own in names.items():
+        weights = {k.replace(theirs_name, own): w for k, w in weights.items()}
+    head.load_state_dict(weights)
+    for norm in (head.layer_norm, berts.transform.LayerNorm):
+        assert norm.eps == 1e-5
+    torch.testing.assert_close(head(x), berts(x), rtol=0, atol=1e-5)
+    assert head.outputs == 50
+    with pytest.raises(InputError, match=r"scores the 50 ids of its vocabulary\. Received: 3 outputs\. .*input\.vocabulary=N"):
+        head.reset(3)
+
+
+def renamed(original: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
+    """Return Transformers' weights under the names they have here: nothing but renaming."""
+    found = {}
+    for key, weight in original.state_dict().items():
+        key = key.removeprefix(prefix)
+        if key.startswith("encoder.layer."):
+            i, _, rest = key.removeprefix("encoder.layer.").partition(".")
+            rest = rest.replace("attention.LayerNorm", "attention.output.LayerNorm")  # in front, in the pre-norm variant
+            rest = rest.replace("intermediate.LayerNorm", "output.LayerNorm")
+            branch = "f" if rest.startswith("attention.") else "g"
+            found[f"stages.0.blocks.{i}.{branch}.{rest.removeprefix('attention.')}"] = weight
+            continue
+        for theirs, own in {"embeddings.": "stem.", "LayerNorm.": "fuse.norm.", "classifier.": "head."}.items():
+            if key.startswith(theirs):
+                key = own + key.removeprefix(theirs)
+                break
+        found[key] = weight
+    return found
+
+
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+def test_the_steps_of_a_model_in_a_row_are_transformers_network(norm_position):
+    pre = norm_position == "pre"
+    kind = "RobertaPreLayerNorm" if pre else "Roberta"
+    config = getattr(transformers, f"{kind}Config").from_dict(ROBERTA.to_dict())
+    original = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+    scatter(original)
+    model = revzoo.create(
+        "rev_roberta_base" if pre else "rev_roberta_base_post",
+        overrides=[
+            "input.length=16",
+            "input.vocabulary=50",
+            "stem.width=12",
+            "block.f.heads=3",
+            "stages=[{depth: 2, width: 12}]",
+        ],
+    ).eval()
+    model.load_state_dict(renamed(original, "roberta_prelayernorm." if pre else "roberta."))
+    ids = padded(1)
+    mask = ids != 1
+    with torch.no_grad():
+        x = model.stem(ids)
+        for step in model.steps:
+            x = x + step(x, mask) if pre else step(x, mask)
+        expected = original(ids, attention_mask=mask.long()).logits
+        torch.testing.assert_close(model.head(model.fuse(x, x)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_normal_init_is_transformers():
+    linear, table, norm = nn.Linear(400, 300), nn.Embedding(500, 200, padding_idx=3), nn.LayerNorm(4)
+    for module in (linear, table, norm):
+        Normal(std=0.02)(module)
+    assert linear.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert linear.weight.abs().max() > 0.06  # not cut
+    assert linear.bias.unique().tolist() == [0]
+    assert table.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert [i for i in range(500) if table.weight[i].abs().max() == 0] == [3]
+    assert (norm.weight.unique().tolist(), norm.bias.unique().tolist()) == ([1], [0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenStem(Site(Shape(3, (8, 8), "image"), 3), width=12), "type: found 'token_embed'; .*input.kind: text"),
+        (lambda: TokenStem(text(50), width=12), "an input.padding below 50"),
+        (lambda: TokenStem(text(None), width=12, position="after_padding"), "position: found 'after_padding'; .*padding id"),
+        (lambda: TokenStem(text(None), width=11, position="sinusoidal"), "width: found 11; allowed: an even number"),
+        (lambda: SelfAttentionBranch(TOKENS, heads=5), "heads: found 5; allowed: a divisor of the width 12"),
+        (lambda: SelfAttentionBranch(Site(Shape(12, (2, 2), "image"), 12), heads=3), "type: found 'self_attention'; .*token"),
+        (lambda: FeedForwardBranch(TOKENS, ratio=0.01), "ratio: found 0.01"),
+        (lambda: FeedForwardBranch(Site(Shape(12, (2, 2), "image"), 12)), "type: found 'feed_forward'; .*tokens"),
+        (lambda: SequenceClassification(Site(Shape(12, (2, 2), "image"), 12), outputs=2), "sequence_classification"),
+        (lambda: MaskedLM(TOKENS), "type: found 'masked_lm'; allowed: a stem with a table of embeddings"),
+    ],
+)
+def test_what_does_not_fit_is_named(make, message):
+    with pytest.raises(MisfitError, match=message):
+        make()

@@ -1,0 +1,199 @@
+"""i-RevNet: the whole network against the paper's formula, its inverse, and what its transitions keep."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import revzoo
+from revzoo.errors import InputError, MisfitError
+from revzoo.parts.fuse import Concat
+from revzoo.parts.head import PooledLinear
+from revzoo.parts.irevnet import IRevNetUnit
+from revzoo.parts.site import Shape, Site
+from revzoo.parts.split import ChannelSplit
+from revzoo.parts.stem import PadStem, SqueezeStem
+
+IMAGE = Site(Shape(3, (6, 4), "image"), 3)
+# Bijective and small: irevnet_300 with less of everything.
+TINY = [
+    "input.size=[32,32]",
+    "stages=[{depth: 2, width: 24, transition: space_to_depth, f: {stride: 2, preactivate_first: false}},"
+    "{depth: 1, width: 96, transition: space_to_depth, f: {stride: 2}},"
+    "{depth: 2, width: 384, transition: space_to_depth, f: {stride: 2}}]",
+    "head.outputs=10",
+]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def psi(x):
+    return torch.cat([x[:, :, dy::2, dx::2] for dy in range(2) for dx in range(2)], 1)
+
+
+def unit(x, parameters, stride, preactivate):
+    """BN-ReLU-conv three times in functional form; parameters in order of the unit's own."""
+    left = iter(parameters)
+    for i in range(3):
+        if i > 0 or preactivate:
+            x = F.relu(F.batch_norm(x, None, None, next(left), next(left), training=True, eps=1e-5))
+        weight = next(left)
+        x = F.conv2d(x, weight, stride=stride if i == 0 else 1, padding=weight.shape[-1] // 2)
+    assert next(left, None) is None
+    return x
+
+
+def features(model, x1, x2, strides):
+    """The paper's recurrence: F works on x2 before psi, and the streams swap in every block."""
+    first = True
+    for stage, stage_stride in zip(model.stages, strides, strict=True):
+        for i, block in enumerate(stage.blocks):
+            stride = stage_stride if i == 0 else 1
+            out = unit(x2, block.f.parameters(), stride, not first)
+            if stride == 2:
+                x1, x2 = psi(x1), psi(x2)
+            x1, x2 = x2, x1 + out
+            first = False
+    return torch.cat((x1, x2), 1)
+
+
+@pytest.mark.parametrize("kernels", ["[3,3,3]", "[1,3,1]"])
+def test_a_bijective_network_is_the_formula(kernels):
+    model = revzoo.create("irevnet_300", overrides=[*TINY, f"block.f.kernels={kernels}"], dtype=torch.float64)
+    x = model.example_input(3)
+    expected = features(model, *psi(x).chunk(2, 1), (2, 2, 2))
+    torch.testing.assert_close(model.forward_features(x), expected, rtol=1e-12, atol=1e-12)
+    norm = model.head.norm
+    pooled = F.relu(F.batch_norm(expected, None, None, norm.weight, norm.bias, True, eps=1e-5)).mean((2, 3))
+    torch.testing.assert_close(model(x), model.head.linear(pooled), rtol=1e-10, atol=1e-10)
+
+
+def test_an_injective_network_is_the_formula():
+    overrides = ["stages.0.depth=2", "stages.1.depth=1", "stages.2.depth=2", "block.f.dropout=0.0"]
+    model = revzoo.create("irevnet_cifar10", overrides=overrides, dtype=torch.float64)
+    x = model.example_input(3)
+    zeros = x.new_zeros(3, 16, 32, 32)
+    x1, x2 = torch.cat((x[:, :2], zeros[:, :14]), 1), torch.cat((x[:, 2:], zeros[:, :15]), 1)
+    torch.testing.assert_close(model.forward_features(x), features(model, x1, x2, (1, 2, 2)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "overrides"), [("irevnet_300", TINY), ("irevnet_cifar10", []), ("irevnet_digits", [])])
+def test_the_inverse_returns_the_image(name, overrides):
+    model = revzoo.create(name, overrides=overrides)
+    with torch.no_grad():
+        model(model.example_input(4))  # BatchNorm statistics other than 0 and 1
+    model.eval()
+    x = model.example_input(2)
+    with torch.no_grad():
+        found = model.inverse(model.forward_features(x))
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-4)
+    assert not torch.equal(found, x), "rounding is there, so the next assertion says something"
+    model.exact = True
+    pixels = torch.randint(256, x.shape) / 256
+    with torch.no_grad():
+        assert torch.equal(model.inverse(model.forward_features(pixels)), pixels)
+
+
+def test_the_inverse_is_refused_where_it_cannot_be():
+    model = revzoo.create("irevnet_digits")
+    with pytest.raises(InputError, match=re.escape("Call model.eval() first")):
+        model.inverse(torch.zeros(1, 128, 2, 2))
+    lossy = {
+        "fuse (Concat)": ["fuse.norm=batch_norm"],
+        "split (Duplicate)": ["split=duplicate", "stem.width=16", "stem.block=2"],
+    }
+    for part, overrides in lossy.items():
+        model = revzoo.create("irevnet_digits", overrides=overrides).eval()
+        with pytest.raises(InputError, match=re.escape(f"its {part} loses information")):
+            model.inverse(torch.zeros(1, 128, 2, 2))
+    with pytest.raises(InputError, match=re.escape("its stages.0.transition (ResidualPair) loses information")):
+        revzoo.create("revnet_digits").eval().inverse(torch.zeros(1, 112, 2, 2))
+
+
+@pytest.mark.parametrize("schedule", ["invert", "recompute"])
+def test_gradients_through_bijections_equal_stored_ones(schedule):
+    overrides = [*TINY, "block.f.dropout=0.2"]
+    model = revzoo.create("irevnet_300", overrides=overrides, dtype=torch.float64)
+    x = model.example_input(4)
+    found = {}
+    for modes in ("store", schedule):
+        model.schedule = modes
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        found[modes] = [p.grad.clone() for p in model.parameters()]
+    errors = [float((g - s).norm() / s.norm()) for g, s in zip(found[schedule], found["store"], strict=True)]
+    assert len(errors) == 5 * 9 - 2 + 4  # the first unit has one norm less
+    assert max(errors) < 1e-10
+
+
+def test_transitions_keep_nothing():
+    """With 2 and with 0 transitions the same bytes wait for backward, but for the head's, which has more channels."""
+
+    def waiting(stages):
+        model = revzoo.create("irevnet_digits", overrides=["input.size=[16,16]", f"stages=[{stages}]"])
+        return revzoo.measure_memory(model, model.example_input(5)).after_forward_bytes
+
+    flat = waiting("{depth: 6, width: 16}")
+    turn = "transition: space_to_depth, f: {stride: 2}"
+    folded = waiting(f"{{depth: 2, width: 16}}, {{depth: 2, width: 64, {turn}}}, {{depth: 2, width: 256, {turn}}}")
+    head = (512 - 32) * 4 * (5 + 2)  # pooled features of 5 examples; mean and deviation that BatchNorm saves
+    assert folded - flat == head
+
+
+def test_stems_and_their_inverses():
+    x = torch.randn(2, 3, 6, 4)
+    squeeze = SqueezeStem(IMAGE)
+    assert torch.equal(squeeze(x), psi(x))
+    assert torch.equal(squeeze.inverse(psi(x)), x)
+    assert squeeze.out_shape == Shape(12, (3, 2), "image")
+    pad = PadStem(IMAGE, width=8)
+    assert torch.equal(pad(x)[:, [0, 1, 4]], x)
+    assert not pad(x)[:, [2, 3, 5, 6, 7]].any()
+    assert torch.equal(pad.inverse(pad(x)), x)
+    folded = PadStem(IMAGE, width=16, block=2)
+    assert torch.equal(folded(x), torch.cat([F.pad(half, (0, 0, 0, 0, 0, 2)) for half in psi(x).chunk(2, 1)], 1))
+    assert torch.equal(folded.inverse(folded(x)), x)
+    assert folded.out_shape == Shape(16, (3, 2), "image")
+
+
+def test_split_and_fuse_are_each_others_inverse():
+    for shape, size in ((Shape(4, (6, 4), "image"), (2, 4, 6, 4)), (Shape(4, (3,), "tokens"), (2, 3, 4))):
+        x = torch.randn(size)
+        split, fuse = ChannelSplit(Site(shape, 4)), Concat(Site(shape, 4), norm="none")
+        assert torch.equal(split.inverse(*split(x)), x)
+        assert all(map(torch.equal, fuse.inverse(fuse(x, 2 * x)), (x, 2 * x)))
+    assert Concat(IMAGE, norm="batch_norm").inverse is None
+
+
+def test_the_head_normalises_before_pooling():
+    tokens = Site(Shape(12, (2, 3), "tokens"), 12)
+    head, x = PooledLinear(tokens, outputs=5, norm="layer_norm"), torch.randn(2, 6, 12)
+    torch.testing.assert_close(head(x), head.linear(F.layer_norm(x, (12,), eps=1e-6).mean(1)))
+    assert PooledLinear(IMAGE, outputs=5, norm="batch_norm", momentum=0.9).norm.momentum == 0.9
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: IRevNetUnit(Site(Shape(8, (3,), "tokens"), 8)), "type"),
+        (lambda: IRevNetUnit(Site(Shape(8, (6, 4), "image"), 8), kernels=(3, 2, 3)), "kernels"),
+        (lambda: IRevNetUnit(Site(Shape(6, (6, 4), "image"), 6)), "bottleneck"),
+        (lambda: IRevNetUnit(Site(Shape(6, (6, 4), "image"), 6), bottleneck=2, stride=2), "stride"),
+        (lambda: SqueezeStem(Site(Shape(100, (8,), "text"), 100)), "type"),
+        (lambda: SqueezeStem(IMAGE, block=4), "block"),
+        (lambda: SqueezeStem(Site(Shape(3, (7, 7), "image"), 3)), "block"),
+        (lambda: PadStem(IMAGE, width=2), "width"),
+        (lambda: PadStem(IMAGE, width=7), "width"),
+        (lambda: PadStem(Site(Shape(1, (6, 4), "image"), 1), width=8), "block"),
+        (lambda: PooledLinear(IMAGE, outputs=5, norm="layer_norm"), "norm"),
+    ],
+)
+def test_misfits_name_the_argument(make, argument):
+    with pytest.raises(MisfitError) as error:
+        make()
+    assert error.value.argument == argument

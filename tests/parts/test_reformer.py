@@ -1,0 +1,276 @@
+"""Hashed and full attention with shared queries and keys, chunks, and the Reformer made of them."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import revzoo
+from revzoo.errors import MisfitError
+from revzoo.parts.chunk import ChunkedMlpBranch
+from revzoo.parts.lsh import LSHAttention, SharedQKAttention
+from revzoo.parts.mlp import MlpBranch
+from revzoo.parts.site import Shape, Site
+from revzoo.parts.token_head import TokenLinear
+from revzoo.runtime import LiveBytes
+
+TOKENS = Site(Shape(16, (32,), "tokens"), 16)
+IMAGE = Site(Shape(8, (6, 4), "image"), 8)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def hashed(dtype: torch.dtype = torch.float32, **arguments) -> LSHAttention:
+    return LSHAttention(TOKENS, **{"heads": 2, "bucket": 4, "hashes": 3} | arguments).to(dtype)
+
+
+def some_absent(N: int) -> torch.Tensor:
+    mask = torch.rand(2, N) > 0.3
+    mask[:, N // 2] = True
+    return mask
+
+
+def dense(branch, x, rotations, mask=None):
+    """Attend token by token, in plain Python: ranks from sorting, a softmax for each round, rounds by their log-sum-exp."""
+    (B, N, D), M, K = x.shape, branch.heads, min(branch.bucket, x.shape[1])
+    normed = branch.norm(x)
+    qk, v = (to(normed).view(B, N, M, D // M) for to in (branch.to_qk, branch.to_v))
+    out = torch.zeros_like(v)
+    for b in range(B):
+        present = [n for n in range(N) if mask is None or mask[b, n]]
+        for m in range(M):
+            q = qk[b, :, m]
+            dots = q @ (q / q.norm(dim=1, keepdim=True)).T / (D // M) ** 0.5
+            rounds = []
+            for r in range(rotations.shape[1]):
+                rotated = q @ rotations[:, r]
+                bucket = torch.cat((rotated, -rotated), 1).argmax(1).tolist()
+                rank = {n: i // K for i, n in enumerate(sorted(present, key=lambda n: (bucket[n], n)))}
+                logits = torch.full((N, N), -torch.inf, dtype=x.dtype)
+                for i in present:
+                    met = [j for j in present if rank[i] - rank[j] in (0, 1) and j != i and (j < i or not branch.causal)]
+                    logits[i, met or [i]] = dots[i, met] if met else -1e4
+                rounds.append(logits)
+            logits = torch.stack(rounds)
+            share = logits.logsumexp(-1, keepdim=True).softmax(0)
+            out[b, :, m] = (logits.softmax(-1) @ v[b, :, m] * share).sum(0)
+    return branch.to_out(out.flatten(2))
+
+
+@pytest.mark.parametrize("N", [32, 27, 3], ids="{} tokens".format)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_hashed_attention_is_the_masked_dense_one(causal, masked, N):
+    f = hashed(causal=causal).eval()
+    x, mask = torch.randn(2, N, 16), some_absent(N) if masked else None
+    found, expected = f(x, mask), dense(f, x, f.rotations, mask)
+    keep = slice(None) if mask is None else mask
+    torch.testing.assert_close(found[keep], expected[keep], rtol=0, atol=1e-6)
+    assert found.isfinite().all()
+
+
+def test_its_gradient_is_the_dense_ones():
+    f = hashed(torch.float64).eval()
+    x = torch.randn(2, 27, 16, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *f.parameters()]
+    weight = torch.randn(2, 27, 16, dtype=torch.float64)
+    found, expected = (
+        torch.autograd.grad((y * weight).sum(), wanted) for y in (f(x), dense(f, x, f.rotations))
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_training_draws_rotations_and_evaluation_does_not():
+    f = hashed()
+    x = torch.randn(2, 32, 16)
+    torch.manual_seed(3)
+    drawn = torch.randn(8, 3, 4)
+    torch.manual_seed(3)
+    torch.testing.assert_close(f(x), dense(f, x, drawn), rtol=0, atol=1e-6)
+    before = torch.get_rng_state()
+    assert torch.equal(f.eval()(x), hashed_like(f)(x))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(f(x), f.train()(x))
+
+
+def hashed_like(f: LSHAttention) -> LSHAttention:
+    state = torch.get_rng_state()
+    twin = hashed().eval()
+    torch.set_rng_state(state)
+    twin.load_state_dict(f.state_dict())
+    return twin
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_group_of_all_tokens_is_full_attention(causal, masked):
+    f, full = hashed(bucket=32, causal=causal).eval(), SharedQKAttention(TOKENS, heads=2, causal=causal).eval()
+    full.load_state_dict(f.state_dict())
+    for N in (32, 5):
+        x, mask = torch.randn(2, N, 16), some_absent(N) if masked else None
+        keep = slice(None) if mask is None else mask
+        torch.testing.assert_close(f(x, mask)[keep], full(x, mask)[keep], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [hashed, lambda: SharedQKAttention(TOKENS, heads=2)])
+def test_what_is_masked_changes_nothing(make):
+    f = make().eval()
+    x, mask = torch.randn(2, 32, 16), torch.ones(2, 32, dtype=torch.bool)
+    mask[1, 13:] = False
+    torch.testing.assert_close(f(x, mask)[1, :13], f(x[1:, :13])[0], rtol=0, atol=1e-6)
+    mask[1] = mask[1].flip(0)  # in front
+    torch.testing.assert_close(f(x, mask)[1, 19:], f(x[1:, 19:])[0], rtol=0, atol=1e-6)
+
+
+def test_a_causal_token_takes_nothing_from_later_ones():
+    full, f = SharedQKAttention(TOKENS, heads=2).eval(), hashed(bucket=32).eval()
+    x = torch.randn(1, 32, 16)
+    later = torch.cat((x[:, :20], torch.randn(1, 12, 16)), 1)
+    for exactly in (full, f):  # one group has no borders that could move
+        torch.testing.assert_close(exactly(x)[:, :20], exactly(later)[:, :20], rtol=0, atol=1e-6)
+        assert not torch.allclose(exactly(x)[:, 20:], exactly(later)[:, 20:], atol=1e-2)
+    # Groups: later tokens move the borders, so only the gradient, which takes the groups as they are, is none.
+    groups = hashed().eval()
+    assert not torch.allclose(groups(x)[:, :20], groups(later)[:, :20], atol=1e-3)
+    jacobian = torch.autograd.functional.jacobian(lambda x: groups(x)[0].sum(1), x)[:, 0].abs().sum(-1)  # (N, N)
+    assert (jacobian.triu(1) == 0).all()
+    assert (jacobian.tril(-1) > 0).sum() > 100
+
+
+def test_dropout_drops_attention_weights():
+    x = torch.randn(2, 32, 16)
+    for f in (hashed(dropout=0.5), SharedQKAttention(TOKENS, heads=2, dropout=0.5)):
+        torch.manual_seed(1)
+        first = f(x)
+        assert not torch.equal(first, f(x))
+        torch.manual_seed(1)
+        assert torch.equal(first, f(x))
+    # The only token has one weight: kept, and then doubled, or dropped; with it goes the value, and the bias is left.
+    f = SharedQKAttention(TOKENS, heads=1, dropout=0.5)
+    hash_one = hashed(heads=1, dropout=0.5, hashes=1)
+    hash_one.load_state_dict(f.state_dict())
+    one = torch.randn(1, 1, 16)
+    twice = f.to_out(2 * f.to_v(f.norm(one)))
+    for branch in (f, hash_one):
+        drawn = [branch(one) for _ in range(20)]
+        kept = [torch.allclose(y, twice, atol=1e-6) for y in drawn]
+        assert 3 < sum(kept) < 17
+        assert all(torch.equal(y[0, 0], f.to_out.bias) for y, was in zip(drawn, kept, strict=True) if not was)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_autocast(dtype):
+    f = hashed(bucket=32).eval()  # one group: hashing in half precision changes nothing
+    x, mask = torch.randn(2, 32, 16), some_absent(32)
+    expected = f(x, mask)
+    with torch.autocast("cpu", dtype):
+        torch.testing.assert_close(f(x, mask)[mask].float(), expected[mask], rtol=0.05, atol=0.05)
+    found = f.to(dtype)(x.to(dtype), mask)
+    assert found.dtype == dtype
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[mask].float(), expected[mask], rtol=0.05, atol=0.05)
+
+
+def test_chunks_are_the_whole():
+    whole, pieces = MlpBranch(TOKENS), ChunkedMlpBranch(TOKENS, chunks=5)
+    pieces.load_state_dict(whole.state_dict())
+    sizes = []
+    pieces.mlp.fc1.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[1]))
+    for N, expected in ((32, [7, 7, 7, 7, 4]), (3, [1, 1, 1])):
+        x = torch.randn(2, N, 16)
+        torch.testing.assert_close(pieces(x), whole(x), rtol=0, atol=1e-6)
+        assert sizes == expected
+        sizes.clear()
+
+
+def test_chunks_save_hidden_channels_without_a_gradient():
+    at = Site(Shape(64, (1000,), "tokens"), 64)
+    peaks = {}
+    for chunks in (1, 10):
+        with FakeTensorMode(), torch.no_grad(), LiveBytes() as live:
+            f, x = ChunkedMlpBranch(at, chunks=chunks), torch.empty(1, 1000, 64)
+            lasting = live.watch((x, *f.parameters()))
+            f(x)
+        peaks[chunks] = live.peak(without=lasting)
+    stream = 1000 * 64 * 4
+    # Whole: the normed tokens and the hidden channels before and after GELU. In pieces: their outputs, before and after joining.
+    assert peaks == {1: (1 + 4 + 4) * stream, 10: 2 * stream}
+
+
+def test_the_head_answers_for_every_token():
+    head = TokenLinear(TOKENS, outputs=5)
+    x = torch.randn(2, 7, 16)
+    normed = torch.nn.functional.layer_norm(x, (16,), head.norm.weight, head.norm.bias, 1e-6)
+    torch.testing.assert_close(head(x), normed @ head.linear.weight.T + head.linear.bias)
+    plain = TokenLinear(TOKENS, outputs=5, norm="none").double()
+    torch.testing.assert_close(plain(x.double()), plain.linear(x.double()))
+    plain.reset(3)
+    assert (plain.outputs, plain.linear.weight.dtype) == (3, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "allowed"),
+    [
+        (lambda: hashed(heads=3), "heads", "a divisor of the width 16"),
+        (lambda: hashed(bucket=33), "bucket", "at most 32, the number of tokens"),
+        (lambda: LSHAttention(IMAGE, heads=2), "type", "a stem that gives tokens"),
+        (lambda: SharedQKAttention(TOKENS, heads=3), "heads", "a divisor of the width 16"),
+        (lambda: SharedQKAttention(IMAGE, heads=2), "type", "a stem that gives tokens"),
+        (lambda: ChunkedMlpBranch(IMAGE), "type", "a stem that gives tokens"),
+        (lambda: TokenLinear(IMAGE, outputs=2), "type", "a stem that gives tokens"),
+    ],
+)
+def test_misfits_name_the_argument(make, argument, allowed):
+    with pytest.raises(MisfitError, match=allowed) as error:
+        make()
+    assert error.value.argument == argument
+
+
+def gradients(model, ids, schedule, **kwargs):
+    model.schedule = schedule
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(ids, **kwargs).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["reformer_mini", "reformer_mini_full"])
+def test_rotations_and_dropout_are_replayed(name, masked):
+    model = revzoo.create(name, dtype=torch.float64)
+    ids = model.example_input(2)[:, :100]
+    kwargs = {"attention_mask": some_absent(100)} if masked else {}
+    expected = gradients(model, ids, "store", **kwargs)
+    for mode in ("invert", "recompute"):
+        for found, right in zip(gradients(model, ids, mode, **kwargs), expected, strict=True):
+            assert (found - right).norm() <= 1e-10 * right.norm()
+    assert all(g.norm() > 0 for g in expected)
+
+
+def test_exact_arithmetic_repeats_every_bucket():
+    model = revzoo.create("reformer_mini", exact=True)
+    seen: dict[str, list[torch.Tensor]] = {}
+    for block in model.stages[0].blocks:
+        block.f._hash = lambda qk, f=block.f: seen.setdefault(f.name, []).append(LSHAttention._hash(f, qk)) or seen[f.name][-1]
+    ids = model.example_input(4)
+    expected = gradients(model, ids, "store")
+    seen.clear()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, ids, "invert"), expected, strict=True))
+    assert len(seen) == len(model.stages[0].blocks)
+    assert all(len(runs) == 2 and torch.equal(*runs) for runs in seen.values())
+
+
+def test_evaluation_repeats_itself():
+    model = revzoo.create("reformer_mini").eval()
+    ids = model.example_input(2)
+    assert model(ids).shape == (2, 128, 256)
+    assert torch.equal(model(ids), model(ids))
+    again = revzoo.create("reformer_mini").eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(ids), model(ids))
+    full = revzoo.create("reformer_mini_full").eval()
+    full.load_state_dict(model.state_dict())  # the same parameters
+    assert not torch.allclose(full(ids), model(ids), atol=1e-3)

@@ -1,0 +1,208 @@
+"""Rev-Swin's parts against timm's Swin on the same weights, and against their equations."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
+
+import revzoo
+from revzoo.errors import MisfitError, SpecError
+from revzoo.parts.fuse import Concat
+from revzoo.parts.merge import FuseMergeSplit
+from revzoo.parts.mlp import MlpBranch
+from revzoo.parts.site import Shape, Site
+from revzoo.parts.stem import PatchStem
+from revzoo.parts.window import WindowBranch
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def site(*grid: int, index: int = 0, layout: str = "tokens") -> Site:
+    return Site(Shape(12, grid, layout), 12, index)
+
+
+@pytest.mark.parametrize(
+    ("grid", "window", "index", "shift"),
+    [
+        ((8, 12), 4, 0, (0, 0)),
+        ((8, 12), 4, 1, (2, 2)),
+        ((6, 9), 3, 3, (1, 1)),
+        ((4, 4), 4, 1, (0, 0)),  # one window is the grid
+        ((4, 4), 7, 1, (0, 0)),  # and a larger one is clipped to it
+        ((3, 8), 4, 1, (0, 2)),  # clipped and not shifted along one side
+    ],
+)
+def test_window_attention_and_mlp_are_timms_block_without_the_residual(grid, window, index, shift):
+    block = SwinTransformerBlock(12, grid, num_heads=3, window_size=window, shift_size=window // 2 if index % 2 else 0)
+    at = site(*grid, index=index)
+    f, g = WindowBranch(at, heads=3, window=window), MlpBranch(at, norm="layer_norm_1e-5")
+    torch.nn.init.normal_(block.attn.relative_position_bias_table)
+    weights = block.state_dict()
+    f.load_state_dict({k.replace("norm1", "norm"): w for k, w in weights.items() if k.startswith(("norm1", "attn"))})
+    g.load_state_dict({k.replace("norm2", "norm"): w for k, w in weights.items() if k.startswith(("norm2", "mlp"))})
+    assert f.shift == tuple(block.shift_size) == shift
+    x = torch.randn(2, *grid, 12)
+    tokens = x.flatten(1, 2)
+    h = tokens + f(tokens)
+    torch.testing.assert_close(h + g(h), block(x).flatten(1, 2), rtol=0, atol=0)
+    if any(shift):
+        torch.testing.assert_close(f.mask, block.attn_mask, rtol=0, atol=0)
+
+
+def test_windows_may_stay_where_they_are():
+    f = WindowBranch(site(8, 8, index=1), heads=3, window=4, shift="none", qkv_bias=False)
+    assert (f.shift, f.mask, f.attn.qkv.bias) == ((0, 0), None, None)
+
+
+def test_a_shifted_window_sees_the_tokens_that_are_near_and_no_others():
+    f = WindowBranch(site(8, 8, index=1), heads=3, window=4)
+    x = torch.randn(1, 64, 12, requires_grad=True)
+    seen = torch.stack([torch.autograd.grad(f(x)[0, i].sum(), x)[0][0].norm(dim=1) > 1e-12 for i in (0, 18, 63)])
+    rows, columns = torch.arange(64) // 8, torch.arange(64) % 8
+    corner, middle = (rows < 2) & (columns < 2), (rows - 3.5).abs().maximum((columns - 3.5).abs()) < 2
+    opposite = (rows >= 6) & (columns >= 6)
+    assert torch.equal(seen, torch.stack((corner, middle, opposite)))
+
+
+def linear(x, weight, bias=None):
+    return x @ weight.T + (0 if bias is None else bias)
+
+
+FUSES = {
+    "mean": lambda x1, x2, p: (x1 + x2) / 2,
+    "mlp": lambda x1, x2, p: linear(
+        F.gelu(linear(torch.cat((x1, x2), 2), p["fuse.fc1.weight"], p["fuse.fc1.bias"])),
+        p["fuse.fc2.weight"],
+        p["fuse.fc2.bias"],
+    ),
+    "proj": lambda x1, x2, p: linear(
+        F.layer_norm(torch.cat((x1, x2), 2), (24,), p["fuse.norm.weight"], p["fuse.norm.bias"], 1e-5), p["fuse.weight"]
+    ),
+}
+
+
+@pytest.mark.parametrize("fuse", FUSES)
+def test_the_transition_is_the_fusion_and_timms_merging(fuse):
+    part = FuseMergeSplit(Site(Shape(12, (4, 6), "tokens"), 20), fuse=fuse, ratio=1.5)
+    for p in part.parameters():
+        torch.nn.init.normal_(p)
+    merging = PatchMerging(12, 20)
+    merging.load_state_dict(part.down.state_dict())
+    x1, x2 = torch.randn(2, 2, 24, 12).unbind()
+    y1, y2 = part(x1, x2)
+    parameters = dict(part.named_parameters())
+    fused = FUSES[fuse](x1, x2, parameters).view(2, 4, 6, 12)
+    assert torch.equal(y1, y2)
+    assert part.out_shape == Shape(20, (2, 3), "tokens")
+    assert "fuse.fc1.weight" not in parameters or parameters["fuse.fc1.weight"].shape == (18, 24)
+    torch.testing.assert_close(y1, merging(fused).flatten(1, 2))
+    neighbours = torch.cat([fused[:, i::2, j::2] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))], 3)  # Microsoft's order
+    normed = F.layer_norm(neighbours, (48,), parameters["down.norm.weight"], parameters["down.norm.bias"])
+    torch.testing.assert_close(y1, linear(normed, parameters["down.reduction.weight"]).flatten(1, 2), rtol=1e-4, atol=1e-4)
+
+
+def test_proj_begins_near_the_mean_of_the_normed_halves_in_a_whole_network_too():
+    model = revzoo.create("rev_swin_digits", overrides=["stages.1.transition.fuse=proj"])
+    assert model.spec.init is not None
+    transition = model.stages[1].transition
+    noise = transition.fuse.weight.detach() - 0.5 * torch.eye(48).repeat(1, 2)
+    assert noise.std().item() == pytest.approx(0.02, rel=0.1)
+    assert noise.mean().item() == pytest.approx(0, abs=2e-3)
+    merging = transition.down.reduction.weight  # which the network's initialisation did reach
+    assert merging.std().item() == pytest.approx(192**-0.5 * 0.8796, rel=0.05)
+
+
+def test_stem_and_fuse_are_swins():
+    swin = SwinTransformer(8, 2, 3, embed_dim=12, depths=(1,), num_heads=(3,), window_size=4)
+    stem = PatchStem(Site(Shape(3, (8, 8), "image"), 3), width=12, patch=2, norm="layer_norm_1e-5", position="none")
+    weights = {k: torch.randn_like(w) for k, w in swin.state_dict().items() if k.startswith("patch_embed")}
+    swin.load_state_dict(weights, strict=False)
+    stem.load_state_dict(weights)
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(stem(x), swin.patch_embed(x).flatten(1, 2), rtol=0, atol=0)
+    x1, x2 = torch.randn(2, 2, 16, 12).mul(1e-2).unbind()  # so small that eps matters
+    joined = F.layer_norm(torch.cat((x1, x2), 2), (24,), eps=1e-5)
+    torch.testing.assert_close(Concat(site(4, 4), norm="layer_norm_1e-5")(x1, x2), joined)
+
+
+def test_a_whole_rev_swin_is_its_equations():
+    model = revzoo.create("rev_swin_digits").eval()
+    x = model.example_input(3)
+    x1 = x2 = model.stem(x)
+    for stage in model.stages:
+        if hasattr(stage, "transition"):
+            x1 = x2 = stage.transition.down(((x1 + x2) / 2).view(3, 4, 4, 48)).flatten(1, 2)
+        for block in stage.blocks:
+            x1 = x1 + block.f(x2)
+            x2 = x2 + block.g(x1)
+    fused = F.layer_norm(torch.cat((x1, x2), 2), (192,), model.fuse.norm.weight, model.fuse.norm.bias, 1e-5)
+    torch.testing.assert_close(model(x), model.head.linear(fused.mean(1)))
+    assert [block.f.shift for stage in model.stages for block in stage.blocks] == [(0, 0), (1, 1), (0, 0), (0, 0)]
+
+
+def test_all_norms_and_biases_of_the_real_ones_are_swins():
+    model = revzoo.create(
+        "rev_swin_t_mlp",
+        overrides=[
+            "stem.width=8",
+            *(f"stages.{i}.width={8 << i}" for i in range(4)),
+            *(f"stages.{i}.f.heads={1 << i}" for i in range(4)),
+        ],
+    )
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert len(norms) == 24 + 3 + 2
+    assert {m.eps for m in norms} == {1e-5}
+    biases = [m.bias for m in model.modules() if isinstance(m, (torch.nn.LayerNorm, torch.nn.Linear)) and m.bias is not None]
+    assert len(biases) == 29 + 12 * 4 + 3 * 2 + 1
+    assert torch.cat(biases).unique().tolist() == pytest.approx([0.02])
+    assert [s.mask is not None for s in model.steps[::2]] == [False, True] * 5 + [False, False]
+
+
+@pytest.mark.parametrize("fuse", FUSES)
+@pytest.mark.parametrize("schedule", ["invert", "everything recomputed"])
+def test_gradients_equal_stored_ones(fuse, schedule):
+    overrides = [f"stages.1.transition.fuse={fuse}", "block.drop_path.max=0.2"]
+    model = revzoo.create("rev_swin_digits", dtype=torch.float64, overrides=overrides)
+    batch = model.example_input(2)
+
+    def gradients(modes):
+        model.schedule = modes
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(batch).square().sum().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    expected = gradients("store")
+    found = gradients(schedule if schedule == "invert" else ["recompute"] * len(model.units))
+    assert min(float(g.norm()) for g in expected.values()) > 0
+    assert max(float((found[k] - g).norm() / g.norm()) for k, g in expected.items()) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "message"),
+    [
+        (lambda: WindowBranch(site(8, 8), heads=3), "window", "found 7; allowed: 1, 2, 4, 8 or more on the 8x8 grid"),
+        (lambda: WindowBranch(site(4, 6), heads=3, window=3), "window", "1, 2, 6 or more on the 4x6 grid"),
+        (lambda: WindowBranch(site(8, 8), heads=5, window=4), "heads", "a divisor of the width 12"),
+        (lambda: WindowBranch(site(8), heads=3), "type", "2-dimensional grid of tokens"),
+        (lambda: WindowBranch(site(8, 8, layout="image"), heads=3), "type", "2-dimensional grid of tokens"),
+        (lambda: WindowBranch(site(8, layout="text"), heads=3), "type", "2-dimensional grid of tokens"),
+        (lambda: FuseMergeSplit(site(8)), "type", "2-dimensional grid of tokens"),
+        (lambda: FuseMergeSplit(site(8, 8, layout="image")), "type", "2-dimensional grid of tokens"),
+        (lambda: FuseMergeSplit(site(8, 7)), "down", "a grid of even sides; 8x7 tokens arrive"),
+        (lambda: FuseMergeSplit(site(8, 8), fuse="mlp", ratio=0.01), "ratio", "a hidden channel of the width 12"),
+        (lambda: Concat(site(8, 8, layout="image"), norm="layer_norm_1e-5"), "norm", "batch_norm or none behind images"),
+    ],
+)
+def test_misfits_say_what_would_fit(make, argument, message):
+    with pytest.raises(MisfitError, match=message) as error:
+        make()
+    assert error.value.argument == argument
+
+
+def test_a_spec_that_does_not_fit_names_the_windows_that_would():
+    with pytest.raises(SpecError, match=r"stages\.0\.f\.window: found 3; allowed: 1, 2, 4 or more on the 4x4 grid"):
+        revzoo.create("rev_swin_digits", overrides=["stages.0.f.window=3"], device="meta")
