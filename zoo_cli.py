@@ -122,7 +122,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
         from revzoo.analysis.show import show
 
-        Console(highlight=False).print(show(found))
+        Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(show(found))
     return 0
 
 
@@ -184,7 +184,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from revzoo import create, verify
 
     torch.manual_seed(0)
-    model = create(arguments.name, dtype=getattr(torch, arguments.dtype))
+    model = create(arguments.name, dtype=getattr(torch, arguments.dtype), exact=arguments.exact)
     report = verify(model, model.example_input(arguments.batch))
     print(report)
     return 0 if report.ok else 1
@@ -239,6 +239,7 @@ def _declare_check(parser: Parser) -> None:
     parser.add_argument("name", help="a model name, a spec file or a folder with spec.yaml")
     parser.add_argument("--batch", type=_count, default=4, metavar="N", help="images (default: 4)")
     choices = ("float64", "float32", "bfloat16", "float16")
+    parser.add_argument("--exact", action="store_true", help="keep the streams on a grid, so that inversion does not round")
     parser.add_argument("--dtype", choices=choices, default="float32", help="of weights and streams (default: float32)")
 
 

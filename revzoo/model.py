@@ -150,6 +150,11 @@ class Model(nn.Module):
         head = replace(self.spec.head, arguments={**self.spec.head.arguments, "outputs": num_outputs})
         self.spec = replace(self.spec, head=head)
 
+    def no_weight_decay(self) -> set[str]:
+        """Return names of the parameters that timm's `create_optimizer_v2` is not to decay: tables of positions."""
+        tables = {"pos_embed", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"}
+        return {name for name, _ in self.named_parameters() if name.rpartition(".")[2] in tables}
+
     def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
         """Return a random batch: images (batch_size, C, H, W), or ids (batch_size, length) without padding."""
         reference = next(self.parameters())

@@ -22,7 +22,8 @@ def count_flops(model: nn.Module, batch: Any) -> int:
     Raises:
         InputError: nothing to differentiate.
     """
-    with borrowed(model, batch, fake=True) as inputs, FlopCounter() as flops:
+    flops = FlopCounter()
+    with borrowed(model, batch, fake=True) as inputs, flops:
         linear_loss(call(model, inputs)).backward()
     return flops.forward + flops.backward
 
@@ -36,8 +37,8 @@ class FlopCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward: int = 0
-        self.backward: int = 0
+        self.forward = 0
+        self.backward = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,8 +58,8 @@ class FlopCounter(TorchDispatchMode):
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any, out_val: Any) -> int:
     """Each gradient takes the products of the forward; PyTorch's formula forgets the groups in that of the weight."""
     *_, transposed, _, _, wanted = arguments
-    forward: int = conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
-    return forward * sum(wanted[:2])
+    count: int = sum(wanted[:2]) * conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
+    return count
 
 
 _FORMULAS: dict[Any, Callable[..., int]] = {

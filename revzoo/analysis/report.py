@@ -146,7 +146,8 @@ def report(model: Model, batch_size: int | None = None) -> ModelReport:
 
 
 def _trial(model: nn.Module, batch: Tensor, units: tuple[str, ...] = ()) -> tuple[MemoryReport, dict[str, int], FlopCounter]:
-    with borrowed(model, batch, fake=True) as inputs, FlopCounter() as flops:
+    flops = FlopCounter()
+    with borrowed(model, batch, fake=True) as inputs, flops:
         memory, kept = measured(model, inputs, units=units)
     return memory, kept, flops
 

@@ -42,7 +42,8 @@ def _parts(report: ModelReport) -> Table:
         "nothing. Nodes (stem, transitions, fuse, head) keep their activations unless set to recompute.",
     )
     for heading in ("part", "what", "output", "parameters", *MODES):
-        table.add_column(heading, justify="left" if heading in ("part", "what") else "right")
+        words = heading in ("part", "what")  # which are folded where the terminal is narrow; numbers are not cut
+        table.add_column(heading, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for part in report.parts:
         kept = ["nothing"] * len(MODES) if part.kind == "bijection" else [format_bytes(part.kept_bytes[m]) for m in MODES]
         table.add_row(part.name, _what(part), format_shape(part.shape), f"{part.parameters:,}", *kept)

@@ -27,33 +27,42 @@ def build_twin(spec: Spec) -> nn.Module | str:
             return _LIBRARIES[library](spec, name, spec.twin.get("arguments", {}))
     except ImportError:
         return f"{library} is not installed (pip install {library})"
-    except (AttributeError, LookupError):
+    except _Unknown:
         return f"{library} {import_module(library).__version__} has no {name}"
+    except (AssertionError, TypeError, ValueError) as error:  # a size or an argument that it does not take
+        return f"{library} cannot build {name} for {spec.name}: {error}".partition("\n")[0]
+
+
+class _Unknown(Exception):
+    """A library has no network of this name."""
 
 
 def _from_timm(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
     if not timm.is_model(name):
-        raise LookupError(name)
+        raise _Unknown
     found: dict[str, Any] = _outputs(spec, "num_classes")
     if isinstance(spec.input, ImageInput):
         found["in_chans"] = spec.input.channels
-        if timm.get_pretrained_cfg(name).fixed_input_size:  # the others take any size and refuse the argument
+        config = timm.get_pretrained_cfg(name)
+        if config is not None and config.fixed_input_size:  # the others take any size and refuse the argument
             found["img_size"] = tuple(spec.input.size)
     model: nn.Module = timm.create_model(name, **(found | arguments))
     return model
 
 
 def _from_transformers(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
-    network = getattr(import_module("transformers"), name)
+    network = getattr(import_module("transformers"), name, None)
+    if network is None:
+        raise _Unknown
     model: nn.Module = network(network.config_class(**(_outputs(spec, "num_labels") | arguments)))
     return model
 
 
 def _from_revzoo(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
-    if not isinstance(spec.input, ImageInput):
-        raise LookupError(name)
-    found = {"channels": spec.input.channels, "size": tuple(spec.input.size)} | _outputs(spec, "outputs")
-    return ResNet(RESNETS[name], **(found | arguments))
+    if name not in RESNETS or not isinstance(spec.input, ImageInput):
+        raise _Unknown
+    found: dict[str, Any] = {"channels": spec.input.channels, "size": tuple(spec.input.size)}
+    return ResNet(RESNETS[name], **(found | _outputs(spec, "outputs") | arguments))
 
 
 def _outputs(spec: Spec, key: str) -> dict[str, Any]:

@@ -40,8 +40,7 @@ def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[
         names: the models that may be measured; None is all.
         announce: told the name of each model that is being measured.
     """
-    file = folder / "zoo.json"
-    specs = {name: load_spec(name) for name in list_models()}
+    file, specs = folder / "zoo.json", shipped_specs()
     table = {name: row for name, row in read(file).items() if name in specs}
     _write(file, table)  # fails at once where it cannot be written
     for name in specs if names is None else names:
@@ -60,9 +59,13 @@ def read(file: Path) -> dict[str, Row]:
     return rows
 
 
-def outdated(table: Mapping[str, Row]) -> dict[str, str]:
+def shipped_specs() -> dict[str, Spec]:
+    """Return the spec of every model by name."""
+    return {name: load_spec(name) for name in list_models()}
+
+
+def outdated(table: Mapping[str, Row], specs: Mapping[str, Spec]) -> dict[str, str]:
     """Return the models whose row is missing, wrong or of no model at all, each with what is the matter."""
-    specs = {name: load_spec(name) for name in list_models()}
     problems = {name: "has a row, but is no model" for name in table if name not in specs}
     for name, spec in specs.items():
         row = table.get(name)

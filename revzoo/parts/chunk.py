@@ -14,7 +14,10 @@ from revzoo.registry import branches
 class ChunkedMlpBranch(MlpBranch):
     """Transform each normalised token by itself, one piece of the sequence after the other.
 
-    MEMORY
+    The outputs are those of `mlp`, with its parameters. Without a gradient it holds the hidden channels of one piece
+    instead of all: at most 24 instead of 80 MiB beside weights (4,096 tokens of 512 channels, float32, 10 chunks).
+    Training gains little, because recovery brings back what autograd saves of all pieces at once: 120 instead of 136 MiB
+    for a chain of such steps, and nothing in a Reformer, whose peak is in its attention (654 MiB).
 
     Shapes: (B, N, D) -> (B, N, D); a mask of the tokens changes nothing.
     Args:

@@ -44,9 +44,10 @@ class PooledLinear(nn.Module):
         self._dims = (2, 3) if at.shape.layout == "image" else (1,)
         self._pool = pool
         self.norm: nn.Module = nn.Identity()
-        if norm != "none":
-            batch = norm == "batch_norm"
-            self.norm = BatchNormAct2d(at.shape.width, momentum=momentum) if batch else token_norm(norm, at.shape.width)
+        if norm == "batch_norm":
+            self.norm = BatchNormAct2d(at.shape.width, momentum=momentum)
+        elif norm == "layer_norm":
+            self.norm = token_norm(norm, at.shape.width)
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(at.shape.width, outputs)
 

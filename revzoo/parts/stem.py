@@ -44,6 +44,8 @@ class PatchStem(nn.Module):
     ):
         super().__init__()
         size = at.shape.size
+        if at.shape.layout != "image":
+            raise MisfitError("type", "patch_embed", "an input of kind image, or token_embed for texts")
         if any(side % patch for side in size):
             raise MisfitError("patch", patch, f"a divisor of both sides of the {size[0]}x{size[1]} image")
         self.out_shape = Shape(width, tuple(side // patch for side in size), "tokens")
@@ -84,6 +86,8 @@ class ConvStem(nn.Module):
         momentum: Update = 0.01,
     ):
         super().__init__()
+        if at.shape.layout != "image":
+            raise MisfitError("type", "conv", "an input of kind image, or token_embed for texts")
         if kernel % 2 == 0:
             raise MisfitError("kernel", kernel, "odd numbers")
         shrink = stride * (2 if pool else 1)
@@ -125,6 +129,8 @@ class OverlapPatchStem(nn.Module):
     ):
         super().__init__()
         size = at.shape.size
+        if at.shape.layout != "image":
+            raise MisfitError("type", "overlap_patch_embed", "an input of kind image, or token_embed for texts")
         if kernel % 2 == 0:
             raise MisfitError("kernel", kernel, "odd numbers")
         if any(side % stride for side in size):
@@ -156,7 +162,7 @@ class SqueezeStem(SpaceToDepth):
         super().__init__(block)
         size = at.shape.size
         if at.shape.layout != "image":
-            raise MisfitError("type", "space_to_depth", "an input of kind image")
+            raise MisfitError("type", "space_to_depth", "an input of kind image, or token_embed for texts")
         if any(side % block for side in size):
             raise MisfitError("block", block, f"a divisor of both sides of the {size[0]}x{size[1]} image")
         self.out_shape = Shape(block * block * at.shape.width, tuple(side // block for side in size), "image")

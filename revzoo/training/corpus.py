@@ -197,6 +197,8 @@ def _load(file: Path) -> dict[str, list[Any]]:
             columns: dict[str, list[Any]] = tables["train"][:] if "train" in tables else {}
             return columns
     except Exception as error:  # the reader answers damaged files with whatever it stumbles over
+        if "corresponds to no data" in str(error):
+            raise DataError(f"{file} has no rows.") from error
         reason = _bad_line(content) if file.suffix == ".jsonl" else ""
         reason = reason or textwrap.shorten(str(error.__cause__ or error), 200)
         raise DataError(f"{file} cannot be read: {reason}. Correct it.") from error

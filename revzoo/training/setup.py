@@ -100,7 +100,7 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
     chosen = recipe.model
     if resumed:  # its weights are in the state
         chosen = ModelOptions(str(place.path / "spec.yaml"), schedule=chosen.schedule, exact=chosen.exact)
-    spec = load_spec(chosen.name, chosen.overrides)
+    spec = _spec(chosen)
     data = load_data(recipe.data, spec.input, options.seed, accelerator.num_processes)
     model = _model(chosen, spec, data, recipe)
     optimizer = _optimizer(recipe.optimizer, model, recipe.file)
@@ -150,6 +150,16 @@ def _command(processes: int, device: torch.device) -> str:
 def _agreed(path: Path) -> Path:
     """Return the main process's choice: another may look for a free folder when the main one has made it already."""
     return Path(broadcast_object_list([str(path)])[0])
+
+
+def _spec(options: ModelOptions) -> Spec:
+    """Return the model's spec; a head that an override brings may leave its number of outputs to the data."""
+    try:
+        return load_spec(options.name, options.overrides)
+    except SpecError as error:
+        if [problem.path for problem in error.problems] != ["head.outputs"]:
+            raise
+        return load_spec(options.name, [*options.overrides, "head.outputs=1"])
 
 
 def _model(options: ModelOptions, spec: Spec, data: Data, recipe: Recipe) -> Model:

@@ -5,6 +5,7 @@ from itertools import cycle, islice
 
 import pytest
 import torch
+from timm.optim import create_optimizer_v2
 
 import revzoo
 from revzoo.errors import InputError, ScheduleError, UnknownNameError
@@ -74,6 +75,20 @@ def test_streams_are_float32_under_autocast(name):
         loss = model(model.example_input(4)).sum()
     loss.backward()
     assert seen == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("rev_vit_digits", 1), ("rev_swin_digits", 4), ("revnet_digits", 0), ("rev_mvit_t", 2 * 10)]
+)
+def test_tables_of_positions_do_not_decay(name, count):
+    model = revzoo.create(name, device="meta")
+    tables = model.no_weight_decay()
+    assert len(tables) == count
+    decaying, spared = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.1).param_groups[::-1]
+    assert (decaying["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    sizes = {id(p): p.dim() for p in decaying["params"]}
+    assert not {id(model.get_parameter(name)) for name in tables} & set(sizes)
+    assert min(sizes.values()) == 2
 
 
 def test_training_with_a_frozen_stem():

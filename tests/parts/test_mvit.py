@@ -166,6 +166,7 @@ def test_stem_is_timms_patch_embedding_and_position():
         (lambda: FusePoolSplit(SQUARE, heads=2, fusion_ratio=0.01), "fusion_ratio"),
         (lambda: FusePoolSplit(SQUARE, heads=2, mlp_ratio=0.01), "mlp_ratio"),
         (lambda: OverlapPatchStem(Site(Shape(3, (8, 8), "image"), 3), width=8, kernel=4), "kernel"),
+        (lambda: OverlapPatchStem(Site(Shape(100, (16,), "text"), 100), width=8), "type"),
         (lambda: OverlapPatchStem(Site(Shape(3, (8, 10), "image"), 3), width=8), "stride"),
     ],
 )

@@ -76,9 +76,7 @@ def test_its_gradient_is_the_dense_ones():
     x = torch.randn(2, 27, 16, dtype=torch.float64, requires_grad=True)
     wanted = [x, *f.parameters()]
     weight = torch.randn(2, 27, 16, dtype=torch.float64)
-    found, expected = (
-        torch.autograd.grad((y * weight).sum(), wanted) for y in (f(x), dense(f, x, f.rotations))
-    )
+    found, expected = (torch.autograd.grad((y * weight).sum(), wanted) for y in (f(x), dense(f, x, f.rotations)))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -196,7 +194,7 @@ def test_chunks_save_hidden_channels_without_a_gradient():
             f(x)
         peaks[chunks] = live.peak(without=lasting)
     stream = 1000 * 64 * 4
-    # Whole: the normed tokens and the hidden channels before and after GELU. In pieces: their outputs, before and after joining.
+    # Whole: normed tokens, hidden channels before and after GELU. In pieces: their outputs, before and after joining.
     assert peaks == {1: (1 + 4 + 4) * stream, 10: 2 * stream}
 
 

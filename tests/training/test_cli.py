@@ -16,7 +16,7 @@ MODELS = "rev_vit_b, rev_vit_digits, rev_vit_l"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("lits", "Unknown command 'lits'. Did you mean 'list'? Allowed: check, eval, list, show, train."),
+        ("lits", "Unknown command 'lits'. Did you mean 'list'? Allowed: check, eval, list, show, tokenizer, train."),
         (
             "train --ot=runs",
             "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --help, --out, ",

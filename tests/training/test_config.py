@@ -4,13 +4,19 @@ from revzoo.errors import SpecError, UnknownNameError
 from revzoo.spec import list_recipes, load_spec
 from revzoo.training.config import load_recipe, notes
 
-PUBLISHED = ["rev_vit_b_imagenet", "rev_vit_s_imagenet", "revnet_cifar", "revnet_imagenet"]
+PUBLISHED = ["reformer_enwik8", "rev_vit_b_imagenet", "rev_vit_s_imagenet", "revnet_cifar", "revnet_imagenet"]
 
 
 def test_every_recipe():
     """Every shipped recipe loads, says only what has an effect, and names a model that exists."""
-    assert list_recipes() == ["digits", "digits_revnet", *PUBLISHED]
-    for name in list_recipes():
+    names = list_recipes()
+    assert [name for name in names if not name.startswith("digits")] == [
+        *PUBLISHED,
+        "text_bert",
+        "text_reformer",
+        "text_roberta",
+    ]
+    for name in names:
         recipe = load_recipe(name, ["data.root=images"] if name in PUBLISHED else [])
         assert notes(recipe) == []
         assert load_spec(recipe.model.name).name == recipe.model.name
