@@ -9,7 +9,7 @@ MODELS = list_models()
 
 
 def test_all_are_found():
-    assert len(MODELS) == 14
+    assert len(MODELS) == 61
 
 
 @pytest.mark.parametrize("name", MODELS)
