@@ -208,8 +208,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _count(text: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1. Received: {text!r}")
+    if not (text.isdecimal() and 1 <= int(text) <= 10**9):
+        raise argparse.ArgumentTypeError(f"expected an integer from 1 to 10^9. Received: {text!r}")
     return int(text)
 
 

@@ -7,7 +7,8 @@ class Bijection(nn.Module):
     """A parameter-free map of one stream with an exact inverse.
 
     A chain applies it to both streams and undoes it in backward. `forward` must consist of operations that save no
-    tensor for backward (views, permutations, copies).
+    tensor for backward (views, permutations, copies). What either returns is contiguous: kernels choose their order of
+    sums by strides, so a rebuilt state has to have those of the first run.
     """
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -31,10 +32,10 @@ class SpaceToDepth(Bijection):
         n = self.block
         B, C, H, W = x.shape
         x = x.reshape(B, C, H // n, n, W // n, n).permute(0, 3, 5, 1, 2, 4)  # B, dy, dx, C, H/n, W/n
-        return x.reshape(B, n * n * C, H // n, W // n)
+        return x.reshape(B, n * n * C, H // n, W // n).contiguous()
 
     def inverse(self, y: Tensor) -> Tensor:
         n = self.block
         B, C, H, W = y.shape
         y = y.reshape(B, n, n, C // (n * n), H, W).permute(0, 3, 4, 1, 5, 2)  # B, C, H, dy, W, dx
-        return y.reshape(B, C // (n * n), H * n, W * n)
+        return y.reshape(B, C // (n * n), H * n, W * n).contiguous()  # of 1x1 pixels, the reshape is a channels-last view

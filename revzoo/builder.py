@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from revzoo.bijection import SpaceToDepth
 from revzoo.errors import InputError, MisfitError, Problem, RevzooError, SpecError
 from revzoo.model import Block, Model, Stage
 from revzoo.parts.site import Shape, Site
@@ -66,7 +67,8 @@ class _Walk:
             shape = replace(shape, width=stage.width)
         blocks = []
         for index in range(stage.depth):
-            site = Site(shape, stage.width, index, next(rates))
+            folded = transition if index == 0 and isinstance(transition, SpaceToDepth) else None
+            site = Site(shape, stage.width, index, next(rates), folded)
             f = self._make(branches, stage.f, site)
             g = self._make(branches, stage.g, site) if stage.g is not None else None
             if f is not None:

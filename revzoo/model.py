@@ -185,7 +185,8 @@ class Model(nn.Module):
         Only in eval mode: random steps and BatchNorm in training mode are not replayed.
 
         Raises:
-            InputError: the model is in training mode, or a part of it loses information; the part is named.
+            InputError: the model is in training mode, a part of it loses information (it is named), or what is given is not
+                what `forward_features` returns.
         """
         if self.training:
             raise InputError("Features are inverted in eval mode, and must have been computed in it. Call model.eval() first.")
@@ -194,8 +195,9 @@ class Model(nn.Module):
             if self._node_of(stage) is not None:
                 raise self._loses(f"stages.{i}.transition")
             chain += self._links(i, "store")
-        pair = invert_chain(chain, *self._inverse_of("fuse")(features), exact=self.exact)
-        return cast(Tensor, self._inverse_of("stem")(self._inverse_of("split")(*pair)))
+        fuse, split, stem = (self._inverse_of(name) for name in ("fuse", "split", "stem"))
+        self._require_features(features)
+        return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
 
     def _features(self, x: Tensor, mask: Tensor | None) -> Tensor:
         modes = dict(zip(self.units, self._schedule, strict=True))
@@ -230,6 +232,17 @@ class Model(nn.Module):
         if inverse is None:
             raise self._loses(name)
         return inverse
+
+    def _require_features(self, features: object) -> None:
+        dims, own = cast(Any, self.fuse).out_shape.dims, next(self.parameters())
+        if not isinstance(features, Tensor):
+            raise InputError(f"Features are what forward_features returns. Received: {type(features).__name__}.")
+        found = tuple(features.shape[1:]), features.dtype, features.device
+        if found != (dims, own.dtype, own.device):
+            raise InputError(
+                f"Features of {self.spec.name} are (B, {', '.join(map(str, dims))}), {own.dtype} on {own.device}, as "
+                f"forward_features returns them. Received: {tuple(features.shape)}, {features.dtype} on {features.device}."
+            )
 
     def _loses(self, name: str) -> InputError:
         kind = type(self.get_submodule(name)).__name__

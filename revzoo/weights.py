@@ -139,12 +139,16 @@ def load(model: Model, path: str | Path) -> None:
 
     Raises:
         CheckpointError: no such file, damaged, not a state dict, or of another model: every missing, unexpected and
-            misshapen key, and every integer in place of a number, is listed with counts. The model is then unchanged.
+            misshapen key, every integer in place of a number, and every copy of a tied tensor that is none, is listed with
+            counts. The model is then unchanged.
     """
     path = Path(path)
     found, metadata = _contents(path)
     tensors = _without_wrappers(found)
     own, shared = model.state_dict(), _shared(model)
+    untied = [
+        key for key, first in shared.items() if {key, first} <= tensors.keys() and not _same(tensors[key], tensors[first])
+    ]
     tensors |= {key: tensors[first] for key, first in shared.items() if first in tensors}
     problems = {
         "missing": [key for key in own if key not in tensors],
@@ -159,6 +163,7 @@ def load(model: Model, path: str | Path) -> None:
             for key in own
             if key in tensors and tensors[key].is_floating_point() != own[key].is_floating_point()
         ],
+        "of other values": [f"{key}, which is {shared[key]} in this model" for key in untied],
     }
     if any(problems.values()):
         rows = [f"\n  {len(keys)} {what}: {listing(keys, most=1000)}" for what, keys in problems.items() if keys]
@@ -175,6 +180,14 @@ def load(model: Model, path: str | Path) -> None:
         for key, first in shared.items():
             owner, _, name = key.rpartition(".")
             setattr(model.get_submodule(owner), name, model.get_parameter(first))
+        for module in model.modules():  # tables that no file holds
+            for key, tensor in getattr(module, "constants", dict)().items():
+                owner, _, name = key.rpartition(".")
+                setattr(module.get_submodule(owner), name, tensor)
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
 
 
 def _shared(model: Model) -> dict[str, str]:

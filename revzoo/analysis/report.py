@@ -193,7 +193,11 @@ def _twin(model: Model, batch: Tensor) -> TwinReport | None:
     built = build_twin(model.spec)
     if isinstance(built, str):
         return TwinReport(twin["library"], twin["name"], problem=built)
-    memory, _, flops = _trial(built, batch)
+    try:
+        memory, _, flops = _trial(built, batch)
+    except Exception as error:  # somebody else's network, with somebody's arguments
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return TwinReport(twin["library"], twin["name"], problem=f"it does not take the model's input ({reason})")
     return TwinReport(
         twin["library"], twin["name"], sum(p.numel() for p in built.parameters()), _per_example(flops, batch), memory
     )

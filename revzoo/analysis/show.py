@@ -66,7 +66,8 @@ def _statements(report: ModelReport) -> Table:
     for source in report.sources:
         table.add_row("source", escape(f"{source['of']}: {source['cite']}"))
     for what, value in report.expect.items():
-        table.add_row("expected", escape(f"{what}: {value}"))
+        if value is not None:
+            table.add_row("expected", escape(f"{what}: {value}"))
     table.add_row("weights", escape(describe_weights(report)))
     return table
 

@@ -20,16 +20,19 @@ def build_twin(spec: Spec) -> nn.Module | str:
     if spec.twin is None:
         return f"{spec.name} names no twin"
     library, name = spec.twin["library"], spec.twin["name"]
+    arguments: dict[str, Any] = spec.twin.get("arguments", {})
+    if fetching := arguments.keys() & {"pretrained", "checkpoint_path"}:
+        return f"a twin has no weights: leave {fetching.pop()} out of its arguments"
     if library not in _LIBRARIES:
         return f"networks of {library} are not built here, only those of {', '.join(_LIBRARIES)}"
     try:
         with torch.device("meta"):
-            return _LIBRARIES[library](spec, name, spec.twin.get("arguments", {}))
+            return _LIBRARIES[library](spec, name, arguments)
     except ImportError:
         return f"{library} is not installed (pip install {library})"
     except _Unknown:
         return f"{library} {import_module(library).__version__} has no {name}"
-    except (AssertionError, TypeError, ValueError) as error:  # a size or an argument that it does not take
+    except Exception as error:  # libraries answer an argument that they do not take with whatever they stumble over
         return f"{library} cannot build {name} for {spec.name}: {error}".partition("\n")[0]
 
 
@@ -51,8 +54,8 @@ def _from_timm(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _from_transformers(spec: Spec, name: str, arguments: dict[str, Any]) -> nn.Module:
-    network = getattr(import_module("transformers"), name, None)
-    if network is None:
+    network: Any = getattr(import_module("transformers"), name, None)
+    if getattr(network, "config_class", None) is None:
         raise _Unknown
     model: nn.Module = network(network.config_class(**(_outputs(spec, "num_labels") | arguments)))
     return model

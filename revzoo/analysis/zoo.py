@@ -10,6 +10,7 @@ from revzoo import weights
 from revzoo.analysis.memory import format_bytes
 from revzoo.analysis.report import MODES, report
 from revzoo.analysis.show import format_flops, format_shape
+from revzoo.errors import InputError
 from revzoo.spec import ImageInput, Input, Spec, list_models, load_spec
 from revzoo.weights import create
 
@@ -54,9 +55,18 @@ def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[
 
 
 def read(file: Path) -> dict[str, Row]:
-    """Return the rows of a zoo.json by model; none where there is no such file."""
-    rows: dict[str, Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return rows
+    """Return the rows of a zoo.json by model; none where there is no such file.
+
+    Raises:
+        InputError: it is not what `update` writes.
+    """
+    try:
+        rows: dict[str, Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if all({"digest", "twin"} <= row.keys() for row in rows.values()):
+            return rows
+    except (AttributeError, ValueError):
+        pass
+    raise InputError(f"{file} is damaged: it holds no table of models. Delete it, and all models are measured again.")
 
 
 def shipped_specs() -> dict[str, Spec]:

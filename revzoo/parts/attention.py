@@ -24,8 +24,7 @@ class AttentionBranch(nn.Module):
 
     def __init__(self, at: Site, *, heads: Positive, norm: TokenNorm = "layer_norm", qkv_bias: bool = True):
         super().__init__()
-        if at.shape.layout != "tokens":
-            raise MisfitError("type", "attention", "a stem that gives tokens, for example patch_embed")
+        at.require("tokens", "attention")
         if at.width % heads:
             raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
         self.norm = token_norm(norm, at.width)

@@ -49,8 +49,7 @@ class ConvBranch(nn.Sequential):
     """
 
     def __init__(self, at: Site, *, layout: UnitLayout = "basic", momentum: Update = 0.01):
-        if at.shape.layout != "image":
-            raise MisfitError("type", "conv_unit", "a stem that gives images, for example conv")
+        at.require("image", "conv_unit")
         if layout == "bottleneck" and at.width % 4:
             raise MisfitError("layout", layout, f"basic, or a width divisible by 4 instead of {at.width}")
         unit = conv_unit(at.width, at.width, layout=layout, momentum=momentum)

@@ -24,8 +24,9 @@ class TokenStem(nn.Module):
     Shapes: ids (B, N) -> (B, N, D), N up to the input's length.
     Args:
         width: channels of a token, D.
-        position: `learned` has one embedding for each of 0 to N - 1; `after_padding` counts the tokens that are not padding,
-            from padding + 1, and gives padding a row of zeros; `sinusoidal` has no parameters; `none` adds nothing.
+        position: `learned` has one embedding for each of 0 to N - 1, and padding in front shifts a text; `after_padding` counts
+            the tokens that are not padding, from padding + 1, and gives padding a row of zeros; `sinusoidal` has no
+            parameters, and shifts as `learned` does; `none` adds nothing.
         types: number of token types, of which all tokens have the first; 0 is no such table.
         norm: `layer_norm` over the sum, or `none`.
         eps: of the LayerNorm.
@@ -46,8 +47,7 @@ class TokenStem(nn.Module):
         dropout: Rate = 0.0,
     ):
         super().__init__()
-        if at.shape.layout != "text":
-            raise MisfitError("type", "token_embed", "a stem for images, for example patch_embed, or input.kind: text")
+        at.require("text", "token_embed", "a stem for images, for example patch_embed, or input.kind: text")
         if at.padding is not None and at.padding >= at.shape.width:
             raise MisfitError("type", "token_embed", f"an input.padding below {at.shape.width}, the vocabulary")
         if position == "after_padding" and at.padding is None:

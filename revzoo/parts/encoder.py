@@ -30,8 +30,7 @@ class SubBlock(nn.Module):
 
     def __init__(self, at: Site, kind: str, inner_width: int, norm_position: NormPosition, eps: float, dropout: float):
         super().__init__()
-        if at.shape.layout != "tokens":
-            raise MisfitError("type", kind, "a stem that gives tokens, for example token_embed")
+        at.require("tokens", kind)
         self._post = norm_position == "post"
         self.output = nn.ModuleDict({"dense": nn.Linear(inner_width, at.width), "LayerNorm": nn.LayerNorm(at.width, eps)})
         self.dropout = nn.Dropout(dropout)

@@ -23,7 +23,7 @@ class Concat(nn.Module):
 
     Shapes: x1, x2: (B, N, D) or (B, C, H, W) -> twice the channels.
     Args:
-        norm: `layer_norm` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        norm: `layer_norm` (eps 1e-6) or `layer_norm_1e-5` for tokens, `batch_norm` (with ReLU) for images, or `none`.
         momentum: of BatchNorm's running statistics.
     Source: Rev-ViT (LayerNorm over 2D); RevNet (`final_bn` and ReLU).
     """
@@ -50,9 +50,10 @@ class Mean(nn.Module):
 
     Shapes: x1, x2 -> the shape of one.
     Args:
-        norm: `layer_norm` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        norm: `layer_norm` (eps 1e-6) or `layer_norm_1e-5` for tokens, `batch_norm` (with ReLU) for images, or `none`.
         momentum: of BatchNorm's running statistics.
-    Source: PaReprop's Rev-Swin (fusion `avg`).
+    Source: Reformer (Kitaev et al. 2020) as lucidrains/reformer-pytorch has it; MEFT (Liao et al. 2023) for BERT and RoBERTa;
+        PaReprop's Rev-Swin (fusion `avg`).
     """
 
     def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: Update = 0.01):
@@ -69,5 +70,6 @@ def _norm(shape: Shape, name: FuseNorm, momentum: float) -> nn.Module:
     if name == "none":
         return nn.Identity()
     if shape.layout != ("image" if name == "batch_norm" else "tokens"):
-        raise MisfitError("norm", name, "batch_norm or none behind images, layer_norm or none behind tokens")
+        allowed = "batch_norm or none behind images, layer_norm, layer_norm_1e-5 or none behind tokens"
+        raise MisfitError("norm", name, allowed)
     return batch_norm(shape.width, momentum) if name == "batch_norm" else token_norm(name, shape.width)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from revzoo.bounds import Positive, Rate, Update
 from revzoo.errors import MisfitError
-from revzoo.parts.norm import token_norm
 from revzoo.parts.site import Site
 from revzoo.registry import heads
 
@@ -24,7 +23,7 @@ class PooledLinear(nn.Module):
         outputs: number of classes.
         pool: `mean` or `max` over everything but batch and channels.
         dropout: probability of dropping a pooled feature, in [0, 1).
-        norm: before pooling; `layer_norm` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        norm: before pooling; `batch_norm` (with ReLU), for images, or `none`.
         momentum: of BatchNorm's running statistics.
     """
 
@@ -35,19 +34,15 @@ class PooledLinear(nn.Module):
         outputs: Positive,
         pool: Literal["mean", "max"] = "mean",
         dropout: Rate = 0.0,
-        norm: Literal["layer_norm", "batch_norm", "none"] = "none",
+        norm: Literal["batch_norm", "none"] = "none",
         momentum: Update = 0.1,
     ):
         super().__init__()
-        if norm != "none" and at.shape.layout != ("image" if norm == "batch_norm" else "tokens"):
-            raise MisfitError("norm", norm, "batch_norm or none behind images, layer_norm or none behind tokens")
+        if norm == "batch_norm" and at.shape.layout != "image":
+            raise MisfitError("norm", norm, "none, or batch_norm behind images; tokens are normed by the fuse")
         self._dims = (2, 3) if at.shape.layout == "image" else (1,)
         self._pool = pool
-        self.norm: nn.Module = nn.Identity()
-        if norm == "batch_norm":
-            self.norm = BatchNormAct2d(at.shape.width, momentum=momentum)
-        elif norm == "layer_norm":
-            self.norm = token_norm(norm, at.shape.width)
+        self.norm = nn.Identity() if norm == "none" else BatchNormAct2d(at.shape.width, momentum=momentum)
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(at.shape.width, outputs)
 

@@ -17,13 +17,12 @@ class IRevNetUnit(nn.Sequential):
     """Run three pre-activated convolutions, narrow between the first and the last.
 
     In the paper the first unit of a stage sees x2 before psi and brings it to psi's size with a stride. Here psi is the
-    transition in front, so that unit undoes it first: the same function of the same pixels.
+    transition in front, so that unit undoes it first, and its stride is psi's block: the same function of the same pixels.
 
-    Shapes: (B, C, H, W) -> (B, C, H, W), C divisible by `bottleneck`, and by stride^2 in a stage's first unit.
+    Shapes: (B, C, H, W) -> (B, C, H, W), C divisible by `bottleneck`.
     Args:
         kernels: sides of the three kernels [pixels], odd.
         bottleneck: C over the channels in the middle.
-        stride: of the first convolution of the stage's first unit; the `block` of the space_to_depth in front, or 1.
         preactivate_first: whether the stage's first unit begins with BN-ReLU; the network's first does not.
         dropout: probability of dropping a value behind the second convolution, in [0, 1).
         momentum: of BatchNorm's running statistics.
@@ -36,28 +35,23 @@ class IRevNetUnit(nn.Sequential):
         *,
         kernels: tuple[Positive, Positive, Positive] = (3, 3, 3),
         bottleneck: Positive = 4,
-        stride: Positive = 1,
         preactivate_first: bool = True,
         dropout: Rate = 0.0,
         momentum: Update = 0.1,
     ):
-        if at.shape.layout != "image":
-            raise MisfitError("type", "irevnet_unit", "a stem that gives images, for example space_to_depth")
+        at.require("image", "irevnet_unit")
         if any(kernel % 2 == 0 for kernel in kernels):
             raise MisfitError("kernels", list(kernels), "odd numbers")
         if at.width % bottleneck:
             raise MisfitError("bottleneck", bottleneck, f"a divisor of the width {at.width}")
-        if at.width % stride**2:
-            raise MisfitError("stride", stride, f"the block of the space_to_depth in front; its square divides {at.width}")
-        first = at.index == 0
-        stride = stride if first else 1
+        stride = 1 if at.folded is None else at.folded.block
         middle = at.width // bottleneck
         widths = (at.width // stride**2, middle, middle, at.width)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        if stride > 1:
+        if at.folded is not None:
             layers["unfold"] = _Unfold(stride)
         for i, kernel in enumerate(kernels):
-            if i > 0 or preactivate_first or not first:
+            if i > 0 or preactivate_first or at.index > 0:
                 layers[f"norm{i + 1}"] = BatchNormAct2d(widths[i], momentum=momentum)
             step = stride if i == 0 else 1
             layers[f"conv{i + 1}"] = nn.Conv2d(widths[i], widths[i + 1], kernel, step, kernel // 2, bias=False)

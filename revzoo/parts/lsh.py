@@ -24,8 +24,7 @@ class _SharedQK(nn.Module):
 
     def __init__(self, at: Site, name: str, heads: int, causal: bool, dropout: float, norm: TokenNorm):
         super().__init__()
-        if at.shape.layout != "tokens":
-            raise MisfitError("type", name, "a stem that gives tokens, for example token_embed or patch_embed")
+        at.require("tokens", name)
         if at.width % heads:
             raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
         self.heads, self.causal = heads, causal
@@ -127,9 +126,13 @@ class LSHAttention(_SharedQK):
             raise MisfitError("bucket", bucket, f"at most {length}, the number of tokens")
         self.bucket = bucket
         self._half = -(-length // (2 * bucket))  # of the number of buckets: each rotated axis has two ends
-        shape = (at.width // heads, hashes, self._half)
-        fixed = torch.randn(shape, generator=torch.Generator().manual_seed(at.index), device="cpu")
-        self.register_buffer("rotations", fixed.to(torch.get_default_device()), persistent=False)
+        self._drawn = (at.width // heads, hashes, self._half), at.index
+        self.register_buffer("rotations", self.constants()["rotations"].to(torch.get_default_device()), persistent=False)
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return the buffer that no file holds, on the CPU: the same for every model of the spec."""
+        shape, seed = self._drawn
+        return {"rotations": torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")}
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         order, near, bias, undo = self._groups(q, mask)

@@ -21,11 +21,11 @@ class FuseMergeSplit(nn.Module):
 
     Shapes: x1, x2: (B, H W, C), H and W even -> twice the same (B, H W / 4, width).
     Args:
-        fuse: `mean` of the streams; `mlp` from both (2C, ratio C, C); `proj`, a linear map of both after LayerNorm that begins
-            near their mean.
-        ratio: hidden width of `mlp` over C, where fuse is `mlp`; the authors measured with 2.
+        fuse: `mean` of the streams; `mlp` from both (2C, fuse_ratio C, C); `proj`, a linear map of both after LayerNorm that
+            begins near their mean.
+        fuse_ratio: hidden width of that MLP over C; the authors measured with 2.
         down: `patch_merging`: LayerNorm of four tokens side by side, then a linear map to `width`.
-    Source: PaReprop's Rev-Swin (RevSwin `models/reversible_swin2.py` and `common.py`: avg, concat_linear_{ratio}, proj).
+    Source: PaReprop's Rev-Swin (RevSwin `models/reversible_swin2.py` and `common.py`: avg, concat_linear_{fuse_ratio}, proj).
     """
 
     def __init__(
@@ -33,24 +33,21 @@ class FuseMergeSplit(nn.Module):
         at: Site,
         *,
         fuse: Literal["mean", "mlp", "proj"] = "mean",
-        ratio: Extent = 2.0,
+        fuse_ratio: Extent = 2.0,
         down: Literal["patch_merging"] = "patch_merging",
     ):
         super().__init__()
         width, size = at.shape.width, at.shape.size
-        if at.shape.layout != "tokens" or len(size) != 2:
-            raise MisfitError(
-                "type", "fuse_merge_split", "a stem that gives a 2-dimensional grid of tokens, such as patch_embed"
-            )
+        at.require("grid", "fuse_merge_split")
         if any(side % 2 for side in size):
             raise MisfitError("down", down, f"a grid of even sides; {size[0]}x{size[1]} tokens arrive")
-        if fuse == "mlp" and width * ratio < 1:
-            raise MisfitError("ratio", ratio, f"a ratio that leaves a hidden channel of the width {width}")
+        if fuse == "mlp" and width * fuse_ratio < 1:
+            raise MisfitError("fuse_ratio", fuse_ratio, f"a ratio that leaves a hidden channel of the width {width}")
         self.grid = size
         self.out_shape = Shape(at.width, (size[0] // 2, size[1] // 2), "tokens")
         self.fuse: nn.Module | None = None
         if fuse == "mlp":
-            self.fuse = Mlp(2 * width, int(ratio * width), width)
+            self.fuse = Mlp(2 * width, int(fuse_ratio * width), width)
         elif fuse == "proj":
             self.fuse = _Projection(width)
         self.down = PatchMerging(width, at.width)

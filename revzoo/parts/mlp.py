@@ -24,8 +24,7 @@ class MlpBranch(nn.Module):
 
     def __init__(self, at: Site, *, ratio: Extent = 4.0, act: Activation = "gelu", norm: TokenNorm = "layer_norm"):
         super().__init__()
-        if at.shape.layout != "tokens":
-            raise MisfitError("type", "mlp", "a stem that gives tokens, for example patch_embed")
+        at.require("tokens", "mlp")
         if at.width * ratio < 1:
             raise MisfitError("ratio", ratio, f"a ratio that leaves a hidden channel of the width {at.width}")
         self.norm = token_norm(norm, at.width)

@@ -68,13 +68,13 @@ class FusePoolSplit(nn.Module):
         heads: number of attention heads.
         stride: of the pooling of queries.
         kv_stride: of the pooling of keys and values, counted on the grid that arrives.
-        fusion: `concat` joins the channels, `mlp` adds to that an MLP of it, `mean` is the mean.
-        fusion_ratio: hidden width of that MLP over 2 C.
+        fuse: `concat` joins the channels, `mlp` adds to that an MLP of it, `mean` is the mean.
+        fuse_ratio: hidden width of that MLP over 2 C.
         mlp_ratio: hidden width of the block's MLP over its width.
         relative_position: whether a learned bias depends on the distances along H and along W; the grid is then square.
         residual_pooling: whether the pooled queries are added to what attention returns.
     Source: Rev-MViT (Mangalam et al. 2022), section 3.3.1; SlowFast `reversible_mvit.py`, StageTransitionBlock with
-        RES_PATH conv, and TwoStreamFusion's concat, concat_linear_{fusion_ratio} and avg. Parameters are named as in timm's
+        RES_PATH conv, and TwoStreamFusion's concat, concat_linear_{fuse_ratio} and avg. Parameters are named as in timm's
         MultiScaleBlock, whose shortcut differs: it is max-pooled, and its projection is of the norm.
     """
 
@@ -85,22 +85,21 @@ class FusePoolSplit(nn.Module):
         heads: Positive,
         stride: Positive = 2,
         kv_stride: Positive = 1,
-        fusion: Literal["concat", "mlp", "mean"] = "mlp",
-        fusion_ratio: Extent = 2.0,
+        fuse: Literal["concat", "mlp", "mean"] = "mlp",
+        fuse_ratio: Extent = 2.0,
         mlp_ratio: Extent = 4.0,
         relative_position: bool = False,
         residual_pooling: bool = False,
     ):
         super().__init__()
-        width = at.shape.width * (1 if fusion == "mean" else 2)
+        width = at.shape.width * (1 if fuse == "mean" else 2)
         self.attn = _attention(at, width, heads, stride, kv_stride, True, relative_position, residual_pooling)
-        for name, ratio, inner in (("fusion_ratio", fusion_ratio, width), ("mlp_ratio", mlp_ratio, at.width)):
+        for name, ratio, inner in (("fuse_ratio", fuse_ratio, width), ("mlp_ratio", mlp_ratio, at.width)):
             if inner * ratio < 1:
                 raise MisfitError(name, ratio, f"a ratio that leaves a hidden channel of the width {inner}")
-        self._grid, self._fusion = list(at.shape.size), fusion
+        self._grid, self._mean = list(at.shape.size), fuse == "mean"
         self.out_shape = Shape(at.width, tuple(side // stride for side in self._grid), "tokens")
-        if fusion == "mlp":
-            self.fusion = Mlp(width, int(width * fusion_ratio))
+        self.fuse = Mlp(width, int(width * fuse_ratio)) if fuse == "mlp" else None
         self.shortcut_proj_attn = nn.Identity() if width == at.width else nn.Linear(width, at.width)
         self.norm1 = token_norm("layer_norm", width)
         self.norm2 = token_norm("layer_norm", at.width)
@@ -115,10 +114,10 @@ class FusePoolSplit(nn.Module):
         return x, x
 
     def _fused(self, x1: Tensor, x2: Tensor) -> Tensor:
-        if self._fusion == "mean":
+        if self._mean:
             return (x1 + x2) / 2
         x = torch.cat((x1, x2), dim=2)
-        return x + self.fusion(x) if self._fusion == "mlp" else x
+        return x if self.fuse is None else x + self.fuse(x)
 
     def _pooled(self, x: Tensor) -> Tensor:
         """Pool tokens by the queries' own convolution and norm, each head's channels by themselves."""
@@ -141,10 +140,8 @@ def _attention(
     residual_pooling: bool,
 ) -> MultiScaleAttention:
     """Return timm's attention from `width` channels to the stage's, or raise MisfitError; `stride` is a transition's."""
-    size = at.shape.size
-    if at.shape.layout != "tokens" or len(size) != 2:
-        part = "pooling_attention" if stride is None else "fuse_pool_split"
-        raise MisfitError("type", part, "a stem that gives a grid of tokens, for example overlap_patch_embed")
+    at.require("grid", "pooling_attention" if stride is None else "fuse_pool_split")
+    size = at.sides
     if at.width % heads:
         raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
     for name, step in (("stride", stride or 1), ("kv_stride", kv_stride)):

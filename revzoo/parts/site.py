@@ -6,7 +6,15 @@ from typing import Literal
 
 from torch import nn
 
+from revzoo.bijection import SpaceToDepth
+from revzoo.errors import MisfitError
+
 Layout = Literal["image", "tokens", "text"]
+_ALLOWED = {
+    "image": "a stem that gives images, for example conv",
+    "tokens": "a stem that gives tokens, for example patch_embed",
+    "grid": "a stem that gives a 2-dimensional grid of tokens, such as patch_embed",
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Site:
         width: channels per stream that the stage asks for (a stem sizes itself by its own arguments).
         index: number of the block within its stage, from 0.
         drop_path: probability of dropping the branch, in [0, 1).
+        folded: the space_to_depth in front of the stage, if there is one, for the stage's first block.
         padding: the id in a text that is not attended to, if there is one.
         embedding: a text stem's table of embeddings, (vocabulary, D), which a head may share.
     """
@@ -44,5 +53,20 @@ class Site:
     width: int
     index: int = 0
     drop_path: float = 0.0
+    folded: SpaceToDepth | None = None
     padding: int | None = None
     embedding: nn.Parameter | None = None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width of an image, or of a grid of tokens."""
+        height, width = self.shape.size
+        return height, width
+
+    def require(self, layout: Layout | Literal["grid"], part: str, allowed: str = "") -> None:
+        """Raise MisfitError, which names the part, unless this layout arrives; a grid is two-dimensional tokens."""
+        found = self.shape.layout
+        if layout == "grid" and found == "tokens" and len(self.shape.size) == 2:
+            return
+        if found != layout:
+            raise MisfitError("type", part, allowed or _ALLOWED[layout])

@@ -16,6 +16,9 @@ from revzoo.parts.norm import batch_norm
 from revzoo.parts.site import Shape, Site
 from revzoo.registry import stems
 
+Position = Literal["learned", "none"]
+_IMAGES = "an input of kind image, or token_embed for texts"
+
 
 @stems.register("patch_embed")
 class PatchStem(nn.Module):
@@ -39,22 +42,18 @@ class PatchStem(nn.Module):
         width: Positive,
         patch: Positive,
         norm: Literal["layer_norm_1e-5", "none"] = "none",
-        position: Literal["learned", "none"] = "learned",
+        position: Position = "learned",
         position_std: Extent = 0.02,
     ):
         super().__init__()
         size = at.shape.size
-        if at.shape.layout != "image":
-            raise MisfitError("type", "patch_embed", "an input of kind image, or token_embed for texts")
+        at.require("image", "patch_embed", _IMAGES)
         if any(side % patch for side in size):
             raise MisfitError("patch", patch, f"a divisor of both sides of the {size[0]}x{size[1]} image")
         self.out_shape = Shape(width, tuple(side // patch for side in size), "tokens")
         norm_layer = None if norm == "none" else nn.LayerNorm  # whose eps is 1e-5
         self.patch_embed = PatchEmbed((size[0], size[1]), patch, at.shape.width, width, norm_layer)
-        self.pos_embed: nn.Parameter | None = None
-        if position == "learned":
-            self.pos_embed = nn.Parameter(torch.empty(1, *self.out_shape.dims))
-            nn.init.trunc_normal_(self.pos_embed, std=position_std)
+        self.pos_embed = _positions(position, self.out_shape, position_std)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens: Tensor = self.patch_embed(x)
@@ -86,8 +85,7 @@ class ConvStem(nn.Module):
         momentum: Update = 0.01,
     ):
         super().__init__()
-        if at.shape.layout != "image":
-            raise MisfitError("type", "conv", "an input of kind image, or token_embed for texts")
+        at.require("image", "conv", _IMAGES)
         if kernel % 2 == 0:
             raise MisfitError("kernel", kernel, "odd numbers")
         shrink = stride * (2 if pool else 1)
@@ -124,13 +122,12 @@ class OverlapPatchStem(nn.Module):
         width: Positive,
         kernel: Positive = 7,
         stride: Positive = 4,
-        position: Literal["learned", "none"] = "learned",
+        position: Position = "learned",
         position_std: Extent = 0.02,
     ):
         super().__init__()
         size = at.shape.size
-        if at.shape.layout != "image":
-            raise MisfitError("type", "overlap_patch_embed", "an input of kind image, or token_embed for texts")
+        at.require("image", "overlap_patch_embed", _IMAGES)
         if kernel % 2 == 0:
             raise MisfitError("kernel", kernel, "odd numbers")
         if any(side % stride for side in size):
@@ -138,10 +135,7 @@ class OverlapPatchStem(nn.Module):
         self.out_shape = Shape(width, tuple(side // stride for side in size), "tokens")
         pad = kernel // 2
         self.patch_embed = OverlapPatchEmbed(at.shape.width, width, (kernel, kernel), (stride, stride), (pad, pad))
-        self.pos_embed: nn.Parameter | None = None
-        if position == "learned":
-            self.pos_embed = nn.Parameter(torch.empty(1, *self.out_shape.dims))
-            nn.init.trunc_normal_(self.pos_embed, std=position_std)
+        self.pos_embed = _positions(position, self.out_shape, position_std)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens: Tensor = self.patch_embed(x)[0]
@@ -161,8 +155,7 @@ class SqueezeStem(SpaceToDepth):
     def __init__(self, at: Site, *, block: Positive = 2):
         super().__init__(block)
         size = at.shape.size
-        if at.shape.layout != "image":
-            raise MisfitError("type", "space_to_depth", "an input of kind image, or token_embed for texts")
+        at.require("image", "space_to_depth", _IMAGES)
         if any(side % block for side in size):
             raise MisfitError("block", block, f"a divisor of both sides of the {size[0]}x{size[1]} image")
         self.out_shape = Shape(block * block * at.shape.width, tuple(side // block for side in size), "image")
@@ -203,3 +196,12 @@ class PadStem(nn.Module):
         """Return x such that `self(x)` is y, bit for bit."""
         halves = zip(y.chunk(2, dim=1), self._halves, strict=True)
         return self._squeeze.inverse(torch.cat([padded[:, :half] for padded, half in halves], dim=1))
+
+
+def _positions(kind: Position, tokens: Shape, std: float) -> nn.Parameter | None:
+    """Return an embedding of each token's position, (1, N, D), or None."""
+    if kind == "none":
+        return None
+    embedding = nn.Parameter(torch.empty(1, *tokens.dims))
+    nn.init.trunc_normal_(embedding, std=std)
+    return embedding

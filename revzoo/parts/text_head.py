@@ -18,9 +18,7 @@ from revzoo.registry import heads
 class SequenceClassification(nn.Module):
     """Classify a text by its first token: dense, tanh, linear.
 
-    Texts are padded on the right, so that the first token is one.
-
-    Shapes: (B, N, D) -> (B, outputs); a mask of the tokens changes nothing.
+    Shapes: (B, N, D) -> (B, outputs); mask (B, N), False where no token is, which may be in front as well as behind.
     Args:
         outputs: number of classes.
         dropout: probability of dropping a channel in front of the last layer, in [0, 1).
@@ -30,8 +28,7 @@ class SequenceClassification(nn.Module):
 
     def __init__(self, at: Site, *, outputs: Positive, dropout: Rate = 0.0, input_dropout: Rate = 0.0):
         super().__init__()
-        if at.shape.layout != "tokens":
-            raise MisfitError("type", "sequence_classification", "pooled_linear, or a stem that gives tokens")
+        at.require("tokens", "sequence_classification", "pooled_linear, or a stem that gives tokens")
         self.input_dropout = nn.Dropout(input_dropout)
         self.dense = nn.Linear(at.shape.width, at.shape.width)
         self.dropout = nn.Dropout(dropout)
@@ -48,6 +45,8 @@ class SequenceClassification(nn.Module):
         self.out_proj = nn.Linear(self.out_proj.in_features, outputs, device=weight.device, dtype=weight.dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            x = x.take_along_dim(mask.int().argmax(1)[:, None, None], 1)  # argmax finds the first of the largest
         pooled = torch.tanh(self.dense(self.input_dropout(x[:, 0])))
         logits: Tensor = self.out_proj(self.dropout(pooled))
         return logits

@@ -5,7 +5,6 @@ from typing import Literal
 from torch import Tensor, nn
 
 from revzoo.bounds import Positive
-from revzoo.errors import MisfitError
 from revzoo.parts.norm import token_norm
 from revzoo.parts.site import Site
 from revzoo.registry import heads
@@ -18,14 +17,13 @@ class TokenLinear(nn.Module):
     Shapes: (B, N, D) -> (B, N, outputs); a mask of the tokens changes nothing.
     Args:
         outputs: the vocabulary, or the number of classes.
-        norm: `layer_norm` in front, or `none`.
+        norm: in front.
     """
 
-    def __init__(self, at: Site, *, outputs: Positive, norm: Literal["layer_norm", "none"] = "layer_norm"):
+    def __init__(self, at: Site, *, outputs: Positive, norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "layer_norm"):
         super().__init__()
-        if at.shape.layout != "tokens":
-            raise MisfitError("type", "token_linear", "pooled_linear, or a stem that gives tokens, for example token_embed")
-        self.norm = token_norm("layer_norm", at.shape.width) if norm == "layer_norm" else nn.Identity()
+        at.require("tokens", "token_linear", "pooled_linear, or a stem that gives tokens, for example token_embed")
+        self.norm = nn.Identity() if norm == "none" else token_norm(norm, at.shape.width)
         self.linear = nn.Linear(at.shape.width, outputs)
 
     @property

@@ -32,8 +32,7 @@ class ResidualPair(nn.Module):
     ):
         super().__init__()
         width = at.shape.width
-        if at.shape.layout != "image":
-            raise MisfitError("type", "residual_pair", "a stem that gives images, for example conv")
+        at.require("image", "residual_pair")
         if any(side % stride for side in at.shape.size):
             raise MisfitError("stride", stride, f"a divisor of the sides {at.shape.size}")
         if layout == "bottleneck" and at.width % 4:
@@ -64,8 +63,7 @@ class Squeeze(SpaceToDepth):
 
     def __init__(self, at: Site, *, block: Positive = 2):
         super().__init__(block)
-        if at.shape.layout != "image":
-            raise MisfitError("type", "space_to_depth", "a stem that gives images, for example conv")
+        at.require("image", "space_to_depth")
         if any(side % block for side in at.shape.size):
             raise MisfitError("block", block, f"a divisor of the sides {at.shape.size}")
         width = block * block * at.shape.width

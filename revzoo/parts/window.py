@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 from timm.layers import DropPath
-from timm.models.swin_transformer import WindowAttention, window_partition, window_reverse
+from timm.models.swin_transformer import WindowAttention, get_relative_position_index, window_partition, window_reverse
 from torch import Tensor, nn
 
 from revzoo.bounds import Positive
@@ -44,13 +44,10 @@ class WindowBranch(nn.Module):
         qkv_bias: bool = True,
     ):
         super().__init__()
-        if at.shape.layout != "tokens" or len(at.shape.size) != 2:
-            raise MisfitError(
-                "type", "window_attention", "a stem that gives a 2-dimensional grid of tokens, such as patch_embed"
-            )
+        at.require("grid", "window_attention")
         if at.width % heads:
             raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
-        height, width = self.grid = at.shape.size
+        height, width = self.grid = at.sides
         fitting = [k for k in range(1, max(self.grid) + 1) if height % min(k, height) == 0 and width % min(k, width) == 0]
         if window < max(self.grid) and window not in fitting:
             raise MisfitError("window", window, f"{', '.join(map(str, fitting))} or more on the {height}x{width} grid")
@@ -63,8 +60,16 @@ class WindowBranch(nn.Module):
         self.norm = token_norm(norm, at.width)
         self.attn = WindowAttention(at.width, num_heads=heads, window_size=self.window, qkv_bias=qkv_bias)
         self.drop_path = DropPath(at.drop_path)
-        mask = _mask(self.grid, self.window, self.shift) if any(self.shift) else None
-        self.register_buffer("mask", mask, persistent=False)
+        mask = self.constants().get("mask")
+        self.register_buffer("mask", None if mask is None else mask.to(torch.get_default_device()), persistent=False)
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return the buffers that no file holds, on the CPU: the mask where windows are shifted, and timm's index."""
+        with torch.device("cpu"):
+            tables = {"attn.relative_position_index": get_relative_position_index(*self.window)}
+            if any(self.shift):
+                tables["mask"] = _mask(self.grid, self.window, self.shift).to(self.attn.qkv.weight.dtype)
+        return tables
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape

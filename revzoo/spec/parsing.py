@@ -22,7 +22,7 @@ from revzoo.spec.tree import BOOLEAN_HINT, Node, join
 T = TypeVar("T")
 NOT_WRITTEN = {"written": False}  # metadata of a dataclass field that the program sets and YAML may not
 TEMPLATE = "template"  # mark of a part that others complete: arguments may be left out
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null", Any: "anything"}
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Expect(TypedDict, total=False):
     parameters: Positive
     stream_shape: tuple[Positive, ...]
     reversible_steps: Positive
-    flops: Positive  # of a forward pass of one example, a multiply-add counted once, as papers do
+    flops: Positive | None  # of a forward pass of one example, a multiply-add counted once, as papers do
 
 
 @dataclass(frozen=True)

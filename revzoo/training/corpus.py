@@ -173,27 +173,54 @@ def _split_file(root: Path, split: str) -> Path:
 
 
 def _load(file: Path) -> dict[str, list[Any]]:
-    """Return the columns of a table, read by Hugging Face's datasets; a cache it writes is gone afterwards."""
+    """Return the columns of a table."""
     if file.suffix not in _FORMATS:
         raise DataError(f"{file} is no table: {' or '.join(_FORMATS)} is. Texts without columns are for data.name=characters.")
-    settings: dict[str, Any] = {}
-    if file.suffix != ".parquet":
-        content = read_utf8(file).decode(errors="replace")
-    elif not file.is_file():
+    if file.suffix == ".parquet" and not file.is_file():
         raise DataError(f"There is no file {file}. Set data.root to where the texts are.")
+    content = "" if file.suffix == ".parquet" else read_utf8(file).decode(errors="replace")
+    return _read_csv(file, content) if file.suffix == ".csv" else _read_dataset(file, content)
+
+
+def _read_csv(file: Path, content: str) -> dict[str, list[Any]]:
+    """Return the columns of a CSV, all of texts: a label 007 is not 7, and NA is a text like any other."""
+    reader = csv.reader(StringIO(content.removeprefix("\ufeff"), newline=""), strict=True)
+    try:
+        with _long_fields():
+            header, *rows = [row for row in reader if row]  # without blank lines
+    except csv.Error as error:
+        raise DataError(f"{file} cannot be read: line {reader.line_num}: {error}. Correct it.") from error
+    for name in header:
+        if not name.strip():
+            raise DataError(f"{file} has a column without a name. Received: {','.join(header)}. Name or remove it.")
+        if header.count(name) > 1:
+            raise DataError(f"{file} has more than one column {name!r}. Received: {','.join(header)}. Rename or remove one.")
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(header):
+            raise DataError(
+                f"{file}, row {number}: there are {len(row)} fields, and the header names {len(header)}. A text with a comma "
+                "stands in quotation marks. Correct the row."
+            )
+    return {name: [row[i] for row in rows] for i, name in enumerate(header)}
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Lift csv's limit of 131,072 characters for a field."""
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _read_dataset(file: Path, content: str) -> dict[str, list[Any]]:
+    """Return the columns of a table, read by Hugging Face's datasets; a cache it writes is gone afterwards."""
     with text_extra():
         import datasets
-    if file.suffix == ".csv":  # all columns are texts: a label 007 is not 7, and NA is a text like any other
-        header = next(csv.reader(StringIO(content.lstrip("\ufeff"))))
-        settings = {
-            "features": datasets.Features({name: datasets.Value("string") for name in header}),
-            "keep_default_na": False,
-        }
     try:
         with TemporaryDirectory() as cache, _quiet(datasets):
-            tables = datasets.load_dataset(
-                _FORMATS[file.suffix], data_files=[str(file)], cache_dir=cache, keep_in_memory=True, **settings
-            )
+            tables = datasets.load_dataset(_FORMATS[file.suffix], data_files=[str(file)], cache_dir=cache, keep_in_memory=True)
             columns: dict[str, list[Any]] = tables["train"][:] if "train" in tables else {}
             return columns
     except Exception as error:  # the reader answers damaged files with whatever it stumbles over

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from revzoo.builder import build
 from revzoo.errors import DataError
-from revzoo.registry import branches
-from revzoo.spec.schema import ImageInput, Input, Spec, TextInput
+from revzoo.spec.schema import ImageInput, Input, TextInput
 from revzoo.training.config import TEXTS, DataOptions
 
 IGNORED = -100  # the label of a token that need not be predicted, as torch's cross-entropy has it
@@ -117,41 +115,6 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
             f"data.batch_size={options.batch_size}. Use {f'data.batch_size={most} or less' if most else 'fewer processes'}."
         )
     return Data(train, test, options, seed)
-
-
-def needed_outputs(spec: Spec, data: Data, name: str) -> int:
-    """Return how many outputs a model needs for the data: classes, or for a language model its vocabulary.
-
-    Args:
-        name: of the data.
-
-    Raises:
-        DataError: a classifier for a language model's data or the other way round, or one that sees the next characters.
-    """
-    if isinstance(spec.input, ImageInput):
-        return data.classes or 0
-    with torch.device("meta"):
-        model = build(spec).eval()
-        per_token = model(model.example_input(1)).dim() == 3
-    if per_token == (data.classes is not None):
-        wanted, head = ("a class for a text", "sequence_classification") if per_token else ("an id for each token", "masked_lm")
-        raise DataError(
-            f"data.name={name} asks for {wanted}. Received: {spec.name} with the head {spec.head.type}. Use another model, or "
-            f"another head: model.overrides=['head={{type: {head}}}']."
-        )
-    if name == "characters" and not _is_causal(spec):
-        raise DataError(
-            f"data.name=characters asks for the next character. Received: {spec.name}, which sees it. Use a model with causal "
-            "attention such as model.name=reformer_mini, or data.name=masked_lm."
-        )
-    return data.classes or spec.input.vocabulary
-
-
-def _is_causal(spec: Spec) -> bool:
-    parts = [part for stage in spec.stages for part in (stage.f, stage.g) if part is not None]
-    known = [(part, branches.arguments(part.type).get("causal")) for part in parts]
-    causal = [part.arguments.get("causal", parameter.default) for part, parameter in known if parameter is not None]
-    return bool(causal) and all(causal)
 
 
 def _check_kind(name: str, input: Input) -> None:

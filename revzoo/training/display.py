@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from revzoo.analysis.memory import format_bytes
 from revzoo.training.data import Data
+from revzoo.training.evaluation import in_bits
 
 
 class Display:
@@ -72,11 +72,6 @@ class Display:
             f"test loss {loss}  top-1 {self.top1} (best {best:.2f})  "
             f"{rate}  {format_bytes(record['memory_bytes'])}  {record['seconds']:.1f} s"
         )
-
-
-def in_bits(loss: float, unit: str, start: str) -> str:
-    """Return a language model's loss in bits, with `start` in front; of a classifier nothing."""
-    return f"{start}{loss / log(2):.3f} bits per {unit[:-1]}" if unit in ("tokens", "bytes") else ""
 
 
 def memory_bytes() -> int:

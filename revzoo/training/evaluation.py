@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from revzoo.errors import CheckpointError, InputError
 from revzoo.training.config import DEFAULT_RECIPE, Recipe, load_recipe
-from revzoo.training.data import IGNORED, load_data, needed_outputs
-from revzoo.training.display import in_bits
+from revzoo.training.data import IGNORED, load_data
+from revzoo.training.task import needed_outputs
 from revzoo.weights import Entry, create, index, read, read_metadata, shipped_weights
 
 
@@ -40,6 +41,11 @@ class Scores:
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}{in_bits(self.loss, self.unit, start=', ')}"
         return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {loss} on {self.count} {self.unit}"
+
+
+def in_bits(loss: float, unit: str, start: str) -> str:
+    """Return a language model's loss in bits, with `start` in front; of a classifier nothing."""
+    return f"{start}{loss / log(2):.3f} bits per {unit[:-1]}" if unit in ("tokens", "bytes") else ""
 
 
 @torch.no_grad()
@@ -120,9 +126,10 @@ def _evaluated(recipe: Recipe, source: str, **weights: Any) -> Scores:
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
-    if model.num_outputs < needed_outputs(model.spec, data, recipe.data.name):
+    if model.num_outputs < (needed := needed_outputs(model.spec, data, recipe.data.name)):
+        apart = f"{needed} classes" if data.classes else f"the {needed} ids of its vocabulary"
         raise InputError(
-            f"{model.spec.name} has {model.num_outputs} outputs and cannot tell {data.classes} classes apart. Received: "
+            f"{model.spec.name} has {model.num_outputs} outputs and cannot tell {apart} apart. Received: "
             f"data.name={recipe.data.name}, data.root={recipe.data.root}."
         )
     return evaluate(model, accelerator.prepare(data.test), accelerator, data.unit)

@@ -33,8 +33,6 @@ from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.setup import Run, set_up
 
 _LOOK_EVERY = 10  # updates between two looks at the loss: each makes the host wait for the GPU
-# Accelerate warns of every tied embedding that it saves once, which is as it should be.
-logging.getLogger("accelerate.utils.other").addFilter(lambda record: "Removed shared tensor" not in record.getMessage())
 
 
 class DivergedError(RevzooError, ArithmeticError):
@@ -211,7 +209,7 @@ def save_state(run: Run) -> None:
         shutil.rmtree(writing, ignore_errors=True)
     run.accelerator.wait_for_everyone()
     run.progress.loss_sums = _gathered_losses(run)
-    with _saving(run):
+    with _saving(run), _tied_tensors_expected():
         run.accelerator.save_state(str(writing))
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
@@ -231,6 +229,21 @@ def _saving(run: Run) -> Iterator[None]:
             f"Nothing more can be saved in {run.folder.path} ({error}). Is the disk full? What was saved before is complete: "
             f"make room and go on with revzoo train --resume {run.folder.path}"
         ) from error
+
+
+@contextmanager
+def _tied_tensors_expected() -> Iterator[None]:
+    """Have Accelerate not warn of a tied embedding, which it saves once, as it should."""
+    logger = logging.getLogger("accelerate.utils.other")
+    logger.addFilter(_other_than_tied)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_other_than_tied)
+
+
+def _other_than_tied(record: logging.LogRecord) -> bool:
+    return "Removed shared tensor" not in record.getMessage()
 
 
 def _gathered_losses(run: Run) -> list[float]:

@@ -21,9 +21,10 @@ from revzoo.registry import heads
 from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
 from revzoo.training.config import ModelOptions, OptimizerOptions, Recipe
-from revzoo.training.data import IGNORED, Data, load_data, needed_outputs, reseed
+from revzoo.training.data import IGNORED, Data, load_data, reseed
 from revzoo.training.display import Display
 from revzoo.training.folder import Progress, RunFolder, free_folder
+from revzoo.training.task import needed_outputs
 from revzoo.weights import create
 
 
@@ -100,9 +101,9 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
     chosen = recipe.model
     if resumed:  # its weights are in the state
         chosen = ModelOptions(str(place.path / "spec.yaml"), schedule=chosen.schedule, exact=chosen.exact)
-    spec = _spec(chosen)
+    spec, is_open = _spec(chosen)
     data = load_data(recipe.data, spec.input, options.seed, accelerator.num_processes)
-    model = _model(chosen, spec, data, recipe)
+    model = _model(chosen, spec, is_open, data, recipe)
     optimizer = _optimizer(recipe.optimizer, model, recipe.file)
     ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
     if ema is not None:  # made of the bare model: a copy of the prepared one would run the original's weights
@@ -152,17 +153,17 @@ def _agreed(path: Path) -> Path:
     return Path(broadcast_object_list([str(path)])[0])
 
 
-def _spec(options: ModelOptions) -> Spec:
-    """Return the model's spec; a head that an override brings may leave its number of outputs to the data."""
+def _spec(options: ModelOptions) -> tuple[Spec, bool]:
+    """Return the model's spec, and whether a head that an override brings leaves its number of outputs to the data."""
     try:
-        return load_spec(options.name, options.overrides)
+        return load_spec(options.name, options.overrides), False
     except SpecError as error:
         if [problem.path for problem in error.problems] != ["head.outputs"]:
             raise
-        return load_spec(options.name, [*options.overrides, "head.outputs=1"])
+        return load_spec(options.name, [*options.overrides, "head.outputs=1"]), True
 
 
-def _model(options: ModelOptions, spec: Spec, data: Data, recipe: Recipe) -> Model:
+def _model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe: Recipe) -> Model:
     needed = needed_outputs(spec, data, recipe.data.name)
     outputs, overrides = options.num_outputs, options.overrides
     if outputs is not None and outputs < needed:
@@ -172,7 +173,7 @@ def _model(options: ModelOptions, spec: Spec, data: Data, recipe: Recipe) -> Mod
         outputs = outputs or needed
         # Weights to start from may have another head; without them it is better to have the spec's own initialisation.
         fine_tuned = options.pretrained or options.checkpoint is not None
-        overrides = overrides if fine_tuned else (*overrides, f"head.outputs={outputs}")
+        overrides = overrides if fine_tuned and not is_open else (*overrides, f"head.outputs={outputs}")
     return create(
         options.name,
         pretrained=options.pretrained,

@@ -20,7 +20,8 @@ _LEAST = 256 + 5
 class Tokenizer(Protocol):
     """What turns texts into ids.
 
-    `special` ids are never masked, nor put in place of masked ones; `mask` is None where there is no such token.
+    `special` ids are never masked, nor put in place of masked ones; `mask` is None where there is no such token; `around` is
+    how many special ids stand around each text.
     """
 
     @property
@@ -35,6 +36,8 @@ class Tokenizer(Protocol):
     def mask(self) -> int | None: ...
     @property
     def special(self) -> frozenset[int]: ...
+    @property
+    def around(self) -> int: ...
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
         """Return the ids of each text, special ones included, truncated to `length`."""
@@ -50,10 +53,11 @@ class Bytes:
     size: int = 260
     mask: int | None = 3
     special: frozenset[int] = frozenset(range(4))
+    around: int = 2
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
         start, end = (0, 2) if self.padding == 1 else (1, 2)
-        return [[start, *(byte + 4 for byte in text.encode()[: length - 2]), end] for text in texts]
+        return [[start, *(byte + 4 for byte in text.encode()[: length - self.around]), end] for text in texts]
 
 
 class TokenizerFile:
@@ -85,6 +89,7 @@ class TokenizerFile:
         self.size = max(self._tokenizer.get_vocab().values()) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
+        self.around = int(self._tokenizer.num_special_tokens_to_add(is_pair=False))
 
     def _id(self, *tokens: str) -> int | None:
         return next((i for token in tokens if (i := self._tokenizer.token_to_id(token)) is not None), None)
@@ -99,7 +104,7 @@ def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:
     """Return a tokenizer that fits a model's input; without a file, bytes.
 
     Raises:
-        DataError: its padding is not the model's, or it has more tokens than the model.
+        DataError: its padding is not the model's, it has more tokens than the model, or it leaves no room for the text.
     """
     padding = input.padding if input.padding in (0, 1) else 1
     tokenizer: Tokenizer = Bytes(padding) if file is None else TokenizerFile(Path(file))
@@ -108,6 +113,11 @@ def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:
         wrong.append(f"input.padding={tokenizer.padding}")
     if tokenizer.size > input.vocabulary:
         wrong.append(f"input.vocabulary={tokenizer.size}")
+    if input.length <= tokenizer.around:
+        raise DataError(
+            f"The tokenizer ({tokenizer.source}) puts {tokenizer.around} special ids around a text. Received: a model for "
+            f"{input.length} ids. Use model.overrides=[input.length={tokenizer.around + 1}] or more."
+        )
     if wrong:
         raise DataError(
             f"The tokenizer ({tokenizer.source}) pads with id {tokenizer.padding} and has {tokenizer.size} tokens. Received: a "

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import revzoo
+from revzoo.analysis.report import report
 from revzoo.analysis.resnet import RESNETS, ResNet
 from revzoo.analysis.twin import build_twin
 
@@ -60,8 +61,21 @@ def test_why_there_is_no_twin(monkeypatch):
     wrong = build_twin(revzoo.load_spec("rev_vit_ti", ["twin.arguments={deepness: 1}"]))
     assert wrong.startswith("timm cannot build vit_tiny_patch16_224 for rev_vit_ti: ")
     assert "deepness" in wrong
+    fetching = build_twin(revzoo.load_spec("rev_vit_ti", ["twin.arguments={pretrained: true}"]))
+    assert fetching == "a twin has no weights: leave pretrained out of its arguments"
+    assert reason("transformers", "pipeline").endswith("has no pipeline")
+    named = build_twin(revzoo.load_spec("rev_vit_ti", ["twin={library: timm, name: resnet18, arguments: {act_layer: zzz}}"]))
+    assert named.startswith("timm cannot build resnet18 for rev_vit_ti: ")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert reason("transformers") == "transformers is not installed (pip install transformers)"
+
+
+def test_a_twin_that_does_not_take_the_input_is_no_reason_to_stop():
+    spec = revzoo.load_spec("rev_vit_digits", ["twin={library: timm, name: resnet18, arguments: {in_chans: 3}}"])
+    with torch.device("meta"):
+        twin = report(revzoo.build(spec), batch_size=1).twin
+    assert (twin.parameters, twin.memory) == (None, None)
+    assert twin.problem.startswith("it does not take the model's input (RuntimeError: ")
 
 
 def unit(x, parameters, kernels, stride, preactivate):

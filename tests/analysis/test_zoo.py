@@ -8,6 +8,7 @@ import pytest
 import revzoo
 import zoo_cli
 from revzoo.analysis import zoo
+from revzoo.errors import InputError
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMAND = "Run `revzoo list --table docs` in the checkout."
@@ -73,6 +74,14 @@ def test_missing_and_surplus_rows_are_found(table, specs):
     before = zoo.outdated(table, specs)
     table["revnet_9"] = table.pop("revnet_digits")
     assert zoo.outdated(table, specs) == before | {"revnet_digits": "has no row", "revnet_9": "has a row, but is no model"}
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"rev_swin_digits": 3}', '{"rev_swin_digits": {}}'])
+def test_a_damaged_table_is_named(content, tmp_path):
+    (tmp_path / "zoo.json").write_text(content)
+    with pytest.raises(InputError, match=r"zoo\.json is damaged: .* Delete it"):
+        zoo.update(tmp_path, ["rev_swin_digits"])
+    assert (tmp_path / "zoo.json").read_text() == content
 
 
 def test_only_what_is_outdated_is_measured(table, measured, tmp_path):

@@ -73,14 +73,16 @@ def run(command: str) -> None:
         return
     program, *arguments = shlex.split(command)
     assert program == "revzoo", f"nobody runs {command!r}"
-    short = SHORT if arguments[0] == "train" and "--resume" not in arguments else ()
-    assert zoo_cli.main([*arguments, *short]) == 0
+    if arguments[0] == "train" and "--resume" not in arguments:
+        own = any(argument.startswith("model.overrides=") for argument in arguments)
+        arguments += SHORT[:-1] if own else SHORT
+    assert zoo_cli.main(arguments) == 0
 
 
 def test_the_two_commands_stand_first():
     (first, second) = next(body for language, body in fences(ROOT / "README.md") if language == "bash").splitlines()
     assert first == 'python -m pip install "${REVZOO}[test]" && revzoo train'
-    assert second == 'python -m pytest "${REVZOO}/tests"'
+    assert second == 'python -m pytest -n logical "${REVZOO}/tests"'
 
 
 @pytest.mark.parametrize("document", TEXTS, ids=lambda path: path.name)

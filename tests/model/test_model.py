@@ -56,6 +56,20 @@ def test_exact_float32_gradients_are_bit_identical(name):
         assert all(torch.equal(a, b) for a, b in zip(gradients(model, x, schedule), expected, strict=True))
 
 
+@pytest.mark.parametrize("size", [4, 8])
+def test_exact_gradients_are_bit_identical_down_to_a_single_pixel(size):
+    torch.manual_seed(0)
+    model = revzoo.create("irevnet_digits", exact=True, overrides=[f"input.size=[{size},{size}]"])
+    x = model.example_input(3)
+    seen = {step.name: [] for step in model.steps}
+    for step in model.steps:
+        step.register_forward_pre_hook(lambda step, inputs: seen[step.name].append(inputs[0].stride()))
+    expected = gradients(model, x, "store")
+    found = gradients(model, x, "invert")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert {name: len(set(strides)) for name, strides in seen.items()} == dict.fromkeys(seen, 1)
+
+
 def test_batch_norm_of_stem_transitions_and_steps_counts_once():
     model = revzoo.create("revnet_digits")
     gradients(model, model.example_input(3), mixed(model, "recompute", "invert"))
@@ -189,6 +203,21 @@ def test_an_argument_that_create_cannot_take(arguments, message):
 def test_images_unlike_the_parameters_are_named(x, message):
     with pytest.raises(InputError, match=re.escape(message)):
         revzoo.create("rev_vit_digits")(x)
+
+
+@pytest.mark.parametrize(
+    ("features", "received"),
+    [
+        (None, "Received: NoneType"),
+        (torch.zeros(2, 128, 4, 4), r"\(2, 128, 4, 4\), torch.float32 on cpu"),
+        (torch.zeros(2, 10), r"\(2, 10\), torch.float32 on cpu"),
+        (torch.zeros(2, 128, 2, 2).double(), r"\(2, 128, 2, 2\), torch.float64 on cpu"),
+        (torch.zeros(2, 128, 2, 2, device="meta"), r"\(2, 128, 2, 2\), torch.float32 on meta"),
+    ],
+)
+def test_what_is_no_features_is_named(features, received):
+    with pytest.raises(InputError, match=received):
+        revzoo.create("irevnet_digits").eval().inverse(features)
 
 
 def test_autocast_takes_half_precision_images():

@@ -173,3 +173,23 @@ def test_pretrained_asks_the_index(monkeypatch, model, file, tmp_path):
     (tmp_path / "weights" / "w.safetensors").write_bytes(file.read_bytes())
     with pytest.raises(CheckpointError, match="its sha256 differs"):
         weights.shipped_weights("rev_vit_digits")
+
+
+@pytest.mark.parametrize("name", ["rev_swin_digits", "reformer_mini", "rev_roberta_mini", "irevnet_digits"])
+def test_a_model_on_meta_computes_once_it_has_weights(name, tmp_path):
+    torch.manual_seed(0)
+    model = revzoo.create(name).eval()
+    weights.save(model, tmp_path / "w.safetensors")
+    loaded = revzoo.create(name, device="meta", checkpoint=tmp_path / "w.safetensors").eval()
+    batch = model.example_input(2)
+    assert torch.equal(loaded(batch), model(batch))
+
+
+@pytest.mark.parametrize("copy", [torch.zeros(260, 64), torch.zeros(3, 3)])
+def test_a_copy_of_a_tied_tensor_must_be_one(copy, tmp_path):
+    model = revzoo.create("rev_roberta_mini")
+    torch.save(model.state_dict(), tmp_path / "both.pth")
+    weights.load(model, tmp_path / "both.pth")
+    torch.save(model.state_dict() | {"head.weight": copy}, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=r"1 of other values: head\.weight, which is stem\.word_embeddings\.weight"):
+        weights.load(model, tmp_path / "other.pth")

@@ -19,9 +19,9 @@ IMAGE = Site(Shape(3, (6, 4), "image"), 3)
 # Bijective and small: irevnet_300 with less of everything.
 TINY = [
     "input.size=[32,32]",
-    "stages=[{depth: 2, width: 24, transition: space_to_depth, f: {stride: 2, preactivate_first: false}},"
-    "{depth: 1, width: 96, transition: space_to_depth, f: {stride: 2}},"
-    "{depth: 2, width: 384, transition: space_to_depth, f: {stride: 2}}]",
+    "stages=[{depth: 2, width: 24, transition: space_to_depth, f: {preactivate_first: false}},"
+    "{depth: 1, width: 96, transition: space_to_depth},"
+    "{depth: 2, width: 384, transition: space_to_depth}]",
     "head.outputs=10",
 ]
 
@@ -79,6 +79,21 @@ def test_an_injective_network_is_the_formula():
     zeros = x.new_zeros(3, 16, 32, 32)
     x1, x2 = torch.cat((x[:, :2], zeros[:, :14]), 1), torch.cat((x[:, 2:], zeros[:, :15]), 1)
     torch.testing.assert_close(model.forward_features(x), features(model, x1, x2, (1, 2, 2)), rtol=1e-12, atol=1e-12)
+
+
+def test_only_the_first_unit_behind_a_transition_unfolds():
+    blocks = ["space_to_depth", "{type: space_to_depth, block: 4}"]
+    stages = [f"{{depth: 2, width: {w}, transition: {t}}}" for w, t in zip((64, 1024), blocks, strict=True)]
+    model = revzoo.create(
+        "irevnet_digits", overrides=["input.size=[16,16]", f"stages=[{{depth: 2, width: 16}},{','.join(stages)}]"]
+    )
+    units = [block.f for stage in model.stages for block in stage.blocks]
+    assert [(*unit.conv1.stride, unit.conv1.in_channels) for unit in units] == [
+        (1, 1, 16), (1, 1, 16), (2, 2, 16), (1, 1, 64), (4, 4, 64), (1, 1, 1024)
+    ]  # fmt: skip
+    assert ["unfold" in dict(unit.named_children()) for unit in units] == [False, False, True, False, True, False]
+    x = torch.randn(1, 64, 4, 4)
+    assert torch.equal(units[4].unfold(model.stages[2].transition(x)), x)
 
 
 @pytest.mark.parametrize(("name", "overrides"), [("irevnet_300", TINY), ("irevnet_cifar10", []), ("irevnet_digits", [])])
@@ -139,7 +154,7 @@ def test_transitions_keep_nothing():
         return revzoo.measure_memory(model, model.example_input(5)).after_forward_bytes
 
     flat = waiting("{depth: 6, width: 16}")
-    turn = "transition: space_to_depth, f: {stride: 2}"
+    turn = "transition: space_to_depth"
     folded = waiting(f"{{depth: 2, width: 16}}, {{depth: 2, width: 64, {turn}}}, {{depth: 2, width: 256, {turn}}}")
     head = (512 - 32) * 4 * (5 + 2)  # pooled features of 5 examples; mean and deviation that BatchNorm saves
     assert folded - flat == head
@@ -171,10 +186,10 @@ def test_split_and_fuse_are_each_others_inverse():
 
 
 def test_the_head_normalises_before_pooling():
-    tokens = Site(Shape(12, (2, 3), "tokens"), 12)
-    head, x = PooledLinear(tokens, outputs=5, norm="layer_norm"), torch.randn(2, 6, 12)
-    torch.testing.assert_close(head(x), head.linear(F.layer_norm(x, (12,), eps=1e-6).mean(1)))
-    assert PooledLinear(IMAGE, outputs=5, norm="batch_norm", momentum=0.9).norm.momentum == 0.9
+    head, x = PooledLinear(IMAGE, outputs=5, norm="batch_norm", momentum=0.9), torch.randn(2, 3, 6, 4)
+    normed = F.batch_norm(x, None, None, training=True, eps=1e-5)
+    torch.testing.assert_close(head(x), head.linear(normed.relu().mean((2, 3))))
+    torch.testing.assert_close(head.norm.running_mean, 0.9 * x.mean((0, 2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -183,14 +198,13 @@ def test_the_head_normalises_before_pooling():
         (lambda: IRevNetUnit(Site(Shape(8, (3,), "tokens"), 8)), "type"),
         (lambda: IRevNetUnit(Site(Shape(8, (6, 4), "image"), 8), kernels=(3, 2, 3)), "kernels"),
         (lambda: IRevNetUnit(Site(Shape(6, (6, 4), "image"), 6)), "bottleneck"),
-        (lambda: IRevNetUnit(Site(Shape(6, (6, 4), "image"), 6), bottleneck=2, stride=2), "stride"),
         (lambda: SqueezeStem(Site(Shape(100, (8,), "text"), 100)), "type"),
         (lambda: SqueezeStem(IMAGE, block=4), "block"),
         (lambda: SqueezeStem(Site(Shape(3, (7, 7), "image"), 3)), "block"),
         (lambda: PadStem(IMAGE, width=2), "width"),
         (lambda: PadStem(IMAGE, width=7), "width"),
         (lambda: PadStem(Site(Shape(1, (6, 4), "image"), 1), width=8), "block"),
-        (lambda: PooledLinear(IMAGE, outputs=5, norm="layer_norm"), "norm"),
+        (lambda: PooledLinear(Site(Shape(8, (3,), "tokens"), 8), outputs=5, norm="batch_norm"), "norm"),
     ],
 )
 def test_misfits_name_the_argument(make, argument):

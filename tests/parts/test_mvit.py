@@ -26,6 +26,13 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def shuffle(module):
     """Make every parameter count: none stays 0 or 1."""
     for parameter in module.parameters():
@@ -89,19 +96,20 @@ def test_branch_is_the_formula_on_an_oblong_grid(kv_stride):
     torch.testing.assert_close(f(x), attention(layer_norm(x, f.norm), f.attn, (4, 6), 2, None, kv_stride), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("width", [12, 16])
-@pytest.mark.parametrize("fusion", ["concat", "mlp", "mean"])
+@pytest.mark.parametrize("fuse", ["concat", "mlp", "mean"])
 @pytest.mark.parametrize("kv_stride", [1, 2])
-def test_transition_is_the_formula(fusion, width, kv_stride):
-    part = shuffle(FusePoolSplit(Site(OBLONG.shape, width), heads=2, kv_stride=kv_stride, fusion=fusion, fusion_ratio=3))
+def test_transition_is_the_formula(fuse, width, kv_stride):
+    part = shuffle(FusePoolSplit(Site(OBLONG.shape, width), heads=2, kv_stride=kv_stride, fuse=fuse, fuse_ratio=3))
     assert part.out_shape == Shape(width, (2, 3), "tokens")
     x1, x2 = torch.randn(2, 2, 24, 8).unbind()
     x = torch.cat((x1, x2), 2)
-    if fusion == "mean":
+    if fuse == "mean":
         x = 0.5 * x1 + 0.5 * x2
-    elif fusion == "mlp":
-        assert part.fusion.fc1.weight.shape == (48, 16)
-        x = x + mlp(x, part.fusion)
+    elif fuse == "mlp":
+        assert part.fuse.fc1.weight.shape == (48, 16)
+        x = x + mlp(x, part.fuse)
     attended = attention(layer_norm(x, part.norm1), part.attn, (4, 6), 2, 2, kv_stride)
     if width != x.shape[2]:
         x = F.linear(x, part.shortcut_proj_attn.weight, part.shortcut_proj_attn.bias)
@@ -110,11 +118,12 @@ def test_transition_is_the_formula(fusion, width, kv_stride):
     x = x + mlp(layer_norm(x, part.norm2), part.mlp)
     y1, y2 = part(x1, x2)
     assert y1 is y2
-    torch.testing.assert_close(y1, x, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(y1, x, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("float64")
 def test_transition_with_v2_features_is_timms_block_but_for_the_shortcut():
-    part = shuffle(FusePoolSplit(Site(SQUARE.shape, 16), heads=2, kv_stride=2, fusion="concat", **V2))
+    part = shuffle(FusePoolSplit(Site(SQUARE.shape, 16), heads=2, kv_stride=2, fuse="concat", **V2))
     block = MultiScaleBlock(
         16, 16, 2, (4, 4), kernel_q=(3, 3), kernel_kv=(3, 3), stride_q=(2, 2), stride_kv=(2, 2), has_cls_token=False,
         norm_layer=NORM,
@@ -123,16 +132,17 @@ def test_transition_with_v2_features_is_timms_block_but_for_the_shortcut():
     x1, x2 = torch.randn(2, 2, 16, 8).unbind()
     x = torch.cat((x1, x2), 2)
     block._shortcut_pool = lambda x, grid: pooled(x, part.attn.pool_q, part.attn.norm_q, grid, 2, 2).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(part(x1, x2)[0], block(x, [4, 4])[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(part(x1, x2)[0], block(x, [4, 4])[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("float64")
 def test_transition_drops_the_shortcut_as_well():
     part = shuffle(FusePoolSplit(Site(SQUARE.shape, 16, drop_path=0.25), heads=2))
     x1, x2 = torch.randn(2, 64, 16, 8).unbind()
     dropped, kept = part(x1, x2)[0], part.eval()(x1, x2)[0]
     survived = dropped.abs().sum((1, 2)) > 0
     assert 0 < int(survived.sum()) < 64
-    torch.testing.assert_close(dropped, torch.where(survived[:, None, None], kept / 0.75, 0.0), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dropped, torch.where(survived[:, None, None], kept / 0.75, 0.0), rtol=1e-12, atol=1e-12)
 
 
 def test_stem_is_timms_patch_embedding_and_position():
@@ -163,7 +173,7 @@ def test_stem_is_timms_patch_embedding_and_position():
         (lambda: FusePoolSplit(OBLONG, heads=2, kv_stride=4), "kv_stride"),
         (lambda: FusePoolSplit(OBLONG, heads=2, relative_position=True), "relative_position"),
         (lambda: FusePoolSplit(Site(Shape(100, (16,), "text"), 8), heads=2), "type"),
-        (lambda: FusePoolSplit(SQUARE, heads=2, fusion_ratio=0.01), "fusion_ratio"),
+        (lambda: FusePoolSplit(SQUARE, heads=2, fuse_ratio=0.01), "fuse_ratio"),
         (lambda: FusePoolSplit(SQUARE, heads=2, mlp_ratio=0.01), "mlp_ratio"),
         (lambda: OverlapPatchStem(Site(Shape(3, (8, 8), "image"), 3), width=8, kernel=4), "kernel"),
         (lambda: OverlapPatchStem(Site(Shape(100, (16,), "text"), 100), width=8), "type"),
@@ -187,7 +197,7 @@ def test_misfits_name_the_argument(make, argument):
     ],
 )
 def test_mean_fusion_has_the_weights_of_mvitv2_and_a_wider_head(name, parameters):
-    model = revzoo.create(name, device="meta", overrides=[f"stages.{i}.transition.fusion=mean" for i in (1, 2, 3)])
+    model = revzoo.create(name, device="meta", overrides=[f"stages.{i}.transition.fuse=mean" for i in (1, 2, 3)])
     assert sum(p.numel() for p in model.parameters()) == parameters
     width = model.spec.stages[-1].width
     classes = model.spec.stages[0].width if model.spec.twin["name"].endswith("_cls") else 0  # a class token
@@ -204,12 +214,12 @@ def test_drop_path_runs_over_all_sixteen_layers():
 
 
 @pytest.mark.parametrize("v2", [True, False])
-@pytest.mark.parametrize("fusion", ["concat", "mlp", "mean"])
-def test_gradients_of_inverted_streams_are_the_stored_ones(fusion, v2):
+@pytest.mark.parametrize("fuse", ["concat", "mlp", "mean"])
+def test_gradients_of_inverted_streams_are_the_stored_ones(fuse, v2):
     flag = str(v2).lower()
     features = [f"block.f.{key}={flag}" for key in ("pool_query", "relative_position", "residual_pooling")]
     features += [f"stages.1.transition.{key}={flag}" for key in V2]
-    overrides = [f"stages.1.transition.fusion={fusion}", "block.drop_path.max=0.2", *features]
+    overrides = [f"stages.1.transition.fuse={fuse}", "block.drop_path.max=0.2", *features]
     model = revzoo.create("rev_mvit_digits", dtype=torch.float64, overrides=overrides)
     batch, found = model.example_input(3), {}
     for schedule in ("store", "invert"):

@@ -94,6 +94,15 @@ def test_training_draws_rotations_and_evaluation_does_not():
     assert not torch.equal(f(x), f.train()(x))
 
 
+def test_rotations_that_no_file_holds_can_be_made_without_the_device():
+    with torch.device("meta"):
+        f = hashed()
+        made = f.constants()
+    assert f.rotations.is_meta
+    assert made.keys() == {"rotations"}
+    assert torch.equal(made["rotations"], hashed().rotations)
+
+
 def hashed_like(f: LSHAttention) -> LSHAttention:
     state = torch.get_rng_state()
     twin = hashed().eval()

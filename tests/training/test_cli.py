@@ -27,7 +27,10 @@ MODELS = "rev_vit_b, rev_vit_digits, rev_vit_l"
         ("train --out", "Argument --out: expected one argument. See revzoo train --help."),
         ("list a b", "Unexpected argument 'b'. See revzoo list --help."),
         ("check rev_vit_digits --dtype=int8", "Argument --dtype: invalid choice: 'int8' (choose from 'float64', 'float32', "),
-        ("show rev_vit_digits --batch=0", "Argument --batch: expected an integer >= 1. Received: '0'. See revzoo show --help."),
+        (
+            "show rev_vit_digits --batch=0",
+            "Argument --batch: expected an integer from 1 to 10^9. Received: '0'. See revzoo show --help.",
+        ),
         ("list rev_vti*", f"Unknown model 'rev_vti*'. Did you mean 'rev_vit_ti'? Allowed: {MODELS}"),
         ("show rev_vit_dgits", f"Unknown model or spec file 'rev_vit_dgits'. Did you mean 'rev_vit_digits'? Allowed: {MODELS}"),
         ("check nothing", f"Unknown model or spec file 'nothing'. Allowed: {MODELS}"),

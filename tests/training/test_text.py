@@ -2,6 +2,7 @@ import json
 import math
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import revzoo
 from revzoo.errors import DataError, RevzooError, SpecError
 from revzoo.spec.schema import ImageInput, TextInput
 from revzoo.training.config import DataOptions, TextOptions, load_recipe, notes
-from revzoo.training.corpus import standard_text, standard_texts
+from revzoo.training.corpus import read_table, standard_text, standard_texts
 from revzoo.training.data import IGNORED, load_data
 from revzoo.training.evaluation import evaluate, evaluate_checkpoint
 from revzoo.training.interrupt import Interrupted, StopSignal
@@ -323,6 +324,15 @@ def test_tables_of_every_format_hold_the_same(tables, tokenizer, tmp_path):
     assert next(iter(data.test))[1].tolist() == [0, 1, 0]
 
 
+def test_a_csv_is_texts_as_they_stand(tmp_path):
+    long = "a" * 200_000  # more than csv reads in one field unless told
+    content = f'\ufeff\r\nlabel,text\r\n007,"good film, really ""good""\r\nin two lines"\r\n\r\nNA,{long}\r\n'
+    (tmp_path / "table.csv").write_bytes(content.encode())
+    table = read_table(tmp_path / "table.csv", "text", "label")
+    assert table.texts == ['good film, really "good"\r\nin two lines', long]
+    assert (table.labels, table.rows) == (["007", "NA"], [1, 2])
+
+
 def test_one_file_is_split(tables, tokenizer):
     data = load_data(options("text_classification", tables / "train.csv", tokenizer), SUBWORDS, 0)
     assert (len(data.train.dataset), len(data.test.dataset)) == (15, 1)
@@ -401,9 +411,15 @@ def test_text_files_that_cannot_be_read(tmp_path, story):
         ("train.csv", b"text,label\nfine,a\nalso,a\n", "train.csv has one label: a. Classification needs two or more."),
         (
             "train.csv",
-            b"text,label\nfine,a\na,b,c,d\n",
-            "train.csv cannot be read: Error tokenizing data. C error: Expected 2 ",
+            b"text,label\nfine,a\ngood film, really good,pos\n",
+            "train.csv, row 2: there are 3 fields, and the header names 2. A text with a comma stands in quotation marks.",
         ),
+        ("train.csv", b"text,label\nfine,a,\nbad,b,\n", "train.csv, row 1: there are 3 fields, and the header names 2."),
+        ("train.csv", b"text,label\nfine\n", "train.csv, row 1: there are 1 fields, and the header names 2."),
+        ("train.csv", b"text,label,\nfine,a,\n", "train.csv has a column without a name. Received: text,label,."),
+        ("train.csv", b"text,text\nfine,a\n", "train.csv has more than one column 'text'. Received: text,text."),
+        ("train.csv", b'text,label\nfine,a\n"bad,b\n', "train.csv cannot be read: line 3: unexpected end of data."),
+        ("train.csv", b"\ntext,label\n\nfine,a\n,b\n", "train.csv, row 2: the column 'text' is empty."),
         ("test.jsonl", b'{"text": "a", "label": "cat"}\n{"text": 3\n', "test.jsonl cannot be read: row 2 is no JSON (Exp"),
         ("test.jsonl", b'{"text": null, "label": "cat"}\n', "test.jsonl, row 1: the column 'text' is empty."),
         ("test.jsonl", b'{"text": 3, "label": "cat"}\n', "test.jsonl, row 1: the column 'text' is 3, which is no text."),
@@ -449,6 +465,12 @@ def test_tokenizers_that_do_not_fit(tables, tokenizer, tmp_path):
     assert load(input=TextInput("text", 48, 30, None)).endswith(
         "has None for padding and a vocabulary of 30. Use model.overrides=[input.padding=1,input.vocabulary=280]."
     )
+    for name, input, file in (("bytes", MASKED, None), (tokenizer, SUBWORDS, tokenizer)):
+        assert refusal(options("masked_lm", file and tables, file), replace(input, length=2)) == (
+            f"The tokenizer ({name}) puts 2 special ids around a text. Received: a model for 2 ids. Use "
+            "model.overrides=[input.length=3] or more."
+        )
+        load_data(options("masked_lm", file and tables, file), replace(input, length=3), 0)
     assert "The tokenizer (bytes) pads with id 1 and has 260 tokens." in refusal(
         options("masked_lm"), TextInput("text", 48, 260, 7)
     )
@@ -474,15 +496,17 @@ def test_models_that_do_not_fit(tmp_path, story):
     )
     (tmp_path / "causal.yaml").write_text(CAUSAL)
     causal = [f"model.name={tmp_path}/causal.yaml", "model.overrides=[]", f"data.root={story}", "data.batch_size=8"]
+    later = "'stages=[{depth: 1, width: 64}, {depth: 1, width: 64, f: {type: self_attention, heads: 2}}]'"
     cases = [
         (
             "text_bert",
             ["data.name=masked_lm"],
-            "asks for an id for each token. Received: rev_bert_mini with the head pooled_linear",
+            "asks for an id for each token. Received: rev_bert_mini with the head sequence_classification",
         ),
         ("text_roberta", ["data.name=text_classification"], "asks for a class for a text. Received: rev_roberta_mini with the"),
         ("text_roberta", ["data.name=characters"], "asks for the next character. Received: rev_roberta_mini, which sees it."),
         ("text_reformer", [*causal, "model.overrides=[block.f.causal=false]"], "Received: causal, which sees it."),
+        ("text_reformer", [f"model.overrides=[{later}]"], "Received: reformer_mini, which sees it."),
         ("text_reformer", [*causal, "model.num_outputs=255"], "model.num_outputs: found 255; allowed: at least 256, the vocab"),
         ("text_roberta", ["model.num_outputs=300"], "scores the 260 ids of its vocabulary. Received: 300 outputs."),
     ]
@@ -490,6 +514,33 @@ def test_models_that_do_not_fit(tmp_path, story):
         with pytest.raises(RevzooError, match=message.replace("(", r"\(")):
             train(load_recipe(name, overrides), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_too_few_outputs_for_the_vocabulary(tmp_path, story):
+    (tmp_path / "causal.yaml").write_text(CAUSAL)
+    model = [f"model.name={tmp_path}/causal.yaml", "model.overrides=[]"]
+    train(load_recipe("text_reformer", [*FAST, *model, f"data.root={story}", "data.batch_size=8"]), tmp_path / "run")
+    model = revzoo.create(tmp_path / "run", num_outputs=200)
+    facts = revzoo.weights.read_metadata(tmp_path / "run" / "best.safetensors")
+    revzoo.weights.save(model, tmp_path / "few.safetensors", {"revzoo.recipe": facts["revzoo.recipe"]})
+    with pytest.raises(RevzooError, match="causal has 200 outputs and cannot tell the 256 ids of its vocabulary apart"):
+        evaluate_checkpoint(tmp_path / "few.safetensors")
+
+
+def test_fine_tuning_with_a_head_that_the_data_complete(tmp_path, tables, tokenizer):
+    """An override that sets a head leaves its outputs to the data, with weights to start from as well."""
+    sizes = f"{SMALL},input.length=48,input.vocabulary=280,input.padding=1"
+    model = f"model.overrides=[{sizes},'head={{type: pooled_linear}}']"
+    data = [f"data.root={tables}", f"data.text.tokenizer={tokenizer}", "data.batch_size=4"]
+    train(load_recipe("text_bert", [*FAST, *data, model]), tmp_path / "run")
+    start = f"model.checkpoint={tmp_path}/run/last.safetensors"
+    train(
+        load_recipe("text_bert", [*FAST, *data, model, start, "optimizer.lr=1e-12", "schedule.sched=constant"]),
+        tmp_path / "tuned",
+    )
+    before, after = (revzoo.weights.read(tmp_path / run / "last.safetensors") for run in ("run", "tuned"))
+    for key in before:
+        torch.testing.assert_close(before[key], after[key], rtol=0, atol=1e-6)
 
 
 def test_settings_that_contradict(tmp_path):

@@ -1,0 +1,39 @@
+"""Every family: its small member learns its recipe's real data, in a few epochs of a smaller setting."""
+
+import pytest
+import torch
+
+import revzoo
+from revzoo.training.config import load_recipe
+from revzoo.training.data import IGNORED, load_data
+from revzoo.training.loop import train
+
+NARROW = "stem.width=32,block.f.heads=2,stages.0.width=32,stages.0.depth=1,block.f.hashes=1,block.g.chunks=1"
+CALM = "stages.0.depth=1,stem.dropout=0,block.f.dropout=0,block.f.attention_dropout=0,block.g.dropout=0"
+# The recipe, what makes it short, and how often the most frequent label's share is to be reached.
+FAMILIES = {
+    "irevnet": ("digits_irevnet", ["train.epochs=2", "model.overrides=[stages.0.depth=2,stages.1.depth=2]"], 3),
+    "reformer": ("text_reformer", ["data.batch_size=32", f"model.overrides=[{NARROW},input.length=64]"], 1.3),
+    "rev_bert": ("text_bert", ["train.epochs=2", "data.batch_size=8", f"model.overrides=[input.length=48,{CALM}]"], 1.3),
+    "rev_mvit": ("digits_rev_mvit", ["train.epochs=1", "ema=null", "model.overrides=[stages.1.depth=1]"], 3),
+    "rev_roberta": ("text_roberta", ["train.epochs=2", "data.batch_size=16", f"model.overrides=[input.length=32,{CALM}]"], 1.3),
+    "rev_swin": ("digits_rev_swin", ["train.epochs=1", "model.overrides=[stages.1.depth=1]"], 3),
+    "rev_vit": ("digits", ["train.epochs=2", "ema=null", "model.overrides=[stages.0.depth=2]"], 3),
+    "revnet": ("digits_revnet", ["train.epochs=2", "model.overrides=[stages.0.depth=1,stages.1.depth=1,stages.2.depth=1]"], 3),
+}
+
+
+def test_every_family_is_here():
+    assert sorted({revzoo.load_spec(name).family for name in revzoo.list_models()}) == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_small_member_learns_its_data(family, tmp_path):
+    name, short, times = FAMILIES[family]
+    recipe = load_recipe(name, ["schedule.warmup_epochs=0", *short])
+    spec = revzoo.load_spec(recipe.model.name, recipe.model.overrides)
+    assert spec.family == family
+    labels = torch.cat([labels.flatten() for _, labels in load_data(recipe.data, spec.input, 0).test])
+    labels = labels[labels != IGNORED]
+    majority = 100 * labels.bincount().max().item() / len(labels)
+    assert train(recipe, tmp_path / "run").top1 > times * majority
