@@ -7,6 +7,7 @@ import codecs
 import csv
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,9 +45,12 @@ class Texts:
     labels: list[str] | None = None
 
     def split(self) -> tuple["Texts", "Texts"]:
-        """Return the texts for training, and every tenth, for testing."""
-        test = [i for i in range(len(self.texts)) if i % _HELD_OUT == _HELD_OUT - 1]
-        train = [i for i in range(len(self.texts)) if i % _HELD_OUT != _HELD_OUT - 1]
+        """Return the texts for training, and every tenth of each label, for testing."""
+        seen = Counter[str]()
+        train, test = list[int](), list[int]()
+        for i, label in enumerate(self.labels or [""] * len(self.texts)):
+            seen[label] += 1
+            (train if seen[label] % _HELD_OUT else test).append(i)
         return self._only(train), self._only(test)
 
     def _only(self, chosen: list[int]) -> "Texts":
@@ -111,9 +115,10 @@ def read_utf8(file: Path) -> bytes:
         codecs.getincrementaldecoder("utf-8")().decode(content)
     except UnicodeDecodeError as error:
         row = content[: error.start].count(b"\n") + 1
+        wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise DataError(
             f"{file} is not UTF-8: row {row}, byte {error.start} of the file is {content[error.start : error.start + 1]!r}. "
-            f"Convert it, for example with iconv -f latin1 -t utf-8."
+            f"Convert it, for example with iconv -f {'utf-16' if wide else 'latin1'} -t utf-8."
         ) from error
     return content
 
@@ -123,7 +128,7 @@ def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts
 
     Args:
         root: a folder with train.csv (or .jsonl, .json, .parquet) and test.csv (or validation, valid, val, dev), or one file,
-            of which every tenth row is for testing.
+            of which every tenth row (of each label) is for testing.
         column: where the texts are.
         label: where the labels are; None is no labels.
 
@@ -155,8 +160,9 @@ def read_table(file: Path, column: str, label: str | None) -> Texts:
     if label is None:
         return Texts(str(file), list(range(1, len(texts) + 1)), texts)
     for row, value in enumerate(table[label], 1):
-        if not isinstance(value, str | int) or value == "":
-            found = "has no label" if value in (None, "") else f"is {value!r}, which is neither a text nor an integer"
+        blank = value is None or (isinstance(value, str) and not value.strip())
+        if blank or not isinstance(value, str | int):
+            found = "has no label" if blank else f"is {value!r}, which is neither a text nor an integer"
             raise DataError(f"{file}, row {row}: the column {label!r} {found}. Correct or remove the row.")
     return Texts(str(file), list(range(1, len(texts) + 1)), texts, [str(value) for value in table[label]])
 
@@ -174,10 +180,10 @@ def _split_file(root: Path, split: str) -> Path:
 
 def _load(file: Path) -> dict[str, list[Any]]:
     """Return the columns of a table."""
+    if not file.exists():
+        raise DataError(f"There is no file or folder {file}. Set data.root to where the texts are.")
     if file.suffix not in _FORMATS:
         raise DataError(f"{file} is no table: {' or '.join(_FORMATS)} is. Texts without columns are for data.name=characters.")
-    if file.suffix == ".parquet" and not file.is_file():
-        raise DataError(f"There is no file {file}. Set data.root to where the texts are.")
     content = "" if file.suffix == ".parquet" else read_utf8(file).decode(errors="replace")
     return _read_csv(file, content) if file.suffix == ".csv" else _read_dataset(file, content)
 

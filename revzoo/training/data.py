@@ -54,6 +54,7 @@ class Data:
 
     def __init__(self, train: Examples, test: Examples, options: DataOptions, seed: int):
         self.classes, self.unit, self.things = train.classes, train.unit, _things(train)
+        self.names: list[str] | None = getattr(train, "names", None)  # of the classes, where the data say them
         self._examples = train
         self._sampler = EpochSampler(len(train), seed)
         self.train = _loader(train, options, sampler=self._sampler, drop_last=True)

@@ -1,5 +1,6 @@
 """Top-1, top-5 and loss over a data set, each example counted exactly once, however many processes share the work."""
 
+import json
 import re
 import shlex
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from revzoo.errors import CheckpointError, InputError
+from revzoo.errors import CheckpointError, InputError, listing
 from revzoo.training.config import DEFAULT_RECIPE, Recipe, load_recipe
 from revzoo.training.data import IGNORED, load_data
 from revzoo.training.task import needed_outputs
@@ -84,7 +85,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         overrides: of `data` and `train.mixed_precision`, laid over the recipe, such as `data.root=/elsewhere`.
 
     Raises:
-        InputError: another override, which would have no effect.
+        InputError: another override, which would have no effect, or data of other classes than it was trained on.
         CheckpointError: no such checkpoint, damaged, or not one that training has saved.
     """
     overrides = _of_data(overrides)
@@ -96,7 +97,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key])
-        return _evaluated(load_recipe(folder, overrides), folder, checkpoint=checkpoint)
+        return _evaluated(load_recipe(folder, overrides), folder, texts.get("revzoo.classes"), checkpoint=checkpoint)
 
 
 def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, Entry]:
@@ -122,7 +123,7 @@ def _of_data(overrides: Iterable[str]) -> list[str]:
     return overrides
 
 
-def _evaluated(recipe: Recipe, source: str, **weights: Any) -> Scores:
+def _evaluated(recipe: Recipe, source: str, classes: str | None = None, **weights: Any) -> Scores:
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
@@ -131,5 +132,11 @@ def _evaluated(recipe: Recipe, source: str, **weights: Any) -> Scores:
         raise InputError(
             f"{model.spec.name} has {model.num_outputs} outputs and cannot tell {apart} apart. Received: "
             f"data.name={recipe.data.name}, data.root={recipe.data.root}."
+        )
+    known: list[str] | None = None if classes is None else json.loads(classes)
+    if known is not None and data.names is not None and data.names != known:
+        raise InputError(
+            f"{model.spec.name} was trained to tell these {len(known)} classes apart: {listing(known)}. Received: data of "
+            f"{len(data.names)}: {listing(data.names)}. Evaluate it on data with the same classes."
         )
     return evaluate(model, accelerator.prepare(data.test), accelerator, data.unit)

@@ -55,6 +55,7 @@ class Images(Dataset[tuple[Tensor, int]]):
     def __init__(self, source: Any, classes: int, seed: int):
         self.source, self.classes, self.seed = source, classes, seed
         self.unit = "images"
+        self.names = list(source.reader.class_to_idx) if isinstance(source, Folders) else None
         self.epoch = 0
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ resumed run ends with the weights and metrics of an uninterrupted one: bit for b
 as on CPUs. A signal saves a state after the update under way; a killed run goes on from its last complete epoch.
 """
 
+import json
 import logging
 import math
 import shutil
@@ -191,6 +192,8 @@ def _finish_epoch(run: Run, epoch: int) -> None:
         progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
     if accelerator.is_main_process:
         facts = {"revzoo.recipe": run.recipe.to_yaml(), "revzoo.epoch": str(epoch + 1), "revzoo.top1": repr(scores.top1)}
+        if run.data.names is not None:
+            facts["revzoo.classes"] = json.dumps(run.data.names)
         with _saving(run):
             run.folder.append(record)
             weights.save(run.evaluated, run.folder.last, facts)

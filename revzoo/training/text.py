@@ -70,7 +70,7 @@ class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer, length: int, known: list[str]):
         self.ids, self.padding = _encoded(texts, tokenizer, length), tokenizer.padding
-        self.classes, self.unit = len(known), "texts"
+        self.names, self.classes, self.unit = known, len(known), "texts"
         classes = {label: i for i, label in enumerate(known)}
         for row, label in zip(texts.rows, texts.labels or (), strict=True):
             if label not in classes:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from revzoo.errors import DataError, InputError
+from revzoo.errors import DataError, InputError, listing
 from revzoo.spec.schema import TextInput
 from revzoo.training.corpus import read_table, read_utf8, text_extra
 
@@ -86,7 +86,9 @@ class TokenizerFile:
         if padding is None:
             raise DataError(f"The tokenizer {file} has no padding token: neither <pad> nor [PAD], nor one that it pads with.")
         self.source, self.padding, self.mask = str(file), int(padding), self._id("<mask>", "[MASK]")
-        self.size = max(self._tokenizer.get_vocab().values()) + 1
+        self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        if not self.size:
+            raise DataError(f"The tokenizer {file} has no tokens.")
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
         self.around = int(self._tokenizer.num_special_tokens_to_add(is_pair=False))
@@ -97,7 +99,10 @@ class TokenizerFile:
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(length)
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        try:
+            return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        except Exception as error:  # of a token for the unknown that its vocabulary lacks, for example
+            raise DataError(f"The tokenizer {self.source} cannot encode these texts ({error}).") from error
 
 
 def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:
@@ -111,8 +116,8 @@ def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:
     wrong = []
     if tokenizer.padding != input.padding:
         wrong.append(f"input.padding={tokenizer.padding}")
-    if tokenizer.size > input.vocabulary:
-        wrong.append(f"input.vocabulary={tokenizer.size}")
+    if (ids := max(tokenizer.size, tokenizer.padding + 1)) > input.vocabulary:
+        wrong.append(f"input.vocabulary={ids}")
     if input.length <= tokenizer.around:
         raise DataError(
             f"The tokenizer ({tokenizer.source}) puts {tokenizer.around} special ids around a text. Received: a model for "
@@ -147,7 +152,11 @@ def train_tokenizer(
             f"A tokenizer has 256 bytes and 5 special tokens. Received: {vocabulary} tokens. Use {_LEAST} or more."
         )
     if out.exists():
-        raise InputError(f"There is a file {out} already: models trained with it need it. Name another.")
+        raise InputError(f"There is {out} already: models trained with it need it. Name another.")
+    if not out.parent.is_dir():
+        raise InputError(f"There is no folder {out.parent} to write {out.name} into. Make it, or name another.")
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise InputError(f"No such text files or tables: {listing(missing)}. A folder is named as FOLDER/*.txt.")
     texts = [text for file in files for text in _texts(file, column)]
     with text_extra():
         import tokenizers

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import revzoo
-from revzoo.errors import DataError, RevzooError, SpecError
+from revzoo.errors import DataError, InputError, RevzooError, SpecError
 from revzoo.spec.schema import ImageInput, TextInput
 from revzoo.training.config import DataOptions, TextOptions, load_recipe, notes
 from revzoo.training.corpus import read_table, standard_text, standard_texts
@@ -307,7 +307,13 @@ def test_tokenizer_command(kind, tables, tmp_path, capsys):
     assert data.train.dataset.ids[0].tolist()[0] == encoding.ids[0]
     assert max(map(len, data.train.dataset.ids)) == 8
     assert main([*command, "--out", str(file)]) == 2
-    assert f"There is a file {file} already" in capsys.readouterr().err
+    assert f"There is {file} already" in capsys.readouterr().err
+    for arguments, message in (
+        ([str(file), f"--out={tmp_path}/none/t.json"], f"There is no folder {tmp_path}/none to write t.json into."),
+        ([str(tmp_path), "nope.txt", "--out=x.json"], f"No such text files or tables: {tmp_path}, nope.txt."),
+    ):
+        assert main(["tokenizer", "--vocabulary=290", *arguments]) == 2
+        assert message in capsys.readouterr().err
     assert main(["tokenizer", str(file), "--vocabulary=10", "--out=x.json"]) == 2
     assert "Received: 10 tokens. Use 261 or more." in capsys.readouterr().err
 
@@ -334,9 +340,22 @@ def test_a_csv_is_texts_as_they_stand(tmp_path):
 
 
 def test_one_file_is_split(tables, tokenizer):
-    data = load_data(options("text_classification", tables / "train.csv", tokenizer), SUBWORDS, 0)
-    assert (len(data.train.dataset), len(data.test.dataset)) == (15, 1)
-    assert data.test.dataset.labels.tolist() == [1]  # the tenth row is a dog
+    file = tables / "many.csv"
+    rows = [f"text {i},{('b', 'a')[i % 2]}" for i in range(42)]  # 21 of each
+    file.write_text("\n".join(["text,label", *rows]))
+    data = load_data(options("text_classification", file, tokenizer), SUBWORDS, 0)
+    assert (len(data.train.dataset), len(data.test.dataset)) == (38, 4)
+    assert data.test.dataset.labels.tolist() == [1, 0, 1, 0]  # two of each label, though every tenth row is an a
+    unlabelled = load_data(options("masked_lm", file, tokenizer), SUBWORDS, 0)
+    assert len(unlabelled.test.dataset) == 4
+
+
+def test_a_run_is_not_evaluated_on_other_classes(tmp_path, story, tables, tokenizer):
+    train(recipe("text_classification", tmp_path, story, tables, tokenizer), tmp_path / "run")
+    other = tables / "other.csv"
+    other.write_text("text,label\n" + "a cat,cow\na dog,pig\n" * 10)
+    with pytest.raises(InputError, match=r"to tell these 2 classes apart: cat, dog\. Received: data of 2: cow, pig\."):
+        evaluate_checkpoint(tmp_path / "run", [f"data.root={other}"])
 
 
 def test_reading_is_local(tables, tokenizer, tmp_path, monkeypatch):
@@ -429,6 +448,12 @@ def test_text_files_that_cannot_be_read(tmp_path, story):
             b'{"text": "a", "label": "cat"}\n{"text": "b"}\n',
             "test.jsonl, row 2: the column 'label' has no label.",
         ),
+        ("test.jsonl", b'{"text": "a", "label": " "}\n', "test.jsonl, row 1: the column 'label' has no label."),
+        (
+            "train.csv",
+            "text,label\nfine,a\n".encode("utf-16"),
+            "train.csv is not UTF-8: row 1, byte 0 of the file is b'\\xff'. Convert it, for example with iconv -f utf-16",
+        ),
         (
             "test.jsonl",
             b'{"text": "a", "label": "cow"}\n',
@@ -481,6 +506,16 @@ def test_tokenizers_that_do_not_fit(tables, tokenizer, tmp_path):
     nothing = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
     nothing.save(str(tmp_path / "nothing.json"))
     assert "has no padding token: neither <pad> nor [PAD]" in load(tmp_path / "nothing.json")
+    nothing.enable_padding(pad_id=5000, pad_token="a")
+    nothing.save(str(tmp_path / "far.json"))
+    assert load(tmp_path / "far.json").endswith("Use model.overrides=[input.padding=5000,input.vocabulary=5001].")
+    unknown = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "[PAD]": 1, "[MASK]": 2}, unk_token="[UNK]"))
+    unknown.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    unknown.save(str(tmp_path / "unknown.json"))
+    assert f"The tokenizer {tmp_path}/unknown.json cannot encode these texts (" in load(tmp_path / "unknown.json")
+    assert refusal(options("masked_lm", tmp_path / "nowhere", tokenizer), SUBWORDS) == (
+        f"There is no file or folder {tmp_path}/nowhere. Set data.root to where the texts are."
+    )
 
 
 def test_models_that_do_not_fit(tmp_path, story):
