@@ -1,7 +1,7 @@
 """Heads: from features to what the task asks for."""
 
 from math import inf
-from typing import Literal
+from typing import Literal, cast
 
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
@@ -12,8 +12,27 @@ from revzoo.parts.site import Site
 from revzoo.registry import heads
 
 
+class LinearHead(nn.Module):
+    """What heads share whose last layer, called `last`, is linear: it has the number of outputs and can be replaced."""
+
+    def __init__(self, last: str):
+        super().__init__()
+        self._last = last
+
+    @property
+    def outputs(self) -> int:
+        """Size of the last dimension of what the head returns."""
+        return cast(nn.Linear, getattr(self, self._last)).out_features
+
+    def reset(self, outputs: int) -> None:
+        """Replace the last layer by a fresh one with another number of outputs."""
+        old = cast(nn.Linear, getattr(self, self._last))
+        fresh = nn.Linear(old.in_features, outputs, device=old.weight.device, dtype=old.weight.dtype)
+        setattr(self, self._last, fresh)
+
+
 @heads.register("pooled_linear")
-class PooledLinear(nn.Module):
+class PooledLinear(LinearHead):
     """Normalise if asked to, pool over space or tokens, then map linearly to the outputs.
 
     The norm is the fuse's affair, but for a network whose features are to be inverted.
@@ -37,7 +56,7 @@ class PooledLinear(nn.Module):
         norm: Literal["batch_norm", "none"] = "none",
         momentum: Update = 0.1,
     ):
-        super().__init__()
+        super().__init__("linear")
         if norm == "batch_norm" and at.shape.layout != "image":
             raise MisfitError("norm", norm, "none, or batch_norm behind images; tokens are normed by the fuse")
         self._dims = (2, 3) if at.shape.layout == "image" else (1,)
@@ -45,16 +64,6 @@ class PooledLinear(nn.Module):
         self.norm = nn.Identity() if norm == "none" else BatchNormAct2d(at.shape.width, momentum=momentum)
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(at.shape.width, outputs)
-
-    @property
-    def outputs(self) -> int:
-        """Number of classes."""
-        return self.linear.out_features
-
-    def reset(self, outputs: int) -> None:
-        """Replace the linear layer by a fresh one with another number of classes."""
-        weight = self.linear.weight
-        self.linear = nn.Linear(self.linear.in_features, outputs, device=weight.device, dtype=weight.dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.norm(x)

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from revzoo.bounds import Extent, Positive, Rate
 from revzoo.errors import InputError, MisfitError
+from revzoo.parts.head import LinearHead
 from revzoo.parts.norm import Activation, activation
 from revzoo.parts.site import Site
 from revzoo.registry import heads
 
 
 @heads.register("sequence_classification")
-class SequenceClassification(nn.Module):
+class SequenceClassification(LinearHead):
     """Classify a text by its first token: dense, tanh, linear.
 
     Shapes: (B, N, D) -> (B, outputs); mask (B, N), False where no token is, which may be in front as well as behind.
@@ -27,22 +28,12 @@ class SequenceClassification(nn.Module):
     """
 
     def __init__(self, at: Site, *, outputs: Positive, dropout: Rate = 0.0, input_dropout: Rate = 0.0):
-        super().__init__()
+        super().__init__("out_proj")
         at.require("tokens", "sequence_classification", "pooled_linear, or a stem that gives tokens")
         self.input_dropout = nn.Dropout(input_dropout)
         self.dense = nn.Linear(at.shape.width, at.shape.width)
         self.dropout = nn.Dropout(dropout)
         self.out_proj = nn.Linear(at.shape.width, outputs)
-
-    @property
-    def outputs(self) -> int:
-        """Number of classes."""
-        return self.out_proj.out_features
-
-    def reset(self, outputs: int) -> None:
-        """Replace the last linear layer by a fresh one with another number of classes."""
-        weight = self.out_proj.weight
-        self.out_proj = nn.Linear(self.out_proj.in_features, outputs, device=weight.device, dtype=weight.dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:

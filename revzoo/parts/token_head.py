@@ -5,13 +5,14 @@ from typing import Literal
 from torch import Tensor, nn
 
 from revzoo.bounds import Positive
+from revzoo.parts.head import LinearHead
 from revzoo.parts.norm import token_norm
 from revzoo.parts.site import Site
 from revzoo.registry import heads
 
 
 @heads.register("token_linear")
-class TokenLinear(nn.Module):
+class TokenLinear(LinearHead):
     """Normalise, then map each token linearly to the outputs: the next token's logits, or a class for each.
 
     Shapes: (B, N, D) -> (B, N, outputs); a mask of the tokens changes nothing.
@@ -21,20 +22,10 @@ class TokenLinear(nn.Module):
     """
 
     def __init__(self, at: Site, *, outputs: Positive, norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "layer_norm"):
-        super().__init__()
+        super().__init__("linear")
         at.require("tokens", "token_linear", "pooled_linear, or a stem that gives tokens, for example token_embed")
         self.norm = nn.Identity() if norm == "none" else token_norm(norm, at.shape.width)
         self.linear = nn.Linear(at.shape.width, outputs)
-
-    @property
-    def outputs(self) -> int:
-        """Number of logits of a token."""
-        return self.linear.out_features
-
-    def reset(self, outputs: int) -> None:
-        """Replace the linear layer by a fresh one with another number of outputs."""
-        weight = self.linear.weight
-        self.linear = nn.Linear(self.linear.in_features, outputs, device=weight.device, dtype=weight.dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         logits: Tensor = self.linear(self.norm(x))
