@@ -267,5 +267,5 @@ def text_extra() -> Iterator[None]:
         yield
     except ImportError as error:
         raise RevzooError(
-            f"Tables and tokenizers of texts need the package {error.name}. Install it: pip install 'revzoo[text]'"
+            f"Tables and tokenizers of texts need the package {error.name}. Install it: pip install {error.name}"
         ) from error

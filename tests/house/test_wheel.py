@@ -55,7 +55,7 @@ def test_wheel_creates_every_model_from_an_empty_directory(wheel, tmp_path):
     assert set(found["recipes"]) == RECIPES
     assert len(SPECS) >= 45
     assert len(RECIPES) >= 2
-    assert set(found["weights"]) == {"rev_swin_digits", "rev_vit_digits", "revnet_digits"}
+    assert set(found["weights"]) == {"irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"}
     assert all(home.startswith(str(site.resolve())) for home in found["homes"])
 
 

@@ -377,7 +377,7 @@ def test_what_is_not_installed_is_named(tables, tokenizer, monkeypatch):
     for package in ("datasets", "tokenizers"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
-            with pytest.raises(RevzooError, match=rf"need the package {package}. Install it: pip install 'revzoo\[text\]'"):
+            with pytest.raises(RevzooError, match=rf"need the package {package}. Install it: pip install {package}"):
                 load_data(options("masked_lm", tables, tokenizer), SUBWORDS, 0)
 
 
