@@ -9,7 +9,7 @@ from revzoo.errors import InputError, MisfitError, Problem, RevzooError, SpecErr
 from revzoo.model import Block, Model, Stage
 from revzoo.parts.site import Shape, Site
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
-from revzoo.spec import DropPath, Input, Part, Spec, TextInput, plain
+from revzoo.spec import Input, Part, Spec, TextInput, plain
 from revzoo.spec import Stage as StageSpec
 
 
@@ -105,8 +105,7 @@ def _entrance(input: Input) -> Site:
 
 def _drop_path_rates(spec: Spec) -> Iterator[float]:
     """Yield one probability per block of the whole network, transitions included where the spec counts them."""
-    drop_path: DropPath = spec.drop_path
-    counted = [stage.transition for stage in spec.stages if stage.transition is not None and drop_path.transitions]
-    depth = sum(stage.depth for stage in spec.stages) + len(counted)
+    drop_path = spec.drop_path
+    depth = sum(stage.depth + (drop_path.transitions and stage.transition is not None) for stage in spec.stages)
     for i in range(depth):
         yield drop_path.max if drop_path.rule == "constant" else drop_path.max * i / max(depth - 1, 1)

@@ -19,38 +19,36 @@ def example(spec: Spec, batch_size: int, device: torch.device | str, dtype: torc
     return ids if text.padding is None else ids + (ids >= text.padding)
 
 
-def check(spec: Spec, x: Tensor, weight: Tensor) -> None:
-    """Raise InputError unless x is a batch of the spec's input that a network with such a parameter can take.
+def checked_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, weight: Tensor) -> Tensor | None:
+    """Return (B, N), True where a token is, or None where all are tokens: no mask is given and the spec has no padding.
 
-    The values of ids are looked at on the CPU only: elsewhere that would make the host wait.
+    The values of ids and masks are looked at on the CPU only: elsewhere that would make the host wait.
+
+    Raises:
+        InputError: x is not a batch of the spec's input that a network with such a parameter can take, or the mask is not one
+            of its tokens, or leaves an example without any.
     """
     if not torch.compiler.is_compiling():
         _check_kind(spec, x, weight)
     if isinstance(spec.input, TextInput):
         _check_ids(spec.name, spec.input, x)
-        return
+        return _token_mask(spec.input, x, attention_mask)
     expected = (spec.input.channels, *spec.input.size)
     if tuple(x.shape[1:]) != expected:
         raise InputError(
             f"{spec.name} takes images (B, {', '.join(map(str, expected))}). Received: {tuple(x.shape)}. "
             "Another size is set with overrides=['input.size=[H,W]']."
         )
+    if attention_mask is not None:
+        raise InputError(f"{spec.name} takes images, which have no attention mask. Received: one.")
+    return None
 
 
-def token_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """Return (B, N), True where a token is, or None where all are tokens: no mask is given and the spec has no padding.
-
-    Raises:
-        InputError: a mask of another shape or kind, for images, or with an example of padding alone (seen on the CPU).
-    """
-    if isinstance(spec.input, ImageInput):
-        if attention_mask is not None:
-            raise InputError(f"{spec.name} takes images, which have no attention mask. Received: one.")
-        return None
+def _token_mask(text: TextInput, x: Tensor, attention_mask: Tensor | None) -> Tensor | None:
     if attention_mask is None:
-        if spec.input.padding is None:
+        if text.padding is None:
             return None
-        mask = x != spec.input.padding
+        mask = x != text.padding
     else:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != x.shape:
             found = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__

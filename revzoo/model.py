@@ -168,12 +168,10 @@ class Model(nn.Module):
             InputError: x is not a batch of the spec's input, of the parameters' dtype (autocast aside) and device, or the
                 mask does not fit it.
         """
-        inputs.check(self.spec, x, next(self.parameters()))
-        return self._features(x, inputs.token_mask(self.spec, x, attention_mask))
+        return self._features(x, inputs.checked_mask(self.spec, x, attention_mask, next(self.parameters())))
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        inputs.check(self.spec, x, next(self.parameters()))
-        mask = inputs.token_mask(self.spec, x, attention_mask)
+        mask = inputs.checked_mask(self.spec, x, attention_mask, next(self.parameters()))
         features = self._features(x, mask)
         masks = () if mask is None else (mask,)
         return cast(Tensor, run_node(self.head, "head", self._schedule[-1], features, *masks))
@@ -190,17 +188,18 @@ class Model(nn.Module):
         """
         if self.training:
             raise InputError("Features are inverted in eval mode, and must have been computed in it. Call model.eval() first.")
+        modes = self._modes()
         chain: list[Step | Bijection] = []
         for i, stage in enumerate(self.stages):
             if self._node_of(stage) is not None:
                 raise self._loses(f"stages.{i}.transition")
-            chain += self._links(i, "store")
+            chain += self._links(i, modes)
         fuse, split, stem = (self._inverse_of(name) for name in ("fuse", "split", "stem"))
         self._require_features(features)
         return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
 
     def _features(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        modes = dict(zip(self.units, self._schedule, strict=True))
+        modes = self._modes()
         pair: Pair = self.split(run_node(self.stem, "stem", modes["stem"], x))
         del x
         chain: list[Step | Bijection] = []
@@ -214,13 +213,16 @@ class Model(nn.Module):
         pair = run_chain(chain, *pair, side=mask, exact=self.exact)
         return cast(Tensor, run_node(self.fuse, "fuse", modes["fuse"], *pair))
 
-    def _links(self, i: int, modes: dict[str, Mode] | Mode) -> Iterator[Step | Bijection]:
+    def _modes(self) -> dict[str, Mode]:
+        return dict(zip(self.units, self._schedule, strict=True))
+
+    def _links(self, i: int, modes: dict[str, Mode]) -> Iterator[Step | Bijection]:
         """Yield what stage i adds to the chain."""
         transition = getattr(self.stages[i], "transition", None)
         if isinstance(transition, Bijection):
             yield transition
         for name, step in self._stage_steps(i):
-            yield Step(step, name, self.coupling, modes if isinstance(modes, str) else modes[name])
+            yield Step(step, name, self.coupling, modes[name])
 
     @staticmethod
     def _node_of(stage: nn.Module) -> nn.Module | None:

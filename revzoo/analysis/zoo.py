@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import revzoo.parts  # noqa: F401  fills the registries that the arguments of a spec are checked against
 from revzoo import weights
 from revzoo.analysis.memory import format_bytes
 from revzoo.analysis.report import MODES, report
