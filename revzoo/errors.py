@@ -65,6 +65,14 @@ class RecoveryError(RevzooError, RuntimeError):
     """A step that cannot be recovered in backward, or not truthfully."""
 
 
+class BudgetError(RevzooError, ValueError):
+    """A memory budget that no schedule fits."""
+
+
+class PlanError(RevzooError, ValueError):
+    """A plan that is damaged, or was made for something else."""
+
+
 class CheckpointError(RevzooError, ValueError):
     """A weights file that is damaged, foreign, or of another model."""
 

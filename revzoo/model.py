@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from revzoo import inputs
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError
-from revzoo.runtime.chain import Mode, Pair, Step, checked_schedule, invert_chain, run_chain
+from revzoo.runtime.chain import Applicable, Mode, Pair, Step, checked_schedule, invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.node import run_node
@@ -57,7 +57,8 @@ class Model(nn.Module):
     """A reversible network built from a spec; make one with `revzoo.create` or `revzoo.build`.
 
     The reversible steps between two transitions form one chain. Everything else is a node: stem, transitions, fuse and
-    head keep their activations unless their mode is `recompute`. State-dict keys depend on the architecture alone.
+    head keep their activations unless their mode is `selective` or `recompute`. State-dict keys depend on the architecture
+    alone.
 
     Shapes: images (B, C, H, W) of the spec's channels and size, or ids (B, N) with N up to the spec's length, and an
         attention mask (B, N), which is by default all that is not the spec's padding -> logits, (B, outputs) or
@@ -103,7 +104,7 @@ class Model(nn.Module):
 
     @property
     def schedule(self) -> list[Mode]:
-        """The mode of every unit. Assign a list, one mode a unit, or one name: every step's mode, nodes then `store`.
+        """The mode of every unit. Assign a list, one mode a unit, a `revzoo.Plan`, or one name: of every step; nodes `store`.
 
         Raises:
             ScheduleError: wrong length, unknown mode, or `invert` for a node.
@@ -111,14 +112,16 @@ class Model(nn.Module):
         return list(self._schedule)
 
     @schedule.setter
-    def schedule(self, modes: Sequence[str] | str) -> None:
+    def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
+        if isinstance(modes, Applicable):
+            return modes.apply(self)
         units = self.units
         steps = {name for name, _ in self._named_steps()}
         if isinstance(modes, str):
             modes = [modes if name in steps else "store" for name in units]
         checked = checked_schedule(modes, units)
         nodes = [(mode, name) for mode, name in zip(checked, units, strict=True) if name not in steps]
-        checked_schedule([mode for mode, _ in nodes], [name for _, name in nodes], ("store", "recompute"))
+        checked_schedule([mode for mode, _ in nodes], [name for _, name in nodes], ("store", "selective", "recompute"))
         self._schedule = checked
 
     @property

@@ -88,7 +88,7 @@ def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
         InputError: not a module, an unusable batch, nothing to differentiate, or an optimizer that is of other parameters
             or whose state cannot be foreseen.
     """
-    state = _state_bytes(model, optimizer)
+    state = state_bytes(model, optimizer)
     with borrowed(model, batch) as inputs:
         return measured(model, inputs, state)[0]
 
@@ -179,7 +179,7 @@ def memory_table(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer 
 
     Args: as `measure_memory`; a model without a `schedule` is measured as it is.
     """
-    state = _state_bytes(model, optimizer)
+    state = state_bytes(model, optimizer)
     found = [chain.schedule for chain in chains(model).values()]
     reports, current = {}, None
     with scheduled(model) as assign:
@@ -200,7 +200,7 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Return the bytes of an optimizer's state; before its first step, of the state that step will make."""
     require_module(model)
     if optimizer is None:

@@ -9,6 +9,7 @@ The forward is a plain loop of autograd operations and is the truth; the mode of
 tensors that autograd saves inside its f (`tape.py`). Each step has a mode:
 
     store       keep them                                  bytes of f      no extra work
+    selective   keep w[k] and the products of f            part of them    what is cheap in f (`selective.py`)
     recompute   keep w[k], run f again up to the last one  one stream      most of a forward
     invert      keep nothing                               nothing         one forward
 
@@ -18,7 +19,7 @@ Nothing about a call is stored on modules: any number of forwards may precede a 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +32,18 @@ from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.exact import Grid, has_value, reach, require_exact
 from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled
 
-Mode = Literal["store", "invert", "recompute"]
+Mode = Literal["store", "selective", "recompute", "invert"]
 Pair = tuple[Tensor, Tensor]
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_ERROR = 0.1  # of a rebuilt state, relative, at worst: a tenth of it is usual, and more is no gradient
+
+
+@runtime_checkable
+class Applicable(Protocol):
+    """Something that gives a model its schedule, such as a `revzoo.Plan`."""
+
+    def apply(self, model: nn.Module) -> None:
+        """Set `model.schedule`."""
 
 
 class ReversibleChain(nn.Module):
@@ -90,11 +99,13 @@ class ReversibleChain(nn.Module):
 
     @property
     def schedule(self) -> list[Mode]:
-        """The mode of every step, bijections not counted. Assign a list or one mode name."""
+        """The mode of every step, bijections not counted. Assign a list, one mode name or a `revzoo.Plan`."""
         return list(self._schedule)
 
     @schedule.setter
-    def schedule(self, modes: Sequence[str] | str) -> None:
+    def schedule(self, modes: "Sequence[str] | str | Applicable") -> None:
+        if isinstance(modes, Applicable):
+            return modes.apply(self)
         self._schedule = checked_schedule(modes, self._names())
 
     def forward(self, x1: Tensor, x2: Tensor, side: Any = None) -> Pair:
@@ -245,7 +256,7 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
                 growth /= abs(link.coupling.b)
                 _check_growth(growth, link, x1.dtype)
             if link.mode != "store":
-                call = Call(link.f, link.name, side)
+                call = Call(link.f, link.name, side, selective=link.mode == "selective")
             out = _call(link, pair, side, call, run or Kept(pair[1:]))
         before, pair = pair, turn.advance(pair, out)
         if run is not None:

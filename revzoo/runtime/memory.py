@@ -31,7 +31,8 @@ class LiveBytes(TorchDispatchMode):
 
     A storage counts with its full size, once, however many views there are, from the operation that returned it until
     it is freed. Tensors from before must be shown to `watch`, or they count from the first operation that returns them.
-    Storages are known by their number in order of appearance. Enter it innermost, inside a `FakeTensorMode`.
+    Storages are known by their number in order of appearance. Enter it innermost, inside a `FakeTensorMode`. `log` has an
+    entry (storage, change in bytes) whenever a storage appears, changes its size or is freed.
 
     Example:
         with LiveBytes() as live:
@@ -42,7 +43,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._log: list[tuple[int, int]] = []  # (storage, change in bytes)
+        self.log: list[tuple[int, int]] = []
         self._sizes: list[int] = []
         self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._restore: list[Callable[[], None]] = []
@@ -57,24 +58,24 @@ class LiveBytes(TorchDispatchMode):
 
     def moment(self) -> int:
         """Return a mark in the log, for `alive` and `alive_by_birth`."""
-        return len(self._log)
+        return len(self.log)
 
     def alive(self, without: Collection[int] = (), at: int | None = None) -> int:
         """Return the bytes alive at a moment (default: now) in storages other than `without`."""
-        return sum(change for storage, change in self._log[:at] if storage not in without)
+        return sum(change for storage, change in self.log[:at] if storage not in without)
 
     def alive_by_birth(self, marks: Sequence[int], without: Collection[int], at: int) -> list[int]:
         """Return the bytes alive at a moment, one sum for each mark: of the storages that appeared from it to the next."""
         born: dict[int, int] = {}
         sums = [0] * (len(marks) + 1)
-        for i, (storage, change) in enumerate(self._log[:at]):
+        for i, (storage, change) in enumerate(self.log[:at]):
             sums[bisect_right(marks, born.setdefault(storage, i))] += 0 if storage in without else change
         return sums[1:]
 
     def peak(self, without: Collection[int] = ()) -> int:
         """Return the largest number of bytes alive at once in storages other than `without`."""
         highest = total = 0
-        for storage, change in self._log:
+        for storage, change in self.log:
             if storage not in without:
                 total += change
                 highest = max(highest, total)
@@ -83,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(_wraps_tensors(t) for t in types):
+        if any(wraps_tensors(t) for t in types):
             return NotImplemented  # the subclass runs first, and its inner operations come here
         out = func(*args, **(kwargs or {}))
         self.watch(out)
@@ -131,7 +132,7 @@ class LiveBytes(TorchDispatchMode):
     def _resized(self, number: int, size: int) -> None:
         if change := size - self._sizes[number]:
             self._sizes[number] = size
-            self._log.append((number, change))
+            self.log.append((number, change))
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -145,7 +146,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _wraps_tensors(kind: type) -> bool:
+def wraps_tensors(kind: type) -> bool:
+    """Return whether instances of this type are made of other tensors, as DTensor is."""
     return issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__")
 
 

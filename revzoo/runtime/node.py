@@ -10,12 +10,12 @@ from revzoo.runtime.tape import Call, Kept, not_compiled
 
 
 def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
-    """Call a module, keeping what autograd saves (`store`) or only its inputs (`recompute`)."""
+    """Call a module, keeping what autograd saves (`store`), its inputs (`recompute`), or these and products (`selective`)."""
     if mode == "store" or not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return module(*inputs)
-    return _recompute(module, name, *inputs)
+    return _recorded(module, name, mode, *inputs)
 
 
 @not_compiled
-def _recompute(module: nn.Module, name: str, *inputs: Tensor) -> Any:
-    return Call(module, name).first(Kept(inputs), *inputs)
+def _recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
+    return Call(module, name, selective=mode == "selective").first(Kept(inputs), *inputs)

@@ -7,7 +7,7 @@ stays PyTorch's own, so gradients land where they always do: `torch.autograd.gra
 see nothing unusual.
 
     Call      one call of one function, its dropped tensors, and how to run it again (`replay.py`)
-    Kept      recovers a call from its own inputs, which it keeps           (mode `recompute`)
+    Kept      recovers a call from its own inputs, which it keeps           (modes `recompute` and `selective`)
     Run       recovers the calls of consecutive inverted steps from one pair of states (mode `invert`)
 
 References point one way, graph -> Handle -> (Kept | Run) -> Call, so everything is freed with the graph, without the
@@ -21,6 +21,7 @@ reconstruction is Gomez et al. 2017, Algorithm 1.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.replay import Replay
+from revzoo.runtime.selective import Products
 
 # Around whatever records a Call when somebody compiles the whole model. Backward runs outside the compiled region and calls
 # f as it is; a first run that the compiler had traced would have saved other tensors. A step compiled by itself
@@ -46,12 +48,14 @@ class Call:
         f: the step or node.
         name: for messages.
         side: read-only second argument of f, or None for an f without one.
+        selective: keep the products of the first run for the second.
     """
 
-    def __init__(self, f: Callable[..., Any], name: str, side: Any = None):
+    def __init__(self, f: Callable[..., Any], name: str, side: Any = None, *, selective: bool = False):
         self._f = f
         self.name = name
         self._side = side
+        self._products = Products() if selective else None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # with its version
         self._wants_grad: list[bool] = []
@@ -63,10 +67,17 @@ class Call:
 
         def pack(tensor: Tensor) -> Handle:
             self._dropped.append((tensor.shape, tensor.dtype))
+            if self._products is not None:
+                self._products.saved()
             return Handle(source, self, len(self._dropped) - 1)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, Handle.unpack):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, Handle.unpack),
+            nullcontext() if self._products is None else self._products.keeping(),
+        ):
             out = self._run(*inputs)
+        if self._products is not None:
+            self._products.trim()
         self._replay.first_run_ended()
         return out
 
@@ -96,6 +107,7 @@ class Call:
                 self._replay.again(),
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+                nullcontext() if self._products is None else self._products.returning(),
             ):
                 out = self._run(*inputs)
         except _Enough:

@@ -24,7 +24,7 @@ Amount = Annotated[float, Bound("a finite number >= 0", lambda x: 0 <= x < math.
 Size = Annotated[float, Bound("a finite number > 0", lambda x: 0 < x < math.inf)]
 Share = Annotated[float, Bound("a number in (0, 1]", lambda p: 0 < p <= 1)]
 Chance = Annotated[float, Bound("a number in [0, 1]", lambda p: 0 <= p <= 1)]
-Mode = Literal["store", "invert", "recompute"]
+Mode = Literal["store", "selective", "recompute", "invert"]
 DEFAULT_RECIPE = "digits"
 TEXTS = ("characters", "text_classification", "masked_lm")  # the names of data that are no images
 
