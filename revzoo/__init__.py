@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from revzoo.analysis.verify import VerifyReport, verify
     from revzoo.builder import build
     from revzoo.model import Model
+    from revzoo.planning.plan import Plan, plan, solve
+    from revzoo.planning.profile import Profile, profile
     from revzoo.spec import Spec, list_models, load_spec
     from revzoo.weights import create
 
@@ -17,6 +19,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "MemoryReport": "revzoo.analysis.memory",
     "Model": "revzoo.model",
+    "Plan": "revzoo.planning.plan",
+    "Profile": "revzoo.planning.profile",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.builder",
@@ -24,12 +28,17 @@ _HOMES = {
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.memory",
+    "plan": "revzoo.planning.plan",
+    "profile": "revzoo.planning.profile",
+    "solve": "revzoo.planning.plan",
     "verify": "revzoo.analysis.verify",
 }
 
 __all__ = [
     "MemoryReport",
     "Model",
+    "Plan",
+    "Profile",
     "Spec",
     "VerifyReport",
     "build",
@@ -37,6 +46,9 @@ __all__ = [
     "list_models",
     "load_spec",
     "measure_memory",
+    "plan",
+    "profile",
+    "solve",
     "verify",
 ]
 

@@ -29,7 +29,8 @@ ALLOWED = {
     "builder": BASE | PARTS | {"model"},
     "weights": BASE | PARTS | MODEL,
     "analysis": BASE | PARTS | MODEL | {"analysis", "weights"},
-    "training": BASE | PARTS | MODEL | {"analysis", "weights", "training"},
+    "planning": BASE | PARTS | MODEL | {"analysis", "planning"},
+    "training": BASE | PARTS | MODEL | {"analysis", "weights", "planning", "training"},
 }
 FORBIDDEN_OUTSIDERS = {  # what a layer must not know of
     "bijection": {"omegaconf", "timm", "rich"},
@@ -44,6 +45,7 @@ FORBIDDEN_OUTSIDERS = {  # what a layer must not know of
     "builder": {"omegaconf", "yaml", "rich", "accelerate"},
     "weights": {"rich", "accelerate"},
     "analysis": {"accelerate", "sklearn"},
+    "planning": {"omegaconf", "yaml", "timm", "accelerate"},
     "training": set(),
 }
 MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py" and "_data" not in path.parts]

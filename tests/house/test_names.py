@@ -18,6 +18,8 @@ from revzoo import errors, registry
 PINNED = {
     "MemoryReport": None,
     "Model": None,
+    "Plan": None,
+    "Profile": None,
     "Spec": None,
     "VerifyReport": None,
     "build": "(spec)",
@@ -28,6 +30,9 @@ PINNED = {
     "list_models": "(pattern='*')",
     "load_spec": "(source, overrides=())",
     "measure_memory": "(model, batch, optimizer=None)",
+    "plan": "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None)",
+    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, other_bytes=0)",
+    "solve": "(profile, budget, solver='timeline', *, reading='peak')",
     "verify": "(model, batch)",
 }
 MODEL_NAMES = {

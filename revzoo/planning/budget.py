@@ -1,0 +1,69 @@
+"""What a budget means in bytes."""
+
+import re
+
+import psutil
+import torch
+
+from revzoo.errors import InputError
+
+_UNITS = (
+    {"B": 1}
+    | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
+    | {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
+)
+_FREE_SHARE = 0.9  # of what is free, for "auto": the rest is for what is not counted, kernel workspaces and fragments
+
+
+def budget_bytes(budget: str | int | float, device: torch.device | str, held_bytes: int = 0) -> int:
+    """Return a budget in bytes.
+
+    Args:
+        budget: bytes, "8GiB" (or KiB, MiB, TiB; KB, MB, GB, TB are powers of 1000), "60%" of the device's memory, or "auto":
+            nine tenths of what is free now, and what the model itself holds already.
+        device: whose memory "60%" and "auto" mean; "cpu" is the machine's.
+        held_bytes: what the model holds on it already.
+    Raises:
+        InputError: none of these, or nothing is left by it.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, str | int | float):
+        raise _wrong(budget)
+    if not isinstance(budget, str):
+        size = float(budget)
+    elif budget == "auto":
+        size = _memory(device)[0] * _FREE_SHARE + held_bytes
+    elif share := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget):
+        if not 0 < float(share[1]) <= 100:
+            raise InputError(f"A share of the memory is above 0 % and at most 100 %. Received: {budget!r}.")
+        size = _memory(device)[1] * float(share[1]) / 100
+    elif amount := re.fullmatch(r"(\d+(?:\.\d+)?)(?:e(\d))? ?([KMGT]?i?B)?", budget):
+        if amount[3] is not None and amount[3] not in _UNITS:
+            raise _wrong(budget)
+        size = float(amount[1]) * 10 ** int(amount[2] or 0) * _UNITS[amount[3] or "B"]
+    else:
+        raise _wrong(budget)
+    if not 1 <= size < 2**62:
+        raise _wrong(budget)
+    return int(size)
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Return what is free on a device now; "cpu" is the machine."""
+    return _memory(device)[0]
+
+
+def _memory(device: torch.device | str) -> tuple[int, int]:
+    """Return the free and all bytes of a device."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached, total
+    if device.type in ("cpu", "meta"):
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+    raise InputError(f"The memory of {device.type} devices is not known here. Give the budget in bytes, such as '8GiB'.")
+
+
+def _wrong(budget: object) -> InputError:
+    return InputError(f"A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. Received: {budget!r}.")

@@ -1,0 +1,184 @@
+"""From the logs of a few schedules to what every unit costs in every mode, in whatever schedule.
+
+Six steps are traced: every unit alike in each mode (nodes, which cannot invert, store then), and two in which inverted steps
+alternate with recomputed ones, because the first step of an inverted run is recovered like a recomputed one. From each log
+follows, for every unit in the mode that it had there,
+
+    kept_bytes, holds   storages born in its forward and alive when forward has ended; the states that it keeps beside them
+    forward_bytes       the most that is born in its forward and alive at once
+    backward_bytes      the most that is alive in its backward beside what the units in front of it keep
+    cost                the FLOPs that storing would not have needed
+
+This is exact, not an estimate: what a moment of one schedule holds differs from the same moment of another in what the units
+in front keep, and in nothing else (`tests/planning/test_count.py` counts random schedules).
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from revzoo.analysis.trial import borrowed
+from revzoo.planning.problem import Option, Problem, Unit
+from revzoo.planning.trace import Loss, Trace, trace
+from revzoo.planning.walk import Part, units
+from revzoo.runtime.chain import Mode
+from revzoo.runtime.memory import Storages
+
+_ALTERNATING: tuple[tuple[Mode, Mode], ...] = (("invert", "recompute"), ("recompute", "invert"))
+
+
+def count(model: nn.Module, batch: Any, loss: Loss | None = None, other_bytes: int = 0) -> Problem:
+    """Return what every unit of the model holds and computes [FLOPs] in every mode, counted without running it.
+
+    Args:
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        loss: of what the model returns; None is a sum, which keeps nothing.
+        other_bytes: what else is alive all the time: state of the optimizer, averaged weights.
+    Raises:
+        InputError: not a model that can be planned, an unusable batch, or nothing to differentiate.
+    """
+    parts, found = units(model), model.schedule
+    try:
+        traces = [_trial(model, batch, modes, loss) for modes in schedules(parts)]
+    finally:
+        model.schedule = found
+    return assembled(parts, traces, other_bytes)
+
+
+def schedules(parts: Sequence[Part]) -> Iterator[list[Mode]]:
+    """Yield the schedules that are traced, the stored one first."""
+    for mode in ("store", "selective", "recompute", "invert"):
+        yield [mode if part.kind == "step" or mode != "invert" else "store" for part in parts]
+    for pair in _ALTERNATING:
+        yield [pair[k % 2] if part.kind == "step" else "store" for k, part in enumerate(parts)]
+
+
+def counted_peak(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None = None, other_bytes: int = 0) -> int:
+    """Return the most bytes alive at once in a training step with this schedule, counted without running it."""
+    found = model.schedule
+    try:
+        log = _trial(model, batch, modes, loss).log
+    finally:
+        model.schedule = found
+    return max(accumulate(change for _, change in log)) + other_bytes
+
+
+def _trial(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None) -> Trace:
+    with borrowed(model, batch, fake=True) as inputs:
+        return trace(model, inputs, modes, loss)
+
+
+def assembled(parts: Sequence[Part], traces: Sequence[Trace], other_bytes: int = 0) -> Problem:
+    """Return the problem that the traces of `schedules` describe."""
+    stored = traces[0]
+    states = stored.states()
+    holds = [tuple(sorted(states[s] for s in saved if s in states)) for saved in stored.saved]
+    work = _flops(stored)
+    options: list[dict[tuple[str, bool], Option]] = [{} for _ in parts]
+    for found in traces:
+        for k, option, first in _options(found, holds, work):
+            options[k].setdefault((option.mode, first), option)
+    sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
+    return Problem(
+        units=tuple(map(_unit, parts, options, _numbered(stored.pairs[:-1], states), _numbered(stored.inputs, states))),
+        sizes={number: sizes[storage] for storage, number in states.items()},
+        fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
+        loss_bytes=_loss_bytes(stored),
+        pair_after=_numbers(stored.pairs[-1], states),
+    )
+
+
+def _unit(part: Part, options: dict[tuple[str, bool], Option], pair: tuple[int, ...], inputs: tuple[int, ...]) -> Unit:
+    first = options.pop(("invert", True), None)
+    if first is not None:
+        options.setdefault(("invert", False), first)
+    return Unit(part.name, pair, inputs, tuple(options.values()), first)
+
+
+def _options(found: Trace, holds: Sequence[tuple[int, ...]], work: Sequence[int]) -> Iterator[tuple[int, Option, bool]]:
+    """Yield for every unit its option in this trace, and whether it begins a run of inverted steps there."""
+    states = found.states()
+    storages = {number: storage for storage, number in states.items()}
+    kept, flops = _kept(found), _flops(found)
+    forward, backward = _forward_bytes(found), {unit: span for unit, *span, _ in found.phases("backward")}
+    front, private, run = set[int](), set[int](), 0
+    for k, mode in enumerate(found.modes):
+        given = sorted(found.inputs[k])
+        held = set(given) if mode in ("selective", "recompute") else set[int]()
+        if mode == "store":
+            held = {storages[number] for number in holds[k]}
+        if mode != "invert" and run:
+            front |= found.pairs[k]
+            run = 0
+        others = front - (set(given) if mode == "invert" else held)
+        masks = [others.union(*([s] for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
+        needs = [_peak(found, backward[k], found.fixed | private | mask) if k in backward else 0 for mask in masks]
+        own = sum(kept[k].values())
+        option = Option(mode, own, _numbers(held, states), forward[k], tuple(needs), max(0, flops[k] - work[k]))
+        yield k, option, mode == "invert" and run == 0
+        private |= kept[k].keys()
+        front |= held
+        run = run + 1 if mode == "invert" else 0
+
+
+def _kept(found: Trace) -> list[dict[int, int]]:
+    """Return for every unit the storages born in its forward that wait for backward and are no states."""
+    waiting, states = found.alive(found.waiting), found.states()
+    born = [{storage for storage, _ in found.log[start:end]} for _, start, end, _ in found.phases("forward")]
+    earlier, kept = {storage for storage, _ in found.log[: found.marks[0].moment]}, []
+    for storages in born:
+        kept.append({s: waiting[s] for s in storages - earlier if s in waiting and s not in states})
+        earlier |= storages
+    return kept
+
+
+def _forward_bytes(found: Trace) -> list[int]:
+    """Return for every unit the most bytes born in its forward and alive at once."""
+    known, needs = {storage for storage, _ in found.log[: found.marks[0].moment]}, []
+    for _, start, end, _ in found.phases("forward"):
+        total = highest = 0
+        for storage, change in found.log[start:end]:
+            if storage not in known:
+                total += change
+                highest = max(highest, total)
+        known |= {storage for storage, _ in found.log[start:end]}
+        needs.append(highest)
+    return needs
+
+
+def _loss_bytes(found: Trace) -> int:
+    """Return what the loss needs between forward and backward above what is kept and what the model returned."""
+    states, kept = found.states().keys(), {s for storages in _kept(found) for s in storages}
+    start = next(mark.moment for mark in found.marks if mark.phase == "loss")
+    end = next(mark.moment for mark in found.marks if mark.moment >= start and mark.phase in ("backward", "end"))
+    return _peak(found, (start, end), found.fixed | kept | states)
+
+
+def _peak(found: Trace, span: Sequence[int], without: Storages | set[int]) -> int:
+    """Return the most bytes alive at once between two moments in storages other than `without`."""
+    start, end = span
+    total = highest = sum(size for storage, size in found.alive(start).items() if storage not in without)
+    for storage, change in found.log[start:end]:
+        if storage not in without:
+            total += change
+            highest = max(highest, total)
+    return highest
+
+
+def _flops(found: Trace) -> list[int]:
+    """Return the FLOPs of every unit, forward and backward."""
+    totals = [0] * len(found.modes)
+    for phase in ("forward", "backward"):
+        for unit, _, _, flops in found.phases(phase):
+            totals[unit] += flops
+    return totals
+
+
+def _numbered(groups: Sequence[Storages], states: dict[int, int]) -> list[tuple[int, ...]]:
+    return [_numbers(group, states) for group in groups]
+
+
+def _numbers(storages: Storages | set[int], states: dict[int, int]) -> tuple[int, ...]:
+    return tuple(sorted(states[storage] for storage in storages if storage in states))

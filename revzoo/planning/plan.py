@@ -1,0 +1,212 @@
+"""Stages three and four of planning: the fastest schedule that fits, and putting it to work."""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from revzoo.analysis.memory import format_bytes
+from revzoo.errors import BudgetError, PlanError, UnknownNameError
+from revzoo.planning.budget import budget_bytes
+from revzoo.planning.count import counted_peak
+from revzoo.planning.knapsack import solve_additive
+from revzoo.planning.problem import Moment, Problem, cost, peak, timeline_of
+from revzoo.planning.profile import Profile, profile
+from revzoo.planning.setting import Setting, setting
+from revzoo.planning.timeline import least_peak
+from revzoo.planning.timeline import solve as solve_timeline
+from revzoo.planning.trace import Loss
+from revzoo.planning.walk import units
+from revzoo.runtime.chain import Mode
+
+Solver = Literal["timeline", "knapsack"]
+Reading = Literal["peak", "static"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule for one model, batch and device, and what it will take.
+
+    `model.schedule = plan` and `plan.apply(model)` are the same.
+
+    Args:
+        units: names of the steps and nodes.
+        schedule: their modes.
+        peak_bytes: everything alive at the peak, as `revzoo.measure_memory` counts it.
+        budget_bytes: what it was to fit.
+        seconds: of one forward and backward; None where nothing was run.
+        extra_flops: of one forward and backward, over storing everything.
+        least_bytes: peak of the leanest schedule there is.
+        stored_bytes: peak of storing everything.
+        moments: the peak within each unit's forward, the loss, and each unit's backward, in order.
+        solver: "timeline" or "knapsack".
+        setting: what it holds for.
+        max_invert_run: most steps inverted in a row; None is any number.
+        notes: what a reader should know.
+    """
+
+    units: tuple[str, ...]
+    schedule: tuple[Mode, ...]
+    peak_bytes: int
+    budget_bytes: int
+    seconds: float | None
+    extra_flops: int
+    least_bytes: int
+    stored_bytes: int
+    moments: tuple[Moment, ...]
+    solver: Solver
+    setting: Setting
+    max_invert_run: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def apply(self, model: nn.Module, batch: Any = None) -> None:
+        """Give the model this schedule.
+
+        Args:
+            batch: is compared with the one planned for, where given.
+        Raises:
+            PlanError: model, dtype, device, mode of training or batch are not those it was made for; says which.
+        """
+        found = setting(model, batch)
+        reasons = list(self.setting.differences(found))
+        if not reasons and self.units != tuple(part.name for part in units(model)):
+            reasons = ["other units than the model has"]
+        if reasons:
+            raise PlanError(f"This plan is for {'; '.join(reasons)}. Make a new one with revzoo.plan(model, batch, budget).")
+        model.schedule = list(self.schedule)  # type: ignore[assignment]
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan.
+
+        Raises:
+            PlanError: there is no such file, or it is not a plan.
+        """
+        try:
+            facts = json.loads(Path(path).read_text())
+            lists = {key: tuple(facts[key]) for key in ("units", "schedule", "notes")}
+            moments = tuple(Moment(**moment) for moment in facts["moments"])
+            where = Setting(**{**facts["setting"], "batch": tuple(facts["setting"]["batch"])})
+            found = cls(**{**facts, **lists, "moments": moments, "setting": where})
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise PlanError(f"{path} is not a saved plan ({error}). revzoo plan NAME --out FILE writes one.") from error
+        if len(found.units) != len(found.schedule):
+            raise PlanError(f"{path} is damaged: {len(found.units)} units and {len(found.schedule)} modes.")
+        return found
+
+    def __str__(self) -> str:
+        counts = Counter(self.schedule)
+        modes = ", ".join(f"{counts[mode]} {mode}" for mode in ("store", "selective", "recompute", "invert") if counts[mode])
+        lines = [
+            f"{self.setting.model}, batch of {', '.join(self.setting.batch)}, {self.setting.dtype} on {self.setting.device}",
+            f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
+            f"(all stored {format_bytes(self.stored_bytes)}, leanest {format_bytes(self.least_bytes)})",
+            f"{modes}; {self._price()}",
+            *self.notes,
+        ]
+        return "\n".join(lines)
+
+    def _price(self) -> str:
+        return f"{self.extra_flops:.2e} FLOPs more than storing" if self.seconds is None else f"{self.seconds:.4g} s a step"
+
+
+def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, reading: Reading = "peak") -> Plan:
+    """Return the fastest schedule whose peak is within the budget.
+
+    Args:
+        budget: bytes of everything together (weights, gradients, optimizer state, batch, activations), "8GiB", "60%" of the
+            device's memory, or "auto", nine tenths of what is free.
+        solver: "timeline" minimises the time subject to the true peak, exactly. "knapsack" is the published additive model
+            over storing and inverting, for comparison.
+        reading: for the knapsack, what the paper's m_o is: "peak", that of the all-inverted step, or "static", what is
+            alive besides activations, with which plans may exceed the budget.
+    Raises:
+        InputError: no such budget.
+        UnknownNameError: no such solver.
+        BudgetError: nothing fits; names the least that would.
+    Source: the knapsack is problem 6 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al.
+        2020).
+    """
+    problem = profile.problem
+    device = profile.setting.device.split()[0]
+    limit = budget_bytes(budget, device, profile.model_bytes)
+    if solver == "timeline":
+        modes = solve_timeline(problem, limit)
+    elif solver == "knapsack":
+        modes = solve_additive(problem, limit, reading)
+    else:
+        raise UnknownNameError("solver", solver, ("timeline", "knapsack"))
+    least, leanest = least_peak(problem)
+    if modes is None:
+        raise _too_small(problem, limit, least if solver == "timeline" else None, leanest, profile)
+    stored = peak(problem, ["store"] * len(modes))
+    notes = list(profile.notes)
+    if set(modes) == {"store"}:
+        notes.append(f"Everything is stored: the budget is above the {format_bytes(stored)} that this takes.")
+    found = peak(problem, modes)
+    if found > limit:
+        notes.append(f"The budget is exceeded by {format_bytes(found - limit)}: the additive model does not see the peak.")
+    return Plan(
+        units=tuple(unit.name for unit in problem.units),
+        schedule=cast(tuple[Mode, ...], tuple(modes)),
+        peak_bytes=found,
+        budget_bytes=limit,
+        seconds=None if profile.times is None else profile.times.step_seconds + cost(problem, modes) / 1e9,
+        extra_flops=cost(profile.counted, modes),
+        least_bytes=least,
+        stored_bytes=stored,
+        moments=tuple(timeline_of(problem, modes)),
+        solver=solver,
+        setting=profile.setting,
+        max_invert_run=problem.max_invert_run,
+        notes=tuple(notes),
+    )
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int,
+    *,
+    solver: Solver = "timeline",
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+) -> Plan:
+    """Profile a model, solve, and count the planned step once more before promising its peak.
+
+    Args: as `revzoo.profile` and `revzoo.solve`.
+    Raises: as these.
+    """
+    found = profile(model, batch, optimizer, loss=loss)
+    return checked(model, batch, found, solve(found, budget, solver), loss)
+
+
+def checked(model: nn.Module, batch: Any, profile: Profile, found: Plan, loss: Loss | None = None) -> Plan:
+    """Count the planned step, and plan anew with less where it takes more than was foreseen and than the budget."""
+    limit = found.budget_bytes
+    while True:
+        real = counted_peak(model, batch, found.schedule, loss, profile.other_bytes)
+        if real <= found.budget_bytes or found.peak_bytes > limit:
+            return replace(found, peak_bytes=real)
+        limit -= real - found.budget_bytes
+        found = replace(solve(profile, limit, found.solver), budget_bytes=found.budget_bytes)
+
+
+def _too_small(problem: Problem, limit: int, least: int | None, leanest: list[str], profile: Profile) -> BudgetError:
+    if least is None:
+        return BudgetError(f"The knapsack finds no schedule within {format_bytes(limit)}. Try solver='timeline'.")
+    worst = max(timeline_of(problem, leanest), key=lambda moment: moment.bytes)
+    where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
+    return BudgetError(
+        f"Nothing fits {format_bytes(limit)}: at least {format_bytes(least)} ({least} bytes) are needed, {where}. Of these "
+        f"{format_bytes(problem.fixed_bytes)} are weights, optimizer state and batch. Try a smaller batch, autocast, or an "
+        "optimizer of less state."
+    )

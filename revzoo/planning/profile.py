@@ -1,0 +1,97 @@
+"""Stages one and two of planning: what a model may do, and what that takes on this machine."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from revzoo.analysis.memory import state_bytes
+from revzoo.planning.anchor import longest_run
+from revzoo.planning.budget import free_bytes
+from revzoo.planning.clock import Times, measured_times, timed
+from revzoo.planning.count import count
+from revzoo.planning.problem import Problem
+from revzoo.planning.setting import Setting, setting
+from revzoo.planning.trace import Loss
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What every unit of a model keeps, needs and takes in every mode, for one batch on one device.
+
+    Args:
+        counted: bytes, exact, and extra FLOPs.
+        times: seconds, measured; None where nothing was run.
+        setting: what it holds for.
+        model_bytes: weights and buffers, which are on the device already.
+        other_bytes: state of the optimizer and whatever else was said to be alive all the time.
+        notes: what a reader should know, such as why nothing was run.
+    """
+
+    counted: Problem
+    times: Times | None
+    setting: Setting
+    model_bytes: int
+    other_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> Problem:
+        """What the planner solves: with seconds where there are any, else with FLOPs."""
+        return self.counted if self.times is None else timed(self.counted, self.times)
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    loss: Loss | None = None,
+    run: bool = True,
+    other_bytes: int = 0,
+) -> Profile:
+    """Count the bytes and FLOPs of every unit in every mode, check what may be inverted, and measure seconds.
+
+    Bytes are counted without running anything, so a batch that does not fit can be profiled. Seconds are medians over
+    training steps with mixed modes on the model's device, units of one kind together. The model is left as it was found.
+
+    Args:
+        model: a `revzoo.Model` or a `ReversibleChain`, in the state in which it is to be trained. On the meta device only
+            bytes and FLOPs are counted.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        optimizer: its state is part of every peak, foreseen if no step has been made yet.
+        loss: of what the model returns; None is a sum, which keeps nothing.
+        run: False counts only.
+        other_bytes: what else is alive all the time, such as averaged weights.
+    Raises:
+        InputError: not such a model, an unusable batch, nothing to differentiate, or an optimizer of other parameters.
+        RecoveryError: a step does not repeat itself.
+    """
+    other_bytes += state_bytes(model, optimizer)
+    counted = count(model, batch, loss, other_bytes)
+    notes, times = [], None
+    if any(p.is_meta for p in model.parameters()):
+        notes.append("On the meta device nothing is run: costs are FLOPs, and rounding errors are not looked at.")
+    else:
+        counted = replace(counted, max_invert_run=longest_run(model, batch))
+        if counted.max_invert_run is not None:
+            notes.append(f"At most {counted.max_invert_run} steps in a row are inverted: more would round too much away.")
+        if run:
+            try:
+                device = next(model.parameters()).device
+                times = measured_times(model, batch, counted, free_bytes(device) + held_bytes(model), loss)
+            except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and not _out_of_memory(error):
+                    raise
+                notes.append("Profiling ran out of memory, so costs are counted FLOPs and not seconds.")
+    return Profile(counted, times, setting(model, batch), held_bytes(model), other_bytes, tuple(notes))
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers."""
+    return sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

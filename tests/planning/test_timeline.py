@@ -1,0 +1,223 @@
+"""The search over schedules against every schedule there is, and the walk against sums done by hand."""
+
+import math
+import random
+
+import pytest
+
+from revzoo.planning.timeline import (
+    Moment,
+    Option,
+    Problem,
+    Unit,
+    cost,
+    fractional_bound,
+    least_peak,
+    peak,
+    solve,
+    timeline_of,
+)
+
+
+def step(k: int, store: int, extra: int, state: int = 10) -> Unit:
+    """A step of size `store` with states of 10 bytes: state k in, state k + 1 out; the rebuilt pair is alive in backward."""
+    store_option = Option("store", store, (k,), store + state, (store + 2 * state, store + state), 0)
+    invert = Option("invert", 0, (), state, (store + 4 * state,) * 2, extra)
+    return Unit(f"step{k}", (k - 1, k) if k else (0,), (k,), (store_option, invert), invert)
+
+
+THREE = Problem(tuple(step(k, 100, 7) for k in range(3)), dict.fromkeys(range(4), 10), 1000, 10, (2, 3))
+
+
+def test_every_moment_of_three_steps():
+    """By hand: step 0 keeps 100 + state 0, the run of steps 1 and 2 keeps the pair behind it."""
+    assert timeline_of(THREE, ["store", "invert", "invert"]) == [
+        Moment("step0", "forward", 1000 + 10 + 110),
+        Moment("step1", "forward", 1000 + 110 + 10 + 10),  # state 0 is kept, state 1 is not
+        Moment("step2", "forward", 1000 + 110 + 20 + 10),
+        Moment("loss", "loss", 1000 + 110 + 20 + 10),
+        Moment("step2", "backward", 1000 + 110 + 140),
+        Moment("step1", "backward", 1000 + 110 + 140),
+        Moment("step0", "backward", 1000 + 120),
+    ]
+    assert cost(THREE, ["store", "invert", "invert"]) == 14
+
+
+@pytest.mark.parametrize(
+    ("modes", "bytes_"),
+    [
+        ("iii", 1000 + 140),
+        ("iis", 1000 + 20 + 10 + 100 + 10),  # the run keeps states 1 and 2, of which the last step is given one
+        ("isi", 1000 + 20 + 100 + 140),  # states 0 and 1, the stored step, the rebuilt pair
+        ("sii", 1000 + 110 + 140),
+        ("sss", 1000 + 330 + 10 + 10),  # state 3 is there at the loss
+    ],
+)
+def test_what_is_stored_last_is_almost_free(modes, bytes_):
+    """By hand: all three schedules that store one of three equal steps keep its 100 bytes, but not at the same time."""
+    assert peak(THREE, [{"s": "store", "i": "invert"}[mode] for mode in modes]) == bytes_
+
+
+def test_stored_steps_belong_last():
+    assert least_peak(THREE) == (1140, ["invert", "invert", "store"])
+    assert solve(THREE, 1139) is None
+    assert solve(THREE, 1249) == ["invert", "invert", "store"]
+    assert cost(THREE, solve(THREE, 1250)) == cost(THREE, solve(THREE, 1349)) == 7
+    assert solve(THREE, 1350) == ["store", "store", "store"]
+
+
+def test_a_run_is_as_long_as_allowed():
+    short = Problem(THREE.units, THREE.sizes, 1000, 10, (2, 3), max_invert_run=1)
+    least, modes = least_peak(short)
+    assert (least, modes.count("invert")) == (1250, 1)  # 2 x 100, the states 0 and 1 or 1 and 2 of the run, 10, the loss
+    assert peak(short, ["invert"] * 3) == 1140
+    assert least_peak(Problem(THREE.units, THREE.sizes, 1000, 10, (2, 3), max_invert_run=0)) == (1350, ["store"] * 3)
+
+
+@pytest.mark.parametrize(
+    ("modes", "message"),
+    [
+        (["store", "keep", "store"], "Unit 'step1' has the modes store, invert here. Received: 'keep'."),
+        (["store"], "A schedule has one mode per unit: 3. Received: 1."),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(modes, message):
+    with pytest.raises(ValueError, match=message):
+        peak(THREE, modes)
+
+
+def test_a_step_that_cannot_begin_a_run_may_go_on_with_one():
+    last = Unit("last", (1, 2), (2,), THREE.units[2].options, None)
+    problem = Problem((*THREE.units[:2], last), THREE.sizes, 1000, 10, (2, 3))
+    assert cost(problem, ["store", "invert", "invert"]) == 14
+    with pytest.raises(ValueError, match="Unit 'last' has the modes store here"):
+        cost(problem, ["store", "store", "invert"])
+    with pytest.raises(ValueError, match="could take there"):
+        least_peak(Problem((Unit("last", (0,), (0,), THREE.units[0].options[1:], None),), {0: 1}, 0, 0, ()))
+
+
+def random_problem(rng: random.Random, count: int, modes: int = 4) -> Problem:
+    """A chain as models are: state k goes into unit k, state k + 1 comes out; nodes may join the two streams."""
+    sizes = {state: rng.randint(1, 12) for state in range(count + 1)}
+    units = []
+    for k in range(count):
+        older = max(k - 1, 0)
+        node = rng.random() < 0.25
+        inputs = (older, k) if node and k and rng.random() < 0.6 else (k,)
+        pair = (older, k) if k else (0,)
+
+        def option(mode, cheap, inputs=inputs, k=k):
+            kept = 0 if mode in ("recompute", "invert") else rng.randint(0, 30) // (1 + (mode == "selective"))
+            holds = () if mode == "invert" else (*inputs, k + 1) if rng.random() < 0.2 else inputs
+            rare = rng.randint(1, 3) if mode == "invert" and rng.random() < 0.1 else 0
+            top = rng.randint(kept, kept + 30)
+            known = [sum(sizes[s] for j, s in enumerate(inputs) if not i >> j & 1) for i in range(2 ** len(inputs))]
+            extra = 0 if cheap else rng.randint(1, 9)
+            return Option(mode, kept + rare, holds, rng.randint(kept, kept + 20), tuple(top + more for more in known), extra)
+
+        names = ["store", *rng.sample(["selective", "recompute"], rng.randint(0, max(modes - 2, 0)))]
+        inverts = not node and rng.random() < 0.8
+        options = [option(mode, mode == "store") for mode in names[: modes - inverts]]
+        first = option("invert", False) if inverts else None
+        units.append(Unit(f"u{k}", pair, inputs, (*options, option("invert", False)) if first else tuple(options), first))
+    run = rng.choice([None, None, 0, 1, 2, 3])
+    return Problem(tuple(units), sizes, rng.randint(0, 20), rng.randint(0, 30), (count - 1, count), run)
+
+
+def all_schedules(problem: Problem) -> dict[tuple[str, ...], tuple[int, int]]:
+    """Return (cost, peak) of every schedule whose runs are short enough: the rules once more, in another form."""
+    found = {}
+
+    def size(states):
+        return sum(problem.sizes[state] for state in states)
+
+    def go_on(modes, kept, held, run, price, top):
+        k = len(modes)
+        end = k == len(problem.units)
+        pair = problem.pair_after if end else problem.units[k].pair
+        ended = kept + size(set(pair) - held), held | set(pair)
+        if end:
+            found[modes] = price, max(top, ended[0] + problem.loss_bytes)
+            return
+        unit = problem.units[k]
+        for option in unit.options:
+            S, H = kept, held
+            if option.mode == "invert":
+                option = option if run else unit.first
+                if option is None or run == problem.max_invert_run:
+                    continue
+            elif run:
+                S, H = ended
+            mask = [state in H for state in (*unit.inputs, None)]
+            forward = S + size(set(pair) - H) + option.forward_bytes
+            backward = S + option.backward_bytes[mask[0] + 2 * mask[1]]
+            after = S + option.kept_bytes + size(set(option.holds) - H)
+            inverted = run + 1 if option.mode == "invert" else 0
+            rest = price + option.cost, max(top, forward, backward)
+            go_on((*modes, option.mode), after, H | set(option.holds), inverted, *rest)
+
+    go_on((), problem.fixed_bytes, frozenset(), 0, 0, 0)
+    return found
+
+
+def problems(count: int, seed: int):
+    """Yield problems of 2 to 5 units with up to four modes, every 20th of 6 to 10 units with two."""
+    rng = random.Random(seed)
+    for i in range(count):
+        long = i % 20 == 0
+        yield rng, random_problem(rng, rng.randint(6, 10) if long else rng.choice([2, 3, 3, 4, 4, 5]), 2 if long else 4)
+
+
+def test_equals_brute_force_on_a_thousand_problems():
+    solved = mixed = bounded = 0
+    for rng, problem in problems(1000, 0):
+        schedules = all_schedules(problem)
+        for modes in rng.sample(list(schedules), min(3, len(schedules))):
+            assert (cost(problem, modes), peak(problem, modes)) == schedules[modes]
+        least, modes = least_peak(problem)
+        every = sorted(schedules.values())
+        assert (least, schedules[tuple(modes)][0]) == min((size, price) for price, size in every)
+        assert solve(problem, least - 1) is None
+        for budget in (least, *rng.choices([size for _, size in every], k=2)):
+            modes = solve(problem, budget)
+            best = next((price, size) for price, size in every if size <= budget)  # the cheapest, of these the lowest
+            assert schedules[tuple(modes)] == best
+            assert fractional_bound(problem, budget) <= best[0]
+            solved += 1
+            mixed += len(set(modes)) > 1
+            bounded += fractional_bound(problem, budget) > 0
+    assert solved == 3000
+    assert min(mixed, bounded) > 500
+
+
+def test_more_budget_is_never_slower():
+    for _, problem in problems(100, 1):
+        least, dearest = least_peak(problem)
+        prices = []
+        for budget in range(least, least + 120, 8):
+            modes = solve(problem, budget)
+            assert peak(problem, modes) <= budget
+            prices.append(cost(problem, modes))
+        assert prices == sorted(prices, reverse=True)
+        assert prices[0] == cost(problem, dearest)
+
+
+def test_the_bound_of_three_steps_by_hand():
+    """Stored steps weigh 110; in front of the loss 1280 - 1010 = 270 fit, 170 of them on steps 0 and 1."""
+    assert fractional_bound(THREE, 1280) == pytest.approx(21 - 7 * 270 / 110, rel=1e-15)
+    assert fractional_bound(THREE, 1350) == 0
+    assert fractional_bound(THREE, 1109) == math.inf
+
+
+def test_a_hundred_steps_of_two_kinds():
+    """Equal units merge: the search is exact, and its answer lies within one step of the relaxed bound."""
+    units = tuple(step(k, (10**9, 3 * 10**8)[k % 2], (500, 300)[k % 2], 10**8) for k in range(100))
+    problem = Problem(units, dict.fromkeys(range(101), 10**8), 10**9, 10**8, (99, 100))
+    least, _ = least_peak(problem)
+    full = peak(problem, ["store"] * 100)
+    for part in range(0, 11, 2):
+        budget = least + (full - least) * part // 10
+        modes = solve(problem, budget)
+        assert peak(problem, modes) <= budget
+        assert fractional_bound(problem, budget) <= cost(problem, modes)
+    assert cost(problem, modes) == 0
