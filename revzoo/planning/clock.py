@@ -10,18 +10,20 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from revzoo.analysis.trial import borrowed, call, linear_loss
-from revzoo.planning.problem import Option, Problem, Unit
+from revzoo.planning.problem import Problem, Unit, peak, repriced
 from revzoo.planning.trace import Loss
 from revzoo.planning.walk import Part, Walk, units
 from revzoo.runtime.chain import Mode
 
+_RUNS = 5
 _ROUNDS = 4  # in each, a unit without others of its kind has had every mode
 _LIMIT_SECONDS = 120  # after the first round, a new one is begun only within it
 
@@ -43,6 +45,19 @@ class Times:
     extra: tuple[dict[str, int], ...]
     spread: float
     runs: int
+
+
+def step_seconds(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None = None) -> float:
+    """Run training steps with a schedule; return the median of their seconds, forward and backward.
+
+    Raises:
+        MemoryError: it ran out of memory.
+    """
+    found = model.schedule
+    try:
+        return statistics.median([_timed(model, batch, modes, loss)[0] for _ in range(_RUNS + 1)][1:])  # the first warms up
+    finally:
+        model.schedule = found
 
 
 def measured_times(model: nn.Module, batch: Any, problem: Problem, allowance: int, loss: Loss | None = None) -> Times:
@@ -88,19 +103,7 @@ def measured_times(model: nn.Module, batch: Any, problem: Problem, allowance: in
 
 def timed(problem: Problem, times: Times) -> Problem:
     """Return the problem with costs in nanoseconds instead of FLOPs."""
-
-    def priced(option: Option, extra: dict[str, int], variant: str) -> Option:
-        return replace(option, cost=extra[variant])
-
-    changed = [
-        replace(
-            unit,
-            options=tuple(priced(option, extra, option.mode) for option in unit.options),
-            first=None if unit.first is None else priced(unit.first, extra, "first"),
-        )
-        for unit, extra in zip(problem.units, times.extra, strict=True)
-    ]
-    return replace(problem, units=tuple(changed))
+    return repriced(problem, lambda k, variant, _: times.extra[k][variant])
 
 
 def variants(modes: Sequence[str]) -> Iterator[str]:
@@ -134,8 +137,6 @@ def _fitting(
     problem: Problem, parts: Sequence[Part], kinds: Sequence[Any], dice: random.Random, allowance: int
 ) -> list[list[Mode]]:
     """Return the schedules of a round that fit: every unit in every mode, or else four units of each kind."""
-    from revzoo.planning.problem import peak
-
     for most in (len(parts), 4, 1):
         round_ = list(_round(parts, kinds, dice, most))
         if all(peak(problem, modes) <= allowance for modes in round_):
@@ -161,7 +162,7 @@ def _timed(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | Non
     """Run a step; return the seconds of all of it, and of each unit forward and backward."""
     model.schedule = list(modes)  # type: ignore[assignment]
     clock = _clock(model)
-    with borrowed(model, batch) as inputs, Walk(model, clock) as walk:
+    with _memory_errors(), borrowed(model, batch) as inputs, Walk(model, clock) as walk:
         clock.mark("begin", -1)
         outputs = call(model, inputs)
         clock.mark("loss", -1)
@@ -171,6 +172,17 @@ def _timed(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | Non
         total.backward()
         clock.mark("end", -1)
         return clock.read(len(modes))
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Raise MemoryError for what PyTorch raises on a device or on the CPU when it has none left."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise MemoryError(str(error)) from error
+        raise
 
 
 class _Clock:

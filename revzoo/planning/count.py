@@ -7,7 +7,7 @@ follows, for every unit in the mode that it had there,
     kept_bytes, holds   storages born in its forward and alive when forward has ended; the states that it keeps beside them
     forward_bytes       the most that is born in its forward and alive at once
     backward_bytes      the most that is alive in its backward beside what the units in front of it keep
-    cost                the FLOPs that storing would not have needed
+    cost, made_bytes    the FLOPs that storing would not have needed, and the bytes made in backward that it would not
 
 This is exact, not an estimate: what a moment of one schedule holds differs from the same moment of another in what the units
 in front keep, and in nothing else (`tests/planning/test_count.py` counts random schedules).
@@ -75,7 +75,7 @@ def assembled(parts: Sequence[Part], traces: Sequence[Trace], other_bytes: int =
     stored = traces[0]
     states = stored.states()
     holds = [tuple(sorted(states[s] for s in saved if s in states)) for saved in stored.saved]
-    work = _flops(stored)
+    work = _work(stored)
     options: list[dict[tuple[str, bool], Option]] = [{} for _ in parts]
     for found in traces:
         for k, option, first in _options(found, holds, work):
@@ -97,11 +97,13 @@ def _unit(part: Part, options: dict[tuple[str, bool], Option], pair: tuple[int, 
     return Unit(part.name, pair, inputs, tuple(options.values()), first)
 
 
-def _options(found: Trace, holds: Sequence[tuple[int, ...]], work: Sequence[int]) -> Iterator[tuple[int, Option, bool]]:
+def _options(
+    found: Trace, holds: Sequence[tuple[int, ...]], least: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, Option, bool]]:
     """Yield for every unit its option in this trace, and whether it begins a run of inverted steps there."""
     states = found.states()
     storages = {number: storage for storage, number in states.items()}
-    kept, flops = _kept(found), _flops(found)
+    kept, work = _kept(found), _work(found)
     forward, backward = _forward_bytes(found), {unit: span for unit, *span, _ in found.phases("backward")}
     front, private, run = set[int](), set[int](), 0
     for k, mode in enumerate(found.modes):
@@ -116,8 +118,8 @@ def _options(found: Trace, holds: Sequence[tuple[int, ...]], work: Sequence[int]
         masks = [others.union(*([s] for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
         needs = [_peak(found, backward[k], found.fixed | private | mask) if k in backward else 0 for mask in masks]
         own = sum(kept[k].values())
-        option = Option(mode, own, _numbers(held, states), forward[k], tuple(needs), max(0, flops[k] - work[k]))
-        yield k, option, mode == "invert" and run == 0
+        flops, made = (max(0, ours - stored) for ours, stored in zip(work[k], least[k], strict=True))
+        yield k, Option(mode, own, _numbers(held, states), forward[k], tuple(needs), flops, made), mode == "invert" and run == 0
         private |= kept[k].keys()
         front |= held
         run = run + 1 if mode == "invert" else 0
@@ -167,13 +169,15 @@ def _peak(found: Trace, span: Sequence[int], without: Storages | set[int]) -> in
     return highest
 
 
-def _flops(found: Trace) -> list[int]:
-    """Return the FLOPs of every unit, forward and backward."""
-    totals = [0] * len(found.modes)
-    for phase in ("forward", "backward"):
-        for unit, _, _, flops in found.phases(phase):
-            totals[unit] += flops
-    return totals
+def _work(found: Trace) -> list[tuple[int, int]]:
+    """Return for every unit its FLOPs, forward and backward, and the bytes made in its backward."""
+    flops, made = [0] * len(found.modes), [0] * len(found.modes)
+    for unit, _, _, count in found.phases("forward"):
+        flops[unit] += count
+    for unit, start, end, count in found.phases("backward"):
+        flops[unit] += count
+        made[unit] += sum(change for _, change in found.log[start:end] if change > 0)
+    return list(zip(flops, made, strict=True))
 
 
 def _numbered(groups: Sequence[Storages], states: dict[int, int]) -> list[tuple[int, ...]]:

@@ -10,8 +10,8 @@ A schedule gives each unit one of its modes. `Move` is one unit in one mode, see
 below and the search in `timeline.py` are both made of moves, so they cannot disagree about a byte.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -27,6 +27,7 @@ class Option:
         backward_bytes: peak of its backward above what the units in front keep, one for each subset of the unit's
             inputs: bit j of the index says that a unit in front keeps `inputs[j]`, which is then not counted here.
         cost: extra work over storing [nanoseconds or FLOPs], at least 0.
+        made_bytes: bytes made in backward beyond those that storing makes there.
     """
 
     mode: str
@@ -35,6 +36,7 @@ class Option:
     forward_bytes: int
     backward_bytes: tuple[int, ...]
     cost: int
+    made_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,21 @@ class Problem:
     def bytes_of(self, states: Sequence[int], held: frozenset[int]) -> int:
         """Return the bytes of those states that are not held already."""
         return sum(self.sizes[state] for state in states if state not in held)
+
+
+def repriced(problem: Problem, price: Callable[[int, str, Option], int]) -> Problem:
+    """Return the problem with other costs.
+
+    Args:
+        price: of an option, given the number of its unit, its mode ("first" where it begins a run) and itself.
+    """
+
+    def unit(k: int, found: Unit) -> Unit:
+        options = tuple(replace(option, cost=price(k, option.mode, option)) for option in found.options)
+        first = None if found.first is None else replace(found.first, cost=price(k, "first", found.first))
+        return replace(found, options=options, first=first)
+
+    return replace(problem, units=tuple(unit(k, found) for k, found in enumerate(problem.units)))
 
 
 @dataclass(frozen=True)
@@ -164,10 +181,10 @@ def cost(problem: Problem, modes: Sequence[str]) -> int:
 
 def timeline_of(problem: Problem, modes: Sequence[str]) -> list[Moment]:
     """Return the bytes of every moment: the units forward, the loss, the units backward. Raises as `peak` does."""
-    forward, backward, run, held = [], [], 0, frozenset[int]()
+    forward, backward, held = [], [], frozenset[int]()
     total = problem.fixed_bytes
     for unit, move in zip(problem.units, walk(problem, modes), strict=True):
         forward.append(Moment(unit.name, "forward", total + move.forward_bytes))
         backward.append(Moment(unit.name, "backward", total + move.backward_bytes))
-        total, run, held = total + move.kept_bytes, move.run, move.held
+        total, held = total + move.kept_bytes, move.held
     return [*forward, Moment("loss", "loss", total + end_bytes(problem, held)), *reversed(backward)]
