@@ -15,7 +15,7 @@ from revzoo.analysis.show import describe_twin, format_count, format_flops, form
 _INCHES = {"stage": 1.75, "node": 1.35, "bijection": 1.3}  # width of a column
 _FILL = {"stage": "#d9e8f5", "node": "#ececec", "bijection": "#ffffff"}
 _EDGE = {"stage": "#3b78b0", "node": "#8a8a8a", "bijection": "#3b78b0"}
-_COLORS = {"store": "#4d4d4d", "recompute": "#e8a33d", "invert": "#2f7fc1"}
+MODE_COLORS = {"store": "#4d4d4d", "selective": "#8fb56a", "recompute": "#e8a33d", "invert": "#2f7fc1"}
 _INK, _RAIL = "#222222", "#3b78b0"
 _MARGIN, _HEIGHT = 1.0, 6.6  # [inch]
 _TOP, _BOTTOM, _BOX = 0.98, -0.98, (-0.62, 0.62)  # of the diagram; the streams run at +-0.3
@@ -38,7 +38,7 @@ def plot(report: ModelReport, path: str | Path) -> None:
 
 def _draw_heading(figure: Figure, report: ModelReport, left: float) -> None:
     figure.text(left, 0.945, report.name, fontsize=17, fontweight="bold", color=_INK, parse_math=False)
-    peaks = ", ".join(f"{format_bytes(report.memory[mode].activation_bytes)} {mode}" for mode in _COLORS)
+    peaks = ", ".join(f"{format_bytes(report.memory[mode].activation_bytes)} {mode}" for mode in MODE_COLORS)
     lines = [
         f"{report.parameters:,} parameters, {format_flops(report.flops)} per {report.example}, {report.steps} reversible steps",
         f"activations at the peak, batch of {report.batch_size} {report.example}s: {peaks}",
@@ -111,8 +111,8 @@ def _wrapped(text: str, most: int) -> list[str]:
 def _draw_bars(axes: Axes, parts: Sequence[PartReport], centers: Sequence[float], span: float) -> None:
     sizes = [size for part in parts for size in part.kept_bytes.values() if size]
     low, high = min(sizes) / 4, max(sizes) * 12  # room for the labels above
-    offsets = {mode: (i - 1) * 0.3 for i, mode in enumerate(_COLORS)}
-    for mode, color in _COLORS.items():
+    offsets = {mode: (i - 1.5) * 0.3 for i, mode in enumerate(MODE_COLORS)}
+    for mode, color in MODE_COLORS.items():
         xs = [x + offsets[mode] for x, part in zip(centers, parts, strict=True) if part.kind != "bijection"]
         kept = [part.kept_bytes[mode] for part in parts if part.kind != "bijection"]
         axes.bar(xs, [size - low if size else 0 for size in kept], 0.26, bottom=low, color=color, label=mode)
@@ -135,4 +135,4 @@ def _draw_bars(axes: Axes, parts: Sequence[PartReport], centers: Sequence[float]
     axes.tick_params(labelsize=8, color="#b0b0b0")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=3, frameon=False, fontsize=9)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=4, frameon=False, fontsize=9)

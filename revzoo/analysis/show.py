@@ -39,7 +39,7 @@ def _parts(report: ModelReport) -> Table:
     table = Table(
         title=f"What is kept for backward, batch of {report.batch_size} {report.example}s",
         caption="Invert keeps one pair of streams for consecutive steps, however many; a bijection between them stores "
-        "nothing. Nodes (stem, transitions, fuse, head) keep their activations unless set to recompute.",
+        "nothing. Nodes (stem, transitions, fuse, head) keep their activations unless set to selective or recompute.",
     )
     for heading in ("part", "what", "output", "parameters", *MODES):
         words = heading in ("part", "what")  # which are folded where the terminal is narrow; numbers are not cut

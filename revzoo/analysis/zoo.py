@@ -23,13 +23,13 @@ Delete that file to measure all again. `revzoo show NAME` says more about one mo
 
 FLOPs are of a forward of one example, a multiply-add counted once; norms and activations are left out. Bytes are the peak of
 activations in a training step in float32, above weights, gradients and batch, for 32 images or 8 texts: counted, on no device.
-With `recompute` and `invert` stem, transitions, fuse and head still store theirs, which is much of a network with few blocks a
-stage: set them to `recompute` as well, and RevNet-104 goes from 0.46 of what it stores to 0.21. Attention with dropout keeps
-its weights, as PyTorch does on CPUs; fused GPU kernels do not. The twin is the ordinary network that the
+In every column stem, transitions, fuse and head store theirs, which is much of a network with few blocks a stage: set them to
+`recompute` as well, and RevNet-104 goes from 0.46 of what it stores to 0.21. Attention with dropout keeps its weights, as
+PyTorch does on CPUs; fused GPU kernels do not. The twin is the ordinary network that the
 model is the reversible version of, with the activations it stores for the same batch.
 
-| model | input | parameters | FLOPs | store | recompute | invert | twin | source | weights |
-|---|---|---:|---:|---:|---:|---:|---|---|---|
+| model | input | parameters | FLOPs | store | selective | recompute | invert | twin | source | weights |
+|---|---|---:|---:|---:|---:|---:|---:|---|---|---|
 """
 
 
@@ -108,6 +108,8 @@ def _misses(row: Row | None, spec: Spec) -> str | None:
         return "has no row"
     if row["digest"] != spec.digest:
         return "was measured with another spec"
+    if tuple(row["activation_bytes"]) != MODES:
+        return "was measured in other modes"
     return "was measured beside another twin" if row["twin"] != _twin(spec) else None
 
 
@@ -140,7 +142,7 @@ def _cells(name: str, row: Row) -> list[str]:
         row["input"],
         f"{row['parameters']:,}",
         format_flops(row["flops"]),
-        *(format_bytes(row["activation_bytes"][mode]) for mode in ("store", "recompute", "invert")),
+        *(format_bytes(row["activation_bytes"][mode]) for mode in MODES),
         _twin_cell(row),
         row["source"].replace("|", "\\|"),
         "none" if row["weights"] is None else ", ".join(f"{metric} {value:g}" for metric, value in row["weights"].items()),
