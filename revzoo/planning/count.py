@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from revzoo.analysis.trial import borrowed
+from revzoo.errors import InputError, listing
 from revzoo.planning.problem import Option, Problem, Unit
 from revzoo.planning.trace import Loss, Trace, trace
 from revzoo.planning.walk import Part, units
@@ -37,9 +38,14 @@ def count(model: nn.Module, batch: Any, loss: Loss | None = None, other_bytes: i
         loss: of what the model returns; None is a sum, which keeps nothing.
         other_bytes: what else is alive all the time: state of the optimizer, averaged weights.
     Raises:
-        InputError: not a model that can be planned, an unusable batch, or nothing to differentiate.
+        InputError: not a model that can be planned, compiled steps, an unusable batch, or nothing to differentiate.
     """
     parts, found = units(model), model.schedule
+    if compiled := [part.name for part in parts if part.module._compiled_call_impl is not None]:
+        raise InputError(
+            f"What compiled code keeps cannot be counted. Received: compiled {listing(compiled, most=3)}. Plan first, then "
+            "compile the steps: the plan stays in force."
+        )
     try:
         traces = [_trial(model, batch, modes, loss) for modes in schedules(parts)]
     finally:

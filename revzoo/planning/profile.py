@@ -9,7 +9,7 @@ from torch import nn
 from revzoo.analysis.memory import state_bytes
 from revzoo.planning.anchor import longest_run
 from revzoo.planning.budget import free_bytes
-from revzoo.planning.clock import Times, measured_times, timed
+from revzoo.planning.clock import Times, estimated_times, measured_times, timed
 from revzoo.planning.count import count
 from revzoo.planning.problem import Problem, repriced
 from revzoo.planning.setting import Setting, setting
@@ -52,6 +52,7 @@ def profile(
     *,
     loss: Loss | None = None,
     run: bool = True,
+    estimate: bool = False,
     other_bytes: int = 0,
 ) -> Profile:
     """Count the bytes and FLOPs of every unit in every mode, check what may be inverted, and measure seconds.
@@ -66,6 +67,7 @@ def profile(
         optimizer: its state is part of every peak, foreseen if no step has been made yet.
         loss: of what the model returns; None is a sum, which keeps nothing.
         run: False counts only.
+        estimate: run the leanest schedule alone, and take a unit's forward for what every mode adds to storing.
         other_bytes: what else is alive all the time, such as averaged weights.
     Raises:
         InputError: not such a model, an unusable batch, nothing to differentiate, or an optimizer of other parameters.
@@ -83,12 +85,24 @@ def profile(
         if counted.max_invert_run is not None:
             notes.append(f"At most {counted.max_invert_run} steps in a row are inverted: more would round too much away.")
         if run:
-            try:
-                device = next(model.parameters()).device
-                times = measured_times(model, batch, counted, free_bytes(device) + held_bytes(model), loss)
-            except (MemoryError, torch.OutOfMemoryError):
-                notes.append("Profiling ran out of memory, so costs are counted, FLOPs and bytes, and not seconds.")
+            times, note = _times(model, batch, counted, loss, estimate)
+            notes += note
     return Profile(counted, times, setting(model, batch), held_bytes(model), other_bytes, tuple(notes))
+
+
+def _times(model: nn.Module, batch: Any, counted: Problem, loss: Loss | None, estimate: bool) -> tuple[Times | None, list[str]]:
+    """Return times, the best there is memory for, and what to say about them."""
+    notes = ["What a mode adds is taken to be a forward of the unit."]
+    if not estimate:
+        try:
+            device = next(model.parameters()).device
+            return measured_times(model, batch, counted, free_bytes(device) + held_bytes(model), loss), []
+        except (MemoryError, torch.OutOfMemoryError):
+            notes = ["Profiling with stored units ran out of memory, so what a mode adds is taken to be a forward of the unit."]
+    try:
+        return estimated_times(model, batch, counted, loss), notes
+    except (MemoryError, torch.OutOfMemoryError):
+        return None, ["Profiling ran out of memory, so costs are counted, FLOPs and bytes, and not seconds."]
 
 
 def estimated(counted: Problem) -> Problem:

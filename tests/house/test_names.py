@@ -31,7 +31,7 @@ PINNED = {
     "load_spec": "(source, overrides=())",
     "measure_memory": "(model, batch, optimizer=None)",
     "plan": "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None)",
-    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, other_bytes=0)",
+    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0)",
     "solve": "(profile, budget, solver='timeline', *, reading='peak')",
     "verify": "(model, batch)",
 }
