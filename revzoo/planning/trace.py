@@ -1,15 +1,8 @@
-"""Counting what every unit of a model holds and computes in a training step, without running it.
+"""Counting what every unit of a model holds and computes in a training step.
 
-One forward and backward under `FakeTensorMode` gives a log of every storage that appears and is freed, with marks where each
-unit begins. From the logs of six schedules (every unit alike in each of the four modes, and two in which inverted steps
-alternate with recomputed ones) follows what a unit costs in each mode, in whatever schedule:
-
-    kept_bytes, holds   storages born in its forward and alive when forward has ended; states that it keeps beside
-    forward_bytes       the most that is born in its forward and alive at once
-    backward_bytes      the most that is alive in its backward beside what the units in front of it keep
-
-The states, which pass from unit to unit, are known apart, because more than one unit may keep them: the input of a stored
-step is also what the step in front of it made, and half of what a run of inverted steps ends with.
+One forward and backward gives a log of every storage that appears and is freed, with marks where each unit begins. The
+states, which pass from unit to unit, are known apart, because more than one unit may keep them: the input of a stored step is
+also what the step in front of it made, and half of what a run of inverted steps ends with. `count.py` reads the logs.
 """
 
 from collections import Counter
@@ -89,7 +82,7 @@ def trace(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None
     """Follow a training step of a borrowed model with this schedule.
 
     Args:
-        batch: as `borrowed` gave it, inside its context and with `fake=True`.
+        batch: as `borrowed` gave it, inside its context.
         loss: of what the model returns; None is a sum, which keeps nothing.
     """
     model.schedule = list(modes)  # type: ignore[assignment]

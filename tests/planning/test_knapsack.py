@@ -134,7 +134,7 @@ def test_the_additive_model_by_hand():
 
 
 def test_read_as_peak_it_is_slower_and_read_as_static_too_large():
-    """Three stored steps need 1060 + 300 + 20 for the run's pair, of which one is given, + 10 for the last state and 10 for the loss: 1390."""
+    """Three stored steps need 1060 + 300 + 10 of the pair of the run (one is given), 10 for the last state, 10 for the loss."""
     problem, budget = chain(6), 1380
     exact, additive, static = solve(problem, budget), solve_additive(problem, budget), solve_additive(problem, budget, "static")
     assert (peak(problem, exact), cost(problem, exact)) == (1290, 143)

@@ -1,0 +1,114 @@
+"""The best batch size: fitted numbers against counted ones, and the choice against a device whose times are known."""
+
+from functools import cache
+
+import pytest
+
+import revzoo
+from revzoo.errors import BudgetError, InputError
+from revzoo.planning import batch as batches
+from revzoo.planning import profile as profiles
+from revzoo.planning.batch import best_batch
+from revzoo.planning.clock import Times
+from revzoo.planning.count import count
+from revzoo.planning.problem import peak
+
+LOW, HIGH = 4, 40
+counted = cache(lambda name, size: count(model := revzoo.create(name), model.example_input(size)))
+
+
+@pytest.fixture
+def known_device(monkeypatch):
+    """A device on which every step takes 1 s + 10 ms a sample, and every unit that is not stored 2 ms a sample more."""
+
+    def times(model, batch, problem, allowance, loss=None):
+        extra = {"store": 0, **dict.fromkeys(("selective", "recompute", "invert", "first"), 2_000_000 * len(batch))}
+        return Times(1 + 0.01 * len(batch), (0.001 * len(batch),) * len(problem.units), (extra,) * len(problem.units), 0.0, 1)
+
+    def run(model, batch, modes, loss=None):
+        return 1 + 0.01 * len(batch) + 0.002 * len(batch) * sum(mode != "store" for mode in modes)
+
+    def counted_once(model, batch, loss=None, other_bytes=0):
+        return counted(model.spec.name, len(batch))
+
+    monkeypatch.setattr(profiles, "count", counted_once)
+    monkeypatch.setattr(batches, "count", counted_once)
+    monkeypatch.setattr(profiles, "longest_run", lambda model, batch: None)
+    monkeypatch.setattr(profiles, "measured_times", times)
+    monkeypatch.setattr(batches, "measured_times", times)
+    monkeypatch.setattr(batches, "step_seconds", run)
+
+
+@pytest.mark.parametrize("name", ["rev_vit_digits", "revnet_digits"])
+def test_a_third_batch_size_is_never_foreseen_too_small(name, known_device):
+    """Sizes and FLOPs lie on the line; a peak, the larger of several lines, lies under the chord through two of its points."""
+    model = revzoo.create(name)
+    found, third = batches._Fit(model, LOW, HIGH, None).at(16).counted, counted(name, 16)
+    assert (found.fixed_bytes, found.sizes, found.loss_bytes) == (third.fixed_bytes, third.sizes, third.loss_bytes)
+    for ours, theirs in zip(found.units, third.units, strict=True):
+        for a, b in zip(ours.options, theirs.options, strict=True):
+            assert (a.mode, a.holds, a.kept_bytes, a.cost, a.made_bytes) == (
+                b.mode,
+                b.holds,
+                b.kept_bytes,
+                b.cost,
+                b.made_bytes,
+            )
+            pairs = zip((a.forward_bytes, *a.backward_bytes), (b.forward_bytes, *b.backward_bytes), strict=True)
+            assert all(true <= foreseen <= 1.1 * true for foreseen, true in pairs)
+
+
+def test_times_are_fitted(known_device):
+    fit = batches._Fit(revzoo.create("rev_vit_digits"), LOW, HIGH, None)
+    times = fit.at(30).times
+    assert times.step_seconds == pytest.approx(1.3, rel=1e-12)
+    assert {ns for extra in times.extra for ns in extra.values()} == {0, 60_000_000}
+    assert fit.at(30).setting.batch == ("[30, 1, 8, 8] float32",)
+
+
+def test_the_best_is_the_largest_where_time_does_not_grow_with_it(known_device):
+    """Per sample all stored takes 1 / b + 10 ms: the larger the better, as long as nothing is dropped for it."""
+    model = revzoo.create("rev_vit_digits")
+    stored = peak(counted("rev_vit_digits", HIGH), ["store"] * len(model.units))
+    found = best_batch(model, stored, LOW, HIGH)
+    assert [row.batch for row in found.rows] == list(range(LOW, HIGH + 1, 2))
+    assert (found.batch, set(found.plan.schedule), found.plan.peak_bytes) == (HIGH, {"store"}, stored)
+    assert found.samples_per_second == pytest.approx(HIGH / 1.4, rel=1e-12)
+    assert found.seconds == pytest.approx(found.foreseen_seconds, rel=1e-12)
+    assert f"batch {HIGH} of {LOW} to {HIGH} is best: 28.57 samples a second" in str(found)
+
+
+def test_within_a_budget_dropping_is_weighed_against_size(known_device):
+    model = revzoo.create("rev_vit_digits")
+    stored = peak(counted("rev_vit_digits", 16), ["store"] * len(model.units))
+    found = best_batch(model, stored, LOW, HIGH)
+    assert found.plan.peak_bytes <= stored
+    rates = {row.batch: row.batch / row.planned for row in found.rows}
+    assert found.batch == max(rates, key=rates.get)
+    for row in found.rows:
+        dropped = sum(mode != "store" for mode in row.schedule)
+        assert row.planned == pytest.approx(1 + (0.01 + 0.002 * dropped) * row.batch, rel=1e-9)
+        assert (row.stored is not None) == (row.batch <= 16) == (dropped == 0)
+        assert row.peak_bytes <= stored
+    model.schedule = found.plan
+    assert revzoo.measure_memory(model, model.example_input(found.batch)).peak_bytes == found.plan.peak_bytes
+
+
+def test_a_size_that_the_device_cannot_run_is_passed_over(known_device, monkeypatch):
+    def full(model, batch, modes, loss=None):
+        if len(batch) > 20:
+            raise MemoryError
+        return 1 + 0.01 * len(batch)
+
+    monkeypatch.setattr(batches, "step_seconds", full)
+    assert best_batch(revzoo.create("rev_vit_digits"), "1GiB", LOW, HIGH).batch == 20
+
+
+def test_sizes_that_are_none_are_refused(known_device):
+    model = revzoo.create("rev_vit_digits")
+    with pytest.raises(InputError, match="Received: 5 to 2"):
+        best_batch(model, "1GiB", 5, 2)
+    with pytest.raises(BudgetError, match="Nothing fits 1.0 MiB: at least"):
+        best_batch(model, "1MiB", LOW, HIGH)
+    with pytest.raises(InputError, match="on the meta device"):
+        best_batch(revzoo.create("rev_vit_digits", device="meta"), "1GiB", LOW, HIGH)
