@@ -1,4 +1,4 @@
-"""The command line: revzoo list | show | train | eval | check | tokenizer.
+"""The command line: revzoo list | show | profile | plan | train | eval | check | tokenizer.
 
 A command imports what it needs when it runs, so that `revzoo list` answers without torch.
 """
@@ -9,11 +9,16 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from revzoo.errors import InputError, RevzooError, UnknownNameError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from revzoo import Model, Plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,22 +123,134 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        from rich.console import Console
-
         from revzoo.analysis.show import show
 
-        Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(show(found))
+        _print(show(found))
     return 0
+
+
+def _print(what: Any) -> None:
+    """Print a table or a group of them; 140 columns wide where nobody says how wide."""
+    from rich.console import Console
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(what)
 
 
 def _require_png(path: Path) -> None:
     """Raise unless a picture can be written there, before anything is measured for it."""
     if path.suffix.lower() != ".png":
         raise InputError(f"A picture is written as PNG. Received: --plot {path}. Use --plot network.png.")
+    _require_writable(path)
+
+
+def _require_writable(path: Path) -> None:
     existed = path.exists()
     path.open("ab").close()
     if not existed:
         path.unlink()
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from revzoo import profile
+    from revzoo.analysis.report import usual_batch
+    from revzoo.planning.show import show_profile
+
+    model = _model_to_plan(arguments)
+    batch = model.example_input(arguments.batch or usual_batch(model.spec.input))
+    found = profile(model, batch, _optimizer(arguments.optimizer, model))
+    if arguments.json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        _print(show_profile(found))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.plot is not None:
+        _require_png(arguments.plot)
+    if arguments.out is not None:
+        _require_writable(arguments.out)
+    from revzoo.planning.budget import budget_bytes
+
+    model = _model_to_plan(arguments)
+    budget_bytes(arguments.budget, next(model.parameters()).device)  # complains before anything is profiled
+    found = (_plan_batches if isinstance(arguments.batch, tuple) else _plan_batch)(arguments, model)
+    if arguments.out is not None:
+        found.save(arguments.out)
+        if not arguments.json:
+            print(f"{arguments.out}: give it to a model with revzoo.Plan.load({str(arguments.out)!r}).apply(model).")
+    return 0
+
+
+def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
+    """Plan one batch size; print and draw the plan."""
+    from revzoo import profile, solve
+    from revzoo.analysis.report import usual_batch
+    from revzoo.planning.plan import checked
+    from revzoo.planning.show import front, others, show_plan
+
+    batch = model.example_input(arguments.batch or usual_batch(model.spec.input))
+    found = profile(model, batch, _optimizer(arguments.optimizer, model))
+    plan = checked(model, batch, found, solve(found, arguments.budget, arguments.solver))
+    beside, fixed_bytes = others(model, found), found.counted.fixed_bytes
+    budgets = front(found) if arguments.plot is not None or arguments.json else []
+    if arguments.plot is not None:
+        from revzoo.planning.plot import plot_plan
+
+        plot_plan(plan, arguments.plot, budgets, beside, fixed_bytes)
+    if arguments.json:
+        print(json.dumps({"plan": asdict(plan), "others": beside, "front": budgets, "fixed_bytes": fixed_bytes}, indent=2))
+    else:
+        _print(show_plan(plan, beside))
+    return plan
+
+
+def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
+    """Look for the best batch size; print and draw its plan, and the others."""
+    from revzoo.planning.batch import best_batch
+    from revzoo.planning.show import show_batches
+
+    optimizer = _optimizer(arguments.optimizer, model)
+    found = best_batch(model, arguments.budget, *arguments.batch, solver=arguments.solver, optimizer=optimizer)
+    if arguments.plot is not None:
+        from revzoo.planning.plot import plot_heatmap, plot_plan, plot_times
+
+        rows = [asdict(row) for row in found.rows]
+        plot_plan(found.plan, arguments.plot)
+        plot_times(rows, arguments.plot.with_stem(f"{arguments.plot.stem}-times"))
+        plot_heatmap(rows, found.plan.units, arguments.plot.with_stem(f"{arguments.plot.stem}-schedules"))
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        _print(show_batches(found))
+    return found.plan
+
+
+def _model_to_plan(arguments: argparse.Namespace) -> "Model":
+    """Return the model on the device that is to be planned for."""
+    if arguments.meta and arguments.device is not None:
+        raise InputError(f"Received: --meta and --device {arguments.device}. --meta runs on no device: leave one of them out.")
+    import torch
+
+    from revzoo import create
+
+    torch.manual_seed(0)
+    device = "meta" if arguments.meta else arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return create(arguments.name, device=device, dtype=getattr(torch, arguments.dtype))
+
+
+def _optimizer(name: str | None, model: "Model") -> "Optimizer | None":
+    """Return timm's optimizer of that name for the model, or None where none is named."""
+    if name is None:
+        return None
+    from timm.optim import create_optimizer_v2, list_optimizers
+
+    if name not in list_optimizers():
+        raise UnknownNameError("optimizer", name, map(str, list_optimizers()))
+    try:
+        return create_optimizer_v2(model, name, lr=1e-3)  # the size of its state is what counts
+    except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:
+        raise InputError(f"timm's {name} cannot be made here ({type(error).__name__}: {error}). Try adamw.") from error
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -213,6 +330,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _batch(text: str) -> int | tuple[int, int]:
+    """Return a batch size, or the range in "auto:16-256"."""
+    if not text.startswith("auto"):
+        return _count(text)
+    low, _, high = text.removeprefix("auto:").partition("-")
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= 10**9):
+        raise argparse.ArgumentTypeError(f"a range goes from low to high, such as auto:16-256. Received: {text!r}")
+    return int(low), int(high)
+
+
 def _declare_train(parser: Parser) -> None:
     from revzoo.spec import list_recipes
 
@@ -238,9 +365,8 @@ def _declare_eval(parser: Parser) -> None:
 def _declare_check(parser: Parser) -> None:
     parser.add_argument("name", help="a model name, a spec file or a folder with spec.yaml")
     parser.add_argument("--batch", type=_count, default=4, metavar="N", help="images (default: 4)")
-    choices = ("float64", "float32", "bfloat16", "float16")
     parser.add_argument("--exact", action="store_true", help="keep the streams on a grid, so that inversion does not round")
-    parser.add_argument("--dtype", choices=choices, default="float32", help="of weights and streams (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and streams (default: float32)")
 
 
 def _declare_tokenizer(parser: Parser) -> None:
@@ -264,6 +390,50 @@ def _declare_show(parser: Parser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the network, and what each part of it keeps, too")
 
 
+def _declare_profile(parser: Parser) -> None:
+    _declare_model(parser, _count, "N", "examples (default: 32 images, or 8 texts)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+
+
+def _declare_plan(parser: Parser) -> None:
+    parser.epilog = (
+        "Everything alive at the peak has to fit: weights, gradients, batch, activations, and the state of the optimizer if "
+        "one is named. With --batch auto:LOW-HIGH, --plot plan.png also writes plan-times.png and plan-schedules.png, over "
+        "the batch sizes."
+    )
+    batch_help = "examples (default: 32 images, or 8 texts), or a range in which to look for the fastest, such as auto:16-256"
+    _declare_model(parser, _batch, "N|auto:LOW-HIGH", batch_help)
+    parser.add_argument(
+        "--budget",
+        required=True,
+        metavar="SIZE",
+        help="such as 8GiB, 60%% of the device's memory, or auto: nine tenths of what is free",
+    )
+    parser.add_argument(
+        "--solver",
+        choices=("timeline", "knapsack"),
+        default="timeline",
+        help="timeline is exact; knapsack is the published additive model, to compare with (default: timeline)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
+    parser.add_argument("--json", action="store_true", help="print everything, and what --plot draws, as JSON instead")
+
+
+def _declare_model(parser: Parser, batch: Callable[[str], object], metavar: str, batch_help: str) -> None:
+    """Declare what a profile is of."""
+    parser.add_argument("name", help="a model name, a spec file or a folder with spec.yaml")
+    parser.add_argument("--batch", type=batch, metavar=metavar, help=batch_help)
+    parser.add_argument("--device", metavar="D", help="where to run (default: cuda where there is one, else cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and streams (default: float32)")
+    parser.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="a timm optimizer, such as adamw, whose state counts (default: none, which counts no state)",
+    )
+    parser.add_argument("--meta", action="store_true", help="count bytes and FLOPs only: nothing is allocated, run or timed")
+
+
 def _declare_list(parser: Parser) -> None:
     parser.add_argument("pattern", nargs="?", default="*", help="shell-style, such as 'rev_vit*'")
     parser.add_argument(
@@ -271,9 +441,13 @@ def _declare_list(parser: Parser) -> None:
     )
 
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
 COMMANDS = {
     "list": Command("List the models.", _declare_list, _list),
     "show": Command("Show what a model consists of, what it stores and what it rebuilds.", _declare_show, _show),
+    "profile": Command("Measure what every part of a model keeps and takes in every mode.", _declare_profile, _profile),
+    "plan": Command("Find the fastest mix of modes that fits a memory budget.", _declare_plan, _plan),
     "train": Command("Train a model by a recipe.", _declare_train, _train),
     "eval": Command("Evaluate what was trained, or shipped weights.", _declare_eval, _eval),
     "check": Command("Compare a model's gradients with those of the stored run.", _declare_check, _check),

@@ -144,9 +144,9 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, r
         modes = solve_additive(problem, limit, reading)
     else:
         raise UnknownNameError("solver", solver, ("timeline", "knapsack"))
-    least, leanest = least_peak(problem)
+    least, _ = least_peak(problem)
     if modes is None:
-        raise _too_small(problem, limit, least if solver == "timeline" else None, leanest, profile)
+        raise BudgetError(_too_small(problem, limit, solver))
     stored = peak(problem, ["store"] * len(modes))
     notes = list(profile.notes)
     if set(modes) == {"store"}:
@@ -182,8 +182,17 @@ def plan(
 ) -> Plan:
     """Profile a model, solve, and count the planned step once more before promising its peak.
 
-    Args: as `revzoo.profile` and `revzoo.solve`.
-    Raises: as these.
+    Args:
+        model: a `revzoo.Model` or a `ReversibleChain`, in the state in which it is to be trained.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        budget: as for `revzoo.solve`.
+        solver: as there.
+        optimizer: its state is part of every peak.
+        loss: of what the model returns; None is a sum, which keeps nothing.
+    Raises:
+        InputError: a model, batch, optimizer or budget that cannot be planned.
+        BudgetError: nothing fits; names the least that would.
+        RecoveryError: a step does not repeat itself.
     """
     found = profile(model, batch, optimizer, loss=loss)
     return checked(model, batch, found, solve(found, budget, solver), loss)
@@ -200,12 +209,14 @@ def checked(model: nn.Module, batch: Any, profile: Profile, found: Plan, loss: L
         found = replace(solve(profile, limit, found.solver), budget_bytes=found.budget_bytes)
 
 
-def _too_small(problem: Problem, limit: int, least: int | None, leanest: list[str], profile: Profile) -> BudgetError:
-    if least is None:
-        return BudgetError(f"The knapsack finds no schedule within {format_bytes(limit)}. Try solver='timeline'.")
+def _too_small(problem: Problem, limit: int, solver: Solver) -> str:
+    """Return what is missing, and what would help."""
+    if solver == "knapsack":
+        return f"The knapsack has no schedule within {format_bytes(limit)}. Try solver='timeline', or a larger budget."
+    least, leanest = least_peak(problem)
     worst = max(timeline_of(problem, leanest), key=lambda moment: moment.bytes)
     where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
-    return BudgetError(
+    return (
         f"Nothing fits {format_bytes(limit)}: at least {format_bytes(least)} ({least} bytes) are needed, {where}. Of these "
         f"{format_bytes(problem.fixed_bytes)} are weights, optimizer state and batch. Try a smaller batch, autocast, or an "
         "optimizer of less state."

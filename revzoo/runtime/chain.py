@@ -229,7 +229,9 @@ class _Turn:
 def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
     grid, pair = _start(links, x1, x2, exact)
     for link in links:
-        out = _call(link, pair, side) if isinstance(link, Step) else None
+        out = None  # else that of the link before stays alive during this one
+        if isinstance(link, Step):
+            out = _call(link, pair, side)
         pair = _Turn(link, grid).advance(pair, out)
         _watch(grid, pair)
     if grid is not None:

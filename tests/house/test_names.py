@@ -92,8 +92,8 @@ def test_a_model_has_the_pinned_members():
 
 
 def test_an_unknown_public_name_is_refused_with_the_known_ones():
-    with pytest.raises(AttributeError, match=r"no attribute 'plan'\. Public names: .*create"):
-        _ = revzoo.plan
+    with pytest.raises(AttributeError, match=r"no attribute 'planner'\. Public names: .*create"):
+        _ = revzoo.planner
 
 
 def test_everything_public_says_what_it_is():
