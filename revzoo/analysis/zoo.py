@@ -7,7 +7,7 @@ from typing import Any
 
 from revzoo import weights
 from revzoo.analysis.memory import format_bytes
-from revzoo.analysis.report import MODES, report
+from revzoo.analysis.report import report
 from revzoo.analysis.show import format_flops, format_shape
 from revzoo.errors import InputError
 from revzoo.spec import ImageInput, Input, Spec, list_models, load_spec
@@ -15,6 +15,7 @@ from revzoo.weights import create
 
 Row = dict[str, Any]
 
+_MODES = ("store", "recompute", "invert")  # of the page
 _PAGE = """\
 # The zoo
 
@@ -23,13 +24,13 @@ Delete that file to measure all again. `revzoo show NAME` says more about one mo
 
 FLOPs are of a forward of one example, a multiply-add counted once; norms and activations are left out. Bytes are the peak of
 activations in a training step in float32, above weights, gradients and batch, for 32 images or 8 texts: counted, on no device.
-In every column stem, transitions, fuse and head store theirs, which is much of a network with few blocks a stage: set them to
-`recompute` as well, and RevNet-104 goes from 0.46 of what it stores to 0.21. Attention with dropout keeps its weights, as
-PyTorch does on CPUs; fused GPU kernels do not. The twin is the ordinary network that the
+With `recompute` and `invert` stem, transitions, fuse and head still store theirs, which is much of a network with few blocks a
+stage: set them to `recompute` as well, and RevNet-104 goes from 0.46 of what it stores to 0.21. Attention with dropout keeps
+its weights, as PyTorch does on CPUs; fused GPU kernels do not. The twin is the ordinary network that the
 model is the reversible version of, with the activations it stores for the same batch.
 
-| model | input | parameters | FLOPs | store | selective | recompute | invert | twin | source | weights |
-|---|---|---:|---:|---:|---:|---:|---:|---|---|---|
+| model | input | parameters | FLOPs | store | recompute | invert | twin | source | weights |
+|---|---|---:|---:|---:|---:|---:|---|---|---|
 """
 
 
@@ -108,8 +109,6 @@ def _misses(row: Row | None, spec: Spec) -> str | None:
         return "has no row"
     if row["digest"] != spec.digest:
         return "was measured with another spec"
-    if tuple(row["activation_bytes"]) != MODES:
-        return "was measured in other modes"
     return "was measured beside another twin" if row["twin"] != _twin(spec) else None
 
 
@@ -123,7 +122,7 @@ def _measured(name: str) -> Row:
         "batch_size": found.batch_size,
         "parameters": found.parameters,
         "flops": found.flops,
-        "activation_bytes": {mode: found.memory[mode].activation_bytes for mode in MODES},
+        "activation_bytes": {mode: found.memory[mode].activation_bytes for mode in _MODES},
         "twin": _twin(model.spec),
         "twin_parameters": None if twin is None else twin.parameters,
         "twin_activation_bytes": None if twin is None or twin.memory is None else twin.memory.activation_bytes,
@@ -142,7 +141,7 @@ def _cells(name: str, row: Row) -> list[str]:
         row["input"],
         f"{row['parameters']:,}",
         format_flops(row["flops"]),
-        *(format_bytes(row["activation_bytes"][mode]) for mode in MODES),
+        *(format_bytes(row["activation_bytes"][mode]) for mode in _MODES),
         _twin_cell(row),
         row["source"].replace("|", "\\|"),
         "none" if row["weights"] is None else ", ".join(f"{metric} {value:g}" for metric, value in row["weights"].items()),

@@ -13,7 +13,10 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
-from revzoo.errors import Problem, SpecError, did_you_mean, listing
+from revzoo.errors import InputError, Problem, SpecError, did_you_mean, listing
+from revzoo.planning.budget import budget_bytes
+from revzoo.planning.plan import Solver
+from revzoo.runtime.chain import Mode
 from revzoo.spec.names import recipe_file, recipe_files
 from revzoo.spec.parsing import NOT_WRITTEN, Bound, Positive, Rate, parse, plain
 from revzoo.spec.tree import MISSING, Node, apply_overrides, load_tree
@@ -24,9 +27,19 @@ Amount = Annotated[float, Bound("a finite number >= 0", lambda x: 0 <= x < math.
 Size = Annotated[float, Bound("a finite number > 0", lambda x: 0 < x < math.inf)]
 Share = Annotated[float, Bound("a number in (0, 1]", lambda p: 0 < p <= 1)]
 Chance = Annotated[float, Bound("a number in [0, 1]", lambda p: 0 <= p <= 1)]
-Mode = Literal["store", "selective", "recompute", "invert"]
 DEFAULT_RECIPE = "digits"
 TEXTS = ("characters", "text_classification", "masked_lm")  # the names of data that are no images
+
+
+def _is_budget(size: int | float | str) -> bool:
+    try:
+        budget_bytes(size, "cpu")
+    except InputError:
+        return False
+    return True
+
+
+Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a share such as '60%', or 'auto'", _is_budget)]
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,20 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
+class MemoryOptions:
+    """How much memory a training step may take; the schedule is then planned instead of chosen.
+
+    Args:
+        budget: of everything together, in each process; "60%" of the device's memory, "auto" is nine tenths of what is free.
+            None: `model.schedule` it is.
+        solver: as for `revzoo.solve`.
+    """
+
+    budget: Budget | None = None
+    solver: Solver = "timeline"
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A checked, resolved recipe.
 
@@ -184,6 +211,7 @@ class Recipe:
     schedule: ScheduleOptions = ScheduleOptions()
     mixup: MixupOptions | None = None
     ema: EmaOptions | None = None
+    memory: MemoryOptions = MemoryOptions()
     file: str = field(default="", compare=False, metadata=NOT_WRITTEN)
 
     def to_yaml(self) -> str:
@@ -236,6 +264,8 @@ def notes(recipe: Recipe) -> list[str]:
         ("data.text", recipe.data.name): {"label"} if recipe.data.name == "masked_lm" else set(),
         ("optimizer", recipe.optimizer.opt): {name for name, accepts in accepted.items() if not accepts},
         ("schedule", recipe.schedule.sched): decay,
+        ("model", "memory.budget"): set() if recipe.memory.budget is None else {"schedule"},
+        ("memory", "budget: null"): {"solver"} if recipe.memory.budget is None else set(),
     }
     lines = [
         f"{section}.{f.name} has no effect with {choice}"

@@ -3,6 +3,7 @@
 config.yaml        the recipe, resolved            spec.yaml          the model's spec, resolved
 metrics.jsonl      one line per epoch              curves.png         drawn at the end
 last.safetensors   weights after the last epoch    best.safetensors   those with the best top-1
+plan.json          the plan, for a recipe with a memory budget
 state/EPOCH-BATCH/ everything needed to go on from there
 """
 
@@ -54,7 +55,7 @@ class RunFolder:
         self.path = path
         self.metrics, self.curves = path / "metrics.jsonl", path / "curves.png"
         self.last, self.best = path / "last.safetensors", path / "best.safetensors"
-        self.states = path / "state"
+        self.states, self.plan = path / "state", path / "plan.json"
 
     def check_free(self) -> None:
         """Refuse a folder that cannot be made, or is not empty.

@@ -31,6 +31,7 @@ from revzoo.training.display import draw_curves, memory_bytes
 from revzoo.training.evaluation import evaluate
 from revzoo.training.folder import FILES, atomically
 from revzoo.training.interrupt import Interrupted, StopSignal
+from revzoo.training.memory import keep, put_to_work
 from revzoo.training.setup import Run, set_up
 
 _LOOK_EVERY = 10  # updates between two looks at the loss: each makes the host wait for the GPU
@@ -64,17 +65,22 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     Raises:
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
+        BudgetError: nothing fits the recipe's memory budget; the folder is not made then.
         DivergedError: the loss is not finite.
         Interrupted: stopped by a signal, with everything saved.
     """
     run = set_up(recipe, out, resumed=False)
-    if run.accelerator.is_main_process:
-        run.folder.start({"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()})
     for line in notes(recipe):
         run.display.console.print(f"Note: {line}.")
+    plan = put_to_work(run)  # before there is a folder: a budget that is too small leaves none
+    if run.accelerator.is_main_process:
+        run.folder.start({"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()})
+    keep(run, plan)
     if run.accelerator.is_main_process:
         batch = run.model.example_input(recipe.data.batch_size)
         run.display.console.print(memory_table(run.model, batch, run.optimizer))
+    if plan is not None:
+        run.display.console.print(f"The plan: {plan}", markup=False)
     save_state(run)
     return _epochs(run)
 
@@ -90,9 +96,13 @@ def resume(folder: Path) -> Summary:
             raise CheckpointError(f"{folder} is not the folder of a run: there is no {name} in it.")
     run = set_up(load_recipe(folder / "config.yaml"), folder, resumed=True)
     _load_state(run)
+    plan = put_to_work(run)
+    keep(run, plan)
     if run.accelerator.is_main_process:
         run.folder.forget_after(run.progress.epoch)
     run.display.console.print(f"Going on after {run.progress.epoch} epochs and {run.progress.batch} batches: {folder}")
+    if plan is not None:
+        run.display.console.print(f"The plan: {plan}", markup=False)
     return _epochs(run)
 
 

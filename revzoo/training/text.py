@@ -57,7 +57,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         if self.seed is None:  # the last window begins inside the one before it
             seen = torch.tensor(indices)[:, None] * self.length
             labels[places[:, 1:] <= seen] = IGNORED
-        return window[:, :-1], labels
+        return window[:, :-1].contiguous(), labels
 
 
 class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):

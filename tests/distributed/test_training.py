@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from revzoo.errors import InputError
 from revzoo.training.evaluation import evaluate_checkpoint
@@ -49,3 +51,16 @@ def test_two_processes(tmp_path):
     alone = evaluate_checkpoint(run / "last.safetensors")  # every test image exactly once, on either side
     assert (alone.top1, alone.top5, alone.count) == (records[1]["top1"], records[1]["top5"], 355)
     assert alone.loss == pytest.approx(records[1]["loss"], rel=1e-5)
+
+
+def test_two_processes_train_under_one_plan(tmp_path):
+    """The main process makes the plan; with exact streams both arrive where two processes that store everything arrive."""
+    settings = [*FAST, "model.exact=true", "model.overrides=[stages.0.depth=1,stages.1.depth=1,stages.2.depth=1]"]
+    for name, memory in (("stored", "model.schedule=store"), ("planned", "memory.budget=16MiB")):
+        found = launch("digits_revnet", *settings, memory, "--out", name, cwd=tmp_path)
+        assert found.returncode == 0, found.stderr
+    assert found.stdout.count("The plan: revnet_digits, batch of [80, 1, 8, 8] float32") == 1
+    schedule = json.loads((tmp_path / "planned" / "plan.json").read_text())["schedule"]
+    assert len(set(schedule)) > 1
+    stored, planned = (load_file(tmp_path / name / "last.safetensors") for name in ("stored", "planned"))
+    assert all(torch.equal(stored[key], planned[key]) for key in stored)
