@@ -157,7 +157,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     model = _model_to_plan(arguments)
     batch = model.example_input(arguments.batch or usual_batch(model.spec.input))
-    found = profile(model, batch, _optimizer(arguments.optimizer, model))
+    found = profile(model, batch, _optimizer(arguments.optimizer, model), estimate=arguments.estimate)
     if arguments.json:
         print(json.dumps(asdict(found), indent=2))
     else:
@@ -190,7 +190,7 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
     from revzoo.planning.show import front, others, show_plan
 
     batch = model.example_input(arguments.batch or usual_batch(model.spec.input))
-    found = profile(model, batch, _optimizer(arguments.optimizer, model))
+    found = profile(model, batch, _optimizer(arguments.optimizer, model), estimate=arguments.estimate)
     plan = checked(model, batch, found, solve(found, arguments.budget, arguments.solver))
     beside, fixed_bytes = others(model, found), found.counted.fixed_bytes
     budgets = front(found) if arguments.plot is not None or arguments.json else []
@@ -210,6 +210,10 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
     from revzoo.planning.batch import best_batch
     from revzoo.planning.show import show_batches
 
+    if arguments.estimate:
+        raise InputError(
+            "Received: --estimate and a range of batch sizes, whose times are measured. Leave one out."
+        )
     optimizer = _optimizer(arguments.optimizer, model)
     found = best_batch(model, arguments.budget, *arguments.batch, solver=arguments.solver, optimizer=optimizer)
     if arguments.plot is not None:
@@ -432,6 +436,11 @@ def _declare_model(parser: Parser, batch: Callable[[str], object], metavar: str,
         help="a timm optimizer, such as adamw, whose state counts (default: none, which counts no state)",
     )
     parser.add_argument("--meta", action="store_true", help="count bytes and FLOPs only: nothing is allocated, run or timed")
+    parser.add_argument(
+        "--estimate",
+        action="store_true",
+        help="run the leanest schedule alone, and take the forward of a unit for what a mode adds: quicker, and less to run",
+    )
 
 
 def _declare_list(parser: Parser) -> None:

@@ -51,7 +51,7 @@ def middle(name: str) -> int:
 def counted_once(monkeypatch):
     """Let the command have the profile of the same model, batch and optimizer that other tests have."""
 
-    def profile(model, batch, optimizer):
+    def profile(model, batch, optimizer, estimate=False):
         found = counted(model.spec.name)
         assert (len(batch), type(optimizer).__name__, next(model.parameters()).device.type) == (BATCH, "AdamW", "meta")
         return found
@@ -296,6 +296,7 @@ def test_on_a_device_seconds_are_measured(file, tmp_path, capsys):
             "plan NAME --budget 1GiB --batch auto",
             "Argument --batch: a range goes from low to high, such as auto:16-256. Received:",
         ),
+        ("plan NAME --budget 1GiB --batch auto:2-5 --estimate", "Received: --estimate and a range of batch sizes"),
         ("plan NAME --budget 1GiB --batch auto:5-2", "Argument --batch: a range goes from low to high, such as auto:16-256. "),
         ("plan NAME --budget 1GiB --batch auto:0-2", "Argument --batch: a range goes from low to high, such as auto:16-256. "),
         ("profile NAME --batch auto:2-5", "Argument --batch: expected an integer from 1 to 10^9. Received: 'auto:2-5'."),
