@@ -18,7 +18,7 @@ class UnknownNameError(RevzooError, LookupError):
 
     def __init__(self, kind: str, received: str, allowed: Iterable[str]):
         allowed = sorted(allowed)
-        super().__init__(f"Unknown {kind} {received!r}.{did_you_mean(received, allowed)} Allowed: {listing(allowed)}.")
+        super().__init__(f"Unknown {kind} {received!r}.{did_you_mean(str(received), allowed)} Allowed: {listing(allowed)}.")
 
 
 @dataclass(frozen=True)

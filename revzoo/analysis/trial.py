@@ -44,6 +44,8 @@ def borrowed(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.clear_autocast_cache()  # casts of an earlier trial
+        stack.callback(torch.clear_autocast_cache)
         for card in {t.device for t in tensors if t.device.type not in ("cpu", "meta") and not isinstance(t, FakeTensor)}:
             stack.enter_context(torch.random.fork_rng(devices=[card], device_type=card.type))
         if mode := fake_mode(tensors, always=fake):

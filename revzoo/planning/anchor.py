@@ -7,17 +7,19 @@ that inverting everything is not safe in this dtype, the longest run that is saf
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo.analysis.verify import verify
 from revzoo.errors import RecoveryError
-from revzoo.planning.walk import Part, units
+from revzoo.model import Model
+from revzoo.planning.walk import Part, Planned, units
 from revzoo.runtime.chain import Mode
+from revzoo.runtime.chain import longest_run as growth_run
 
 _EXAMPLES = 4  # whether a step can be inverted does not depend on the size of the batch
 
 
-def longest_run(model: nn.Module, batch: Any) -> int | None:
+def longest_run(model: Planned, batch: Any) -> int | None:
     """Return how many consecutive steps can be inverted safely; None is any number, 0 is none.
 
     Gradients of a few examples are compared with those of the stored run.
@@ -25,19 +27,26 @@ def longest_run(model: nn.Module, batch: Any) -> int | None:
     Raises:
         RecoveryError: not even recomputing everything gives the stored run's gradients: some step does not repeat itself.
     """
-    parts, found, examples = units(model), model.schedule, _few(batch, _EXAMPLES)
-    run: int | None = None
+    parts, found = units(model), model.schedule
+    examples = _few(batch, _EXAMPLES) if isinstance(model, Model) else batch  # a chain's streams may have no batch in front
+    run = growth_limit(model)
     try:
         while True:
-            model.schedule = anchored(parts, run)  # type: ignore[assignment]
+            model.schedule = anchored(parts, run)
             report = verify(model, examples)
             if report.ok:
                 return run
             if run == 0:
-                raise RecoveryError(f"No plan can be made, because steps do not repeat themselves. {' '.join(report.problems)}")
+                raise RecoveryError(f"No plan can be made. {' '.join(report.problems)}")
             run = (sum(part.kind == "step" for part in parts) if run is None else run) // 2
     finally:
         model.schedule = found
+
+
+def growth_limit(model: Planned) -> int | None:
+    """Return how many steps in a row the runtime would invert at all, by what their couplings make of rounding errors."""
+    couplings = [model.coupling] * len(model.steps) if isinstance(model, Model) else model.couplings
+    return growth_run(couplings, next(model.parameters()).dtype)
 
 
 def anchored(parts: list[Part], run: int | None) -> list[Mode]:
@@ -54,7 +63,7 @@ def anchored(parts: list[Part], run: int | None) -> list[Mode]:
 def _few(batch: Any, most: int) -> Any:
     """Return the first examples of a batch."""
     if isinstance(batch, Tensor):
-        return batch[:most]
+        return batch[:most] if batch.dim() else batch
     if isinstance(batch, Mapping):
         return {key: _few(value, most) for key, value in batch.items()}
     return type(batch)(_few(item, most) for item in batch) if isinstance(batch, tuple | list) else batch

@@ -17,7 +17,7 @@ from revzoo.errors import BudgetError, InputError
 from revzoo.model import Model
 from revzoo.planning.anchor import anchored
 from revzoo.planning.budget import budget_bytes, free_bytes
-from revzoo.planning.clock import Times, measured_times, step_seconds
+from revzoo.planning.clock import Times, measured_times, memory_errors, step_seconds
 from revzoo.planning.count import count
 from revzoo.planning.plan import Plan, Solver, checked, solve
 from revzoo.planning.problem import Option, Problem, Unit, cost, peak
@@ -94,9 +94,14 @@ def best_batch(
     Args: as `revzoo.plan`; low, high: batch sizes, both included.
     Raises:
         InputError: not 1 <= low <= high, or a model without values, which cannot be timed.
-        BudgetError: not even the smallest batch fits.
+        BudgetError: not even the smallest batch fits, or can be run.
+        RecoveryError: a step does not repeat itself.
     """
-    if not 1 <= low <= high:
+    if not isinstance(model, Model):
+        raise InputError(
+            f"Batches are made with model.example_input. Received: {type(model).__name__}. Use revzoo.plan for each."
+        )
+    if not (type(low) is type(high) is int and 1 <= low <= high):
         raise InputError(f"Batch sizes go from a number >= 1 to one that is no smaller. Received: {low} to {high}.")
     if any(p.is_meta for p in model.parameters()):
         raise InputError("The best batch is a matter of seconds. Received: a model on the meta device. Make it on a real one.")
@@ -105,11 +110,12 @@ def best_batch(
     solve(fit.at(low), limit, solver)  # says what is missing where nothing fits
     rows = tuple(_rows(model, fit, limit, range(low, high + 1, -(-(high - low + 1) // _CANDIDATES)), solver))
     for row in sorted(rows, key=lambda row: row.planned / row.batch):
-        found, batch = fit.at(row.batch), model.example_input(row.batch)
-        chosen = checked(model, batch, found, solve(found, limit, solver))
         try:
+            with memory_errors():
+                found, batch = fit.at(row.batch), model.example_input(row.batch)
+            chosen = checked(model, batch, found, solve(found, limit, solver))
             seconds = step_seconds(model, batch, chosen.schedule)
-        except MemoryError:
+        except (MemoryError, BudgetError):
             continue  # the counted bytes fit, but not what the device adds to them
         return BatchPlan(row.batch, replace(chosen, seconds=seconds), seconds, row.planned, rows)
     raise BudgetError(f"No batch from {low} to {high} could be run within {format_bytes(limit)} on this device.")
@@ -123,7 +129,12 @@ class _Fit:
         self.small = profile(model, model.example_input(low), optimizer)
         if self.small.times is None:
             raise BudgetError(f"A batch of {low} cannot be run on this device: {' '.join(self.small.notes)}")
-        self._large = count(model, model.example_input(high), other_bytes=self.small.other_bytes) if high > low else None
+        try:
+            with memory_errors():
+                largest = model.example_input(high)
+        except MemoryError as error:
+            raise InputError(f"A batch of {high} cannot even be made here. Look up to a smaller one.") from error
+        self._large = count(model, largest, other_bytes=self.small.other_bytes) if high > low else None
         self._timed_at, self._times = self._second_times(min(high, _STRETCH * low))
 
     def _second_times(self, size: int) -> tuple[int, Times]:

@@ -26,17 +26,18 @@ def budget_bytes(budget: str | int | float, device: torch.device | str, held_byt
     Raises:
         InputError: none of these, or nothing is left by it.
     """
+    size: float
     if isinstance(budget, bool) or not isinstance(budget, str | int | float):
         raise _wrong(budget)
     if not isinstance(budget, str):
-        size = float(budget)
+        size = budget
     elif budget == "auto":
         size = _memory(device)[0] * _FREE_SHARE + held_bytes
     elif share := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget):
         if not 0 < float(share[1]) <= 100:
             raise InputError(f"A share of the memory is above 0 % and at most 100 %. Received: {budget!r}.")
         size = _memory(device)[1] * float(share[1]) / 100
-    elif amount := re.fullmatch(r"(\d+(?:\.\d+)?)(?:e(\d))? ?([KMGT]?i?B)?", budget):
+    elif amount := re.fullmatch(r"(\d+(?:\.\d+)?)(?:e(\d\d?))? ?([KMGT]?i?B)?", budget):
         if amount[3] is not None and amount[3] not in _UNITS:
             raise _wrong(budget)
         size = float(amount[1]) * 10 ** int(amount[2] or 0) * _UNITS[amount[3] or "B"]

@@ -17,10 +17,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from revzoo.analysis.trial import borrowed, call, linear_loss
+from revzoo.analysis.trial import borrowed, call
 from revzoo.planning.problem import Problem, Unit, peak, repriced
 from revzoo.planning.timeline import least_peak
-from revzoo.planning.trace import Loss
+from revzoo.planning.trace import Loss, total_loss
 from revzoo.planning.walk import Part, Walk, units
 from revzoo.runtime.chain import Mode
 
@@ -37,6 +37,7 @@ class Times:
         step_seconds: of a forward and backward with everything stored, the sum of its units and of what is between them.
         forward_seconds: of each unit, stored.
         extra: of each unit and mode (and "first", where it begins a run of inverted steps), over storing [ns].
+        backward_seconds: of each unit, stored, without any recovery.
         spread: half of all samples lie within this share of their median, for a typical kind and mode.
         runs: steps that were run.
     """
@@ -46,6 +47,7 @@ class Times:
     extra: tuple[dict[str, int], ...]
     spread: float
     runs: int
+    backward_seconds: tuple[float, ...] = ()
 
 
 def step_seconds(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None = None) -> float:
@@ -74,6 +76,7 @@ def measured_times(model: nn.Module, batch: Any, problem: Problem, allowance: in
     kinds = [_kind(part, unit) for part, unit in zip(parts, problem.units, strict=True)]
     samples: dict[tuple[Any, str], list[float]] = defaultdict(list)
     forwards: dict[Any, list[float]] = defaultdict(list)
+    backwards: dict[Any, list[float]] = defaultdict(list)
     rest: list[float] = []
     dice, found, runs, begun = random.Random(0), model.schedule, 0, time.perf_counter()
     try:
@@ -88,6 +91,7 @@ def measured_times(model: nn.Module, batch: Any, problem: Problem, allowance: in
                     samples[kinds[k], variant].append(forward[k] + backward[k])
                     if variant == "store":
                         forwards[kinds[k]].append(forward[k])
+                        backwards[kinds[k]].append(backward[k])
                 rest.append(total - sum(forward) - sum(backward))
                 runs += 1
     finally:
@@ -99,6 +103,7 @@ def measured_times(model: nn.Module, batch: Any, problem: Problem, allowance: in
         extra=tuple(_extra(medians, kind) for kind in kinds),
         spread=statistics.median(_spread(times) for times in samples.values()),
         runs=runs,
+        backward_seconds=tuple(statistics.median(backwards[kind]) for kind in kinds),
     )
 
 
@@ -200,11 +205,11 @@ def _timed(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | Non
     """Run a step; return the seconds of all of it, and of each unit forward and backward."""
     model.schedule = list(modes)  # type: ignore[assignment]
     clock = _clock(model)
-    with _memory_errors(), borrowed(model, batch) as inputs, Walk(model, clock) as walk:
+    with memory_errors(), borrowed(model, batch) as inputs, Walk(model, clock) as walk:
         clock.mark("begin", -1)
         outputs = call(model, inputs)
         clock.mark("loss", -1)
-        total = (loss or linear_loss)(outputs)
+        total = total_loss(loss, outputs)
         del outputs
         walk.forward_ended()
         total.backward()
@@ -213,7 +218,7 @@ def _timed(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | Non
 
 
 @contextmanager
-def _memory_errors() -> Iterator[None]:
+def memory_errors() -> Iterator[None]:
     """Raise MemoryError for what PyTorch raises on a device or on the CPU when it has none left."""
     try:
         yield

@@ -1,8 +1,8 @@
 """From the logs of a few schedules to what every unit costs in every mode, in whatever schedule.
 
-Six steps are traced: every unit alike in each mode (nodes, which cannot invert, store then), and two in which inverted steps
-alternate with recomputed ones, because the first step of an inverted run is recovered like a recomputed one. From each log
-follows, for every unit in the mode that it had there,
+Six steps are traced: every unit alike in each mode (nodes, which cannot invert, are selective then), and two in which
+inverted steps alternate with recomputed ones, because the first step of an inverted run is recovered like a recomputed one.
+From each log follows, for every unit in the mode that it had there,
 
     kept_bytes, holds   storages born in its forward and alive when forward has ended; the states that it keeps beside them
     forward_bytes       the most that is born in its forward and alive at once
@@ -13,21 +13,24 @@ This is exact, not an estimate: what a moment of one schedule holds differs from
 in front keep, and in nothing else (`tests/planning/test_count.py` counts random schedules).
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from revzoo.analysis.trial import borrowed
 from revzoo.errors import InputError, listing
 from revzoo.planning.problem import Option, Problem, Unit
 from revzoo.planning.trace import Loss, Trace, trace
 from revzoo.planning.walk import Part, units
-from revzoo.runtime.chain import Mode
+from revzoo.runtime.chain import Mode, growth_unchecked
 from revzoo.runtime.memory import Storages
 
 _FEW_FLOPS = 4 * 10**9  # a step of so many takes a CPU less time than FakeTensors take Python
+_FEW_BYTES = 2**28  # and that may be had at once without asking
+_NONE: Storages = frozenset()
 _ALTERNATING: tuple[tuple[Mode, Mode], ...] = (("invert", "recompute"), ("recompute", "invert"))
 
 
@@ -44,7 +47,11 @@ def count(model: nn.Module, batch: Any, loss: Loss | None = None, other_bytes: i
         InputError: not a model that can be planned, compiled steps, an unusable batch, or nothing to differentiate.
     """
     parts, found = units(model), model.schedule
-    if compiled := [part.name for part in parts if part.module._compiled_call_impl is not None]:
+    if len({id(part.module) for part in parts}) < len(parts):
+        raise InputError(
+            "A module that is several steps cannot be planned: its calls cannot be told apart. Copy it for each step."
+        )
+    if compiled := [name or "model" for name, m in model.named_modules() if m._compiled_call_impl is not None]:
         raise InputError(
             f"What compiled code keeps cannot be counted. Received: compiled {listing(compiled, most=3)}. Plan first, then "
             "compile the steps: the plan stays in force."
@@ -52,8 +59,10 @@ def count(model: nn.Module, batch: Any, loss: Loss | None = None, other_bytes: i
     try:
         first, *others = schedules(parts)
         traces = [_trial(model, batch, first, loss)]
-        fake = traces[0].marks[-1].flops > _FEW_FLOPS or any(p.device.type != "cpu" for p in model.parameters())
-        traces += [_trial(model, batch, modes, loss, fake) for modes in others]
+        small = traces[0].marks[-1].flops <= _FEW_FLOPS and _highest(traces[0]) <= _FEW_BYTES
+        fake = not small or any(p.device.type != "cpu" for p in model.parameters())
+        with growth_unchecked():
+            traces += [_trial(model, batch, modes, loss, fake) for modes in others]
     finally:
         model.schedule = found
     return assembled(parts, traces, other_bytes)
@@ -62,7 +71,7 @@ def count(model: nn.Module, batch: Any, loss: Loss | None = None, other_bytes: i
 def schedules(parts: Sequence[Part]) -> Iterator[list[Mode]]:
     """Yield the schedules that are traced, the stored one first."""
     for mode in ("store", "selective", "recompute", "invert"):
-        yield [mode if part.kind == "step" or mode != "invert" else "store" for part in parts]
+        yield [mode if part.kind == "step" or mode != "invert" else "selective" for part in parts]
     for pair in _ALTERNATING:
         yield [pair[k % 2] if part.kind == "step" else "store" for k, part in enumerate(parts)]
 
@@ -71,22 +80,34 @@ def counted_peak(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss
     """Return the most bytes alive at once in a training step with this schedule, counted without running it."""
     found = model.schedule
     try:
-        log = _trial(model, batch, modes, loss).log
+        return _highest(_trial(model, batch, modes, loss)) + other_bytes
     finally:
         model.schedule = found
-    return max(accumulate(change for _, change in log)) + other_bytes
 
 
 def _trial(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None, fake: bool = True) -> Trace:
     with borrowed(model, batch, fake=fake) as inputs:
-        return trace(model, inputs, modes, loss)
+        try:
+            return trace(model, inputs, modes, loss)
+        except DataDependentOutputException as error:
+            raise InputError(
+                "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that "
+                "out while planning."
+            ) from error
+
+
+def _highest(found: Trace) -> int:
+    return max(accumulate(change for _, change in found.log))
 
 
 def assembled(parts: Sequence[Part], traces: Sequence[Trace], other_bytes: int = 0) -> Problem:
     """Return the problem that the traces of `schedules` describe."""
-    stored = traces[0]
+    stored, inverted = traces[0], traces[3]
     states = stored.states()
-    holds = [tuple(sorted(states[s] for s in saved if s in states)) for saved in stored.saved]
+    holds = {
+        "store": [_numbers(saved, states) for saved in stored.saved],
+        "selective": [_numbers(made, inverted.states()) for made in _own_outputs(inverted)],
+    }
     work = _work(stored)
     options: list[dict[tuple[str, bool], Option]] = [{} for _ in parts]
     for found in traces:
@@ -110,7 +131,7 @@ def _unit(part: Part, options: dict[tuple[str, bool], Option], pair: tuple[int, 
 
 
 def _options(
-    found: Trace, holds: Sequence[tuple[int, ...]], least: Sequence[tuple[int, int]]
+    found: Trace, holds: Mapping[str, Sequence[tuple[int, ...]]], stored: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, Option, bool]]:
     """Yield for every unit its option in this trace, and whether it begins a run of inverted steps there."""
     states = found.states()
@@ -120,9 +141,9 @@ def _options(
     front, private, run = set[int](), set[int](), 0
     for k, mode in enumerate(found.modes):
         given = sorted(found.inputs[k])
-        held = set(given) if mode in ("selective", "recompute") else set[int]()
-        if mode == "store":
-            held = {storages[number] for number in holds[k]}
+        held = {storages[number] for number in holds[mode][k]} if mode in holds else set[int]()
+        if mode in ("selective", "recompute"):
+            held |= set(given)
         if mode != "invert" and run:
             front |= found.pairs[k]
             run = 0
@@ -130,11 +151,18 @@ def _options(
         masks = [others.union(*([s] for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
         needs = [_peak(found, backward[k], found.fixed | private | mask) if k in backward else 0 for mask in masks]
         own = sum(kept[k].values())
-        flops, made = (max(0, ours - stored) for ours, stored in zip(work[k], least[k], strict=True))
+        flops, made = (max(0, ours - least) for ours, least in zip(work[k], stored[k], strict=True))
         yield k, Option(mode, own, _numbers(held, states), forward[k], tuple(needs), flops, made), mode == "invert" and run == 0
         private |= kept[k].keys()
         front |= held
         run = run + 1 if mode == "invert" else 0
+
+
+def _own_outputs(inverted: Trace) -> list[Storages]:
+    """Return for every node the states that it made and keeps, when it is selective; inverted steps keep none of them."""
+    waiting = inverted.alive(inverted.waiting).keys()
+    made = (behind - front for front, behind in pairwise(inverted.pairs))
+    return [storages & waiting if mode == "selective" else _NONE for mode, storages in zip(inverted.modes, made, strict=True)]
 
 
 def _kept(found: Trace) -> list[dict[int, int]]:

@@ -1,10 +1,13 @@
 """Stages three and four of planning: the fastest schedule that fits, and putting it to work."""
 
 import json
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -20,7 +23,7 @@ from revzoo.planning.setting import Setting, setting
 from revzoo.planning.timeline import least_peak
 from revzoo.planning.timeline import solve as solve_timeline
 from revzoo.planning.trace import Loss
-from revzoo.planning.walk import units
+from revzoo.planning.walk import Planned, units
 from revzoo.runtime.chain import Mode
 
 Solver = Literal["timeline", "knapsack"]
@@ -96,11 +99,28 @@ class Plan:
             moments = tuple(Moment(**moment) for moment in facts["moments"])
             where = Setting(**{**facts["setting"], "batch": tuple(facts["setting"]["batch"])})
             found = cls(**{**facts, **lists, "moments": moments, "setting": where})
-        except (OSError, ValueError, TypeError, LookupError) as error:
-            raise PlanError(f"{path} is not a saved plan ({error}). revzoo plan NAME --out FILE writes one.") from error
-        if len(found.units) != len(found.schedule):
-            raise PlanError(f"{path} is damaged: {len(found.units)} units and {len(found.schedule)} modes.")
+            found._check()
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise PlanError(
+                f"{path} is not a saved plan ({error}). revzoo plan NAME --budget SIZE --out FILE writes one."
+            ) from error
         return found
+
+    def _check(self) -> None:
+        """Raise ValueError for what `save` never writes."""
+        sizes = (self.peak_bytes, self.budget_bytes, self.least_bytes, self.stored_bytes, self.extra_flops)
+        if not all(type(size) is int and size >= 0 for size in (*sizes, *(moment.bytes for moment in self.moments))):
+            raise ValueError("its bytes and FLOPs are not all whole numbers")
+        if not (self.seconds is None or (type(self.seconds) in (int, float) and math.isfinite(self.seconds))):
+            raise ValueError("its seconds are no number")
+        if not all(isinstance(text, str) for text in (*self.units, *self.notes, *self.setting.batch)):
+            raise ValueError("its names are not all texts")
+        if self.solver not in get_args(Solver) or not set(self.schedule) <= set(get_args(Mode)):
+            raise ValueError("it has an unknown solver or mode")
+        if not (self.max_invert_run is None or (type(self.max_invert_run) is int and self.max_invert_run >= 0)):
+            raise ValueError("its longest run is no number")
+        if len(self.units) != len(self.schedule) or len(self.moments) != 2 * len(self.units) + 1:
+            raise ValueError(f"it has {len(self.units)} units, {len(self.schedule)} modes and {len(self.moments)} moments")
 
     def __str__(self) -> str:
         counts = Counter(self.schedule)
@@ -138,16 +158,21 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, r
     problem = profile.problem
     device = profile.setting.device.split()[0]
     limit = budget_bytes(budget, device, profile.model_bytes)
+    stored = peak(problem, ["store"] * len(problem.units))
     if solver == "timeline":
-        modes = solve_timeline(problem, limit)
+        modes = ["store"] * len(problem.units) if stored <= limit else solve_timeline(problem, limit)
     elif solver == "knapsack":
         modes = solve_additive(problem, limit, reading)
+        if modes is not None and problem.max_invert_run is not None and _longest_run(modes) > problem.max_invert_run:
+            raise BudgetError(
+                f"The knapsack inverts more than {problem.max_invert_run} steps in a row, and more would round too much away. "
+                "Try solver='timeline', or a larger budget."
+            )
     else:
         raise UnknownNameError("solver", solver, ("timeline", "knapsack"))
     least, _ = least_peak(problem)
     if modes is None:
         raise BudgetError(_too_small(problem, limit, solver))
-    stored = peak(problem, ["store"] * len(modes))
     notes = list(profile.notes)
     if set(modes) == {"store"}:
         notes.append(f"Everything is stored: the budget is above the {format_bytes(stored)} that this takes.")
@@ -172,7 +197,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, r
 
 
 def plan(
-    model: nn.Module,
+    model: Planned,
     batch: Any,
     budget: str | int,
     *,
@@ -206,7 +231,16 @@ def checked(model: nn.Module, batch: Any, profile: Profile, found: Plan, loss: L
         if real <= found.budget_bytes or found.peak_bytes > limit:
             return replace(found, peak_bytes=real)
         limit -= real - found.budget_bytes
-        found = replace(solve(profile, limit, found.solver), budget_bytes=found.budget_bytes)
+        try:
+            found = replace(solve(profile, limit, found.solver), budget_bytes=found.budget_bytes)
+        except BudgetError as error:
+            raise BudgetError(
+                f"Nothing fits {format_bytes(found.budget_bytes)}: the leanest step takes {format_bytes(real)}, counted."
+            ) from error
+
+
+def _longest_run(modes: Sequence[str]) -> int:
+    return max((len(list(group)) for mode, group in groupby(modes) if mode == "invert"), default=0)
 
 
 def _too_small(problem: Problem, limit: int, solver: Solver) -> str:

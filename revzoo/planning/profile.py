@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from revzoo.analysis.memory import state_bytes
-from revzoo.planning.anchor import longest_run
+from revzoo.planning.anchor import growth_limit, longest_run
 from revzoo.planning.budget import free_bytes
-from revzoo.planning.clock import Times, estimated_times, measured_times, timed
+from revzoo.planning.clock import Times, estimated_times, measured_times, memory_errors, timed
 from revzoo.planning.count import count
 from revzoo.planning.problem import Problem, repriced
 from revzoo.planning.setting import Setting, setting
 from revzoo.planning.trace import Loss
+from revzoo.planning.walk import Planned
 
 # What a device computes in float32 while it moves a byte: about 14 on an H200 (67 TFLOP/s, 4.8 TB/s).
 _FLOPS_PER_BYTE = 16
@@ -46,7 +47,7 @@ class Profile:
 
 
 def profile(
-    model: nn.Module,
+    model: Planned,
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -57,8 +58,9 @@ def profile(
 ) -> Profile:
     """Count the bytes and FLOPs of every unit in every mode, check what may be inverted, and measure seconds.
 
-    Bytes are counted without running anything, so a batch that does not fit can be profiled. Seconds are medians over
-    training steps with mixed modes on the model's device, units of one kind together. The model is left as it was found.
+    Bytes are counted under `FakeTensorMode` (small steps on a CPU are run), so a batch that does not fit can be profiled.
+    Seconds are medians over training steps with mixed modes on the model's device, units of one kind together. The model is
+    left as it was found.
 
     Args:
         model: a `revzoo.Model` or a `ReversibleChain`, in the state in which it is to be trained. On the meta device only
@@ -66,7 +68,7 @@ def profile(
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         optimizer: its state is part of every peak, foreseen if no step has been made yet.
         loss: of what the model returns; None is a sum, which keeps nothing.
-        run: False counts only.
+        run: False measures no seconds; what may be inverted is checked all the same, with a few examples.
         estimate: run the leanest schedule alone, and take a unit's forward for what every mode adds to storing.
         other_bytes: what else is alive all the time, such as averaged weights.
     Raises:
@@ -75,14 +77,20 @@ def profile(
     """
     other_bytes += state_bytes(model, optimizer)
     counted = count(model, batch, loss, other_bytes)
+    counted = replace(counted, max_invert_run=growth_limit(model))
     notes, times = [], None
     if any(p.is_meta for p in model.parameters()):
         notes.append(
             "On the meta device nothing is run: costs are counted, FLOPs and bytes, and rounding errors are not looked at."
         )
     else:
-        counted = replace(counted, max_invert_run=longest_run(model, batch))
-        if counted.max_invert_run is not None:
+        try:
+            with memory_errors():
+                counted = replace(counted, max_invert_run=longest_run(model, batch))
+        except MemoryError:
+            counted = replace(counted, max_invert_run=0)
+            notes.append("Checking what may be inverted ran out of memory, so nothing is.")
+        if counted.max_invert_run:
             notes.append(f"At most {counted.max_invert_run} steps in a row are inverted: more would round too much away.")
         if run:
             times, note = _times(model, batch, counted, loss, estimate)
@@ -96,12 +104,13 @@ def _times(model: nn.Module, batch: Any, counted: Problem, loss: Loss | None, es
     if not estimate:
         try:
             device = next(model.parameters()).device
-            return measured_times(model, batch, counted, free_bytes(device) + held_bytes(model), loss), []
-        except (MemoryError, torch.OutOfMemoryError):
+            allowance = free_bytes(device) + held_bytes(model) if device.type in ("cpu", "cuda") else 2**62
+            return measured_times(model, batch, counted, allowance, loss), []
+        except MemoryError:
             notes = ["Profiling with stored units ran out of memory, so what a mode adds is taken to be a forward of the unit."]
     try:
         return estimated_times(model, batch, counted, loss), notes
-    except (MemoryError, torch.OutOfMemoryError):
+    except MemoryError:
         return None, ["Profiling ran out of memory, so costs are counted, FLOPs and bytes, and not seconds."]
 
 

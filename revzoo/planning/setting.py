@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from revzoo.analysis.trial import require_module
+from revzoo.errors import InputError
 from revzoo.model import Model
 from revzoo.runtime.memory import tensors_in
 
@@ -18,7 +20,7 @@ class Setting:
 
     Args:
         model: name of the spec, or the class.
-        digest: of the spec, or of the modules.
+        digest: of the spec or modules, and of which parameters and modules are frozen or in eval mode.
         dtype: of the parameters; with autocast, that of the autocast beside it.
         device: kind and name; "meta" fits any.
         training: whether the model is in training mode.
@@ -45,7 +47,7 @@ class Setting:
 
 _WORDS = {
     "model": "the model",
-    "digest": "a model of the same name but another spec:",
+    "digest": "a model of the same name but other parts, sizes or frozen parameters:",
     "dtype": "the dtype",
     "device": "the device",
     "training": "training mode",
@@ -56,20 +58,34 @@ _WORDS = {
 
 def setting(model: nn.Module, batch: Any = None) -> Setting:
     """Return the circumstances as they are now."""
-    weight = next(model.parameters())
+    require_module(model)
+    weight = next(model.parameters(), None)
+    if weight is None:
+        raise InputError(f"A plan is for a model with parameters. Received: {type(model).__name__} without any.")
     device = weight.device
     dtype = str(weight.dtype).removeprefix("torch.")
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         dtype += f", autocast {str(torch.get_autocast_dtype(device.type)).removeprefix('torch.')}"
     return Setting(
         model=model.spec.name if isinstance(model, Model) else type(model).__name__,
-        digest=model.spec.digest if isinstance(model, Model) else hashlib.sha256(repr(model).encode()).hexdigest(),
+        digest=_digest(model),
         dtype=dtype,
         device=f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type,
         training=model.training,
         exact=bool(getattr(model, "exact", False)),
-        batch=tuple(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(batch) if t is not None),
+        batch=tuple(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(batch)),
     )
+
+
+def _digest(model: nn.Module) -> str:
+    """Return what tells models of one name apart, as far as bytes and seconds depend on it."""
+    facts = (
+        model.spec.digest if isinstance(model, Model) else repr(model),
+        getattr(model, "couplings", ()),
+        [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
+        [module.training for module in model.modules()],  # a part may be in eval mode, such as a frozen BatchNorm
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _said(value: object) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.trial import call, linear_loss
+from revzoo.errors import InputError
 from revzoo.planning.walk import Walk
 from revzoo.runtime.chain import Mode, ReversibleChain
 from revzoo.runtime.memory import LiveBytes, Storages
@@ -93,7 +94,7 @@ def trace(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None
         outputs = call(model, batch)
         after = live.watch(outputs) if isinstance(model, ReversibleChain) else frozenset()
         listener.mark("loss", len(modes))
-        total = (loss or linear_loss)(outputs)
+        total = total_loss(loss, outputs)
         del outputs
         found.waiting = live.moment()
         walk.forward_ended()
@@ -104,6 +105,19 @@ def trace(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None
     found.inputs = [given - found.fixed for given in found.inputs]
     found.pairs = [pair - found.fixed for pair in (*found.pairs, after)]
     return found
+
+
+def total_loss(loss: Loss | None, outputs: Any) -> Tensor:
+    """Return the loss of what the model returned; without one, its sum.
+
+    Raises:
+        InputError: it is not one number that depends on a parameter.
+    """
+    total = (loss or linear_loss)(outputs)
+    if not (isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad):
+        found = f"{tuple(total.shape)}, without a gradient" if isinstance(total, Tensor) else type(total).__name__
+        raise InputError(f"The loss is one number that depends on what the model returns. Received: {found}.")
+    return total
 
 
 class _Listener:

@@ -90,7 +90,8 @@ class Walk:
     def __enter__(self) -> "Walk":
         number = 0
         if isinstance(self._model, ReversibleChain):
-            self._hook(self._model.register_forward_pre_hook, self._pair_enters)
+            register = partial(self._model.register_forward_pre_hook, with_kwargs=True)
+            self._hook(register, self._pair_enters)
         for part in parts(self._model):
             if part.kind == "bijection":
                 self._hook(part.module.register_forward_hook, self._stream_passes)
@@ -143,8 +144,8 @@ class Walk:
         if kind == "node":
             self._pair_leaves(module, args, out)
 
-    def _pair_enters(self, chain: nn.Module, args: tuple[Any, ...]) -> None:
-        self._older = self._listener.identify(args[0])
+    def _pair_enters(self, chain: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._older = self._listener.identify(args[0] if args else kwargs["x1"])
 
     def _pair_leaves(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self._older = self._listener.identify(out[0]) if isinstance(out, tuple) else frozenset()

@@ -16,8 +16,11 @@ tensors that autograd saves inside its f (`tape.py`). Each step has a mode:
 Nothing about a call is stored on modules: any number of forwards may precede a backward.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
@@ -103,7 +106,7 @@ class ReversibleChain(nn.Module):
         return list(self._schedule)
 
     @schedule.setter
-    def schedule(self, modes: "Sequence[str] | str | Applicable") -> None:
+    def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
         if isinstance(modes, Applicable):
             return modes.apply(self)
         self._schedule = checked_schedule(modes, self._names())
@@ -256,7 +259,8 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
                 run, growth = Run(), 1.0
             if link.mode == "invert":
                 growth /= abs(link.coupling.b)
-                _check_growth(growth, link, x1.dtype)
+                if _checks_growth.get():
+                    _check_growth(growth, link, x1.dtype)
             if link.mode != "store":
                 call = Call(link.f, link.name, side, selective=link.mode == "selective")
             out = _call(link, pair, side, call, run or Kept(pair[1:]))
@@ -274,6 +278,27 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
     if drift is not None:
         drift.warn()
     return pair
+
+
+_checks_growth = ContextVar("checks_growth", default=True)
+
+
+@contextmanager
+def growth_unchecked() -> Iterator[None]:
+    """Let runs of inverted steps be counted, whatever they would lose."""
+    token = _checks_growth.set(False)
+    try:
+        yield
+    finally:
+        _checks_growth.reset(token)
+
+
+def longest_run(couplings: Sequence[Coupling], dtype: torch.dtype) -> int | None:
+    """Return how many steps in a row may be inverted in this dtype before their growth is refused; None is any number."""
+    largest = max(1 / abs(coupling.b) for coupling in couplings)
+    if largest <= 1 or largest ** len(couplings) * torch.finfo(dtype).eps <= _LARGEST_ERROR:
+        return None
+    return int(math.log(_LARGEST_ERROR / torch.finfo(dtype).eps, largest))
 
 
 def _check_growth(growth: float, step: Step, dtype: torch.dtype) -> None:

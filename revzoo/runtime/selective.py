@@ -2,14 +2,16 @@
 
 Matrix products, convolutions and attention are nearly all of a step's work, but only a part of what autograd saves in it:
 norms, activations and dropout save their own inputs and outputs beside them. A call in mode `selective` keeps the products
-that its second run will need and has everything else computed again.
+that what it dropped was made from, and has everything else computed again.
 
 As in PyTorch's selective checkpointing (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), one dispatch mode
-notes outputs and another hands them out. Two things differ: a product behind the last tensor that autograd saves is not
-kept, because the second run ends before it (the last layer of nearly every branch; 10 instead of 12 streams for a block of a
-transformer), and a further backward through a retained graph computes what the first one has used up.
+notes outputs and another hands them out. Two things differ. Every storage knows the products that its contents were made
+from, so a product behind which autograd saves nothing (the last layer of nearly every branch, the convolution of a shortcut)
+is not kept, and zeros stand in for it in the second run: 10 instead of 12 streams for a block of a transformer. And a further
+backward through a retained graph computes everything anew.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -19,53 +21,117 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from revzoo.errors import RecoveryError
 from revzoo.runtime.memory import tensors_in, wraps_tensors
 
 _PRODUCTS = frozenset(flop_registry)  # what PyTorch counts FLOPs for
 
+Number = tuple[Any, int]  # an operation, and the how manieth of its calls
+_NONE = frozenset[Number]()
+_DECIDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # what is computed next
+
 
 class Products:
-    """The products of one call, by their number in it."""
+    """The products of one call.
 
-    def __init__(self) -> None:
-        self._outputs: dict[int, tuple[Any, Any, list[int]]] = {}  # operation, outputs, their versions
-        self._made = self._needed = 0
+    Args:
+        name: of the call, for messages.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._outputs: dict[Number, tuple[Any, list[int]]] = {}  # with their versions
+        self._unneeded: dict[Number, Any] = {}  # what their outputs look like
+        self._calls: Counter[Any] = Counter()
+        self._runs = 0
+        # During the first run:
+        self._sources: dict[int, frozenset[Number]] = {}  # products that the contents of a storage were made from
+        self._inputs: dict[Number, frozenset[Number]] = {}  # and those that each product was made from
+        self._joins: list[Number] = []  # operations that are no products, on several of them
+        self._needed: set[Number] = set()
 
     def keeping(self) -> TorchDispatchMode:
         """Return a mode for the first run, that keeps every product."""
         return _Mode(self._keep)
 
     def returning(self) -> TorchDispatchMode:
-        """Return a mode for a further run, that hands out what is kept, each once, and has the rest computed."""
-        self._made = 0
+        """Return a mode for a further run; the first of these is handed what is kept."""
+        self._calls.clear()
+        self._runs += 1
         return _Mode(self._give)
 
-    def saved(self) -> None:
-        """Note that autograd saved something just now: whatever was made before will be needed."""
-        self._needed = self._made
+    def saved(self, tensor: Tensor) -> None:
+        """Note that autograd saved a tensor: what it was made from is needed."""
+        self._needed |= self._sources.get(_key(tensor), _NONE)
 
     def trim(self) -> None:
-        """Let go what is not needed."""
-        for number in range(self._needed, self._made):
-            del self._outputs[number]
+        """Let go what is not needed, and what is made again of what is."""
+        self._needed &= self._outputs.keys()
+        waiting = list(self._needed)
+        while waiting:
+            number = waiting.pop()
+            if self._changed(number):
+                waiting += self._inputs[number] - self._needed
+                self._needed |= self._inputs[number]
+        for number in self._joins:
+            if number in self._needed and self._inputs[number] <= self._needed:
+                del self._outputs[number]
+        for number, (kept, _) in list(self._outputs.items()):
+            if number not in self._needed:
+                self._unneeded[number] = tree_map_only(Tensor, _Blank, kept)
+            if number not in self._needed or self._changed(number):
+                del self._outputs[number]
+        self._sources.clear()
+        self._inputs.clear()
+
+    def _changed(self, number: Number) -> bool:
+        kept, versions = self._outputs[number]
+        return _versions(kept) != versions
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        number = self._number(func)
+        given = list(tensors_in((args, kwargs)))
+        sources = _NONE.union(*(self._sources.get(_key(t), _NONE) for t in given))
         out = func(*args, **kwargs)
-        kept = tree_map_only(Tensor, _alias, out)
-        self._outputs[self._made] = func, kept, _versions(kept)
-        self._made += 1
+        made = list(tensors_in(out))
+        changes = func._schema.is_mutable
+        product = _is_product(func)
+        if (product or (len(sources) > 1 and made and not changes)) and not _draws(func, args, kwargs):
+            kept = tree_map_only(Tensor, _alias, out)
+            self._outputs[number] = kept, _versions(kept)
+            self._inputs[number] = sources
+            if not product:
+                self._joins.append(number)
+            sources = frozenset([number])
+        if not _DECIDING.isdisjoint(func.tags):
+            self._needed |= sources
+        for t in (*made, *given) if changes else made:
+            self._sources[_key(t)] = sources
         return out
 
     def _give(self, func: Any, args: Any, kwargs: Any) -> Any:
-        known, kept, versions = self._outputs.pop(self._made, (None, None, []))
-        self._made += 1
-        if known is func and _versions(kept) == versions:  # a product that was changed in place is computed again
-            return kept
-        return func(*args, **kwargs)
+        number = self._number(func)
+        if self._runs > 1 or (number not in self._unneeded and number not in self._outputs):
+            return func(*args, **kwargs)
+        if number in self._unneeded:
+            return tree_map_only(_Blank, _Blank.zeros, self._unneeded[number])
+        kept, versions = self._outputs.pop(number)
+        if _versions(kept) != versions:
+            raise RecoveryError(
+                f"A product that {self._name} keeps was modified in place after forward. Replace the in-place operation, or "
+                f"set the schedule of {self._name} to 'recompute' or 'store'."
+            )
+        return kept
+
+    def _number(self, func: Any) -> Number:
+        self._calls[func] += 1
+        return func, self._calls[func]
 
 
 class _Mode(TorchDispatchMode):
-    """Hand every product to `handle` and let everything else pass."""
+    """Hand every operation to `handle`."""
 
     def __init__(self, handle: Callable[[Any, Any, Any], Any]):
         super().__init__()
@@ -81,9 +147,37 @@ class _Mode(TorchDispatchMode):
     ) -> Any:
         if any(wraps_tensors(t) for t in types):
             return NotImplemented  # the subclass runs first, and its inner operations come here
-        if getattr(func, "_overloadpacket", None) in _PRODUCTS:
-            return self._handle(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        return self._handle(func, args, kwargs or {})
+
+
+class _Blank:
+    """What is left of a tensor whose contents nobody needs."""
+
+    def __init__(self, tensor: Tensor):
+        self._layout = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+
+    def zeros(self) -> Tensor:
+        """Return zeros in its place."""
+        size, stride, dtype, device = self._layout
+        return torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+
+
+def _is_product(func: Any) -> bool:
+    return getattr(func, "_overloadpacket", None) in _PRODUCTS
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation moves the random stream, as attention with dropout does: it has to do so every time."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    return bool(given.get("dropout_p", 1))
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _alias(tensor: Tensor) -> Tensor:

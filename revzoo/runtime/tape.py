@@ -55,7 +55,7 @@ class Call:
         self._f = f
         self.name = name
         self._side = side
-        self._products = Products() if selective else None
+        self._products = Products(name) if selective else None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # with its version
         self._wants_grad: list[bool] = []
@@ -68,7 +68,7 @@ class Call:
         def pack(tensor: Tensor) -> Handle:
             self._dropped.append((tensor.shape, tensor.dtype))
             if self._products is not None:
-                self._products.saved()
+                self._products.saved(tensor)
             return Handle(source, self, len(self._dropped) - 1)
 
         with (

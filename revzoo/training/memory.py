@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo.analysis.memory import format_bytes, state_bytes
-from revzoo.errors import PlanError, RevzooError
+from revzoo.errors import PlanError
 from revzoo.planning.budget import budget_bytes
 from revzoo.planning.count import counted_peak
 from revzoo.planning.plan import Plan, checked, solve
@@ -48,7 +48,7 @@ def put_to_work(run: Run) -> Plan | None:
     if run.recipe.memory.budget is None:
         return None
     plan = broadcast_object_list([_found(run) if run.accelerator.is_main_process else None])[0]
-    if isinstance(plan, RevzooError):
+    if isinstance(plan, Exception):
         raise plan
     assert isinstance(plan, Plan)
     with run.accelerator.autocast():
@@ -62,11 +62,11 @@ def keep(run: Run, plan: Plan | None) -> None:
         atomically(run.folder.plan, plan.save)
 
 
-def _found(run: Run) -> Plan | RevzooError:
-    """Return the plan, or why there is none, for all processes."""
+def _found(run: Run) -> Plan | Exception:
+    """Return the plan, or why there is none, for all processes: the others wait for either."""
     try:
         return _read(run) if run.folder.plan.exists() else _made(run)
-    except RevzooError as error:
+    except Exception as error:
         return error
 
 
