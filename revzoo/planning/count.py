@@ -104,9 +104,13 @@ def assembled(parts: Sequence[Part], traces: Sequence[Trace], other_bytes: int =
     """Return the problem that the traces of `schedules` describe."""
     stored, inverted = traces[0], traces[3]
     states = stored.states()
+    # Where autograd saves nothing, nothing is dropped either, and nobody asks for the inputs.
+    given = [_numbers(inputs, states) if saved else () for inputs, saved in zip(stored.inputs, stored.saved, strict=True)]
+    made = (_numbers(made, inverted.states()) for made in _own_outputs(inverted))
     holds = {
         "store": [_numbers(saved, states) for saved in stored.saved],
-        "selective": [_numbers(made, inverted.states()) for made in _own_outputs(inverted)],
+        "selective": [inputs + own for inputs, own in zip(given, made, strict=True)],
+        "recompute": given,
     }
     work = _work(stored)
     options: list[dict[tuple[str, bool], Option]] = [{} for _ in parts]
@@ -141,9 +145,7 @@ def _options(
     front, private, run = set[int](), set[int](), 0
     for k, mode in enumerate(found.modes):
         given = sorted(found.inputs[k])
-        held = {storages[number] for number in holds[mode][k]} if mode in holds else set[int]()
-        if mode in ("selective", "recompute"):
-            held |= set(given)
+        held = set[int]() if mode == "invert" else {storages[number] for number in holds[mode][k]}
         if mode != "invert" and run:
             front |= found.pairs[k]
             run = 0
@@ -159,10 +161,16 @@ def _options(
 
 
 def _own_outputs(inverted: Trace) -> list[Storages]:
-    """Return for every node the states that it made and keeps, when it is selective; inverted steps keep none of them."""
-    waiting = inverted.alive(inverted.waiting).keys()
-    made = (behind - front for front, behind in pairwise(inverted.pairs))
-    return [storages & waiting if mode == "selective" else _NONE for mode, storages in zip(inverted.modes, made, strict=True)]
+    """Return for every unit the states that it made and keeps when it is selective, which is for nodes to do.
+
+    In this trace the inverted steps behind a node keep none of its states; a node behind it keeps what it is given.
+    """
+    waiting, found = inverted.alive(inverted.waiting).keys(), list[Storages]()
+    following = [*zip(inverted.inputs, inverted.modes, strict=True), (_NONE, "invert")][1:]
+    for mode, (front, behind), (inputs, next_mode) in zip(inverted.modes, pairwise(inverted.pairs), following, strict=True):
+        made = behind - front if mode == "selective" else _NONE
+        found.append((made - inputs if next_mode == "selective" else made) & waiting)
+    return found
 
 
 def _kept(found: Trace) -> list[dict[int, int]]:

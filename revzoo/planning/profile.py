@@ -105,11 +105,13 @@ def _times(model: nn.Module, batch: Any, counted: Problem, loss: Loss | None, es
         try:
             device = next(model.parameters()).device
             allowance = free_bytes(device) + held_bytes(model) if device.type in ("cpu", "cuda") else 2**62
-            return measured_times(model, batch, counted, allowance, loss), []
+            with memory_errors():
+                return measured_times(model, batch, counted, allowance, loss), []
         except MemoryError:
             notes = ["Profiling with stored units ran out of memory, so what a mode adds is taken to be a forward of the unit."]
     try:
-        return estimated_times(model, batch, counted, loss), notes
+        with memory_errors():
+            return estimated_times(model, batch, counted, loss), notes
     except MemoryError:
         return None, ["Profiling ran out of memory, so costs are counted, FLOPs and bytes, and not seconds."]
 

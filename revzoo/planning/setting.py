@@ -83,7 +83,7 @@ def _digest(model: nn.Module) -> str:
         model.spec.digest if isinstance(model, Model) else repr(model),
         getattr(model, "couplings", ()),
         [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
-        [module.training for module in model.modules()],  # a part may be in eval mode, such as a frozen BatchNorm
+        [module.training == model.training for module in model.modules()],  # not so for a BatchNorm that is frozen
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

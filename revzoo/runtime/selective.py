@@ -11,8 +11,8 @@ is not kept, and zeros stand in for it in the second run: 10 instead of 12 strea
 backward through a retained graph computes everything anew.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Products:
         self._inputs: dict[Number, frozenset[Number]] = {}  # and those that each product was made from
         self._joins: list[Number] = []  # operations that are no products, on several of them
         self._needed: set[Number] = set()
+        self._homes: dict[int, list[Number]] = defaultdict(list)  # what is kept in a storage
+        self._changed: set[Number] = set()  # what was changed in place, which not every version counter sees
 
     def keeping(self) -> TorchDispatchMode:
         """Return a mode for the first run, that keeps every product."""
@@ -70,7 +72,7 @@ class Products:
         waiting = list(self._needed)
         while waiting:
             number = waiting.pop()
-            if self._changed(number):
+            if number in self._changed:
                 waiting += self._inputs[number] - self._needed
                 self._needed |= self._inputs[number]
         for number in self._joins:
@@ -79,14 +81,11 @@ class Products:
         for number, (kept, _) in list(self._outputs.items()):
             if number not in self._needed:
                 self._unneeded[number] = tree_map_only(Tensor, _Blank, kept)
-            if number not in self._needed or self._changed(number):
+            if number not in self._needed or number in self._changed:
                 del self._outputs[number]
         self._sources.clear()
         self._inputs.clear()
-
-    def _changed(self, number: Number) -> bool:
-        kept, versions = self._outputs[number]
-        return _versions(kept) != versions
+        self._homes.clear()
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
@@ -96,18 +95,22 @@ class Products:
         sources = _NONE.union(*(self._sources.get(_key(t), _NONE) for t in given))
         out = func(*args, **kwargs)
         made = list(tensors_in(out))
-        changes = func._schema.is_mutable
+        changed = [t for argument, value in _arguments(func, args, kwargs) if _is_written(argument) for t in tensors_in(value)]
+        for t in changed:
+            self._changed.update(self._homes[_key(t)])
         product = _is_product(func)
-        if (product or (len(sources) > 1 and made and not changes)) and not _draws(func, args, kwargs):
+        if (product or (len(sources) > 1 and made and not changed)) and not _draws(func, args, kwargs):
             kept = tree_map_only(Tensor, _alias, out)
             self._outputs[number] = kept, _versions(kept)
             self._inputs[number] = sources
+            for t in tensors_in(kept):
+                self._homes[_key(t)].append(number)
             if not product:
                 self._joins.append(number)
             sources = frozenset([number])
         if not _DECIDING.isdisjoint(func.tags):
             self._needed |= sources
-        for t in (*made, *given) if changes else made:
+        for t in (*made, *changed):
             self._sources[_key(t)] = sources
         return out
 
@@ -170,9 +173,18 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether an operation moves the random stream, as attention with dropout does: it has to do so every time."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-    given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    given = {argument.name: value for argument, value in _arguments(func, args, kwargs)}
     return bool(given.get("dropout_p", 1))
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what an operation's schema says of each argument, and its value."""
+    for i, argument in enumerate(func._schema.arguments):
+        yield argument, args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _key(tensor: Tensor) -> int:

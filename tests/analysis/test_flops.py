@@ -28,7 +28,7 @@ def test_attention_counts():
     assert flops == 3 * linear + attention + attention // 2 * 5
 
 
-@pytest.mark.parametrize(("mode", "extra"), [("store", 0), ("recompute", 4), ("invert", 7)])
+@pytest.mark.parametrize(("mode", "extra"), [("store", 0), ("selective", 0), ("recompute", 4), ("invert", 7)])
 def test_modes_of_a_chain(mode, extra):
     """Each step has two linear layers; nothing is saved behind the second, so a run that may stop early skips it."""
     chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)])

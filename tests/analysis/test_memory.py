@@ -59,7 +59,7 @@ def test_the_gradient_of_the_outputs_is_counted():
     assert report.activation_bytes == y + 8
 
 
-@pytest.mark.parametrize("mode", ["store", "invert", "recompute"])
+@pytest.mark.parametrize("mode", ["store", "selective", "recompute", "invert"])
 def test_fake_meta_and_real_parameters_give_one_report(mode):
     def chain() -> ReversibleChain:
         chain = ReversibleChain([mlp() for _ in range(6)])
@@ -223,7 +223,7 @@ def test_memory_table_has_every_mode_and_restores_the_schedule():
     for mode, report in table.reports.items():
         chain.schedule = mode
         assert report == revzoo.measure_memory(chain, x, optimizer)
-    assert list(table.reports) == ["store", "invert", "recompute"]
+    assert list(table.reports) == ["store", "selective", "recompute", "invert"]
     mixed = ["store", "invert"] * 3
     chain.schedule = mixed
     assert memory_table(chain, x).current is None

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 DEVICE = "cuda"
 FAMILIES = ("rev_vit_digits", "revnet_digits")
-MIXED = ["recompute", "invert", "invert", "store", "invert", "recompute"]
+MIXED = ["recompute", "invert", "invert", "store", "selective", "recompute"]
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def gradients(chain: ReversibleChain, schedule: object) -> list[Tensor]:
     return list(wanted)
 
 
-@pytest.mark.parametrize("schedule", ["invert", "recompute", MIXED])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective", MIXED])
 def test_dropout_repeats_the_devices_stream_and_leaves_it_as_it_was(schedule):
     chain = ReversibleChain(units(0.5)).double().to(DEVICE)
     expected = gradients(chain, "store")
@@ -118,7 +118,7 @@ def test_dropout_repeats_the_devices_stream_and_leaves_it_as_it_was(schedule):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
-@pytest.mark.parametrize("schedule", ["invert", "recompute", MIXED])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective", MIXED])
 def test_compiled_dropout_repeats_the_devices_stream(schedule):
     pytest.importorskip("triton")
     chain = ReversibleChain(units(0.5)).double().to(DEVICE)
@@ -148,6 +148,7 @@ def test_exact_gradients_are_bit_identical(name, fp16):
     assert all(grad.isfinite().all() and grad.any() for grad in expected)
     assert same(model_gradients(model, x, "invert", fp16), expected)
     assert same(model_gradients(model, x, "recompute", fp16), expected)
+    assert same(model_gradients(model, x, ["selective"] * len(model.units), fp16), expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -37,7 +37,14 @@ def mixed(model, *modes):
 
 
 @pytest.mark.parametrize(
-    "modes", [("invert",), ("recompute",), ("invert", "store", "recompute"), ("recompute", "invert", "invert")]
+    "modes",
+    [
+        ("invert",),
+        ("recompute",),
+        ("selective",),
+        ("invert", "store", "recompute", "selective"),
+        ("selective", "invert", "invert"),
+    ],
 )
 def test_gradients_equal_stored_ones_in_any_schedule(model, modes):
     x = model.example_input(3)
@@ -52,7 +59,7 @@ def test_exact_float32_gradients_are_bit_identical(name):
     model = revzoo.create(name, exact=True)
     x = model.example_input(3)
     expected = gradients(model, x, "store")
-    for schedule in ("invert", mixed(model, "invert", "store", "recompute")):
+    for schedule in ("invert", mixed(model, "selective"), mixed(model, "invert", "store", "recompute", "selective")):
         assert all(torch.equal(a, b) for a, b in zip(gradients(model, x, schedule), expected, strict=True))
 
 
@@ -126,7 +133,9 @@ def test_units_and_schedule():
     assert model.schedule == ["invert" if name[-2:] in (".f", ".g") else "store" for name in model.units]
     model.schedule = "recompute"
     assert model.schedule == ["recompute" if name[-2:] in (".f", ".g") else "store" for name in model.units]
-    with pytest.raises(ScheduleError, match=r"Unknown mode for stem\. Received: 'invert'\..* Allowed: store, recompute"):
+    with pytest.raises(
+        ScheduleError, match=r"Unknown mode for stem\. Received: 'invert'\..* Allowed: store, selective, recompute\."
+    ):
         model.schedule = ["invert"] * len(model.units)
     with pytest.raises(ScheduleError, match="one mode for each of 14 entries. Received: 2"):
         model.schedule = ["store", "store"]

@@ -81,7 +81,7 @@ def gradients(model, schedule, *batch):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("schedule", ["invert", "recompute"])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective"])
 @pytest.mark.parametrize("overrides", [[], POST], ids=["own", "post"])
 @pytest.mark.parametrize("name", [MASKED_LM, CLASSIFIER])
 def test_gradients_of_padded_texts_under_dropout_equal_stored_ones(name, overrides, schedule):

@@ -46,7 +46,7 @@ def gradients(model, batch, schedule):
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("schedule", ["invert", "recompute"])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective"])
 def test_gradients_equal_stored_ones(name, schedule):
     torch.manual_seed(0)
     model = revzoo.create(name, dtype=torch.float64, overrides=["block.drop_path.max=0.2"])

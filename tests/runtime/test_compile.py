@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_compiler)]
-SCHEDULES = ["invert", "recompute", ["invert", "recompute", "store", "invert"]]
+SCHEDULES = ["invert", "recompute", "selective", ["invert", "selective", "store", "invert"]]
 
 
 def unit(dropout: float) -> nn.Module:
@@ -107,8 +107,8 @@ def train(name: str, schedule: object, *overrides: str, whole: bool) -> tuple[li
     return [p.grad for p in model.parameters()], [calls[step.name] for step in model.steps]
 
 
-MIXED = ["recompute", *["invert", "invert", "recompute", "store"], "recompute", "store"]
-CALLS = {"store": [1, 1, 1, 1], "invert": [2, 2, 2, 2], "recompute": [2, 2, 2, 2], "mixed": [2, 2, 2, 1]}
+MIXED = ["selective", *["invert", "selective", "recompute", "store"], "recompute", "store"]
+CALLS = {mode: [2, 2, 2, 2] for mode in ("selective", "recompute", "invert")} | {"store": [1, 1, 1, 1], "mixed": [2, 2, 2, 1]}
 
 
 @pytest.mark.parametrize("schedule", CALLS)

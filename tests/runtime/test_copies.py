@@ -30,7 +30,7 @@ class Twice(nn.Module):
         super().__init__()
         units = [nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Dropout(0.3), nn.Tanh()) for _ in range(3)]
         self.chain = ReversibleChain(units, coupling="momentum")
-        self.chain.schedule = ["invert", "recompute", "invert"]
+        self.chain.schedule = ["invert", "selective", "recompute"]
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat(self.chain(x, x.flip(0)))
@@ -48,7 +48,7 @@ def vit() -> revzoo.Model:
 def revnet() -> revzoo.Model:
     stage = "{depth: 1, width: 16, transition: {type: residual_pair, preactivate: false}}"
     model = revzoo.create("revnet_digits", overrides=[f"stages=[{stage}]", "block.drop_path.max=0.2"])
-    model.schedule = ["store", "recompute", "invert", "invert", "recompute", "store"]
+    model.schedule = ["store", "selective", "invert", "selective", "recompute", "store"]
     return model
 
 
@@ -179,7 +179,7 @@ def revnet_keys() -> list[str]:
 )
 def test_state_dict_keys_depend_on_the_architecture_alone(name, golden, count):
     assert len(golden) == count
-    for schedule in ("store", "recompute", "invert"):
+    for schedule in ("store", "selective", "recompute", "invert"):
         model = revzoo.create(name, schedule=schedule, exact=schedule == "invert")
         assert list(model.state_dict()) == golden
     for step in model.steps:

@@ -10,7 +10,7 @@ from revzoo.errors import RecoveryError
 from revzoo.registry import couplings
 from revzoo.runtime import Coupling, ReversibleChain, SpaceToDepth
 
-MODES = ("store", "invert", "recompute")
+MODES = ("store", "selective", "recompute", "invert")
 
 
 def plain(chain, x1, x2):
@@ -53,7 +53,7 @@ def test_exact_gradients_are_bit_identical_at_depth_100(coupling, chain_of, grad
             nn.init.zeros_(step[3].bias)
     streams = [x.requires_grad_() for x in (x1, x2)]
     expected = gradients(chain, streams, "store")
-    for schedule in ("invert", "recompute", ["invert", "store", "invert", "recompute", "invert"] * 20):
+    for schedule in ("selective", "recompute", "invert", ["invert", "store", "selective", "recompute", "invert"] * 20):
         found = gradients(chain, streams, schedule)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), schedule
 
@@ -131,7 +131,7 @@ class Masked(nn.Module):
         return self.linear(w * side["mask"]).tanh() * side["bias"]
 
 
-@pytest.mark.parametrize("mode", ["invert", "recompute"])
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
 def test_side_inputs_reach_every_step_and_get_gradients(mode, streams, error):
     chain = ReversibleChain([Masked() for _ in range(4)]).double()
     bias = torch.randn(6, dtype=torch.float64, requires_grad=True)

@@ -40,9 +40,10 @@ def starts(log: list[str]) -> list[str]:
         ("store", []),
         ("invert", ["f3", "f2", "f1", "f0"]),
         ("recompute", ["f3", "f2", "f1", "f0"]),
+        ("selective", ["f3", "f2", "f1", "f0"]),
         (["invert", "invert", "store", "store"], ["f1", "f0"]),
         (["store", "store", "invert", "invert"], ["f3", "f2"]),
-        (["invert", "store", "recompute", "invert"], ["f3", "f2", "f0"]),
+        (["invert", "store", "selective", "invert"], ["f3", "f2", "f0"]),
     ],
 )
 def test_each_dropped_step_runs_once_more_in_reverse_order(schedule, recovered, streams):
@@ -111,7 +112,7 @@ def test_parts_of_a_retained_graph_in_any_order(chain_of, streams, error):
         assert error(found, torch.autograd.grad(expected_loss, wanted, retain_graph=True)) < 1e-12
 
 
-@pytest.mark.parametrize("mode", ["invert", "recompute"])
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
 def test_create_graph_is_refused_and_names_store(mode, chain_of, streams):
     chain = chain_of(2)
     chain.schedule = mode
@@ -173,7 +174,7 @@ def test_inputs_and_outputs_are_unchanged_by_backward(chain_of, streams):
     assert [torch.equal(a, b) for a, b in ((streams[0], x1), (streams[1], x2), (y1, z1), (y2, z2))] == [True] * 4
 
 
-@pytest.mark.parametrize("schedule", ["invert", "recompute", ["invert", "recompute", "store"]])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective", ["invert", "selective", "store"]])
 def test_inputs_without_gradient_still_train_the_steps(schedule, chain_of, streams, gradients, error):
     chain = chain_of(3)
     frozen = [x.detach() for x in streams]
@@ -277,7 +278,7 @@ def test_a_saved_tensor_changed_inside_the_step_is_refused(streams):
         (y1 * y2).sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["invert", "recompute"])
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
 def test_parameters_replaced_between_forward_and_backward_are_refused(mode, chain_of, streams):
     chain = chain_of(2)
     chain.schedule = mode
@@ -289,7 +290,7 @@ def test_parameters_replaced_between_forward_and_backward_are_refused(mode, chai
         (y1 * y2).sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["invert", "recompute"])
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
 def test_a_side_input_changed_in_place_is_refused(mode, streams):
     chain = ReversibleChain([Function(lambda w, side: w.tanh() * side["mask"])] * 2)
     chain.schedule = mode
@@ -300,7 +301,7 @@ def test_a_side_input_changed_in_place_is_refused(mode, streams):
         (y1 * y2).sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["invert", "recompute"])
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
 def test_eval_between_forward_and_backward_changes_nothing(mode, streams, error):
     chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), nn.RReLU(), nn.Dropout(0.5)) for _ in range(3)]).double()
 
@@ -317,7 +318,7 @@ def test_eval_between_forward_and_backward_changes_nothing(mode, streams, error)
     assert error(run(mode), run("store")) < 1e-12
 
 
-@pytest.mark.parametrize("mode", ["invert", "recompute"])
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
 def test_a_step_that_differentiates_inside_its_forward_is_refused(mode, streams):
     def f(w):
         v = w.detach().requires_grad_()
@@ -371,7 +372,7 @@ def test_refusals_say_what_to_type():
         ReversibleChain([nn.Linear(3, 1)])(torch.ones(2, 3), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("mode", ["store", "invert", "recompute"])
+@pytest.mark.parametrize("mode", ["store", "selective", "recompute", "invert"])
 def test_a_step_that_changes_its_input_is_refused(mode, streams):
     chain = ReversibleChain([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6))] * 2).double()
     chain.schedule = mode

@@ -1,0 +1,205 @@
+"""What plans of real networks reach: bytes as counted, seconds as run, and the figures of the paper repeated.
+
+Source: figures 4 and 5 and table 2 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al.
+2020): RevNet-104 and the 12-layer Reformer over batch sizes, at a budget with which storing everything fits up to about half
+of the largest batch. There an iteration includes the optimizer, and for the Reformer four batches; here it is a forward and a
+backward.
+"""
+
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+from planning_front import SHALLOW
+from runtime import transformer_block
+from torch import nn
+
+import revzoo
+from revzoo.planning.batch import BatchRow, best_batch
+from revzoo.planning.count import counted_peak
+from revzoo.planning.problem import peak
+from revzoo.planning.timeline import fractional_bound, least_peak
+from revzoo.runtime import ReversibleChain
+
+FAMILIES = (
+    ("revnet_38", 8),
+    ("irevnet_cifar10", 4),
+    ("rev_vit_ti", 4),
+    ("rev_swin_t", 2),
+    ("rev_mvit_t", 2),
+    ("reformer_mini", 2),
+    ("rev_roberta_mini", 4),
+)
+
+
+def predicted_peaks(quick: bool) -> dict[str, Any]:
+    """Plan for random budgets, and count the planned steps one by one: predicted against counted peak.
+
+    Costs are FLOPs and what moving bytes is worth, as `revzoo.profile` takes them where nothing is run: with FLOPs alone
+    some modes would be free, and plans would have no use for a larger budget.
+    """
+    dice, families = random.Random(0), [("revnet_digits", 4)] if quick else FAMILIES
+    each = 6 if quick else -(-200 // len(families))
+    rows: list[dict[str, Any]] = []
+    for name, size in families:
+        model = revzoo.create(name, overrides=SHALLOW if quick else None, device="meta")
+        batch = model.example_input(size)
+        profile = revzoo.profile(model, batch, run=False)
+        least, _ = least_peak(profile.problem)
+        stored = peak(profile.problem, ["store"] * len(model.units))
+        counted: dict[tuple[str, ...], int] = {}
+        for _ in range(each):
+            plan = revzoo.solve(profile, dice.randint(least, stored))
+            if plan.schedule not in counted:
+                model.schedule = plan
+                counted[plan.schedule] = revzoo.measure_memory(model, batch).peak_bytes
+            fixed = profile.problem.fixed_bytes
+            rows.append(
+                {
+                    "model": name,
+                    "batch": size,
+                    "budget_bytes": plan.budget_bytes,
+                    "predicted_bytes": plan.peak_bytes,
+                    "counted_bytes": counted[plan.schedule],
+                    "used": counted[plan.schedule] / plan.budget_bytes,
+                    "used_above_fixed": (counted[plan.schedule] - fixed) / (plan.budget_bytes - fixed),
+                }
+            )
+    errors = [abs(row["counted_bytes"] - row["predicted_bytes"]) for row in rows]
+    relative = [error / row["counted_bytes"] for error, row in zip(errors, rows, strict=True)]
+    over = sum(row["counted_bytes"] > row["budget_bytes"] for row in rows)
+    used = statistics.mean(row["used"] for row in rows)
+    above = statistics.mean(row["used_above_fixed"] for row in rows)
+    return {
+        "costs": "FLOPs, and bytes at 16 FLOPs each",
+        "plans": rows,
+        "worst_bytes": max(errors),
+        "worst_relative": max(relative),
+        "over_budget": over,
+        "used": used,
+        "used_above_fixed": above,
+        "found": f"{len(rows)} budgets, {len(families)} families: at most {max(errors)} bytes or {max(relative):.1e} away, "
+        f"{over} over budget; {used:.1%} of the budget used, {above:.1%} of what it leaves beside weights and batch",
+        "met": all(e <= 2**20 or r <= 0.02 for e, r in zip(errors, relative, strict=True)) and over == 0 and used >= 0.93,
+    }
+
+
+def planned_time(quick: bool) -> dict[str, Any]:
+    """Time planned steps in turn with stored ones, and compare with the stored time and the fractional bound on the rest."""
+    depth, width, heads, tokens, size = (2, 32, 2, 16, 2) if quick else (12, 192, 3, 197, 8)
+    torch.manual_seed(0)
+    chain = ReversibleChain([step for _ in range(depth) for step in transformer_block(width, heads)]).to(_device())
+    batch = torch.randn(2, size, tokens, width, device=_device()).unbind()
+    profile = revzoo.profile(chain, batch)
+    least, _ = least_peak(profile.problem)
+    stored = peak(profile.problem, ["store"] * len(chain.schedule))
+    parts = {part: least + int((stored - least) * part) for part in (0.3, 0.5, 0.7)}
+    schedules: dict[Any, list[str]] = {"stored": ["store"] * len(chain.schedule)}
+    schedules |= {part: list(revzoo.solve(profile, budget).schedule) for part, budget in parts.items()}
+    taken: dict[Any, list[float]] = {key: [] for key in schedules}
+    for _ in range(2 if quick else 16):  # the first round warms up
+        for key, modes in schedules.items():
+            chain.schedule = modes
+            taken[key].append(step_seconds(chain, batch))
+    base = statistics.median(taken["stored"][1:])
+    rows = []
+    for part, budget in parts.items():
+        bound = fractional_bound(profile.problem, budget) / 1e9
+        ratios = [t / (s + bound) for t, s in zip(taken[part][1:], taken["stored"][1:], strict=True)]
+        rows.append(
+            {
+                "part": part,
+                "seconds": statistics.median(taken[part][1:]),
+                "stored_seconds": base,
+                "bound_seconds": bound,
+                "ratio": statistics.median(ratios),
+            }
+        )
+    return {
+        "rows": rows,
+        "found": ", ".join(f"{row['ratio']:.3f} at {row['part']:.0%}" for row in rows) + " of the range",
+        "met": max(row["ratio"] for row in rows) <= 1.05,
+    }
+
+
+def step_seconds(model: nn.Module, batch: Any) -> float:
+    """Run one forward and backward; return the seconds."""
+    model.zero_grad()
+    _wait()
+    begin = time.perf_counter()
+    outputs = model(*batch)
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    _wait()
+    return time.perf_counter() - begin
+
+
+def paper(quick: bool) -> dict[str, Any]:
+    """Plan RevNet-104 and the Reformer for every batch size at one budget; seconds are fitted to two batches that are run."""
+    found = {name: _sweep(*arguments) for name, *arguments in _paper_networks(quick)}
+    best = {name: max(row["speedup"] or 0 for row in each["rows"]) for name, each in found.items()}
+    return {
+        "networks": found,
+        "found": "; ".join(
+            f"{name}: stored up to batch {each['largest_stored']}, planned up to {each['rows'][-1]['batch']}, at most "
+            f"{best[name]:.2f} x as fast as all inverted, best batch {each['best']} "
+            f"({each['foreseen_seconds']:.3g} s foreseen, {each['seconds']:.3g} s run)"
+            for name, each in found.items()
+        ),
+        "met": None,
+    }
+
+
+def _paper_networks(quick: bool) -> list[tuple[str, str, list[str], int, int, int]]:
+    """Return label, spec, overrides, the largest batch to be stored, and the range of batches."""
+    if quick:
+        return [("RevNet", "revnet_digits", SHALLOW, 8, 4, 14)]
+    if torch.cuda.is_available():  # the paper's sizes
+        return [
+            ("RevNet-104, 224 x 224", "revnet_104", [], 64, 16, 117),
+            ("Reformer, 4096 tokens", "reformer_enwik8", [], 2, 1, 10),
+        ]
+    return [
+        ("RevNet-104, 64 x 64", "revnet_104", ["input.size=[64,64]"], 8, 2, 15),
+        ("Reformer, 512 tokens", "reformer_enwik8", ["input.length=512"], 2, 1, 10),
+    ]
+
+
+def _sweep(spec: str, overrides: list[str], stored: int, low: int, high: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = revzoo.create(spec, overrides=overrides, device=_device())
+    budget = counted_peak(model, model.example_input(stored), ["store"] * len(model.units))
+    best = best_batch(model, budget, low, high)
+    rows = [_row(row) for row in best.rows]
+    return {
+        "budget_bytes": budget,
+        "units": list(model.units),
+        "rows": rows,
+        "largest_stored": max((row["batch"] for row in rows if row["stored"] is not None), default=None),
+        "best": best.batch,
+        "seconds": best.seconds,
+        "foreseen_seconds": best.foreseen_seconds,
+    }
+
+
+def _row(row: BatchRow) -> dict[str, Any]:
+    """Return a row of table 2: seconds per iteration and sample, and the plan's speed over that of inverting everything."""
+    seconds = {"stored": row.stored, "inverted": row.inverted, "planned": row.planned}
+    return {
+        "batch": row.batch,
+        **seconds,
+        **{f"{key}_per_sample": None if each is None else each / row.batch for key, each in seconds.items()},
+        "speedup": None if row.inverted is None else row.inverted / row.planned,
+        "peak_bytes": row.peak_bytes,
+        "schedule": list(row.schedule),
+    }
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

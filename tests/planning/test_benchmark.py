@@ -1,0 +1,126 @@
+"""The benchmark of the planner runs, and what it counts at toy size is exact."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "planning.py"
+ROWS = ["peaks", "solvers", "monotone", "brute", "speed", "front", "bound", "paper"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("planning")
+    command = [sys.executable, "-W", "error", str(FILE), "--quick", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(row in done.stdout for row in ROWS)
+    assert "speed-up" in done.stdout
+    return out
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    return json.loads((folder / "planning.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def rows(result):
+    return result["rows"]
+
+
+def test_result_says_where_and_how_it_was_measured(result):
+    assert result["command"].startswith("python ")
+    assert result["hardware"].keys() == {"cpu", "cores", "threads"}
+    assert result["versions"].keys() == {"python", "torch", "revzoo"}
+    assert list(result["rows"]) == ROWS
+
+
+def test_pictures(folder):
+    pictures = sorted(path.name for path in folder.glob("*.png"))
+    assert pictures == [
+        "front_revnet_digits_batch_2.png",
+        "front_transformer_2_blocks.png",
+        "schedules_revnet.png",
+        "times_revnet.png",
+    ]
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+def test_peaks_are_as_predicted_and_within_every_budget(rows):
+    plans = rows["peaks"]["plans"]
+    assert len(plans) == 6
+    assert all(plan["counted_bytes"] == plan["predicted_bytes"] <= plan["budget_bytes"] for plan in plans)
+    assert len({plan["counted_bytes"] for plan in plans}) > 1
+
+
+def test_searches(rows):
+    assert rows["brute"]["compared"] == 180
+    assert rows["brute"]["longest"] == 10
+    assert rows["brute"]["schedules"] > 5000
+    assert rows["brute"]["different"] == 0
+    assert rows["monotone"]["plans"] == 60
+    assert rows["monotone"]["slower"] == rows["monotone"]["over_budget"] == 0
+    assert rows["speed"]["knapsack"]["network"]["gap"] == 0
+    assert not any(found["over"] for found in rows["speed"]["knapsack"].values())
+
+
+def test_timeline_beside_the_knapsack(rows):
+    for part in rows["solvers"]["parts"].values():
+        assert part["timeline_over"] == 0
+        assert part["all_modes"] <= part["same_modes"] <= 1
+        assert part["knapsack_used"] <= 1
+    assert rows["solvers"]["parts"]["0.5"]["static_over"] > 0
+
+
+def test_every_method_is_beside_the_plans(rows):
+    networks = rows["front"]["networks"]
+    assert list(networks) == ["transformer, 2 blocks", "revnet_digits, batch 2"]
+    for net in networks.values():
+        baselines = net["baselines"]
+        assert {method: found["points"] for method, found in baselines.items()} == {
+            "all inverted": 1,
+            "checkpoint per block": 1,
+            "checkpoint, segments": len({p["setting"] for p in net["points"] if p["method"] == "checkpoint, segments"}),
+            "activation_memory_budget": 2,
+        }
+        for found in baselines.values():
+            reached = [row for row in found["rows"] if row["planned_bytes"] is not None]
+            assert all(row["planned_bytes"] <= row["bytes"] for row in reached)
+        assert baselines["all inverted"]["beats_plans"] == []  # it is one of the schedules
+
+
+def test_the_whole_budget_of_the_partitioner_is_the_stored_step(rows):
+    """Cut for everything, the joint graph keeps and computes what eager autograd does; only statistics of norms differ."""
+    for net in rows["front"]["networks"].values():
+        point = next(p for p in net["points"] if (p["method"], p["setting"]) == ("activation_memory_budget", "1.0"))
+        assert point["flops"] == net["stored"]["flops"]
+        assert point["bytes"] == pytest.approx(net["stored"]["bytes"], rel=0.05)
+
+
+def test_checkpoints_compute_more_than_storing_and_less_than_twice(rows):
+    for net in rows["front"]["networks"].values():
+        for point in net["points"]:
+            if point["method"].startswith("checkpoint"):
+                assert 1 < point["flops_ratio"] < 4 / 3 + 1e-9
+                assert point["bytes"] < net["stored"]["bytes"]
+
+
+def test_the_papers_table(rows):
+    net = rows["paper"]["networks"]["RevNet"]
+    assert net["largest_stored"] == 8
+    assert [row["batch"] for row in net["rows"]] == list(range(4, net["rows"][-1]["batch"] + 1))
+    assert net["rows"][-1]["batch"] > 8
+    for row in net["rows"]:
+        assert row["peak_bytes"] <= net["budget_bytes"]
+        assert row["planned_per_sample"] == row["planned"] / row["batch"]
+        assert len(row["schedule"]) == len(net["units"])
+        assert (row["stored"] is None) == (row["batch"] > 8)
+
+
+def test_bound(rows):
+    assert [row["part"] for row in rows["bound"]["rows"]] == [0.3, 0.5, 0.7]
+    assert all(row["ratio"] > 0 and row["bound_seconds"] >= 0 for row in rows["bound"]["rows"])

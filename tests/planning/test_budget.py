@@ -1,0 +1,104 @@
+"""What a budget means in bytes, and what is none."""
+
+import math
+
+import psutil
+import pytest
+import torch
+
+from revzoo.errors import InputError
+from revzoo.planning import budget
+from revzoo.planning.budget import budget_bytes, free_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        (1, 1),
+        (10**9, 10**9),
+        (1.9e9, 1_900_000_000),
+        ("123", 123),
+        ("123B", 123),
+        ("1e9", 10**9),
+        ("8GiB", 8 * 2**30),
+        ("8 GiB", 8 * 2**30),
+        ("1.5MiB", 3 * 2**19),
+        ("2KiB", 2048),
+        ("1TiB", 2**40),
+        ("1KB", 1000),
+        ("2.5MB", 2_500_000),
+        ("8GB", 8 * 10**9),
+        ("1TB", 10**12),
+    ],
+)
+def test_sizes(given, size):
+    assert budget_bytes(given, "cpu") == size
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Let the machine have 1000 bytes, 400 of them free."""
+    monkeypatch.setattr(budget, "_memory", lambda device: (400, 1000))
+
+
+def test_shares_are_of_the_whole_memory(memory):
+    assert budget_bytes("60%", "cpu") == 600
+    assert budget_bytes("12.5 %", "cpu") == 125
+    assert budget_bytes("100%", "cpu", held_bytes=77) == 1000
+
+
+def test_auto_is_nine_tenths_of_what_is_free_and_what_the_model_holds(memory):
+    assert budget_bytes("auto", "cpu") == 360
+    assert budget_bytes("auto", "cpu", held_bytes=100) == 460
+    assert free_bytes("cpu") == 400
+
+
+def test_the_memory_of_a_cpu_is_the_machines():
+    assert budget_bytes("50%", "meta") == psutil.virtual_memory().total // 2
+    assert 0 < free_bytes(torch.device("cpu")) <= psutil.virtual_memory().total
+
+
+NONSENSE = [
+    *(
+        "",
+        " ",
+        "8",
+        "eight",
+        "8 gigabytes",
+        "8gib",
+        "8GIB",
+        "8iB",
+        "8K",
+        "-1GiB",
+        "1e99GiB",
+        "GiB",
+        "0",
+        "0GiB",
+        "0.4B",
+        "AUTO",
+        "nan",
+    ),
+    *(0, -1, 0.5, True, False, None, [1], {"a": 1}, math.nan, math.inf, -math.inf, 2**62, 1e30),
+]
+
+
+@pytest.mark.parametrize("given", [each for each in NONSENSE if each != "8"])
+def test_nonsense_is_said(given):
+    with pytest.raises(
+        InputError, match=r"A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'\. Received: "
+    ):
+        budget_bytes(given, "cpu")
+
+
+@pytest.mark.parametrize("given", ["0%", "101%", "1000 %"])
+def test_a_share_of_nothing_or_of_more_than_all(given):
+    with pytest.raises(InputError, match=rf"above 0 % and at most 100 %\. Received: '{given}'"):
+        budget_bytes(given, "cpu")
+
+
+def test_a_device_whose_memory_is_unknown():
+    with pytest.raises(
+        InputError, match=r"The memory of xpu devices is not known here\. Give the budget in bytes, such as '8GiB'\."
+    ):
+        budget_bytes("50%", "xpu")
+    assert budget_bytes("8GiB", "xpu") == 2**33

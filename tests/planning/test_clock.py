@@ -1,0 +1,145 @@
+"""Seconds of every unit in every mode: what is run, what is made of it, and that the model is left as found."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import revzoo
+from revzoo.planning import clock
+from revzoo.planning.clock import Times, measured_times, timed, variants
+from revzoo.planning.count import count
+from revzoo.planning.problem import cost, peak
+from revzoo.runtime import ReversibleChain
+
+PLENTY = 2**40
+MODES = {"store", "selective", "recompute", "invert", "first"}
+
+
+@pytest.fixture
+def timetable(monkeypatch):
+    """Let every unit take its share of a known time; return the schedules that were run."""
+    seconds = {"store": 3.0, "selective": 3.25, "recompute": 3.5, "invert": 4.0, "first": 3.75}
+    seen: list[list[str]] = []
+
+    def known(model, batch, modes, loss):
+        seen.append(list(modes))
+        noise = 100.0 if len(seen) == 2 else 0.0  # one bad step, which a median does not feel
+        spent = [seconds[variant] - 1 + noise for variant in variants(modes)]
+        return sum(spent) + len(modes) + 0.5, [1.0] * len(modes), spent
+
+    monkeypatch.setattr(clock, "_timed", known)
+    return seen
+
+
+def chain_of(depth: int, rows: int = 3) -> tuple[ReversibleChain, tuple[torch.Tensor, ...]]:
+    chain = ReversibleChain([nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(depth)])
+    return chain, torch.randn(2, rows, 8).unbind()
+
+
+def test_the_first_of_a_run_is_a_variant_of_its_own():
+    modes = ["invert", "invert", "store", "invert", "recompute", "selective", "invert", "invert"]
+    assert list(variants(modes)) == ["first", "invert", "store", "first", "recompute", "selective", "first", "invert"]
+
+
+def test_medians_over_all_units_of_a_kind(timetable):
+    chain, batch = chain_of(8)
+    times = measured_times(chain, batch, count(chain, batch), PLENTY)
+    known = {"store": 0, "selective": 250_000_000, "recompute": 500_000_000, "invert": 10**9, "first": 750_000_000}
+    assert times.extra[1:] == (known,) * 7
+    assert times.extra[0] == known | {"invert": known["first"]}  # it always begins a run, and is a kind of its own
+    assert times.forward_seconds == (1.0,) * 8
+    assert times.step_seconds == 8 * 3.0 + 0.5
+    assert times.spread == 0.0
+    assert times.runs == len(timetable) - 1 == 16  # the first is run twice, once to warm up
+
+
+def test_every_unit_has_every_mode_in_every_round(timetable, tiny):
+    x = tiny.example_input(2)
+    measured_times(tiny, x, count(tiny, x), PLENTY)
+    for round_ in range(4):
+        columns = list(zip(*timetable[1 + 4 * round_ : 5 + 4 * round_], strict=True))
+        assert [len(set(column)) for column in columns] == [3, 4, 4, 4, 4, 3, 3]
+    assert len(set(map(tuple, timetable))) > 12
+
+
+def test_of_many_units_of_a_kind_a_few_are_stored_where_all_would_not_fit(timetable):
+    chain, batch = chain_of(40, rows=300)
+    problem = count(chain, batch)
+    allowance = peak(problem, ["store"] * 12 + ["invert"] * 28)
+    times = measured_times(chain, batch, problem, allowance)
+    assert {len(extra) for extra in times.extra} == {5}
+    assert all(peak(problem, modes) <= allowance for modes in timetable)
+    assert min(Counter(modes)["invert"] for modes in timetable) >= 40 - 3 * 4  # four of the first, the last, and the rest
+    assert peak(problem, [*["store", "selective", "recompute", "invert"] * 10]) > allowance
+
+
+def test_nothing_is_run_where_nothing_fits(timetable):
+    chain, batch = chain_of(8)
+    with pytest.raises(MemoryError, match="no step with a few stored units fits"):
+        measured_times(chain, batch, count(chain, batch), 1000)
+    assert not timetable
+
+
+def test_costs_become_nanoseconds_over_storing():
+    chain, batch = chain_of(3)
+    problem = count(chain, batch)
+    extra = {"store": 0, "selective": 1, "recompute": 20, "invert": 300, "first": 4000}
+    times = Times(step_seconds=1.0, forward_seconds=(0.1,) * 3, extra=(extra,) * 3, spread=0.0, runs=1)
+    priced = timed(problem, times)
+    assert cost(priced, ["invert"] * 3) == 4600
+    assert cost(priced, ["invert", "recompute", "invert"]) == 8020
+    assert cost(priced, ["selective", "store", "selective"]) == 2
+    for modes in (["store"] * 3, ["invert"] * 3, ["recompute", "invert", "selective"]):
+        assert peak(priced, modes) == peak(problem, modes)
+
+
+def test_steps_that_are_run_give_times_of_every_unit(tiny):
+    x = tiny.example_input(2)
+    found = measured_times(tiny, x, count(tiny, x), PLENTY)
+    assert found.runs == 16
+    assert len(found.extra) == len(found.forward_seconds) == 7
+    assert [set(extra) for extra in found.extra[1:5]] == [MODES] * 4
+    assert {"store", "selective", "recompute"} == set(found.extra[0]) == set(found.extra[5])
+    assert all(extra["store"] == 0 <= min(extra.values()) for extra in found.extra)
+    assert all(seconds > 0 for seconds in found.forward_seconds)
+    assert found.step_seconds > sum(found.forward_seconds)
+
+
+def test_steps_of_one_kind_share_their_samples():
+    chain, batch = chain_of(6)
+    found = measured_times(chain, batch, count(chain, batch), PLENTY)
+    assert len({tuple(sorted(extra.items())) for extra in found.extra[1:]}) == 1
+    assert len(set(found.forward_seconds[1:])) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_left_as_found(fails):
+    model = revzoo.create("revnet_digits", overrides=["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"])
+    x = model.example_input(3)
+    model(x).sum().backward()
+    model.schedule = found = ["recompute", "store", *["invert", "selective"], "store", *["store"] * 7]
+    state = {key: (t, t._version, t.clone()) for key, t in model.state_dict(keep_vars=True).items()}
+    grads = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    problem, random = count(model, x), torch.get_rng_state()
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        if fails and len(calls) == 3:
+            raise ValueError("broken")
+        calls.append(1)
+        return logits.square().sum()
+
+    calls: list[int] = []
+    if fails:
+        with pytest.raises(ValueError, match="broken"):
+            measured_times(model, x, problem, PLENTY, loss)
+    else:
+        assert measured_times(model, x, problem, PLENTY, loss).runs == len(calls) - 1
+    assert model.schedule == found
+    for key, t in model.state_dict(keep_vars=True).items():
+        assert (t is state[key][0], t._version) == (True, state[key][1])
+        assert torch.equal(t, state[key][2])
+    assert all(p.grad is grad and torch.equal(grad, value) for p, (grad, value) in zip(model.parameters(), grads, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -1,0 +1,218 @@
+"""What is counted from six schedules holds for every other one: bytes at the peak and FLOPs, against a measured step."""
+
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revzoo
+from revzoo.analysis.flops import FlopCounter
+from revzoo.errors import InputError
+from revzoo.planning.count import count, counted_peak
+from revzoo.planning.problem import Problem, cost, peak, timeline_of
+from revzoo.planning.walk import units
+from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth
+
+TEXTS = ("reformer", "rev_bert", "rev_roberta")
+
+
+def measured(model: nn.Module, batch: object, modes: object, autocast: bool = False) -> tuple[int, int]:
+    """Return the bytes at the peak and the FLOPs of a step that is run."""
+    model.schedule = modes
+    flops = FlopCounter()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext(), flops:
+        report = revzoo.measure_memory(model, batch)
+    return report.peak_bytes, flops.forward + flops.backward
+
+
+def agrees(model: nn.Module, batch: object, problem: Problem, drawn: list[list[str]], autocast: bool = False) -> None:
+    """Assert that the problem knows the peak and the FLOPs of each of these schedules."""
+    _, stored = measured(model, batch, "store", autocast)
+    for modes in drawn:
+        found = measured(model, batch, modes, autocast)
+        assert found == (peak(problem, modes), stored + cost(problem, modes)), modes
+
+
+def dropping(model: nn.Module, drawn: list[list[str]]) -> list[list[str]]:
+    """Return the schedules in which some step is not stored."""
+    steps = [k for k, part in enumerate(units(model)) if part.kind == "step"]
+    return [modes for modes in drawn if any(modes[k] != "store" for k in steps)]
+
+
+def test_every_family_has_what_random_schedules_take(family, schedules):
+    x = family.example_input(2)
+    problem, drawn = count(family, x), dropping(family, schedules(family, 9))
+    assert len(drawn) >= 5
+    agrees(family, x, problem, drawn)
+    # A step that is not stored holds on to the mask (of ids); where all are, it is freed after forward and still counted.
+    surplus = peak(problem, ["store"] * len(problem.units)) - measured(family, x, "store")[0]
+    assert surplus in (0, x.numel() if family.spec.family in TEXTS else 0)
+
+
+def test_runs_of_inverted_steps_of_every_length(tiny):
+    x = tiny.example_input(2)
+    steps = product(
+        ("store", "invert", "recompute", "selective"), ("store", "invert"), ("recompute", "invert"), ("store", "invert")
+    )
+    drawn = [["store", *modes, "store", "recompute"] for modes in steps]
+    assert len(drawn) == 32
+    agrees(tiny, x, count(tiny, x), drawn)
+
+
+def test_evaluation_mode_and_a_frozen_stem(schedules):
+    model = revzoo.create("revnet_digits", overrides=["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"]).eval()
+    model.stem.requires_grad_(False)
+    x = model.example_input(2)
+    agrees(model, x, count(model, x), schedules(model, 6))
+
+
+def test_exact_arithmetic(tiny, schedules):
+    tiny.exact = True
+    x = tiny.example_input(2)
+    agrees(tiny, x, count(tiny, x), schedules(tiny, 6))
+
+
+def test_autocast(tiny, schedules):
+    x = tiny.example_input(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        problem = count(tiny, x)
+    agrees(tiny, x, problem, schedules(tiny, 6), autocast=True)
+    assert peak(problem, ["store"] * 7) != peak(count(tiny, x), ["store"] * 7)
+
+
+def test_dropout_and_drop_path(schedules):
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2", "block.drop_path.max=0.2"])
+    x = model.example_input(2)
+    agrees(model, x, count(model, x), schedules(model, 6))
+
+
+def test_ids_with_a_mask(schedules):
+    model = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
+    batch = {"x": model.example_input(2), "attention_mask": torch.ones(2, 64).tril(40).bool()}
+    agrees(model, batch, count(model, batch), dropping(model, schedules(model, 6)))
+
+
+def test_the_optimizers_state_is_there_all_the_time(tiny, schedules):
+    x, optimizer = tiny.example_input(2), torch.optim.AdamW(tiny.parameters())
+    problem = revzoo.profile(tiny, x, optimizer, run=False, other_bytes=1000).counted
+    for modes in schedules(tiny, 3):
+        tiny.schedule = modes
+        assert peak(problem, modes) == revzoo.measure_memory(tiny, x, optimizer).peak_bytes + 1000
+
+
+def test_a_loss_of_ones_own(tiny, schedules):
+    x, labels = tiny.example_input(2), torch.tensor([3, 7])
+
+    def loss(logits: Tensor) -> Tensor:
+        large = logits[:, :, None].expand(-1, -1, 5000).exp()
+        return nn.functional.cross_entropy(large.mean(2), labels)
+
+    problem = count(tiny, x, loss)
+    for modes in schedules(tiny, 4):
+        tiny.schedule = modes
+        tiny.zero_grad()
+        with LiveBytes() as live:
+            live.watch([*tiny.parameters(), *tiny.buffers(), x])
+            loss(tiny(x)).backward()
+        assert live.peak() == peak(problem, modes)
+        assert counted_peak(tiny, x, modes, loss) == peak(problem, modes)
+    assert peak(problem, ["recompute"] * 7) - 2 * 10 * 5000 * 4 > problem.fixed_bytes  # the loss is felt
+
+
+def tokens(depth: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(depth)]
+
+
+@pytest.mark.parametrize("coupling", ["additive", "momentum", "leapfrog", "midpoint"])
+def test_chains_of_any_coupling_and_an_odd_number_of_steps(coupling, schedules):
+    chain = ReversibleChain(tokens(5), coupling)
+    x = tuple(torch.randn(2, 4, 9, 16).unbind())
+    problem = count(chain, x)
+    for modes in schedules(chain, 8):
+        found = measured(chain, x, modes)[0]
+        moments = timeline_of(problem, modes)
+        # At the loss, a chain's outputs count as alive, though the measured step has let them go by then.
+        assert max(m.bytes for m in moments if m.phase != "loss") <= found <= peak(problem, modes)
+        if modes[0] != "invert":
+            assert found == peak(problem, modes)
+
+
+def test_a_chain_that_begins_with_an_inverted_step_is_never_above_what_is_foreseen(schedules):
+    chain = ReversibleChain(tokens(4))
+    x = tuple(torch.randn(2, 4, 9, 16).unbind())
+    problem, stream = count(chain, x), 4 * 9 * 16 * 4
+    for modes in schedules(chain, 8):
+        modes = ["invert", *modes[1:]]
+        # A run of one step has the batch at hand, which a longer one rebuilds.
+        surplus = peak(problem, modes) - measured(chain, x, modes)[0]
+        assert surplus in (0, stream) if modes[1] != "invert" else surplus == 0
+
+
+def test_streams_of_unequal_width(schedules):
+    steps = [nn.Sequential(nn.Linear(a, 24), nn.GELU(), nn.Linear(24, b)) for a, b in [(10, 6), (6, 10)] * 2]
+    chain = ReversibleChain(steps)
+    x = torch.randn(4, 5, 6), torch.randn(4, 5, 10)
+    agrees(chain, x, count(chain, x), [["recompute", *modes[1:]] for modes in schedules(chain, 8)])
+
+
+def test_bijections_between_steps(schedules):
+    def unit(width: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+
+    chain = ReversibleChain([unit(2), unit(2), SpaceToDepth(), unit(8), SpaceToDepth(), unit(32), unit(32)])
+    x = tuple(torch.randn(2, 2, 2, 8, 8).unbind())
+    assert len(units(chain)) == 5
+    agrees(chain, x, count(chain, x), [["recompute", *modes[1:]] for modes in schedules(chain, 8)])
+
+
+def test_a_product_whose_input_is_all_that_it_keeps():
+    chain = ReversibleChain([nn.Linear(16, 16) for _ in range(4)])
+    x = tuple(torch.randn(2, 4, 9, 16).unbind())
+    for unit in count(chain, x).units:
+        options = {option.mode: option for option in unit.options}
+        assert options["store"].kept_bytes == options["selective"].kept_bytes == options["recompute"].kept_bytes == 0
+        assert options["store"].holds == options["selective"].holds == options["recompute"].holds == unit.inputs
+
+
+def test_a_node_that_keeps_nothing_holds_nothing():
+    """The mean of the streams saves nothing, so a fuse that recomputes it has no use for them."""
+    model = revzoo.create("reformer_mini", overrides=["stages.0.depth=1", "input.length=64"])
+    x = model.example_input(2)
+    fuse = next(unit for unit in count(model, x).units if unit.name == "fuse")
+    assert {option.mode: option.holds for option in fuse.options} == {"store": (), "selective": (), "recompute": ()}
+
+
+def test_the_timeline_ends_with_the_stem_and_its_highest_moment_is_the_peak(tiny):
+    x = tiny.example_input(2)
+    problem = count(tiny, x)
+    moments = timeline_of(problem, ["store"] * 7)
+    assert [moment.name for moment in moments] == [*tiny.units, "loss", *reversed(tiny.units)]
+    assert [moment.phase for moment in moments] == ["forward"] * 7 + ["loss"] + ["backward"] * 7
+    assert max(moment.bytes for moment in moments) == measured(tiny, x, "store")[0]
+
+
+def test_the_model_is_left_as_found(tiny):
+    tiny.schedule = found = ["recompute", "store", "invert", "invert", "selective", "store", "store"]
+    x, before = tiny.example_input(2), {k: v.clone() for k, v in tiny.state_dict().items()}
+    drawn = torch.get_rng_state()
+    count(tiny, x)
+    assert tiny.schedule == found
+    assert all(torch.equal(v, before[k]) for k, v in tiny.state_dict().items())
+    assert all(p.grad is None and not p.is_meta for p in tiny.parameters())
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_the_schedule_comes_back_when_counting_fails(tiny):
+    tiny.schedule = "recompute"
+    with pytest.raises(InputError, match=r"takes images"):
+        count(tiny, torch.zeros(2, 3, 8, 8))
+    assert set(tiny.schedule) == {"recompute", "store"}
+
+
+def test_compiled_steps_are_refused():
+    chain = ReversibleChain(tokens(2))
+    chain.steps[1].compile(backend="aot_eager")
+    with pytest.raises(InputError, match=r"Received: compiled .*steps\.1.*Plan first, then compile"):
+        count(chain, tuple(torch.randn(2, 4, 16).unbind()))

@@ -1,0 +1,263 @@
+"""Plans: within the budget, as fast as it allows, only for what they were made for, and the same from a file."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import revzoo
+from revzoo.errors import BudgetError, InputError, PlanError, ScheduleError, UnknownNameError
+from revzoo.planning.plan import Plan
+from revzoo.planning.problem import Moment, cost
+from revzoo.planning.profile import Profile
+from revzoo.runtime import ReversibleChain
+
+
+@pytest.fixture
+def x(tiny) -> torch.Tensor:
+    return tiny.example_input(8)
+
+
+@pytest.fixture
+def found(tiny, x) -> Profile:
+    return revzoo.profile(tiny, x, run=False)
+
+
+@pytest.fixture
+def middle(found) -> Plan:
+    """Return a plan for half of the range."""
+    plan = revzoo.solve(found, "8GiB")
+    return revzoo.solve(found, (plan.least_bytes + plan.stored_bytes) // 2)
+
+
+def test_more_budget_is_never_slower_and_never_over(found, tiny, x):
+    ends = revzoo.solve(found, "8GiB")
+    step = (ends.stored_bytes - ends.least_bytes) // 40
+    plans = [revzoo.solve(found, budget) for budget in range(ends.least_bytes, ends.stored_bytes + step, step)]
+    assert len(plans) >= 41
+    costs = [cost(found.problem, plan.schedule) for plan in plans]
+    assert costs == sorted(costs, reverse=True)
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+    assert (plans[0].peak_bytes, costs[-1], plans[-1].extra_flops) == (ends.least_bytes, 0, 0)
+    assert len(set(costs)) > 5
+    for plan in plans[::8]:
+        tiny.schedule = plan
+        assert revzoo.measure_memory(tiny, x).peak_bytes == plan.peak_bytes
+
+
+def test_above_everything_all_is_stored_and_said(found):
+    plan = revzoo.solve(found, "8GiB")
+    assert set(plan.schedule) == {"store"}
+    assert plan.peak_bytes == plan.stored_bytes
+    assert plan.extra_flops == 0
+    assert plan.notes[-1].startswith("Everything is stored: the budget is above the ")
+
+
+def test_below_the_minimum_the_minimum_is_named(found):
+    least = revzoo.solve(found, "8GiB").least_bytes
+    with pytest.raises(
+        BudgetError, match=rf"at least .* \({least} bytes\) are needed, .* Try a smaller batch, autocast, or an"
+    ):
+        revzoo.solve(found, least - 1)
+    assert revzoo.solve(found, least).peak_bytes == least
+
+
+def test_applied_it_takes_what_it_promised(middle, tiny, x):
+    middle.apply(tiny, x)
+    assert tiny.schedule == list(middle.schedule)
+    assert revzoo.measure_memory(tiny, x).peak_bytes == middle.peak_bytes
+    other = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"])
+    other.schedule = middle
+    assert other.schedule == list(middle.schedule)
+
+
+def test_gradients_under_a_plan_are_those_of_the_stored_run(middle, tiny, x):
+    tiny.exact = True
+    plan = replace(middle, setting=replace(middle.setting, exact=True))
+    grads = []
+    for schedule in ("store", plan):
+        tiny.schedule = schedule
+        tiny.zero_grad()
+        tiny(x).square().sum().backward()
+        grads.append([p.grad for p in tiny.parameters()])
+    assert len({*middle.schedule} - {"store"}) > 0
+    assert all(map(torch.equal, *grads))
+
+
+def test_moments_are_those_of_one_step(middle, tiny):
+    assert [moment.name for moment in middle.moments] == [*tiny.units, "loss", *reversed(tiny.units)]
+    assert max(moment.bytes for moment in middle.moments) == middle.peak_bytes
+    assert isinstance(middle.moments[0], Moment)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: model.eval(), "training mode True and not False"),
+        (lambda model: model.double(), "the dtype float32 and not float64"),
+        (lambda model: setattr(model, "exact", True) or model, "exact = False and not True"),
+        (lambda model: revzoo.create("rev_vit_digits"), "a model of the same name but other parts"),
+        (lambda model: revzoo.create("revnet_digits"), "the model rev_vit_digits and not revnet_digits"),
+        (lambda model: ReversibleChain([nn.Linear(2, 2)]), "the model rev_vit_digits and not ReversibleChain"),
+    ],
+)
+def test_it_is_refused_elsewhere_with_the_reason(change, reason, middle, tiny):
+    model = change(tiny)
+    before = model.schedule
+    with pytest.raises(PlanError, match=rf"This plan is for .*{reason}.* Make a new one with revzoo\.plan"):
+        model.schedule = middle
+    assert model.schedule == before
+
+
+def test_another_batch_or_autocast_is_refused(middle, tiny, x):
+    with pytest.raises(PlanError, match=r"a batch of \[8, 1, 8, 8\] float32 and not \[9, 1, 8, 8\] float32"):
+        middle.apply(tiny, tiny.example_input(9))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match="float32 and not float32, autocast bfloat16"):
+        middle.apply(tiny, x)
+    with pytest.raises(PlanError, match="other units than the model has"):
+        replace(middle, units=("stem",) * 7).apply(tiny)
+
+
+def test_saved_and_loaded_it_is_the_same(middle, tiny, tmp_path):
+    middle = replace(middle, notes=("one", "two"), max_invert_run=3)
+    middle.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == middle
+    tiny.schedule = loaded
+    assert tiny.schedule == list(middle.schedule)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "3", "{}", '{"units": []}', '{"schedule": ["store"], "units": ["stem"]}', "\x00\xff"]
+)
+def test_what_is_no_plan_is_named(content, tmp_path):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(PlanError, match=r"plan\.json is not a saved plan \(.*\)\. revzoo plan NAME .*--out FILE writes one\."):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(PlanError, match=r"nowhere\.json is not a saved plan \(.*No such file"):
+        Plan.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda facts: facts["schedule"].pop(),
+        lambda facts: facts["schedule"].__setitem__(0, "sotre"),
+        lambda facts: facts["schedule"].__setitem__(0, None),
+        lambda facts: facts.pop("setting"),
+        lambda facts: facts.update(setting=None),
+        lambda facts: facts.update(surplus=1),
+        lambda facts: facts.update(moments=[{"name": "stem"}]),
+        lambda facts: facts.update(units="stem"),
+        lambda facts: facts.update(peak_bytes="large"),
+        lambda facts: facts.update(schedule="store"),
+        lambda facts: facts["setting"].update(batch=None),
+    ],
+)
+def test_a_damaged_plan_changes_nothing(damage, middle, tiny, tmp_path):
+    middle.save(tmp_path / "plan.json")
+    facts = json.loads((tmp_path / "plan.json").read_text())
+    damage(facts)
+    (tmp_path / "plan.json").write_text(json.dumps(facts))
+    before = tiny.schedule
+    with pytest.raises(PlanError, match=r"plan\.json is (damaged|not a saved plan)"):
+        tiny.schedule = Plan.load(tmp_path / "plan.json")
+    assert tiny.schedule == before
+
+
+def test_a_saved_mode_that_a_unit_cannot_have_is_named(middle, tiny):
+    with pytest.raises(ScheduleError, match=r"Unknown mode for stem\. Received: 'invert'"):
+        tiny.schedule = replace(middle, schedule=("invert", *middle.schedule[1:]))
+
+
+@pytest.mark.parametrize("reading", ["peak", "static"])
+def test_the_additive_model_stores_or_inverts(reading, found):
+    middle = revzoo.solve(found, (found.counted.fixed_bytes + revzoo.solve(found, "8GiB").stored_bytes) * 2 // 3)
+    plan = revzoo.solve(found, middle.budget_bytes, "knapsack", reading=reading)
+    assert plan.solver == "knapsack"
+    assert set(plan.schedule) <= {"store", "invert"}
+    assert plan.schedule[0] == plan.schedule[-1] == "store"
+    over = plan.peak_bytes - plan.budget_bytes
+    assert (over > 0) == any(note.startswith("The budget is exceeded by ") for note in plan.notes)
+    assert over <= 0 or reading == "static"
+    assert plan.extra_flops >= middle.extra_flops or over > 0
+
+
+def test_the_additive_model_refers_to_the_exact_one(found):
+    with pytest.raises(BudgetError, match=r"The knapsack .* no schedule within 1000 B\. Try solver='timeline'"):
+        revzoo.solve(found, 1000, "knapsack")
+    with pytest.raises(UnknownNameError, match=r"Unknown solver 'timelin'\. Did you mean 'timeline'\?"):
+        revzoo.solve(found, "8GiB", "timelin")
+
+
+@pytest.mark.parametrize("budget", ["much", 0, None])
+def test_nonsense_is_no_budget(budget, found):
+    with pytest.raises(InputError, match="A budget is bytes"):
+        revzoo.solve(found, budget)
+
+
+def long_chain(mlp) -> tuple[ReversibleChain, tuple[torch.Tensor, ...]]:
+    """Return a chain in which activations weigh more than weights."""
+    return ReversibleChain([mlp() for _ in range(12)]), torch.randn(2, 64, 16, 8).unbind()
+
+
+def test_runs_are_no_longer_than_rounding_allows(mlp):
+    found = revzoo.profile(*long_chain(mlp), run=False)
+    lengths, least = {}, {}
+    for most in (None, 4, 2, 1, 0):
+        limited = replace(found, counted=replace(found.counted, max_invert_run=most))
+        plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").least_bytes)
+        runs = "".join("i" if mode == "invert" else " " for mode in plan.schedule).split()
+        lengths[most], least[most] = max(map(len, runs), default=0), plan.least_bytes
+        assert plan.max_invert_run == most
+    assert lengths[None] > 4
+    assert all(lengths[most] <= most for most in (4, 2, 1, 0))
+    assert least[None] < least[4] <= least[2] <= least[1] <= least[0]
+
+
+def test_a_model_without_an_invertible_step_is_planned(mlp):
+    chain, x = long_chain(mlp)
+    found = revzoo.profile(chain, x, run=False)
+    limited = replace(found, counted=replace(found.counted, max_invert_run=0))
+    plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").least_bytes)
+    assert "invert" not in plan.schedule
+    chain.schedule = plan
+    assert revzoo.measure_memory(chain, x).peak_bytes == plan.peak_bytes == plan.least_bytes
+
+
+def test_nodes_alone_are_planned(tiny, found, x):
+    """Without inverting and recomputing steps there are the nodes."""
+    units = [
+        replace(u, first=None, options=tuple(o for o in u.options if o.mode == "store" or u.name in ("stem", "fuse", "head")))
+        for u in found.counted.units
+    ]
+    limited = replace(found, counted=replace(found.counted, units=tuple(units)))
+    plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").least_bytes)
+    assert plan.schedule[1:5] == ("store",) * 4
+    tiny.schedule = plan
+    assert revzoo.measure_memory(tiny, x).peak_bytes == plan.peak_bytes == plan.least_bytes <= plan.stored_bytes
+
+
+def test_profile_solve_and_count_in_one_call(tiny, x):
+    optimizer = torch.optim.AdamW(tiny.parameters())
+    found = revzoo.profile(tiny, x, optimizer, run=False)
+    ends = revzoo.solve(found, "8GiB")
+    plan = revzoo.plan(tiny, x, (ends.least_bytes + ends.stored_bytes) // 2, optimizer=optimizer)
+    tiny.schedule = plan
+    assert revzoo.measure_memory(tiny, x, optimizer).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    assert plan.seconds is not None
+    assert plan.seconds > 0
+
+
+def test_a_plan_reads_well(middle):
+    first, second, third = str(middle).splitlines()
+    assert first == "rev_vit_digits, batch of [8, 1, 8, 8] float32, float32 on cpu"
+    assert second.startswith("peak ")
+    assert "all stored" in second
+    assert "leanest" in second
+    assert third.endswith("FLOPs more than storing")

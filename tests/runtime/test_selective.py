@@ -1,0 +1,427 @@
+"""Mode `selective`: which products are kept, to the byte and the FLOP, and that gradients stay those of the stored run."""
+
+import shutil
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from revzoo.analysis.flops import FlopCounter
+from revzoo.errors import RecoveryError, ScheduleError
+from revzoo.runtime import LiveBytes, ReversibleChain
+from revzoo.runtime.node import run_node
+
+B, N, D, M = 2, 20, 16, 2  # examples, tokens, width, heads
+UNIT = 4 * B * N * D
+C, S = 8, 6  # channels, height and width
+IMAGE = 4 * B * C * S * S
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.proj = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).reshape(*x.shape[:2], 3, M, D // M).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+
+
+def unit(dropout: float = 0.0) -> nn.Module:
+    half = (nn.BatchNorm2d(C), nn.ReLU(), nn.Conv2d(C, C, 3, padding=1, bias=False))
+    return nn.Sequential(*half, nn.Dropout(dropout), nn.BatchNorm2d(C), nn.ReLU(), nn.Conv2d(C, C, 3, padding=1, bias=False))
+
+
+def transformer(depth: int) -> list[nn.Module]:
+    return [step for _ in range(depth) for step in (Attention(), mlp())]
+
+
+def convolution(depth: int) -> list[nn.Module]:
+    return [unit() for _ in range(2 * depth)]
+
+
+def linear(depth: int) -> list[nn.Module]:
+    return [nn.Linear(D, D) for _ in range(2 * depth)]
+
+
+SHAPES = {transformer: (B, N, D), convolution: (B, C, S, S), linear: (B, N, D)}
+
+
+def waiting(make, mode: str, depth: int) -> int:
+    """Return the bytes between forward and backward."""
+    chain = ReversibleChain(make(depth))
+    chain.schedule = mode
+    streams = [x.requires_grad_() for x in torch.randn(2, *SHAPES[make]).unbind()]
+    with LiveBytes() as live:
+        known = live.watch([*chain.parameters(), *chain.buffers(), *streams])
+        y1, y2 = chain(*streams)
+        loss = y1.sum() + y2.sum()
+        del y1, y2
+        alive = live.alive(without=known)
+    loss.backward()
+    return alive
+
+
+def added(make, mode: str) -> int:
+    """Return the bytes that one more pair of steps keeps."""
+    return waiting(make, mode, 4) - waiting(make, mode, 3)
+
+
+def test_a_transformer_block_keeps_ten_streams():
+    # w of each of two steps, qkv 3, the attention's output 1, fc1 4; and a log-sum-exp for every token and head.
+    assert added(transformer, "selective") == 10 * UNIT + 4 * B * N * M
+    assert added(transformer, "recompute") == 2 * UNIT
+
+
+def test_a_unit_of_two_convolutions_keeps_its_input_and_the_first_of_them():
+    assert added(convolution, "selective") == 2 * 2 * IMAGE
+    assert added(convolution, "recompute") == 2 * IMAGE
+
+
+def test_a_step_that_is_one_product_keeps_its_input_alone():
+    assert added(linear, "selective") == added(linear, "recompute") == added(linear, "store") == 2 * UNIT
+
+
+class Names(TorchDispatchMode):
+    """Note the name of every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def flops(make, schedule: object) -> tuple[int, int]:
+    chain = ReversibleChain(make(2))
+    chain.schedule = schedule
+    streams = [x.requires_grad_() for x in torch.randn(2, *SHAPES[make]).unbind()]
+    with FlopCounter() as counter:
+        y1, y2 = chain(*streams)
+        (y1.sum() + y2.sum()).backward()
+    return counter.forward, counter.backward
+
+
+@pytest.mark.parametrize("make", SHAPES)
+def test_flops_are_those_of_the_stored_run(make):
+    forward, backward = flops(make, "store")
+    assert flops(make, "selective") == (forward, backward)
+    assert flops(make, ["selective", "store", "store", "selective"]) == (forward, backward)
+    assert (flops(make, "recompute")[1] > backward) == (make is not linear)
+
+
+def test_convolutions_run_once_and_norms_twice():
+    chain = ReversibleChain(convolution(1))
+    chain.schedule = "selective"
+    streams = [x.requires_grad_() for x in torch.randn(2, *SHAPES[convolution]).unbind()]
+    with Names() as names:
+        y1, y2 = chain(*streams)
+        (y1.sum() + y2.sum()).backward()
+    assert names.seen.count("convolution") == 4
+    assert names.seen.count("native_batch_norm") == 8
+
+
+def test_the_products_are_let_go_as_backward_proceeds():
+    chain = ReversibleChain(transformer(4))
+    chain.schedule = "selective"
+    streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).unbind()]
+    alive: list[int] = []
+    with LiveBytes() as live:
+        known = live.watch([*chain.parameters(), *streams])
+        y1, y2 = chain(*streams)
+        for step in chain.steps[::-2]:
+            bias = step[3].bias
+            bias.register_post_accumulate_grad_hook(lambda _: alive.append(live.alive(without=known)))
+        loss = y1.sum() + y2.sum()
+        del y1, y2
+        loss.backward()
+        del loss
+        known |= live.watch([p.grad for p in chain.parameters()] + [x.grad for x in streams])
+        assert live.alive(without=known) == 0
+    weights = sum(p.nbytes for step in chain.steps[:2] for p in step.parameters())
+    assert len(alive) == 4
+    # From one block to the next its ten streams go and the gradients of its weights come.
+    assert {before - after for before, after in pairwise(alive[1:])} == {10 * UNIT + 4 * B * N * M - weights}
+
+
+def steps_of_every_sort() -> list[list[nn.Module]]:
+    class Scaled(nn.Module):
+        """Change a product in place."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D, D)
+
+        def forward(self, w: Tensor) -> Tensor:
+            return self.linear(w).mul_(0.5).add_(1).tanh()
+
+    class Split(nn.Module):
+        """Use views of a product, a batched product, and an einsum."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D, 3 * D)
+
+        def forward(self, w: Tensor) -> Tensor:
+            q, k, v = self.linear(w).chunk(3, dim=-1)
+            return torch.einsum("bij,bjd->bid", (q @ k.transpose(1, 2)).softmax(-1), v)
+
+    class Branches(nn.Module):
+        """Take one product, or two, as an embedding beside it says."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(D, D) for _ in range(3))
+
+        def forward(self, w: Tensor) -> Tensor:
+            first = self.a(w)
+            return self.c(first.sigmoid() * self.b(w).relu()) + first
+
+    return [
+        [nn.Sequential(nn.Linear(D, 2 * D), nn.ReLU(inplace=True), nn.Linear(2 * D, D)) for _ in range(3)],
+        [nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True)) for _ in range(3)],
+        [nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Dropout(0.3), nn.Linear(D, D)) for _ in range(3)],
+        [Scaled() for _ in range(3)],
+        [Split() for _ in range(3)],
+        [Branches() for _ in range(3)],
+        [
+            nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5, inplace=True), nn.Linear(D, D), nn.SiLU(inplace=True))
+            for _ in range(3)
+        ],
+        [nn.LayerNorm(D), nn.GELU(), nn.Linear(D, D, bias=False), nn.Identity()],
+    ]
+
+
+@pytest.fixture(params=range(8))
+def steps(request) -> list[nn.Module]:
+    found = steps_of_every_sort()
+    assert len(found) == 8
+    return found[request.param]
+
+
+def run(chain: ReversibleChain, streams: list[Tensor], schedule: object, **kwargs) -> list[Tensor]:
+    chain.schedule = schedule
+    torch.manual_seed(3)
+    y1, y2 = chain(*streams, **kwargs)
+    return list(torch.autograd.grad((y1.sin() * y2).sum(), [*streams, *chain.parameters()]))
+
+
+@pytest.mark.parametrize("coupling", ["additive", "momentum"])
+def test_gradients_are_bit_identical_to_the_stored_ones(coupling, steps):
+    chain = ReversibleChain(steps, coupling)
+    streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).unbind()]
+    for found, expected in zip(run(chain, streams, "selective"), run(chain, streams, "store"), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_product_changed_in_place_is_computed_again():
+    chain = ReversibleChain([nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D))])
+    streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).unbind()]
+    counts = {}
+    for mode in ("store", "selective"):
+        chain.schedule = mode
+        with FlopCounter() as counter:
+            y1, y2 = chain(*streams)
+            (y1 * y2).sum().backward()
+        counts[mode] = counter.forward + counter.backward
+    assert counts["selective"] - counts["store"] == 2 * B * N * D * D  # the first of the two
+
+
+def test_a_further_backward_computes_what_the_first_has_used_up(error):
+    chain = ReversibleChain(transformer(2)).double()
+    chain.schedule = "selective"
+    streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).double().unbind()]
+    wanted = [*streams, *chain.parameters()]
+    y1, y2 = chain(*streams)
+    loss = (y1.sin() * y2).sum()
+    first = torch.autograd.grad(loss, wanted, retain_graph=True)
+    work = []
+    for _ in range(2):
+        with FlopCounter() as counter:
+            again = torch.autograd.grad(loss, wanted, retain_graph=True)
+        assert all(map(torch.equal, again, first))
+        work.append(counter.forward + counter.backward)
+    with FlopCounter() as counter:
+        torch.autograd.grad(run_loss(chain, streams, "recompute"), wanted)
+    assert work == [work[0]] * 2
+    assert work[0] == counter.backward  # as a step that keeps its input alone
+    assert error(first, torch.autograd.grad(run_loss(chain, streams, "store"), wanted)) < 1e-12
+
+
+def run_loss(chain: ReversibleChain, streams: list[Tensor], schedule: object) -> Tensor:
+    chain.schedule = schedule
+    y1, y2 = chain(*streams)
+    return (y1.sin() * y2).sum()
+
+
+def test_parts_of_a_retained_graph_in_any_order(error):
+    chain = ReversibleChain(transformer(2)).double()
+    streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).double().unbind()]
+    loss, stored = (run_loss(chain, streams, mode) for mode in ("selective", "store"))
+    for k in (0, 3, 1, 2, 0):
+        wanted = list(chain.steps[k].parameters())
+        found = torch.autograd.grad(loss, wanted, retain_graph=True)
+        assert error(found, torch.autograd.grad(stored, wanted, retain_graph=True)) < 1e-12
+
+
+def test_parameters_frozen_here_and_there(error):
+    chain = ReversibleChain(transformer(3)).double()
+    for i, parameter in enumerate(chain.parameters()):
+        parameter.requires_grad_(i % 3 == 0)
+    streams = list(torch.randn(2, B, N, D).double().unbind())
+    wanted = [p for p in chain.parameters() if p.requires_grad]
+    found, expected = (torch.autograd.grad(run_loss(chain, streams, mode), wanted) for mode in ("selective", "store"))
+    assert error(found, expected) == 0
+
+
+def test_create_graph_is_refused(streams):
+    chain = ReversibleChain([nn.Linear(6, 6), nn.Tanh()]).double()
+    chain.schedule = "selective"
+    y1, y2 = chain(*streams)
+    with pytest.raises(RecoveryError, match=r"create_graph=True needs the tensors that steps\.1 dropped"):
+        torch.autograd.grad((y1 * y2).sum(), streams, create_graph=True)
+
+
+def test_without_gradients_nothing_is_kept():
+    chain = ReversibleChain(transformer(2))
+    chain.schedule = "selective"
+    streams = torch.randn(2, B, N, D).unbind()
+    with torch.no_grad(), LiveBytes() as live:
+        known = live.watch([*chain.parameters(), *streams])
+        y1, y2 = chain(*streams)
+        assert live.alive(without=known) == y1.nbytes + y2.nbytes == 2 * UNIT
+
+
+def test_a_graph_that_is_dropped_leaves_nothing_behind():
+    chain = ReversibleChain(transformer(2))
+    chain.schedule = "selective"
+    streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).unbind()]
+    with LiveBytes() as live:
+        known = live.watch([*chain.parameters(), *streams])
+        for _ in range(3):
+            y1, y2 = chain(*streams)
+            assert live.alive(without=known) > 20 * UNIT
+            del y1, y2
+            assert live.alive(without=known) == 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs g++"))]
+)
+def test_inside_a_compiled_step_nothing_is_seen(backend, error):
+    """Compiled code writes into the buffers of its products where no version counts it."""
+
+    def sequence() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(C, C, 3, padding=1), nn.Sigmoid(), nn.Conv2d(C, C, 3, padding=1), nn.Tanh())
+
+    torch.compiler.reset()
+    chain = ReversibleChain([sequence() for _ in range(3)])
+    streams = [x.requires_grad_() for x in torch.randn(2, B, C, S, S).unbind()]
+    expected = run(chain, streams, "store")
+    for step in chain.steps:
+        step.compile(backend=backend)
+    assert error(run(chain, streams, "selective"), expected) < 1e-5
+    torch.compiler.reset()
+
+
+def test_products_without_gradients_are_not_kept():
+    """As inside an autograd.Function, whose saved tensors say nothing about its products."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x @ x.transpose(1, 2) @ x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                y = x.detach().requires_grad_()
+                return torch.autograd.grad(y @ y.transpose(1, 2) @ y, y, grad)[0]
+
+    class Step(nn.Linear):
+        def forward(self, w: Tensor) -> Tensor:
+            return super().forward(Square.apply(w * 0.1).tanh())
+
+    chain = ReversibleChain([Step(D, D) for _ in range(3)])
+    streams = [x.requires_grad_() for x in torch.randn(2, B, N, D).unbind()]
+    assert all(map(torch.equal, run(chain, streams, "selective"), run(chain, streams, "store")))
+
+
+def stem() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, C, 3, padding=1), nn.BatchNorm2d(C), nn.ReLU(), nn.Conv2d(C, C, 1))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_node_whose_output_is_its_last_product(changes):
+    """What follows may change that output in place: it is not kept, for nothing behind it was saved."""
+    node, x = stem(), torch.randn(B, 3, S, S, requires_grad=True)
+
+    def gradients(mode: str) -> list[Tensor]:
+        out = run_node(node, "stem", mode, x)
+        out = out.mul_(2) if changes else out * 2
+        return list(torch.autograd.grad(out.sin().sum(), [x, *node.parameters()]))
+
+    assert all(map(torch.equal, gradients("selective"), gradients("store")))
+
+
+def test_a_node_keeps_its_input_and_its_products():
+    node, x = stem(), torch.randn(B, 3, S, S, requires_grad=True)
+    kept = {}
+    for mode in ("store", "selective", "recompute"):
+        with LiveBytes() as live:
+            known = live.watch([*node.parameters(), *node.buffers(), x])
+            out = run_node(node, "stem", mode, x)
+            kept[mode] = live.alive(without=known)
+        del out
+    statistics = 2 * 4 * C
+    assert kept == {"store": 3 * IMAGE + statistics, "selective": 2 * IMAGE, "recompute": IMAGE}
+
+
+def test_a_node_of_several_inputs_and_outputs():
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x1.tanh()).relu(), self.b(x2).sigmoid() * x1
+
+    node, streams = Fork(), [x.requires_grad_() for x in torch.randn(2, B, D).unbind()]
+
+    def gradients(mode: str) -> list[Tensor]:
+        y1, y2 = run_node(node, "transition", mode, *streams)
+        return list(torch.autograd.grad((y1 * y2).sum(), [*streams, *node.parameters()]))
+
+    assert all(map(torch.equal, gradients("selective"), gradients("store")))
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_refused(streams):
+    chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), nn.Tanh())]).double()
+    chain.schedule = "selective"
+    y1, y2 = chain(*streams)
+    with torch.no_grad():
+        chain.steps[0][0].weight.mul_(2)
+    with pytest.raises(RecoveryError, match=r"'0.weight' of steps\.0 was changed in place between forward and backward"):
+        (y1 * y2).sum().backward()
+
+
+def test_the_modes_are_four():
+    chain = ReversibleChain([nn.Identity()])
+    with pytest.raises(
+        ScheduleError,
+        match=r"^Unknown mode for steps\.0\. Received: 'selectiv'\. Did you mean 'selective'\? "
+        r"Allowed: store, selective, recompute, invert\.$",
+    ):
+        chain.schedule = ["selectiv"]
