@@ -211,9 +211,7 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
     from revzoo.planning.show import show_batches
 
     if arguments.estimate:
-        raise InputError(
-            "Received: --estimate and a range of batch sizes, whose times are measured. Leave one out."
-        )
+        raise InputError("Received: --estimate and a range of batch sizes, whose times are measured. Leave one out.")
     optimizer = _optimizer(arguments.optimizer, model)
     found = best_batch(model, arguments.budget, *arguments.batch, solver=arguments.solver, optimizer=optimizer)
     if arguments.plot is not None:

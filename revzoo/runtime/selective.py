@@ -140,11 +140,6 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self._handle = handle
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled step stays compiled; what happens inside it is not seen."""
-        return True
-
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.replay import Replay
@@ -48,14 +48,14 @@ class Call:
         f: the step or node.
         name: for messages.
         side: read-only second argument of f, or None for an f without one.
-        selective: keep the products of the first run for the second.
+        selective: keep the products of the first run for the second. Compiled code hides them, and keeps nothing.
     """
 
     def __init__(self, f: Callable[..., Any], name: str, side: Any = None, *, selective: bool = False):
         self._f = f
         self.name = name
         self._side = side
-        self._products = Products(name) if selective else None
+        self._products = Products(name) if selective and not _is_compiled(f) else None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # with its version
         self._wants_grad: list[bool] = []
@@ -145,6 +145,12 @@ class Call:
             f"in recovery. Its function must depend on its input, parameters and torch's random stream alone, and "
             f"requires_grad must not change in between; otherwise set its schedule to 'store'."
         )
+
+
+def _is_compiled(f: Callable[..., Any]) -> bool:
+    """Return whether some of f is compiled: it would write into what is kept, or run uncompiled where a mode looks on."""
+    modules = f.modules() if isinstance(f, nn.Module) else ()
+    return any(m._compiled_call_impl is not None or isinstance(m, torch._dynamo.OptimizedModule) for m in modules)
 
 
 class Source(Protocol):

@@ -17,7 +17,10 @@ MODELS = ", ".join(list_models()[:3])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("lits", "Unknown command 'lits'. Did you mean 'list'? Allowed: check, eval, list, plan, profile, show, tokenizer, train."),
+        (
+            "lits",
+            "Unknown command 'lits'. Did you mean 'list'? Allowed: check, eval, list, plan, profile, show, tokenizer, train.",
+        ),
         (
             "train --ot=runs",
             "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --help, --out, ",
