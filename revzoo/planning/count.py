@@ -9,8 +9,9 @@ From each log follows, for every unit in the mode that it had there,
     backward_bytes      the most that is alive in its backward beside what the units in front of it keep
     cost, made_bytes    the FLOPs that storing would not have needed, and the bytes made in backward that it would not
 
-This is exact, not an estimate: what a moment of one schedule holds differs from the same moment of another in what the units
-in front keep, and in nothing else (`tests/planning/test_count.py` counts random schedules).
+What a moment of one schedule holds differs from the same moment of another in what the units in front keep, and in nothing
+else, so this is exact for the zoo's models (`tests/planning/test_count.py` counts random schedules). Known to be too high: bare
+chains, by at most a pair of streams where the first steps are inverted alone or all are stored; a mask that nobody keeps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -62,7 +62,7 @@ def model_of(case: Case, schedule: str) -> revzoo.Model:
     torch.manual_seed(0)
     model = revzoo.create(case.name, overrides=OVERRIDES[case.name], dtype=torch.float64)
     if schedule == "mixed":
-        steps, modes = {step.name for step in model.steps}, iter(["invert", "invert", "recompute", "store"] * 9)
+        steps, modes = {step.name for step in model.steps}, iter(["invert", "invert", "recompute", "store", "selective"] * 9)
         model.schedule = [next(modes) if unit in steps else "recompute" for unit in model.units]
     else:
         model.schedule = schedule

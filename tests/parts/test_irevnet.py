@@ -129,7 +129,7 @@ def test_the_inverse_is_refused_where_it_cannot_be():
         revzoo.create("revnet_digits").eval().inverse(torch.zeros(1, 112, 2, 2))
 
 
-@pytest.mark.parametrize("schedule", ["invert", "recompute"])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective"])
 def test_gradients_through_bijections_equal_stored_ones(schedule):
     overrides = [*TINY, "block.f.dropout=0.2"]
     model = revzoo.create("irevnet_300", overrides=overrides, dtype=torch.float64)

@@ -251,7 +251,7 @@ def test_rotations_and_dropout_are_replayed(name, masked):
     ids = model.example_input(2)[:, :100]
     kwargs = {"attention_mask": some_absent(100)} if masked else {}
     expected = gradients(model, ids, "store", **kwargs)
-    for mode in ("invert", "recompute"):
+    for mode in ("invert", "recompute", "selective"):
         for found, right in zip(gradients(model, ids, mode, **kwargs), expected, strict=True):
             assert (found - right).norm() <= 1e-10 * right.norm()
     assert all(g.norm() > 0 for g in expected)

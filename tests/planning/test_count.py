@@ -43,8 +43,8 @@ def dropping(model: nn.Module, drawn: list[list[str]]) -> list[list[str]]:
 
 def test_every_family_has_what_random_schedules_take(family, schedules):
     x = family.example_input(2)
-    problem, drawn = count(family, x), dropping(family, schedules(family, 9))
-    assert len(drawn) >= 5
+    problem, drawn = count(family, x), dropping(family, schedules(family, 6))
+    assert len(drawn) >= 4
     agrees(family, x, problem, drawn)
     # A step that is not stored holds on to the mask (of ids); where all are, it is freed after forward and still counted.
     surplus = peak(problem, ["store"] * len(problem.units)) - measured(family, x, "store")[0]
@@ -65,33 +65,33 @@ def test_evaluation_mode_and_a_frozen_stem(schedules):
     model = revzoo.create("revnet_digits", overrides=["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"]).eval()
     model.stem.requires_grad_(False)
     x = model.example_input(2)
-    agrees(model, x, count(model, x), schedules(model, 6))
+    agrees(model, x, count(model, x), schedules(model, 4))
 
 
 def test_exact_arithmetic(tiny, schedules):
     tiny.exact = True
     x = tiny.example_input(2)
-    agrees(tiny, x, count(tiny, x), schedules(tiny, 6))
+    agrees(tiny, x, count(tiny, x), schedules(tiny, 4))
 
 
 def test_autocast(tiny, schedules):
     x = tiny.example_input(2)
     with torch.autocast("cpu", torch.bfloat16):
         problem = count(tiny, x)
-    agrees(tiny, x, problem, schedules(tiny, 6), autocast=True)
+    agrees(tiny, x, problem, schedules(tiny, 4), autocast=True)
     assert peak(problem, ["store"] * 7) != peak(count(tiny, x), ["store"] * 7)
 
 
 def test_dropout_and_drop_path(schedules):
     model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2", "block.drop_path.max=0.2"])
     x = model.example_input(2)
-    agrees(model, x, count(model, x), schedules(model, 6))
+    agrees(model, x, count(model, x), schedules(model, 4))
 
 
 def test_ids_with_a_mask(schedules):
     model = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
     batch = {"x": model.example_input(2), "attention_mask": torch.ones(2, 64).tril(40).bool()}
-    agrees(model, batch, count(model, batch), dropping(model, schedules(model, 6)))
+    agrees(model, batch, count(model, batch), dropping(model, schedules(model, 4)))
 
 
 def test_the_optimizers_state_is_there_all_the_time(tiny, schedules):
