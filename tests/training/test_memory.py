@@ -236,7 +236,7 @@ def other(*overrides: str) -> Callable[[Path], None]:
         (other("memory.budget=2500KiB"), r"is for a budget of 3\.0 MiB and not 2\.4 MiB"),
         (other("memory.solver=knapsack"), "is for the solver 'timeline' and not 'knapsack'"),
         (edited(device="cuda NVIDIA X"), "is for the device cuda NVIDIA X and not cpu"),
-        (edited(digest="0" * 64), "is for a model of the same name but another spec: 000000000000 and not "),
+        (edited(digest="0" * 64), "is for a model of the same name but other parts, sizes or frozen parameters: 0{12} and "),
         (edited(units=["a"] * 5), "is for other units than the model has"),
         (edited(schedule=["store"] * 5, peak_bytes=1), r"is for steps of 1 B and not 3\.\d MiB, which is above the budget"),
         (lambda folder: (folder / "plan.json").write_text("{"), "plan.json is not a saved plan .* Put back"),
