@@ -16,7 +16,7 @@ chains, by at most a pair of streams where the first steps are inverted alone or
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -71,7 +71,7 @@ def count(model: nn.Module, batch: Any, loss: Loss | None = None, other_bytes: i
 
 def schedules(parts: Sequence[Part]) -> Iterator[list[Mode]]:
     """Yield the schedules that are traced, the stored one first."""
-    for mode in ("store", "selective", "recompute", "invert"):
+    for mode in get_args(Mode):
         yield [mode if part.kind == "step" or mode != "invert" else "selective" for part in parts]
     for pair in _ALTERNATING:
         yield [pair[k % 2] if part.kind == "step" else "store" for k, part in enumerate(parts)]

@@ -28,6 +28,8 @@ from revzoo.planning.problem import Problem, end_bytes, peak, walk
 _Ints = NDArray[Any]
 _UP = 1 + 2e-15  # above the rounding of one product and one quotient: a bound must not come out too low
 
+Reading = Literal["peak", "static"]
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -111,7 +113,7 @@ def _sums(numbers: Sequence[int]) -> _Ints:
     return np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])
 
 
-def solve_additive(problem: Problem, budget: int, reading: Literal["peak", "static"] = "peak") -> list[str] | None:
+def solve_additive(problem: Problem, budget: int, reading: Reading = "peak") -> list[str] | None:
     """Return the schedule of the additive model: store the reversible steps whose bytes save most, invert the others.
 
     Bytes stored are added to those of the schedule that inverts whatever it can, m_o. This cannot see that the last

@@ -16,7 +16,7 @@ from revzoo.analysis.memory import format_bytes
 from revzoo.errors import BudgetError, PlanError, UnknownNameError
 from revzoo.planning.budget import budget_bytes
 from revzoo.planning.count import counted_peak
-from revzoo.planning.knapsack import solve_additive
+from revzoo.planning.knapsack import Reading, solve_additive
 from revzoo.planning.problem import Moment, Problem, cost, peak, timeline_of
 from revzoo.planning.profile import Profile, profile
 from revzoo.planning.setting import Setting, setting
@@ -27,7 +27,6 @@ from revzoo.planning.walk import Planned, units
 from revzoo.runtime.chain import Mode
 
 Solver = Literal["timeline", "knapsack"]
-Reading = Literal["peak", "static"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Plan:
 
     def __str__(self) -> str:
         counts = Counter(self.schedule)
-        modes = ", ".join(f"{counts[mode]} {mode}" for mode in ("store", "selective", "recompute", "invert") if counts[mode])
+        modes = ", ".join(f"{counts[mode]} {mode}" for mode in get_args(Mode) if counts[mode])
         lines = [
             f"{self.setting.model}, batch of {', '.join(self.setting.batch)}, {self.setting.dtype} on {self.setting.device}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
@@ -169,10 +168,10 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, r
                 "Try solver='timeline', or a larger budget."
             )
     else:
-        raise UnknownNameError("solver", solver, ("timeline", "knapsack"))
-    least, _ = least_peak(problem)
+        raise UnknownNameError("solver", solver, get_args(Solver))
+    least, leanest = least_peak(problem)
     if modes is None:
-        raise BudgetError(_too_small(problem, limit, solver))
+        raise BudgetError(_too_small(problem, limit, least, leanest, solver))
     notes = list(profile.notes)
     if set(modes) == {"store"}:
         notes.append(f"Everything is stored: the budget is above the {format_bytes(stored)} that this takes.")
@@ -243,11 +242,10 @@ def _longest_run(modes: Sequence[str]) -> int:
     return max((len(list(group)) for mode, group in groupby(modes) if mode == "invert"), default=0)
 
 
-def _too_small(problem: Problem, limit: int, solver: Solver) -> str:
+def _too_small(problem: Problem, limit: int, least: int, leanest: Sequence[str], solver: Solver) -> str:
     """Return what is missing, and what would help."""
     if solver == "knapsack":
         return f"The knapsack has no schedule within {format_bytes(limit)}. Try solver='timeline', or a larger budget."
-    least, leanest = least_peak(problem)
     worst = max(timeline_of(problem, leanest), key=lambda moment: moment.bytes)
     where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
     return (

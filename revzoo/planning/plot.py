@@ -17,9 +17,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from revzoo.analysis.memory import format_bytes
 from revzoo.analysis.plot import MODE_COLORS
+from revzoo.analysis.report import MODES
 from revzoo.analysis.show import format_flops
 from revzoo.planning.plan import Plan
-from revzoo.planning.show import MODES, Point, format_seconds
+from revzoo.planning.show import Point, format_seconds
 
 _INK, _PALE, _GRID = "#222222", "#8a8a8a", "#e3e3e3"
 _PLAN, _FILL, _FIXED, _BACKWARD = "#c8452b", "#cfdfee", "#c3c8ce", "#f7f4ec"

@@ -76,8 +76,7 @@ def profile(
         RecoveryError: a step does not repeat itself.
     """
     other_bytes += state_bytes(model, optimizer)
-    counted = count(model, batch, loss, other_bytes)
-    counted = replace(counted, max_invert_run=growth_limit(model))
+    counted = replace(count(model, batch, loss, other_bytes), max_invert_run=growth_limit(model))
     notes, times = [], None
     if any(p.is_meta for p in model.parameters()):
         notes.append(

@@ -13,6 +13,7 @@ from rich.table import Table
 from torch import nn
 
 from revzoo.analysis.memory import format_bytes
+from revzoo.analysis.report import MODES
 from revzoo.analysis.show import format_flops
 from revzoo.planning.anchor import anchored
 from revzoo.planning.batch import BatchPlan
@@ -22,7 +23,6 @@ from revzoo.planning.profile import Profile
 from revzoo.planning.timeline import least_peak, solve
 from revzoo.planning.walk import units
 
-MODES = ("store", "selective", "recompute", "invert")
 _FRONT = 24  # budgets
 
 
