@@ -1,4 +1,4 @@
-"""The command line: revzoo list | show | profile | plan | train | eval | check | tokenizer.
+"""The command line: revzoo list | show | profile | plan | convert | export | train | eval | check | tokenizer.
 
 A command imports what it needs when it runs, so that `revzoo list` answers without torch.
 """
@@ -255,6 +255,34 @@ def _optimizer(name: str | None, model: "Model") -> "Optimizer | None":
         raise InputError(f"timm's {name} cannot be made here ({type(error).__name__}: {error}). Try adamw.") from error
 
 
+def _convert(arguments: argparse.Namespace) -> int:
+    from revzoo import convert
+
+    report = convert(
+        arguments.source,
+        arguments.weights,
+        coupling=arguments.coupling,
+        kept_bits=None if arguments.strength is not None else arguments.kept_bits,
+        strength=arguments.strength,
+        out=arguments.out,
+        partial=arguments.partial,
+    )
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print(report)
+        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from revzoo import export
+
+    count = export(arguments.folder, arguments.out, arguments.weights)
+    print(f"{arguments.out}: {count} tensors under the source's names.")
+    return 0
+
+
 def _train(arguments: argparse.Namespace) -> int:
     recipes, overrides = _split(arguments.recipe)
     if arguments.resume is not None:
@@ -441,6 +469,37 @@ def _declare_model(parser: Parser, batch: Callable[[str], object], metavar: str,
     )
 
 
+def _declare_convert(parser: Parser) -> None:
+    parser.epilog = (
+        "momentum starts as nearly the original's function, additive as another one with the same tensors. The folder can be "
+        "given to every command that takes a model."
+    )
+    parser.add_argument(
+        "source",
+        help="a timm name, a folder with a Transformers config.json, or a reversible model, for its published weights",
+    )
+    parser.add_argument("--weights", metavar="FILE", help="safetensors, .pth, .bin, or an index of shards (default: the hub's)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write, new or empty")
+    parser.add_argument(
+        "--coupling",
+        choices=("momentum", "dual_residual", "additive"),
+        default="momentum",
+        help="how the two streams meet (default: momentum)",
+    )
+    parser.add_argument(
+        "--kept-bits", type=int, choices=range(9), default=8, metavar="S", help="b = 2^-S, exactly invertible (default: 8)"
+    )
+    parser.add_argument("--strength", type=float, metavar="B", help="b in floating point instead, without kept bits")
+    parser.add_argument("--partial", action="store_true", help="begin missing tensors fresh, and drop extra ones")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead")
+
+
+def _declare_export(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, help="a folder that revzoo convert wrote")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="trained weights of it (default: the folder's own)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors", help="the file to write")
+
+
 def _declare_list(parser: Parser) -> None:
     parser.add_argument("pattern", nargs="?", default="*", help="shell-style, such as 'rev_vit*'")
     parser.add_argument(
@@ -455,6 +514,8 @@ COMMANDS = {
     "show": Command("Show what a model consists of, what it stores and what it rebuilds.", _declare_show, _show),
     "profile": Command("Measure what every part of a model keeps and takes in every mode.", _declare_profile, _profile),
     "plan": Command("Find the fastest mix of modes that fits a memory budget.", _declare_plan, _plan),
+    "convert": Command("Make a pretrained network reversible.", _declare_convert, _convert),
+    "export": Command("Write a converted network's weights under the original's names.", _declare_export, _export),
     "train": Command("Train a model by a recipe.", _declare_train, _train),
     "eval": Command("Evaluate what was trained, or shipped weights.", _declare_eval, _eval),
     "check": Command("Compare a model's gradients with those of the stored run.", _declare_check, _check),

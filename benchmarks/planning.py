@@ -4,8 +4,9 @@
     python benchmarks/planning.py --only front      one row
     python benchmarks/planning.py --quick           the same rows at toy size, in a minute
 
-Prints one line a row: what was asked and what was measured. Writes planning.json, with the data behind every line, and
-pictures: the Pareto fronts, and the schedules and times over batch sizes, for each network. Rows that are measured in seconds
+Prints one line a row: what was asked and what was measured. Writes planning.json, with the data behind every line (rows that
+were there and are not measured anew stay), and pictures: the Pareto fronts, and the schedules and times over batch sizes, for
+each network. Rows that are measured in seconds
 (knapsack, bound, paper) want a machine with nothing else to do; the others count, and are the same everywhere.
 """
 
@@ -164,15 +165,17 @@ def main() -> None:
     torch.set_num_threads(1 if args.quick else 2)
     args.out.mkdir(parents=True, exist_ok=True)
     console, found = Console(width=None if sys.stdout.isatty() else 140), {}
-    about = surroundings()
+    about, file = surroundings(), args.out / "planning.json"
+    rows = json.loads(file.read_text())["rows"] if file.is_file() else {}
     for name in args.only:
         with console.status(ROWS[name].what):
             begin = time.perf_counter()
-            found[name] = ROWS[name].measure(args.quick)
-            found[name]["took_seconds"] = time.perf_counter() - begin
+            rows[name] = found[name] = ROWS[name].measure(args.quick)
+            found[name] |= {"took_seconds": time.perf_counter() - begin, "commit": about["commit"]}
         if draw := ROWS[name].draw:
             draw(found[name], args.out)
-        (args.out / "planning.json").write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
+        ordered = {row: rows[row] for row in ROWS if row in rows}
+        file.write_text(json.dumps(about | {"rows": ordered}, indent=1) + "\n")
     console.print(table(found), *(sweeps(found["paper"]) if "paper" in found else []), about)
 
 

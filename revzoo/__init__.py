@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from revzoo.analysis.memory import MemoryReport, measure_memory
     from revzoo.analysis.verify import VerifyReport, verify
     from revzoo.builder import build
+    from revzoo.conversion.convert import convert, export
+    from revzoo.conversion.report import ConvertReport
     from revzoo.model import Model
     from revzoo.planning.plan import Plan, plan, solve
     from revzoo.planning.profile import Profile, profile
@@ -17,6 +19,7 @@ __version__ = "0.1.0"
 
 # Public names and their homes. They are imported on first use, so that listing models does not import torch.
 _HOMES = {
+    "ConvertReport": "revzoo.conversion.report",
     "MemoryReport": "revzoo.analysis.memory",
     "Model": "revzoo.model",
     "Plan": "revzoo.planning.plan",
@@ -24,7 +27,9 @@ _HOMES = {
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.builder",
+    "convert": "revzoo.conversion.convert",
     "create": "revzoo.weights",
+    "export": "revzoo.conversion.convert",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.memory",
@@ -35,6 +40,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "ConvertReport",
     "MemoryReport",
     "Model",
     "Plan",
@@ -42,7 +48,9 @@ __all__ = [
     "Spec",
     "VerifyReport",
     "build",
+    "convert",
     "create",
+    "export",
     "list_models",
     "load_spec",
     "measure_memory",

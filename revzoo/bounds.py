@@ -17,7 +17,7 @@ class Bound:
 Positive = Annotated[int, Bound("an integer >= 1", lambda n: n >= 1)]
 Rate = Annotated[float, Bound("a number in [0, 1)", lambda p: 0 <= p < 1)]
 Update = Annotated[float, Bound("a number in (0, 1]", lambda p: 0 < p <= 1)]
-Share = Annotated[float, Bound("a number in (0, 1)", lambda p: 0 < p < 1)]
+Bits = Annotated[int, Bound("an integer from 0 to 8", lambda n: 0 <= n <= 8)]
 Extent = Annotated[float, Bound("a finite number > 0", lambda x: 0 < x < inf)]
 Finite = Annotated[float, Bound("a finite number", isfinite)]
 NonZero = Annotated[float, Bound("a finite number other than 0", lambda x: isfinite(x) and x != 0)]

@@ -73,6 +73,10 @@ class PlanError(RevzooError, ValueError):
     """A plan that is damaged, or was made for something else."""
 
 
+class ConversionError(RevzooError, ValueError):
+    """A network that cannot be converted, or weights that are not of the network they are said to be."""
+
+
 class CheckpointError(RevzooError, ValueError):
     """A weights file that is damaged, foreign, or of another model."""
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from revzoo import inputs
 from revzoo.bijection import Bijection
-from revzoo.errors import InputError
+from revzoo.errors import InputError, MisfitError, did_you_mean, listing
+from revzoo.registry import couplings
 from revzoo.runtime.chain import Applicable, Mode, Pair, Step, checked_schedule, invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.exact import Grid, require_exact
@@ -143,6 +144,28 @@ class Model(nn.Module):
         """Number of classes of the head; for a language model, of ids."""
         return cast(Head, self.head).outputs
 
+    def recouple(self, **arguments: object) -> None:
+        """Give the coupling other arguments, such as `kept_bits=4`, in the spec too; None is its default, the others stay.
+
+        Weights stay; the function changes, as it does when a converted network is fine-tuned on a schedule.
+
+        Raises:
+            InputError: an argument that the coupling does not have, or a value that it refuses.
+        """
+        part, known = self.spec.coupling, list(couplings.arguments(self.spec.coupling.type))
+        for name in arguments:
+            if name not in known:
+                raise InputError(
+                    f"The coupling {part.type} has no {name!r}.{did_you_mean(name, known)} It has: {listing(known)}."
+                )
+        merged = {key: value for key, value in {**part.arguments, **arguments}.items() if value is not None}
+        try:
+            self.coupling = couplings[part.type](**merged)
+        except MisfitError as misfit:
+            raise InputError(f"The coupling {part.type} cannot be so. {misfit}") from misfit
+        block = replace(self.spec.block, coupling=replace(part, arguments=merged))
+        self.spec = replace(self.spec, block=block)
+
     def reset_head(self, num_outputs: int) -> None:
         """Replace the last linear layer by a fresh one with `num_outputs` outputs, in the spec too.
 
@@ -154,9 +177,14 @@ class Model(nn.Module):
         self.spec = replace(self.spec, head=head)
 
     def no_weight_decay(self) -> set[str]:
-        """Return names of the parameters that timm's `create_optimizer_v2` is not to decay: tables of positions."""
-        tables = {"pos_embed", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"}
+        """Return names of the parameters that timm's `create_optimizer_v2` is not to decay: positions and class token."""
+        tables = {"pos_embed", "cls_token", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"}
         return {name for name, _ in self.named_parameters() if name.rpartition(".")[2] in tables}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return timm's description of how deep parameters lie, for layer-wise learning rates: stem, blocks, the rest."""
+        blocks = [(r"^stages\.(\d+)\.transition", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else blocks}
 
     def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
         """Return a random batch: images (batch_size, C, H, W), or ids (batch_size, length) without padding."""

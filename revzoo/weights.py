@@ -23,7 +23,7 @@ from revzoo.builder import build
 from revzoo.errors import CheckpointError, InputError, UnknownNameError, listing
 from revzoo.model import Model, checked_outputs
 from revzoo.spec.loading import load_spec
-from revzoo.spec.names import data_root
+from revzoo.spec.names import CONVERTED_WEIGHTS, data_root, model_files
 from revzoo.spec.parsing import plain
 from revzoo.spec.tree import join
 
@@ -66,7 +66,8 @@ def create(
     """Return a reversible network, in training mode like any new module.
 
     Args:
-        source: a model name (`revzoo.list_models()`), a spec file, or a folder with spec.yaml (such as a run's).
+        source: a model name (`revzoo.list_models()`), a spec file, or a folder with spec.yaml (such as a run's). One that
+            `revzoo convert` wrote brings its weights, which are loaded except on the meta device.
         pretrained: load the weights that ship with revzoo for this name.
         checkpoint: load this file instead: safetensors, or a pickled state dict (read with `weights_only`).
         num_outputs: number of classes; where it differs from the spec's, the head starts fresh after loading.
@@ -94,6 +95,8 @@ def create(
     home = _checked_device("cpu" if device is None else device)
     spec = load_spec(source, list(overrides or ()))
     file = shipped_weights(str(source)) if pretrained else checkpoint
+    if file is None and home.type != "meta":
+        file = converted_weights(source)
     with home:
         model = build(spec)
     model.to(dtype)
@@ -104,6 +107,12 @@ def create(
     model.schedule = schedule
     model.exact = exact
     return model
+
+
+def converted_weights(source: str | Path) -> Path | None:
+    """Return the weights beside the spec of a folder that `revzoo convert` wrote, or None for any other source."""
+    file = Path(source) / CONVERTED_WEIGHTS
+    return file if str(source) not in model_files() and file.is_file() else None
 
 
 def _checked_device(device: torch.device | str) -> torch.device:
@@ -144,7 +153,7 @@ def load(model: Model, path: str | Path) -> None:
     """
     path = Path(path)
     found, metadata = _contents(path)
-    tensors = _without_wrappers(found)
+    tensors = without_wrappers(found)
     own, shared = model.state_dict(), _shared(model)
     untied = [
         key for key, first in shared.items() if {key, first} <= tensors.keys() and not _same(tensors[key], tensors[first])
@@ -286,7 +295,8 @@ def shipped_weights(name: str) -> Path:
     return path
 
 
-def _without_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without what wrappers (DistributedDataParallel, torch.compile) put in front of every key."""
     for prefix in _WRAPPERS * 2:  # either may be outermost
         if tensors and all(key.startswith(prefix) for key in tensors):
             tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}

@@ -66,6 +66,29 @@ class Mean(nn.Module):
         return fused
 
 
+@fuses.register("last")
+class Last(nn.Module):
+    """Go on with the newer stream alone and normalise.
+
+    For couplings that begin as an ordinary network, whose only stream it is.
+
+    Shapes: x1, x2 -> the shape of x2.
+    Args:
+        norm: `layer_norm` (eps 1e-6) or `layer_norm_1e-5` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        momentum: of BatchNorm's running statistics.
+    Source: Dr2Net (Zhao et al. 2024) and Momentum ResNets (Sander et al. 2021), where the other stream is the past.
+    """
+
+    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: Update = 0.01):
+        super().__init__()
+        self.out_shape = at.shape
+        self.norm = _norm(self.out_shape, norm, momentum)
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        fused: Tensor = self.norm(x2)
+        return fused
+
+
 def _norm(shape: Shape, name: FuseNorm, momentum: float) -> nn.Module:
     if name == "none":
         return nn.Identity()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from revzoo.bounds import Positive, Rate, Update
 from revzoo.errors import MisfitError
+from revzoo.parts.norm import token_norm
 from revzoo.parts.site import Site
 from revzoo.registry import heads
 
@@ -40,9 +41,11 @@ class PooledLinear(LinearHead):
     Shapes: (B, C, H, W) or (B, N, C) -> (B, outputs); mask (B, N), False where no token is, which pooling then passes over.
     Args:
         outputs: number of classes.
-        pool: `mean` or `max` over everything but batch and channels.
+        pool: `mean` or `max` over everything but batch and channels, or the `first` token, which is the class token.
+        class_token: whether the first token is a class token, which `mean` and `max` leave out.
         dropout: probability of dropping a pooled feature, in [0, 1).
         norm: before pooling; `batch_norm` (with ReLU), for images, or `none`.
+        fc_norm: behind pooling, called as in timm.
         momentum: of BatchNorm's running statistics.
     """
 
@@ -51,27 +54,38 @@ class PooledLinear(LinearHead):
         at: Site,
         *,
         outputs: Positive,
-        pool: Literal["mean", "max"] = "mean",
+        pool: Literal["mean", "max", "first"] = "mean",
+        class_token: bool = False,
         dropout: Rate = 0.0,
         norm: Literal["batch_norm", "none"] = "none",
+        fc_norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "none",
         momentum: Update = 0.1,
     ):
         super().__init__("linear")
         if norm == "batch_norm" and at.shape.layout != "image":
             raise MisfitError("norm", norm, "none, or batch_norm behind images; tokens are normed by the fuse")
+        if pool == "first" and at.shape.layout != "tokens":
+            raise MisfitError("pool", pool, "mean or max behind images")
+        if class_token and at.shape.layout != "tokens":
+            raise MisfitError("class_token", class_token, "false behind images")
         self._dims = (2, 3) if at.shape.layout == "image" else (1,)
-        self._pool = pool
+        self._pool, self._class_token = pool, class_token and pool != "first"
         self.norm = nn.Identity() if norm == "none" else BatchNormAct2d(at.shape.width, momentum=momentum)
+        self.fc_norm = nn.Identity() if fc_norm == "none" else token_norm(fc_norm, at.shape.width)
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(at.shape.width, outputs)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self.norm(x)
-        if mask is None:
-            pooled = x.mean(self._dims) if self._pool == "mean" else x.amax(self._dims)
-        else:
-            absent = ~mask[:, :, None]
-            kept = x.masked_fill(absent, 0.0 if self._pool == "mean" else -inf)
-            pooled = kept.sum(1) / mask.sum(1, keepdim=True) if self._pool == "mean" else kept.amax(1)
+        pooled = self.fc_norm(self._pooled(self.norm(x), mask))
         logits: Tensor = self.linear(self.dropout(pooled))
         return logits
+
+    def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self._pool == "first":
+            return x[:, 0]
+        if self._class_token:
+            x, mask = x[:, 1:], None if mask is None else mask[:, 1:]
+        if mask is None:
+            return x.mean(self._dims) if self._pool == "mean" else x.amax(self._dims)
+        kept = x.masked_fill(~mask[:, :, None], 0.0 if self._pool == "mean" else -inf)
+        return kept.sum(1) / mask.sum(1, keepdim=True) if self._pool == "mean" else kept.amax(1)

@@ -21,18 +21,19 @@ class FuseMergeSplit(nn.Module):
 
     Shapes: x1, x2: (B, H W, C), H and W even -> twice the same (B, H W / 4, width).
     Args:
-        fuse: `mean` of the streams; `mlp` from both (2C, fuse_ratio C, C); `proj`, a linear map of both after LayerNorm that
-            begins near their mean.
+        fuse: `mean` of the streams; `last` is the newer one, x2, alone; `mlp` from both (2C, fuse_ratio C, C); `proj`, a
+            linear map of both after LayerNorm that begins near their mean.
         fuse_ratio: hidden width of that MLP over C; the authors measured with 2.
         down: `patch_merging`: LayerNorm of four tokens side by side, then a linear map to `width`.
     Source: PaReprop's Rev-Swin (RevSwin `models/reversible_swin2.py` and `common.py`: avg, concat_linear_{fuse_ratio}, proj).
+        With `last` it is Swin's own merging, for couplings that begin as an ordinary network.
     """
 
     def __init__(
         self,
         at: Site,
         *,
-        fuse: Literal["mean", "mlp", "proj"] = "mean",
+        fuse: Literal["mean", "last", "mlp", "proj"] = "mean",
         fuse_ratio: Extent = 2.0,
         down: Literal["patch_merging"] = "patch_merging",
     ):
@@ -45,6 +46,7 @@ class FuseMergeSplit(nn.Module):
             raise MisfitError("fuse_ratio", fuse_ratio, f"a ratio that leaves a hidden channel of the width {width}")
         self.grid = size
         self.out_shape = Shape(at.width, (size[0] // 2, size[1] // 2), "tokens")
+        self._last = fuse == "last"
         self.fuse: nn.Module | None = None
         if fuse == "mlp":
             self.fuse = Mlp(2 * width, int(fuse_ratio * width), width)
@@ -53,9 +55,14 @@ class FuseMergeSplit(nn.Module):
         self.down = PatchMerging(width, at.width)
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-        fused = (x1 + x2) / 2 if self.fuse is None else self.fuse(torch.cat((x1, x2), dim=2))
-        merged = self.down(fused.unflatten(1, self.grid)).flatten(1, 2)
+        merged = self.down(self._fused(x1, x2).unflatten(1, self.grid)).flatten(1, 2)
         return merged, merged
+
+    def _fused(self, x1: Tensor, x2: Tensor) -> Tensor:
+        if self.fuse is None:
+            return x2 if self._last else (x1 + x2) / 2
+        fused: Tensor = self.fuse(torch.cat((x1, x2), dim=2))
+        return fused
 
 
 class _Projection(nn.Module):

@@ -1,6 +1,6 @@
 """MLP branches: norm, two linear layers, drop path, without the residual, which the coupling is."""
 
-from timm.layers import DropPath, Mlp
+from timm.layers import DropPath, LayerScale, Mlp
 from torch import Tensor, nn
 
 from revzoo.bounds import Extent
@@ -19,18 +19,28 @@ class MlpBranch(nn.Module):
         ratio: hidden width over width.
         act: activation between the two linear layers.
         norm: in front.
+        layer_scale: whether the result is multiplied by a learned factor per channel, at first 1e-5, as in DeiT III.
     Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock).
     """
 
-    def __init__(self, at: Site, *, ratio: Extent = 4.0, act: Activation = "gelu", norm: TokenNorm = "layer_norm"):
+    def __init__(
+        self,
+        at: Site,
+        *,
+        ratio: Extent = 4.0,
+        act: Activation = "gelu",
+        norm: TokenNorm = "layer_norm",
+        layer_scale: bool = False,
+    ):
         super().__init__()
         at.require("tokens", "mlp")
         if at.width * ratio < 1:
             raise MisfitError("ratio", ratio, f"a ratio that leaves a hidden channel of the width {at.width}")
         self.norm = token_norm(norm, at.width)
         self.mlp = Mlp(at.width, int(at.width * ratio), act_layer=activation(act))
+        self.ls = LayerScale(at.width) if layer_scale else nn.Identity()
         self.drop_path = DropPath(at.drop_path)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        out: Tensor = self.drop_path(self.mlp(self.norm(x)))
+        out: Tensor = self.drop_path(self.ls(self.mlp(self.norm(x))))
         return out

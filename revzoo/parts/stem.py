@@ -1,6 +1,7 @@
 """Stems: from the input to the tensor that is split into two streams."""
 
 from dataclasses import replace
+from math import prod
 from typing import Literal
 
 import torch
@@ -24,15 +25,16 @@ _IMAGES = "an input of kind image, or token_embed for texts"
 class PatchStem(nn.Module):
     """Embed non-overlapping patches, normalise them if asked to, and add a learned position to each.
 
-    Shapes: (B, C, H, W) -> (B, H W / patch^2, width).
+    Shapes: (B, C, H, W) -> (B, H W / patch^2, width), one token more with a class token, which is the first one.
     Args:
         width: channels of a token.
         patch: side of a patch [pixels]; divides the image's sides.
         norm: of each token, before its position is added.
-        position: `learned` adds one embedding per token; `none` adds nothing.
+        class_token: whether a learned token is put in front of those of the patches, which are then no grid any more.
+        position: `learned` adds one embedding per token, `patches` per patch and none to the class token; `none` adds nothing.
         position_std: of the embeddings' initial values. Small networks that average over tokens learn faster with 0.5.
-    Source: ViT (Dosovitskiy et al. 2021) without class token, as Rev-ViT uses it (SlowFast `reversible_mvit.py`); Swin (Liu
-        et al. 2021) has the norm and no position.
+    Source: ViT (Dosovitskiy et al. 2021), without class token as Rev-ViT uses it (SlowFast `reversible_mvit.py`); DeiT III
+        (Touvron et al. 2022) has `patches`; Swin (Liu et al. 2021) has the norm and no position. Parameters are timm's.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class PatchStem(nn.Module):
         width: Positive,
         patch: Positive,
         norm: Literal["layer_norm_1e-5", "none"] = "none",
-        position: Position = "learned",
+        class_token: bool = False,
+        position: Literal["learned", "patches", "none"] = "learned",
         position_std: Extent = 0.02,
     ):
         super().__init__()
@@ -50,14 +53,25 @@ class PatchStem(nn.Module):
         at.require("image", "patch_embed", _IMAGES)
         if any(side % patch for side in size):
             raise MisfitError("patch", patch, f"a divisor of both sides of the {size[0]}x{size[1]} image")
-        self.out_shape = Shape(width, tuple(side // patch for side in size), "tokens")
+        patches = Shape(width, tuple(side // patch for side in size), "tokens")
+        self.out_shape = replace(patches, size=(1 + prod(patches.size),)) if class_token else patches
         norm_layer = None if norm == "none" else nn.LayerNorm  # whose eps is 1e-5
         self.patch_embed = PatchEmbed((size[0], size[1]), patch, at.shape.width, width, norm_layer)
-        self.pos_embed = _positions(position, self.out_shape, position_std)
+        self.cls_token = nn.Parameter(1e-6 * torch.randn(1, 1, width)) if class_token else None  # as timm begins
+        self._late = position == "patches"  # whether the class token comes after the positions
+        embedded = patches if self._late else self.out_shape
+        self.pos_embed = _positions("none" if position == "none" else "learned", embedded, position_std)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens: Tensor = self.patch_embed(x)
-        return tokens if self.pos_embed is None else tokens + self.pos_embed
+        if not self._late:
+            tokens = self._with_class(tokens)
+        if self.pos_embed is not None:
+            tokens = tokens + self.pos_embed
+        return self._with_class(tokens) if self._late else tokens
+
+    def _with_class(self, tokens: Tensor) -> Tensor:
+        return tokens if self.cls_token is None else torch.cat((self.cls_token.expand(len(tokens), -1, -1), tokens), dim=1)
 
 
 @stems.register("conv")

@@ -3,6 +3,8 @@
 B examples, N tokens, D channels.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,11 +38,41 @@ class SequenceClassification(LinearHead):
         self.out_proj = nn.Linear(at.shape.width, outputs)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None:
-            x = x.take_along_dim(mask.int().argmax(1)[:, None, None], 1)  # argmax finds the first of the largest
-        pooled = torch.tanh(self.dense(self.input_dropout(x[:, 0])))
+        pooled = torch.tanh(self.dense(self.input_dropout(_first(x, mask))))
         logits: Tensor = self.out_proj(self.dropout(pooled))
         return logits
+
+
+@heads.register("text_features")
+class TextFeatures(nn.Module):
+    """Hand over features, for a network that is no classifier: of a text, or of each of its tokens.
+
+    Shapes: (B, N, D) -> (B, D) of a text, (B, N, D) of tokens; mask (B, N), False where no token is.
+    Args:
+        of: `text` is its first token behind a dense layer and tanh, `tokens` all of them as they are.
+    Source: Transformers' BertModel and RobertaModel, pooler_output (`text`) and last_hidden_state (`tokens`).
+    """
+
+    def __init__(self, at: Site, *, of: Literal["text", "tokens"] = "text"):
+        super().__init__()
+        at.require("tokens", "text_features", "pooled_linear, or a stem that gives tokens")
+        self._width = at.shape.width
+        self.dense = nn.Linear(self._width, self._width) if of == "text" else None
+
+    @property
+    def outputs(self) -> int:
+        """Number of features."""
+        return self._width
+
+    def reset(self, outputs: int) -> None:
+        """Refuse: the outputs are the network's own channels."""
+        raise InputError(
+            f"The {self._width} features of a text are the network's channels. Received: {outputs} outputs. Classes need "
+            f"another head: overrides=['head={{type: sequence_classification, outputs: {outputs}}}']."
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x if self.dense is None else torch.tanh(self.dense(_first(x, mask)))
 
 
 @heads.register("masked_lm")
@@ -79,3 +111,10 @@ class MaskedLM(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return F.linear(self.layer_norm(self.act(self.dense(x))), self.weight, self.bias)
+
+
+def _first(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return each text's first token, (B, D), which may have padding in front."""
+    if mask is not None:
+        x = x.take_along_dim(mask.int().argmax(1)[:, None, None], 1)  # argmax finds the first of the largest
+    return x[:, 0]

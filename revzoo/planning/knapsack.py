@@ -117,8 +117,9 @@ def solve_additive(problem: Problem, budget: int, reading: Reading = "peak") -> 
     """Return the schedule of the additive model: store the reversible steps whose bytes save most, invert the others.
 
     Bytes stored are added to those of the schedule that inverts whatever it can, m_o. This cannot see that the last
-    steps store almost for free, nor what a shorter run leaves behind it: read as "peak", bytes lie idle; read as
-    "static", the true peak goes over the budget. `timeline.solve` is exact; this is here to compare with.
+    steps store almost for free, nor what a shorter run leaves behind it: read as "peak", bytes mostly lie idle, yet the
+    true peak can go over the budget; read as "static" it nearly always does. `timeline.solve` is exact; this is here to
+    compare with.
 
     Args:
         budget: bytes.

@@ -355,7 +355,7 @@ def plot_front(
         title: of the picture.
     """
     figure = Figure(figsize=(8.2, 5.4), dpi=120, facecolor="white")
-    axes = figure.add_axes((0.115, 0.12, 0.85, 0.7))
+    axes = figure.add_axes((0.115, 0.25, 0.85, 0.59))
     _heading(figure, title, ["further down and to the left is better"])
     looks = zip(
         "DvPXh<>pd8", [MODE_COLORS["recompute"], MODE_COLORS["selective"], "#8b6bb1", "#b0764a", _PALE] * 2, strict=True
@@ -374,7 +374,7 @@ def plot_front(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _tick(size)))
     axes.xaxis.set_major_locator(FixedLocator(_byte_ticks(*axes.get_xlim())))
     _plain(axes)
-    axes.legend(loc="upper right", frameon=False, fontsize=9)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.17), ncols=3, frameon=False, fontsize=9)
     _save(figure, path)
 
 

@@ -32,7 +32,7 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError, did_you_mean
 from revzoo.registry import couplings
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.exact import Grid, has_value, reach, require_exact
+from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled
 
 Mode = Literal["store", "selective", "recompute", "invert"]
@@ -61,7 +61,7 @@ class ReversibleChain(nn.Module):
         steps: modules f_k, called as f(w), or f(w, side) when `side` is given; `Bijection`s may stand between them.
         coupling: a registered name, a `Coupling`, or a sequence of couplings, one per step.
         exact: keep the streams on a grid, so that inversion is exact and gradients are bit-identical in every mode.
-            float32 and float64 streams; couplings with |b| = 1.
+            float32 and float64 streams; couplings with |b| = 1, or with kept bits, which are exact in any case.
     Raises:
         InputError: a step is not a module, or the coupling cannot be exact.
         UnknownNameError: no such coupling.
@@ -96,7 +96,7 @@ class ReversibleChain(nn.Module):
     def exact(self, exact: bool) -> None:
         if not isinstance(exact, bool):
             raise InputError(f"exact is True or False. Received: {exact!r}.")
-        for coupling in self.couplings if exact else ():
+        for coupling in self.couplings if exact or any(keeps_bits(coupling) for coupling in self.couplings) else ():
             require_exact(coupling)
         self._exact = exact
 
@@ -119,6 +119,9 @@ class ReversibleChain(nn.Module):
         """Return (x1, x2) from (y1, y2), up to rounding, or exactly with `exact=True`.
 
         Random steps and BatchNorm in training mode are not replayed: call it in eval mode.
+
+        Raises:
+            InputError: the coupling keeps bits, which only backward has.
         """
         return invert_chain(self._links(), y1, y2, side=side, exact=self.exact)
 
@@ -173,6 +176,10 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
 
 def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, side: Any = None, exact: bool = False) -> Pair:
     """Undo `run_chain` without gradients."""
+    if any(isinstance(link, Step) and link.coupling.kept_bits for link in links):
+        raise InputError("The inverse needs the bits that forward kept, which are there for backward alone.")
+    if any(isinstance(link, Step) and link.coupling.b == 0 for link in links):
+        raise InputError("A coupling with b = 0 has no inverse: it forgets the older stream.")
     grid, pair = _start(links, y1, y2, exact)
     for link in reversed(links):
         out = _call(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
@@ -200,33 +207,41 @@ def checked_schedule(modes: Sequence[str] | str, names: Sequence[str], allowed: 
 
 
 class _Turn:
-    """How one link turns a pair of states into the next and back, with the rounding of exact arithmetic."""
+    """How one link turns a pair of states into the next and back, on the grid of exact arithmetic where there is one.
 
-    def __init__(self, link: Step | Bijection, grid: Grid | None):
+    Args:
+        keeps: whether to keep, from each turn forward to the next one back, the bits that the coupling loses.
+    """
+
+    def __init__(self, link: Step | Bijection, grid: Grid | None, keeps: bool = False):
         self._link = link
         self._grid = grid
+        self._keeps = keeps
+        self._kept: list[Tensor] = []
 
     def advance(self, pair: Pair, out: Tensor | None) -> Pair:
         if isinstance(self._link, Bijection):
             return self._link(pair[0]), self._link(pair[1])
-        return pair[1], self._coupling.advance(*pair, self._scaled(out, pair[0]))
+        out, coupling = cast(Tensor, out), self._link.coupling
+        if self._grid is None:
+            return pair[1], coupling.advance(*pair, _fitting(out, pair[0]))
+        if self._keeps:
+            self._kept = self._grid.lost(coupling, pair[0])
+        return pair[1], self._grid.advance(coupling, *pair, out)
 
     def retreat(self, pair: Pair, out: Tensor | None) -> Pair:
         if isinstance(self._link, Bijection):
             return self._link.inverse(pair[0]), self._link.inverse(pair[1])
-        return self._coupling.retreat(pair[1], pair[0], self._scaled(out, pair[1])), pair[0]
+        out, coupling = cast(Tensor, out), self._link.coupling
+        if self._grid is None:
+            return coupling.retreat(pair[1], pair[0], _fitting(out, pair[1])), pair[0]
+        kept, self._kept = self._kept, []
+        return self._grid.retreat(coupling, pair[1], pair[0], out, kept), pair[0]
 
-    @property
-    def _coupling(self) -> Coupling:
-        coupling = cast(Step, self._link).coupling
-        return coupling if self._grid is None else Coupling(coupling.a, coupling.b, 1.0)  # c is inside the rounding
 
-    def _scaled(self, out: Tensor | None, stream: Tensor) -> Tensor:
-        out = cast(Tensor, out)
-        if self._grid is not None:
-            return self._grid.round(out, cast(Step, self._link).coupling.c)
-        # An f may compute in less precision than the streams (autocast); it must not change theirs.
-        return out if torch.promote_types(out.dtype, stream.dtype) == stream.dtype else out.to(stream.dtype)
+def _fitting(out: Tensor, stream: Tensor) -> Tensor:
+    """Return what f returned in the precision of the streams: f may compute in less (autocast), and must not change theirs."""
+    return out if torch.promote_types(out.dtype, stream.dtype) == stream.dtype else out.to(stream.dtype)
 
 
 def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
@@ -250,7 +265,7 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
     run: Run | None = None
     growth = 1.0
     for link in links:
-        call, out, turn = None, None, _Turn(link, grid)
+        call, out, turn = None, None, _Turn(link, grid, keeps=run is not None)  # before its first step no run goes back
         if isinstance(link, Step):
             if link.mode != "invert" and run is not None:
                 run.end(pair)
@@ -258,8 +273,8 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
             elif link.mode == "invert" and run is None:
                 run, growth = Run(), 1.0
             if link.mode == "invert":
-                growth /= abs(link.coupling.b)
-                if _checks_growth.get():
+                growth = math.inf if link.coupling.b == 0 else growth / abs(link.coupling.b)
+                if grid is None and _checks_growth.get():
                     _check_growth(growth, link, x1.dtype)
             if link.mode != "store":
                 call = Call(link.f, link.name, side, selective=link.mode == "selective")
@@ -293,16 +308,30 @@ def growth_unchecked() -> Iterator[None]:
         _checks_growth.reset(token)
 
 
-def longest_run(couplings: Sequence[Coupling], dtype: torch.dtype) -> int | None:
-    """Return how many steps in a row may be inverted in this dtype before their growth is refused; None is any number."""
-    largest = max(1 / abs(coupling.b) for coupling in couplings)
-    if largest <= 1 or largest ** len(couplings) * torch.finfo(dtype).eps <= _LARGEST_ERROR:
+def longest_run(couplings: Sequence[Coupling], dtype: torch.dtype, steps: int = 0, error: float = _LARGEST_ERROR) -> int | None:
+    """Return how many steps in a row may be inverted in this dtype; None is any number.
+
+    Args:
+        couplings: of the steps; one of them stands for `steps` steps.
+        error: of a rebuilt state, relative, from rounding alone: more than the default is refused by the chain itself.
+    """
+    if any(map(keeps_bits, couplings)):
         return None
-    return int(math.log(_LARGEST_ERROR / torch.finfo(dtype).eps, largest))
+    largest = max(math.inf if coupling.b == 0 else 1 / abs(coupling.b) for coupling in couplings)
+    if math.isinf(largest):
+        return 0
+    if largest <= 1 or largest ** max(steps, len(couplings)) * torch.finfo(dtype).eps <= error:
+        return None
+    return int(math.log(error / torch.finfo(dtype).eps, largest))
 
 
 def _check_growth(growth: float, step: Step, dtype: torch.dtype) -> None:
     """Refuse a run of inverted steps that would rebuild its first state from rounding errors alone."""
+    if math.isinf(growth):
+        raise RecoveryError(
+            f"{step.name} cannot be inverted: with b = 0 it forgets the older stream. Set the schedule to 'recompute', "
+            "'selective' or 'store', or choose a coupling with b != 0."
+        )
     if growth * torch.finfo(dtype).eps > _LARGEST_ERROR:
         raise RecoveryError(
             f"Inverting {step.name} and the steps before it multiplies rounding errors by {growth:.0e} (1 / |b| each; b = "
@@ -311,10 +340,15 @@ def _check_growth(growth: float, step: Step, dtype: torch.dtype) -> None:
         )
 
 
+def keeps_bits(coupling: Coupling) -> bool:
+    """Return whether a coupling is exact by itself, on a grid."""
+    return coupling.kept_bits is not None
+
+
 def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool) -> tuple[Grid | None, Pair]:
-    if not exact:
+    if not exact and not any(isinstance(link, Step) and keeps_bits(link.coupling) for link in links):
         return None, (x1, _dense(x2))
-    grid = Grid(x1.dtype, max((reach(link.coupling) for link in links if isinstance(link, Step)), default=1.0))
+    grid = Grid(x1.dtype)
     pair = grid.round(x1), grid.round(x2)
     grid.watch(*pair)
     return grid, pair

@@ -3,7 +3,9 @@
     w[k+1] = a * w[k] + b * w[k-1] + c * f(w[k])            b != 0
     w[k-1] = (w[k+1] - a * w[k] - c * f(w[k])) / b
 
-The pair (w[k-1], w[k]) is the two streams. A coupling is the three coefficients; everything else is the chain's.
+The pair (w[k-1], w[k]) is the two streams. A coupling is the three coefficients; everything else is the chain's. With small
+b it is nearly an ordinary network, and in floating point nearly impossible to invert; with `kept_bits` it is inverted
+exactly (`exact.py`).
 """
 
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from revzoo.bounds import Finite, NonZero, Share, StepSize
-from revzoo.errors import InputError
+from revzoo.bounds import Bits, Finite, NonZero, Rate, StepSize
+from revzoo.errors import InputError, MisfitError
 from revzoo.registry import couplings
 
 
@@ -24,17 +26,20 @@ class Coupling:
 
     Args:
         a: weight of the current state. Where a = 0 the two streams may differ in shape.
-        b: weight of the state before it, not 0. Each inverted step multiplies the rounding error by 1 / |b|.
+        b: weight of the state before it. Each inverted step multiplies the rounding error by 1 / |b|; with b = 0 the step
+            forgets the older stream and can be run in every mode but `invert`.
         c: weight of f, not 0.
+        kept_bits: s of |b| = 2^-s, for streams on a grid: the s bits of each element that the product with b loses are kept
+            until backward, and inversion is exact. None: floating point, unless the chain is `exact`.
 
     Raises:
-        InputError: a coefficient is no finite number, c is 0, or b is 0: the step would forget the older stream and could
-            not be inverted.
+        InputError: a coefficient is no finite number, c is 0, or |b| is not 2^-kept_bits.
     """
 
     a: float
     b: float
     c: float
+    kept_bits: int | None = None
 
     def __post_init__(self) -> None:
         coefficients = (self.a, self.b, self.c)
@@ -42,8 +47,11 @@ class Coupling:
             raise InputError(f"The coefficients a, b, c of a coupling are finite numbers. Received: {coefficients}.")
         if self.c == 0:
             raise InputError("A coupling with c = 0 leaves f out: choose c != 0.")
-        if self.b == 0:
-            raise InputError("A coupling with b = 0 cannot be inverted: choose b != 0, or run the step outside the chain.")
+        if self.kept_bits is not None and (not 0 <= self.kept_bits <= 8 or abs(self.b) != 2.0**-self.kept_bits):
+            raise InputError(
+                f"Bits are kept for |b| = 2^-kept_bits, kept_bits from 0 to 8. Received: b = {self.b:g} and kept_bits = "
+                f"{self.kept_bits}."
+            )
 
     def advance(self, previous: Tensor, current: Tensor, out: Tensor) -> Tensor:
         """Return w[k+1] for out = f(w[k]); saves nothing for backward."""
@@ -76,21 +84,36 @@ def additive() -> Coupling:
 
 
 @couplings.register("momentum")
-def momentum(*, m: Share = 0.9) -> Coupling:
-    """Return w[k+1] = w[k] + m (w[k] - w[k-1]) + (1 - m) f(w[k]).
+def momentum(
+    *, m: Rate | None = None, gain: NonZero | None = None, residual: bool = True, kept_bits: Bits | None = None
+) -> Coupling:
+    """Return w[k+1] = w[k] + m (w[k] - w[k-1]) + gain f(w[k]).
 
-    Source: Momentum ResNets (Sander et al. 2021), equation 4, velocity eliminated.
+    With gain 1, m = 0 is the ordinary residual network.
+
+    Args:
+        m: in [0, 1), 0.9 where neither it nor kept_bits is given.
+        gain: of f; None is 1 - m, as published.
+        residual: whether w[k] is a term of its own. False where f contains its residual, as in post-norm transformers.
+        kept_bits: s from 0 to 8 instead of m: m = 2^-s on a grid, the lost bits kept, so that inversion is exact.
+    Source: Momentum ResNets (Sander et al. 2021), equation 4, velocity eliminated; there gain is 1 - m. Bits kept as in
+        Maclaurin et al. (2015), for powers of two.
     """
-    return Coupling(1.0 + m, -m, 1.0 - m)
+    m = _strength("m", m, kept_bits, 0.9)
+    return Coupling(m + residual, -m, 1.0 - m if gain is None else gain, kept_bits)
 
 
 @couplings.register("dual_residual")
-def dual_residual(*, alpha: Finite = 1.0, beta: NonZero = 0.1) -> Coupling:
+def dual_residual(*, alpha: Finite = 1.0, beta: Finite | None = None, kept_bits: Bits | None = None) -> Coupling:
     """Return w[k+1] = alpha w[k] + beta w[k-1] + f(w[k]).
 
+    Args:
+        alpha: 1 for a residual network, 0 where f contains its residual.
+        beta: 0.1 where neither it nor kept_bits is given.
+        kept_bits: s from 0 to 8 instead of beta: beta = 2^-s on a grid, the lost bits kept, so that inversion is exact.
     Source: Dr2Net (Zhao et al. 2024); alpha = 1 and beta -> 0 is the ordinary residual network.
     """
-    return Coupling(alpha, beta, 1.0)
+    return Coupling(alpha, _strength("beta", beta, kept_bits, 0.1), 1.0, kept_bits)
 
 
 @couplings.register("midpoint")
@@ -109,3 +132,11 @@ def leapfrog(*, h: StepSize = 1.0) -> Coupling:
     Source: Chang et al. 2018, section 3, the second-order network.
     """
     return Coupling(2.0, -1.0, -h * h)
+
+
+def _strength(name: str, value: float | None, kept_bits: int | None, default: float) -> float:
+    if value is not None and kept_bits is not None:
+        raise MisfitError("kept_bits", kept_bits, f"null beside {name}: the bits that are kept say what {name} is")
+    if kept_bits is not None:
+        return 2.0**-kept_bits
+    return default if value is None else value

@@ -1,12 +1,19 @@
 """Streams on a grid: the arithmetic in which an inverted chain repeats its forward bit for bit.
 
 A float32 that is a multiple of 2^-q and smaller than 2^(24-q) in magnitude is an integer of at most 24 bits; sums and
-integer multiples of such numbers are exact. So with the chain's inputs and every c * f(w) rounded to that grid, adding
-and subtracting f are exact inverses of each other. The gradient passes straight through the rounding.
+integer multiples of such numbers are exact. So with the chain's inputs on that grid, W = w * 2^q, and
 
-Source: the RevNet paper (Gomez et al. 2017, section 3.2) and Maclaurin et al. (2015) suggest fixed point for this.
+    forward     R = round(c f(w) + a w)     W[k+1] = R + sign(b) (W[k-1] >> s)          |b| = 2^-s
+    inverse                                 W[k-1] = sign(b) (W[k+1] - R) << s | kept
+
+are exact inverses of each other: R is the same number both times, and the s lowest bits of W[k-1], all that the shift
+loses, are kept. With s = 0 that is nothing. The gradient passes straight through the rounding: it is that of the recurrence.
+
+Source: the RevNet paper (Gomez et al. 2017, section 3.2) and Maclaurin et al. (2015) suggest fixed point for this, and the
+latter a buffer of lost bits; momentumnet (Sander et al. 2021) has one for any rational b. A power of two needs a shift.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from revzoo.errors import InputError, RecoveryError
+from revzoo.runtime.bits import pack, unpack
 from revzoo.runtime.coupling import Coupling
 
 # Digits after and before the point. The state of a trained network stays far below 2^8 (largest seen: 0.12 of it), and
@@ -22,20 +30,49 @@ _GRIDS = {torch.float32: (16, 8), torch.float64: (32, 21)}
 
 
 class _Round(torch.autograd.Function):
-    """Round factor * x to multiples of 1 / scale; the gradient is that of factor * x."""
+    """Round x to multiples of 1 / scale; the gradient is that of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, scale: float) -> Tensor:
-        ctx.factor = factor
-        return _rounded(x, factor, scale)
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        return _rounded(x, scale)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return (grads[0] if ctx.factor == 1 else grads[0] * ctx.factor), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
-def _rounded(x: Tensor, factor: float, scale: float) -> Tensor:
-    return x.mul(factor * scale).round_().div_(scale)
+class _Advance(torch.autograd.Function):
+    """One step of the recurrence on the grid; its gradient is that of the recurrence without rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
+        ctx.coupling = coupling
+        return _advanced(previous, current, out, coupling, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        factors = (ctx.coupling.b, ctx.coupling.a, ctx.coupling.c)
+        return *(None if s == 0 else grads[0] if s == 1 else grads[0] * s for s in factors), None, None
+
+
+def _rounded(x: Tensor, scale: float) -> Tensor:
+    return x.mul(scale).round_().div_(scale)
+
+
+def _whole(current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
+    """Return R, whole numbers. Each operation here rounds by itself: a fused one would not always be repeated."""
+    total = out.to(current.dtype).mul(coupling.c * scale)
+    if coupling.a:
+        total.add_(current.mul(coupling.a * scale))
+    return total.round_()
+
+
+def _advanced(previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
+    total = _whole(current, out, coupling, scale)
+    if abs(coupling.b) != 1:
+        sign = 1 if coupling.b > 0 else -1
+        return total.add_(previous.mul(abs(coupling.b) * scale).floor_(), alpha=sign).div_(scale)
+    return total.div_(scale).add_(previous, alpha=coupling.b)
 
 
 class Grid:
@@ -43,27 +80,51 @@ class Grid:
 
     Args:
         dtype: of the streams: torch.float32 (steps of 2^-16, range 2^8) or torch.float64 (2^-32, 2^21).
-        reach: how many times larger than the states the partial sums of a step may be; the range shrinks by it.
 
     Raises:
         InputError: another dtype; half precision has too few bits to hold a stream on a grid.
     """
 
-    def __init__(self, dtype: torch.dtype, reach: float = 1.0):
+    def __init__(self, dtype: torch.dtype):
         if dtype not in _GRIDS:
             raise InputError(f"exact=True needs float32 or float64 streams. Received: {dtype}. Use autocast inside f instead.")
         self.dtype = dtype
         fraction, integer = _GRIDS[dtype]
-        self.scale, self.limit = 2.0**fraction, 2.0**integer / reach
+        self.scale, self.limit = 2.0**fraction, 2.0**integer
         self.largest: Tensor | None = None
 
-    def round(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        """Return factor * x on the grid, in the streams' dtype, with a straight-through gradient."""
+    def round(self, x: Tensor) -> Tensor:
+        """Return x on the grid, in the streams' dtype, with a straight-through gradient."""
         x = x.to(self.dtype)
         if torch.is_grad_enabled() and x.requires_grad:
-            rounded: Tensor = _Round.apply(x, factor, self.scale)
+            rounded: Tensor = _Round.apply(x, self.scale)
             return rounded
-        return _rounded(x, factor, self.scale)
+        return _rounded(x, self.scale)
+
+    def advance(self, coupling: Coupling, previous: Tensor, current: Tensor, out: Tensor) -> Tensor:
+        """Return w[k+1] for out = f(w[k]); saves nothing for backward."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, out)):
+            following: Tensor = _Advance.apply(previous, current, out, coupling, self.scale)
+            return following
+        return _advanced(previous, current, out, coupling, self.scale)
+
+    def lost(self, coupling: Coupling, previous: Tensor) -> list[Tensor]:
+        """Return the bits of w[k-1] that `advance` loses, packed."""
+        if not coupling.kept_bits:
+            return []
+        low = previous.detach().mul(self.scale).remainder_(2.0**coupling.kept_bits)
+        return pack(low.to(torch.uint8), coupling.kept_bits)
+
+    def retreat(
+        self, coupling: Coupling, following: Tensor, current: Tensor, out: Tensor, kept: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Return w[k-1] from w[k+1], out = f(w[k]) and what `lost` returned."""
+        total = _whole(current, out, coupling, self.scale)
+        if abs(coupling.b) == 1:
+            return total.div_(-self.scale).add_(following).mul_(coupling.b)
+        assert coupling.kept_bits, "a coupling that is not exact"
+        total.neg_().add_(following, alpha=self.scale).div_(coupling.b)
+        return total.add_(unpack(kept, coupling.kept_bits, following.shape)).div_(self.scale)
 
     def watch(self, *states: Tensor) -> None:
         """Note the magnitude of states; nothing waits for the device until `check`."""
@@ -80,25 +141,17 @@ class Grid:
         largest = float(self.largest)
         if not largest < self.limit:
             raise RecoveryError(
-                f"exact=True holds states below {self.limit:g} in magnitude. Received: {largest:g}. Lower the learning "
-                "rate or normalise f's output, or set exact=False."
+                f"Exact arithmetic holds states below {self.limit:g} in magnitude. Received: {largest:g}. Lower the learning "
+                "rate, normalise f's output, or compute in floating point (exact=False, and m or beta instead of kept_bits)."
             )
-
-
-def reach(coupling: Coupling) -> float:
-    """Return a bound on the partial sums of a step, in units of the largest state.
-
-    With a = 0 every sum is a state. Else |c f| <= |w[k+1]| + |a w[k]| + |w[k-1]| is added to w[k-1] before the sum is whole.
-    """
-    return 1.0 if coupling.a == 0 else 3.0 + abs(coupling.a)
 
 
 def require_exact(coupling: Coupling) -> None:
     """Raise InputError unless the coupling's inverse is exact on the grid."""
-    if abs(coupling.b) != 1 or not float(coupling.a).is_integer():
+    if coupling.kept_bits is None and abs(coupling.b) != 1:
         raise InputError(
-            f"exact=True needs |b| = 1 and a whole number a, else the product loses bits. Received: a = {coupling.a:g}, "
-            f"b = {coupling.b:g}. Use the additive, midpoint or leapfrog coupling, or exact=False."
+            f"Exact arithmetic needs |b| = 1, or |b| = 2^-s and the s bits kept that the product loses. Received: b = "
+            f"{coupling.b:g}. Use kept_bits instead of m or beta, the additive, midpoint or leapfrog coupling, or exact=False."
         )
 
 

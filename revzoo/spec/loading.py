@@ -1,10 +1,11 @@
 """From a name or a file to a checked spec."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from revzoo.errors import SpecError, UnknownNameError
+from revzoo.errors import Problem, SpecError, UnknownNameError
 from revzoo.spec.names import model_files
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
@@ -30,11 +31,27 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
         path = path / "spec.yaml"
     if not path.is_file():
         raise UnknownNameError("model or spec file", str(path), models)
-    tree, problems = apply_overrides(load_tree(path, models), overrides)
+    return _checked(*apply_overrides(load_tree(path, models), overrides), str(path))
+
+
+def spec_of(mapping: Mapping[str, Any], file: str) -> Spec:
+    """Check a spec that a program has made of plain values.
+
+    Args:
+        mapping: as YAML has it.
+        file: what messages call it.
+
+    Raises:
+        SpecError: it has problems; all of them are listed.
+    """
+    return _checked(Node.of(mapping, file), [], file)
+
+
+def _checked(tree: Node, problems: Sequence[Problem], file: str) -> Spec:
     spec, found = parse(Spec, _fill_stages(tree))
     if spec is None or problems:
         raise SpecError([*problems, *found])
-    return replace(spec, file=str(path))
+    return replace(spec, file=file)
 
 
 def _fill_stages(tree: Node) -> Node:

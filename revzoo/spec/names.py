@@ -5,6 +5,8 @@ from pathlib import Path
 
 from revzoo.errors import Problem, SpecError, UnknownNameError
 
+CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `revzoo convert` wrote
+
 
 def data_root() -> Path:
     """Return the folder that holds specs/ and weights/: inside an installed wheel, or the root of a checkout."""

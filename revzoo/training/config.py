@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 
+from revzoo.bounds import Bits
 from revzoo.errors import InputError, Problem, SpecError, did_you_mean, listing
 from revzoo.planning.budget import budget_bytes
 from revzoo.planning.plan import Solver
 from revzoo.runtime.chain import Mode
-from revzoo.spec.names import recipe_file, recipe_files
+from revzoo.spec.names import model_files, recipe_file, recipe_files
 from revzoo.spec.parsing import NOT_WRITTEN, Bound, Positive, Rate, parse, plain
 from revzoo.spec.tree import MISSING, Node, apply_overrides, load_tree
 
@@ -47,7 +48,7 @@ class ModelOptions:
     """What is trained: the arguments of `revzoo.create`.
 
     Args:
-        name: a model name, a spec file or a folder with spec.yaml.
+        name: a model name, a spec file or a folder with spec.yaml; `model=NAME` sets it, and the rest to its defaults.
         num_outputs: None is the number of classes in the data.
     """
 
@@ -172,6 +173,7 @@ class TrainOptions:
     Args:
         accumulate: batches per update.
         clip_grad: largest norm of the gradient.
+        freeze: parts of the model that stay as they are, such as stem or stages.0.
     """
 
     epochs: Positive
@@ -180,6 +182,7 @@ class TrainOptions:
     label_smoothing: Rate = 0.0
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     seed: Count = 0
+    freeze: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,24 @@ class MemoryOptions:
 
     budget: Budget | None = None
     solver: Solver = "timeline"
+
+
+@dataclass(frozen=True)
+class CouplingOptions:
+    """How the coupling of a converted network moves while it is fine-tuned, each from a first to a last value.
+
+    Args:
+        kept_bits: by whole bits, each for as many updates; the network stays exactly invertible.
+        m: of momentum, alpha and beta: of dual_residual, in floating point, linearly. Where inversion would round too much
+            away, steps between keep their input.
+        share: of all updates, during which they move; from then on they have their last value.
+    """
+
+    kept_bits: tuple[Bits, Bits] | None = None
+    m: tuple[Rate, Rate] | None = None
+    alpha: tuple[Finite, Finite] | None = None
+    beta: tuple[Finite, Finite] | None = None
+    share: Share = 0.5
 
 
 @dataclass(frozen=True)
@@ -212,6 +233,7 @@ class Recipe:
     mixup: MixupOptions | None = None
     ema: EmaOptions | None = None
     memory: MemoryOptions = MemoryOptions()
+    coupling: CouplingOptions | None = None
     file: str = field(default="", compare=False, metadata=NOT_WRITTEN)
 
     def to_yaml(self) -> str:
@@ -236,15 +258,32 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     if not (path.suffix == ".yaml" and path.is_file()):
         path = recipe_file(str(source))
     tree, problems = apply_overrides(load_tree(path, recipe_files()), overrides)
+    tree = _spelled_out(tree)
     recipe, found = parse(Recipe, tree)
     problems += found
     # What parsed well in one section is checked further even if another section did not parse.
     problems += [problem for problem in _contradictions(tree) if problem.path not in {p.path for p in found}]
     if recipe is None or problems:
         raise SpecError(problems)
+    recipe = replace(recipe, model=replace(recipe.model, name=_found_from_here(recipe.model.name)))
     data = recipe.data
     text = replace(data.text, tokenizer=_absolute(data.text.tokenizer))
     return replace(recipe, data=replace(data, root=_absolute(data.root), text=text), file=str(path))
+
+
+def _spelled_out(tree: Node) -> Node:
+    """Write `model: NAME` as the mapping that it stands for."""
+    model = tree.value.get("model") if isinstance(tree.value, dict) else None
+    if model is None or not isinstance(model.value, str):
+        return tree
+    return replace(
+        tree, value=tree.value | {"model": replace(model, value={"name": replace(model, path=f"{model.path}.name")})}
+    )
+
+
+def _found_from_here(name: str) -> str:
+    """Return a folder's absolute path, and any other name as it is."""
+    return _absolute(name) or name if name not in model_files() and Path(name).is_dir() else name
 
 
 def _absolute(path: str | None) -> str | None:
@@ -332,6 +371,11 @@ def _contradictions(tree: Node) -> Iterator[Problem]:
     batch_size = _value(tree, "data.batch_size")
     if isinstance(_value(tree, "mixup"), dict) and isinstance(batch_size, int) and batch_size % 2:
         yield _at(tree, "data.batch_size").problem("an even number: mixup pairs the images of a batch")
+    moving = [key for key in ("m", "alpha", "beta") if _value(tree, f"coupling.{key}") is not None]
+    if moving and _value(tree, "coupling.kept_bits") is not None:
+        yield _at(tree, f"coupling.{moving[0]}").problem("null beside coupling.kept_bits, which says what it is")
+    if moving and _value(tree, "memory.budget") is not None:
+        yield _at(tree, f"coupling.{moving[0]}").problem("null with memory.budget: the plan would have to move as well")
     if isinstance(_value(tree, "mixup"), dict) and not any(_value(tree, f"mixup.{a}_alpha") for a in ("mixup", "cutmix")):
         yield _at(tree, "mixup").problem("mixup_alpha or cutmix_alpha above 0, or null for neither")
 

@@ -94,4 +94,10 @@ def draw_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
     losses.legend()
     accuracy.plot(epochs, [record["top1"] for record in records])
     accuracy.set(xlabel="epoch", ylabel="test top-1 [%]")
+    moved = [key for key in ("kept_bits", "m", "alpha", "beta") if key in records[0]]
+    if moved:  # the coupling, as after each epoch
+        couplings = accuracy.twinx()
+        for key in moved:
+            couplings.step(epochs, [record[key] for record in records], "--", where="post", color="0.6", label=key)
+        couplings.legend(loc="lower right")
     figure.savefig(path, format="png", dpi=120)

@@ -72,6 +72,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     run = set_up(recipe, out, resumed=False)
     for line in notes(recipe):
         run.display.console.print(f"Note: {line}.")
+    run.couple(0)
     plan = put_to_work(run)  # before there is a folder: a budget that is too small leaves none
     if run.accelerator.is_main_process:
         run.folder.start({"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()})
@@ -96,6 +97,7 @@ def resume(folder: Path) -> Summary:
             raise CheckpointError(f"{folder} is not the folder of a run: there is no {name} in it.")
     run = set_up(load_recipe(folder / "config.yaml"), folder, resumed=True)
     _load_state(run)
+    run.couple(0)  # as it was planned
     plan = put_to_work(run)
     keep(run, plan)
     if run.accelerator.is_main_process:
@@ -108,6 +110,7 @@ def resume(folder: Path) -> Summary:
 
 def _load_state(run: Run) -> None:
     state = run.folder.state()
+    run.couple(run.progress.updates)  # as the averaged weights were saved
     try:
         weights.load(run.model, state / "model.safetensors")  # says what is wrong better than Accelerate
         if run.ema is not None:
@@ -148,6 +151,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     run.wrapped.train()
     for batch, labels in run.train_loader:
         reseed(options.seed, epoch, progress.batch, rank)
+        run.couple(progress.updates)
         with accelerator.accumulate(run.wrapped):
             batch, targets = run.mix(batch, labels)
             loss = run.loss(run.wrapped(batch), targets)
@@ -196,6 +200,8 @@ def _finish_epoch(run: Run, epoch: int) -> None:
         f"{run.data.things}_per_second": examples / progress.seconds,
         "memory_bytes": memory_bytes(),
     }
+    if run.coupling is not None:
+        record |= run.coupling.at(progress.updates)
     improved = scores.top1 > progress.best_top1
     progress.top1 = scores.top1
     if improved:

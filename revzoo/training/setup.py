@@ -15,17 +15,18 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from revzoo.errors import InputError, Problem, SpecError
+from revzoo.errors import InputError, Problem, SpecError, listing
 from revzoo.model import Model
 from revzoo.registry import heads
 from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
 from revzoo.training.config import ModelOptions, OptimizerOptions, Recipe
+from revzoo.training.coupling import CouplingSchedule, coupling_schedule
 from revzoo.training.data import IGNORED, Data, load_data, reseed
 from revzoo.training.display import Display
 from revzoo.training.folder import Progress, RunFolder, free_folder
 from revzoo.training.task import needed_outputs
-from revzoo.weights import create
+from revzoo.weights import converted_weights, create
 
 
 class Loss(nn.Module):
@@ -56,6 +57,7 @@ class Run:
         model: the bare model; `wrapped` is what is called in training.
         evaluated: the model whose weights are evaluated and saved: the average over updates if there is one.
         mix: turns a batch and its labels into what the loss is computed on.
+        coupling: how the coupling moves, if it does.
     """
 
     recipe: Recipe
@@ -71,12 +73,18 @@ class Run:
     ema: ModelEmaV3 | None
     mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     loss: nn.Module
+    coupling: CouplingSchedule | None
     progress: Progress
     display: Display
 
     @property
     def evaluated(self) -> Model:
         return self.model if self.ema is None else self.ema.module
+
+    def couple(self, update: int) -> None:
+        """Give the models the coupling of an update."""
+        if self.coupling is not None:
+            self.coupling.set(update, *(self.model,) if self.ema is None else (self.model, self.ema.module))
 
 
 def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
@@ -104,6 +112,7 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
     spec, is_open = _spec(chosen)
     data = load_data(recipe.data, spec.input, options.seed, accelerator.num_processes)
     model = _model(chosen, spec, is_open, data, recipe)
+    _freeze(model, recipe)
     optimizer = _optimizer(recipe.optimizer, model, recipe.file)
     ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
     if ema is not None:  # made of the bare model: a copy of the prepared one would run the original's weights
@@ -111,6 +120,7 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
     wrapped, prepared, train_loader, test_loader = accelerator.prepare(model, optimizer, data.train, data.test)
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     examples = recipe.data.batch_size * accelerator.num_processes
+    coupling = coupling_schedule(recipe, model, recipe.train.epochs * updates_per_epoch)
     smoothing = 0.0 if recipe.mixup else options.label_smoothing  # with mixup it is in the targets already
     return Run(
         recipe=recipe,
@@ -126,6 +136,7 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
         ema=ema,
         mix=_mixup(recipe, model.num_outputs),
         loss=Loss(smoothing),
+        coupling=coupling,
         progress=progress,
         display=Display(accelerator.is_main_process, options.epochs, len(train_loader), examples, data),
     )
@@ -172,7 +183,7 @@ def _model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe:
     if "outputs" in heads.arguments(spec.head.type):  # the others have the vocabulary's
         outputs = outputs or needed
         # Weights to start from may have another head; without them it is better to have the spec's own initialisation.
-        fine_tuned = options.pretrained or options.checkpoint is not None
+        fine_tuned = options.pretrained or options.checkpoint is not None or converted_weights(options.name) is not None
         overrides = overrides if fine_tuned and not is_open else (*overrides, f"head.outputs={outputs}")
     return create(
         options.name,
@@ -183,6 +194,18 @@ def _model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe:
         schedule=options.schedule,
         exact=options.exact,
     )
+
+
+def _freeze(model: Model, recipe: Recipe) -> None:
+    """Have the parts that the recipe names keep their values."""
+    known = [name for name, _ in model.named_modules() if name]
+    for name in recipe.train.freeze:
+        if name not in known:
+            parts = [part for part in known if part.count(".") < 2]
+            raise SpecError([Problem(recipe.file, "train.freeze", repr(name), f"parts of the model, such as {listing(parts)}")])
+        model.get_submodule(name).requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise SpecError([Problem(recipe.file, "train.freeze", str(list(recipe.train.freeze)), "parts, not everything")])
 
 
 def _optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:

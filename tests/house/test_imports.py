@@ -30,6 +30,7 @@ ALLOWED = {
     "weights": BASE | PARTS | MODEL,
     "analysis": BASE | PARTS | MODEL | {"analysis", "weights"},
     "planning": BASE | PARTS | MODEL | {"analysis", "planning"},
+    "conversion": BASE | PARTS | MODEL | {"analysis", "weights", "conversion"},
     "training": BASE | PARTS | MODEL | {"analysis", "weights", "planning", "training"},
 }
 FORBIDDEN_OUTSIDERS = {  # what a layer must not know of
@@ -46,6 +47,7 @@ FORBIDDEN_OUTSIDERS = {  # what a layer must not know of
     "weights": {"rich", "accelerate"},
     "analysis": {"accelerate", "sklearn"},
     "planning": {"omegaconf", "yaml", "timm", "accelerate"},
+    "conversion": {"accelerate", "sklearn"},
     "training": set(),
 }
 MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py" and "_data" not in path.parts]

@@ -16,6 +16,7 @@ import revzoo.runtime
 from revzoo import errors, registry
 
 PINNED = {
+    "ConvertReport": None,
     "MemoryReport": None,
     "Model": None,
     "Plan": None,
@@ -23,10 +24,14 @@ PINNED = {
     "Spec": None,
     "VerifyReport": None,
     "build": "(spec)",
+    "convert": (
+        "(source, weights=None, *, coupling='momentum', kept_bits=8, strength=None, out=None, partial=False, batch=None)"
+    ),
     "create": (
         "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', exact=False, "
         "device=None, dtype=None)"
     ),
+    "export": "(folder, out, weights=None)",
     "list_models": "(pattern='*')",
     "load_spec": "(source, overrides=())",
     "measure_memory": "(model, batch, optimizer=None)",
@@ -38,7 +43,7 @@ PINNED = {
 MODEL_NAMES = {
     "steps", "units", "schedule", "exact", "spec", "num_outputs",
     "forward", "forward_features", "inverse", "reset_head", "example_input",
-    "no_weight_decay",
+    "no_weight_decay", "group_matcher", "recouple",
 }  # fmt: skip
 REGISTRIES = ("stems", "splits", "branches", "transitions", "fuses", "heads", "inits", "couplings")
 REGISTERED = [(kind, name) for kind in REGISTRIES for name in getattr(registry, kind)]

@@ -74,7 +74,7 @@ def run(command: str) -> None:
     program, *arguments = shlex.split(command)
     assert program == "revzoo", f"nobody runs {command!r}"
     if arguments[0] == "train" and "--resume" not in arguments:
-        own = any(argument.startswith("model.overrides=") for argument in arguments)
+        own = any(argument.startswith(("model.overrides=", "model=")) for argument in arguments)  # weights fit as they are
         arguments += SHORT[:-1] if own else SHORT
     assert zoo_cli.main(arguments) == 0
 

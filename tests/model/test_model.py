@@ -152,7 +152,7 @@ def test_create_takes_what_it_says():
         revzoo.create("rev_vit_digit")
     with pytest.raises(TypeError, match="pretraind"):
         revzoo.create("rev_vit_digits", pretraind=True)
-    with pytest.raises(InputError, match=r"exact=True needs \|b\| = 1"):
+    with pytest.raises(InputError, match=r"Exact arithmetic needs \|b\| = 1"):
         revzoo.create("rev_vit_digits", overrides=["block.coupling=momentum"], exact=True)
 
 

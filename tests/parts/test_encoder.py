@@ -18,7 +18,7 @@ from revzoo.parts.embedding import TokenStem
 from revzoo.parts.encoder import FeedForwardBranch, SelfAttentionBranch
 from revzoo.parts.init import Normal
 from revzoo.parts.site import Shape, Site
-from revzoo.parts.text_head import MaskedLM, SequenceClassification
+from revzoo.parts.text_head import MaskedLM, SequenceClassification, TextFeatures
 
 SIZES = {
     "vocab_size": 50,
@@ -159,6 +159,26 @@ def test_classification_head_is_berts_pooler_and_classifier(training):
     torch.testing.assert_close(seeded(head, x), expected, rtol=0, atol=0)
 
 
+def test_features_are_berts_pooler_or_all_tokens():
+    pooler, head = BertPooler(BERT), TextFeatures(TOKENS)
+    scatter(pooler)
+    head.load_state_dict(pooler.state_dict())
+    x, mask = torch.randn(3, 11, 12), padded(1) != 1
+    for given in (None, mask):
+        torch.testing.assert_close(head(x, given), pooler(x), rtol=0, atol=0)
+    shifted = torch.stack([text.roll(n, 0) for n, text in enumerate(x)])  # padding in front of the second and the third
+    behind = torch.arange(11) >= torch.arange(3)[:, None]
+    torch.testing.assert_close(head(shifted, behind), pooler(x), rtol=0, atol=0)
+    every = TextFeatures(TOKENS, of="tokens")
+    assert every(x, mask) is x
+    assert [head.outputs, every.outputs, len(list(every.parameters()))] == [12, 12, 0]
+    for refusing in (head, every):
+        with pytest.raises(
+            InputError, match=r"12 features of a text .*Received: 5 outputs\. .*sequence_classification, outputs: 5"
+        ):
+            refusing.reset(5)
+
+
 def tied_head(stem: TokenStem) -> MaskedLM:
     return MaskedLM(Site(TOKENS.shape, 12, embedding=stem.embedding))
 
@@ -264,6 +284,7 @@ def test_normal_init_is_transformers():
         (lambda: FeedForwardBranch(TOKENS, ratio=0.01), "ratio: found 0.01"),
         (lambda: FeedForwardBranch(Site(Shape(12, (2, 2), "image"), 12)), "type: found 'feed_forward'; .*tokens"),
         (lambda: SequenceClassification(Site(Shape(12, (2, 2), "image"), 12), outputs=2), "sequence_classification"),
+        (lambda: TextFeatures(Site(Shape(12, (2, 2), "image"), 12)), "type: found 'text_features'; .*tokens"),
         (lambda: MaskedLM(TOKENS), "type: found 'masked_lm'; allowed: a stem with a table of embeddings"),
     ],
 )

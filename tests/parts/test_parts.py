@@ -131,6 +131,44 @@ def test_head_pools_and_resets():
     assert head.linear.weight.dtype == torch.float64
 
 
+def test_head_of_a_class_token():
+    tokens, mask = torch.randn(2, 6, 12), torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
+    first = PooledLinear(TOKENS, outputs=5, pool="first", fc_norm="layer_norm")
+    expected = first.linear(F.layer_norm(tokens[:, 0], (12,), eps=1e-6))
+    torch.testing.assert_close(first(tokens), expected)
+    torch.testing.assert_close(first(tokens, mask), expected)
+    for pool, function in (("mean", lambda x: x.mean(0)), ("max", lambda x: x.amax(0))):
+        others = PooledLinear(TOKENS, outputs=5, pool=pool, class_token=True)
+        pooled = torch.stack([function(x[1:]) for x in tokens])
+        torch.testing.assert_close(others(tokens), others.linear(pooled))
+        seen = torch.stack([function(tokens[0, 1:4]), function(tokens[1, 1:])])
+        torch.testing.assert_close(others(tokens, mask), others.linear(seen))
+
+
+@pytest.mark.parametrize(("position", "rows"), [("learned", 7), ("patches", 6), ("none", None)])
+def test_patch_stem_puts_a_class_token_first(position, rows):
+    at = Site(Shape(3, (4, 6), "image"), 3)
+    stem = PatchStem(at, width=12, patch=2, class_token=True, position=position, position_std=0.5)
+    torch.nn.init.normal_(stem.cls_token)
+    assert stem.out_shape == Shape(12, (7,), "tokens")
+    assert (None if stem.pos_embed is None else stem.pos_embed.shape[1]) == rows
+    x = torch.randn(2, 3, 4, 6)
+    y, patches = stem(x), stem.patch_embed(x)
+    added = torch.zeros(1, 7, 12) if rows is None else F.pad(stem.pos_embed, (0, 0, 7 - rows, 0))
+    torch.testing.assert_close(y[:, 1:], patches + added[:, 1:])
+    torch.testing.assert_close(y[:, :1], (stem.cls_token + added[:, :1]).expand(2, -1, -1))
+
+
+def test_branches_scale_what_they_return():
+    x = torch.randn(2, 6, 12)
+    for kind, options in ((AttentionBranch, {"heads": 3}), (MlpBranch, {})):
+        plain, scaled = kind(TOKENS, **options), kind(TOKENS, **options, layer_scale=True)
+        assert scaled.ls.gamma.unique().tolist() == pytest.approx([1e-5])
+        torch.nn.init.normal_(scaled.ls.gamma)
+        plain.load_state_dict({key: value for key, value in scaled.state_dict().items() if key != "ls.gamma"})
+        torch.testing.assert_close(scaled(x), plain(x) * scaled.ls.gamma, rtol=0, atol=0)
+
+
 def test_inits_have_the_stated_spread():
     linear, conv, norm = torch.nn.Linear(400, 300), torch.nn.Conv2d(20, 50, 3), torch.nn.LayerNorm(4)
     TruncatedNormal(std=0.02, bias=0.02)(linear)
@@ -162,6 +200,8 @@ def test_inits_have_the_stated_spread():
         (lambda: ResidualPair(Site(IMAGE.shape, 6)), "layout"),
         (lambda: ChannelSplit(Site(Shape(3, (2, 2), "image"), 3)), "type"),
         (lambda: Concat(TOKENS, norm="batch_norm"), "norm"),
+        (lambda: PooledLinear(IMAGE, outputs=5, pool="first"), "pool"),
+        (lambda: PooledLinear(IMAGE, outputs=5, class_token=True), "class_token"),
     ],
 )
 def test_misfits_name_the_argument(make, argument):
@@ -194,7 +234,7 @@ def test_a_part_that_would_build_and_not_run_is_refused():
         ((float("nan"), 1, 1), "finite numbers. Received: (nan, 1, 1)"),
         ((0, "1", 1), "finite numbers. Received: (0, '1', 1)"),
         ((0, 1, float("inf")), "finite numbers"),
-        ((1, 0, 1), "b = 0 cannot be inverted"),
+        ((1, 0.3, 1, 2), "kept for |b| = 2^-kept_bits"),
         ((0, 1, 0), "c = 0 leaves f out"),
     ],
 )

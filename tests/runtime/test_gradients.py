@@ -9,6 +9,7 @@ from torch import nn
 from revzoo.errors import RecoveryError
 from revzoo.registry import couplings
 from revzoo.runtime import Coupling, ReversibleChain, SpaceToDepth
+from revzoo.runtime.coupling import dual_residual, momentum
 
 MODES = ("store", "selective", "recompute", "invert")
 
@@ -59,11 +60,43 @@ def test_exact_gradients_are_bit_identical_at_depth_100(coupling, chain_of, grad
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), schedule
 
 
-def test_exact_refuses_states_whose_partial_sums_would_leave_the_grid(chain_of):
-    x = torch.full((1, 6), 51.25)  # 2 w[k] - w[k-1] - f is summed over numbers up to 5 times the largest state
-    with pytest.raises(RecoveryError, match=r"states below 51\.2 in magnitude"):
-        chain_of(1, "leapfrog", exact=True, dtype=torch.float32)(x, x)
-    chain_of(1, "additive", exact=True, dtype=torch.float32)(x, x)
+@pytest.mark.parametrize("coupling", ["additive", "leapfrog"])
+def test_exact_holds_every_state_below_256_and_refuses_others(coupling, chain_of, gradients):
+    chain = chain_of(3, coupling, exact=True, dtype=torch.float32)
+    streams = [torch.full((1, 6), 250.0 - 2**-16).requires_grad_() for _ in range(2)]  # all 24 bits are in use
+    expected = gradients(chain, streams, "store")
+    assert all(torch.equal(a, b) for a, b in zip(gradients(chain, streams, "invert"), expected, strict=True))
+    with pytest.raises(RecoveryError, match=r"states below 256 in magnitude. Received: 2\d\d"):
+        chain(*(x + 8 for x in streams))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("bits", range(9))
+def test_kept_bits_make_gradients_bit_identical(bits, residual, chain_of, gradients):
+    chain = chain_of(24, momentum(kept_bits=bits, gain=0.01 if residual else 1.0, residual=residual), dtype=torch.float32)
+    x = torch.randn(3, 6)
+    streams = [x.requires_grad_(), (x + 0.01 * torch.randn(3, 6)).detach().requires_grad_()]
+    expected = gradients(chain, streams, "store")
+    for schedule in ("selective", "recompute", "invert", ["invert", "store", "selective", "recompute", "invert", "invert"] * 4):
+        found = gradients(chain, streams, schedule)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), schedule
+
+
+@pytest.mark.parametrize("depth", [12, 48, 96])
+def test_a_faithful_start_is_rebuilt_bit_for_bit_at_any_depth(depth, chain_of, gradients):
+    chain = chain_of(depth, dual_residual(alpha=0.0, kept_bits=8), dtype=torch.float32)
+    streams = [torch.randn(3, 6).requires_grad_() for _ in range(2)]
+    expected = gradients(chain, streams, "store")
+    assert all(torch.equal(a, b) for a, b in zip(gradients(chain, streams, "invert"), expected, strict=True))
+
+
+def test_gradients_of_kept_bits_are_those_of_the_recurrence(chain_of, error, gradients):
+    """The grid is fine in float64: straight through its rounding, gradients are those without it."""
+    chain = chain_of(5, momentum(m=0.25, gain=1.0))
+    streams = [torch.randn(3, 6, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    expected = gradients(chain, streams, "store")
+    chain.couplings = (momentum(kept_bits=2, gain=1.0),) * 5
+    assert error(gradients(chain, streams, "invert"), expected) < 1e-7
 
 
 @pytest.mark.parametrize(

@@ -355,9 +355,19 @@ def test_refusals_say_what_to_type():
         ReversibleChain([nn.Identity(), lambda x: x])
     with pytest.raises(UnknownNameError, match="Unknown coupling 'aditive'. Did you mean 'additive'?"):
         ReversibleChain([nn.Identity()], coupling="aditive")
-    with pytest.raises(InputError, match="b = 0 cannot be inverted"):
-        Coupling(1, 0, 1)
-    with pytest.raises(InputError, match=r"exact=True needs \|b\| = 1 .* a = 1.9, b = -0.9"):
+    with pytest.raises(InputError, match=r"kept for \|b\| = 2\^-kept_bits, .* Received: b = 0.3 and kept_bits = 2"):
+        Coupling(1, 0.3, 1, kept_bits=2)
+    forgetful = ReversibleChain([nn.Identity()], coupling=Coupling(1, 0, 1))
+    with pytest.raises(RecoveryError, match=r"steps\.0 cannot be inverted: with b = 0 it forgets the older stream. Set"):
+        forgetful(torch.ones(1), torch.ones(1))
+    with pytest.raises(InputError, match="b = 0 has no inverse"):
+        forgetful.inverse(torch.ones(1), torch.ones(1))
+    keeping = ReversibleChain([nn.Identity()], coupling=Coupling(1, 0.5, 1, kept_bits=1))
+    with pytest.raises(InputError, match="The inverse needs the bits that forward kept"):
+        keeping.inverse(torch.ones(1), torch.ones(1))
+    with pytest.raises(InputError, match=r"Exact arithmetic needs \|b\| = 1, or .* Received: b = 0.3"):
+        ReversibleChain([nn.Identity()] * 2, coupling=[Coupling(1, 0.5, 1, kept_bits=1), Coupling(1, 0.3, 1)])
+    with pytest.raises(InputError, match=r"Exact arithmetic needs \|b\| = 1, or .* Received: b = -0.9. Use kept_bits"):
         ReversibleChain([nn.Identity()], coupling="momentum", exact=True)
     with pytest.raises(InputError, match="One coupling for each of 2 steps is needed. Received: 1"):
         ReversibleChain([nn.Identity()] * 2, coupling=[Coupling(0, 1, 1)])

@@ -92,12 +92,12 @@ def test_any_registered_coupling_builds_and_trains():
         ("revnet_digits", "stem.kernel=-1", "stem.kernel", "an integer >= 1"),
         ("revnet_digits", "stages.0.transition.stride=0", "stages.0.transition.stride", "an integer >= 1"),
         ("revnet_digits", "fuse.momentum=0", "fuse.momentum", "a number in (0, 1]"),
-        ("revnet_digits", "block.coupling={type: momentum, m: 1}", "block.coupling.m", "a number in (0, 1)"),
+        ("revnet_digits", "block.coupling={type: momentum, m: 1}", "block.coupling.m", "null or a number in [0, 1)"),
         (
             "revnet_digits",
-            "block.coupling={type: dual_residual, beta: 0}",
-            "block.coupling.beta",
-            "a finite number other than 0",
+            "block.coupling={type: momentum, kept_bits: 9}",
+            "block.coupling.kept_bits",
+            "null or an integer from 0 to 8",
         ),
         ("revnet_digits", "block.coupling={type: dual_residual, alpha: .nan}", "block.coupling.alpha", "a finite number"),
         *(

@@ -1,0 +1,1 @@
+"""Pretrained ordinary networks become reversible ones: one file per source, two-way where the coupling allows it."""

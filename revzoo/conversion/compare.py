@@ -1,0 +1,71 @@
+"""An original and its reversible conversion on the same examples."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.conversion.report import Comparison
+from revzoo.model import Model
+from revzoo.runtime.memory import tensors_in
+
+_EXAMPLES = 8  # random ones, where none are given
+_POINTS = 400  # of logits, for the picture
+
+
+@torch.no_grad()
+def compared(what: str, original: nn.Module, model: Model, batch: Any, note: str) -> Comparison:
+    """Return how far the outputs of two networks in eval mode are apart.
+
+    Args:
+        batch: images (B, C, H, W), ids (B, N), or a mapping with input_ids and attention_mask; None: random ones, of texts
+            every other one padded.
+    """
+    inputs, mask = _inputs(model, batch)
+    model.schedule = "store"
+    ours = model(inputs) if mask is None else model(inputs, mask.bool())
+    theirs = _outputs(original(inputs) if mask is None else original(input_ids=inputs, attention_mask=mask), ours)
+    ours, theirs = (x.double().flatten(0, -2) if x.dim() > 1 else x.double()[:, None] for x in (ours, theirs))
+    if mask is not None and len(ours) == mask.numel():  # what stands at padding is nobody's business
+        ours, theirs = ours[mask.flatten().bool()], theirs[mask.flatten().bool()]
+    chosen = torch.linspace(0, ours.numel() - 1, min(_POINTS, ours.numel())).long()
+    pairs = zip(theirs.flatten()[chosen].tolist(), ours.flatten()[chosen].tolist(), strict=True)
+    return Comparison(
+        what=what,
+        examples=len(inputs),
+        largest_difference=float((ours - theirs).abs().max() / theirs.abs().max()),
+        cosine=float(torch.cosine_similarity(ours, theirs, dim=1).mean()),
+        agreement=float((ours.argmax(1) == theirs.argmax(1)).double().mean()),
+        note=note,
+        points=tuple(pairs),
+    )
+
+
+def _inputs(model: Model, batch: Any) -> tuple[Tensor, Tensor | None]:
+    if isinstance(batch, Mapping):
+        ids = batch["input_ids"]
+        return ids, batch.get("attention_mask", torch.ones_like(ids))
+    found = batch if isinstance(batch, Tensor) else _examples(model)
+    if found.is_floating_point():
+        return found, None
+    padding = model.spec.input.padding if hasattr(model.spec.input, "padding") else None
+    mask = torch.ones_like(found) if padding is None else (found != padding).long()
+    return found, mask
+
+
+def _examples(model: Model) -> Tensor:
+    examples = model.example_input(_EXAMPLES)
+    padding = getattr(model.spec.input, "padding", None)
+    if padding is not None and not examples.is_floating_point():
+        examples = examples[:, :64]
+        examples[1::2, examples.shape[1] // 2 :] = padding
+    return examples
+
+
+def _outputs(found: Any, like: Tensor) -> Tensor:
+    """Return, of what a library's model returned, the tensor that ours corresponds to: the first of its shape."""
+    named = [getattr(found, name, None) for name in ("logits", "prediction_logits", "pooler_output", "last_hidden_state")]
+    fitting = [t for t in (*named, *tensors_in(found)) if isinstance(t, Tensor) and t.shape == like.shape]
+    assert fitting, "the original returns nothing of the shape that the converted network returns"
+    return fitting[0]

@@ -1,0 +1,74 @@
+"""The coupling's way during fine-tuning, from a faithful start to a lean or robust end.
+
+With kept bits every step of the way is exactly invertible, and the way only makes the network leaner. In floating point a
+small b rounds nearly everything away, so few steps in a row can be inverted; as b grows, anchors go (`Anchors`).
+
+Source: Dr2Net (Zhao et al. 2024) moves alpha and beta in floating point ("dynamic fine-tuning"); its schedule is not published.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from revzoo.errors import Problem, SpecError, listing
+from revzoo.model import Model
+from revzoo.planning.anchor import anchored
+from revzoo.planning.walk import units
+from revzoo.registry import couplings
+from revzoo.runtime.chain import longest_run
+from revzoo.training.config import CouplingOptions, Recipe
+
+_ERROR = 1e-4  # of a rebuilt state, relative, at most: gradients are then within 1e-3 of stored ones
+
+
+class CouplingSchedule:
+    """What the coupling's arguments are at every update.
+
+    Args:
+        options: of the recipe.
+        updates: of the whole training.
+    """
+
+    def __init__(self, options: CouplingOptions, updates: int):
+        self._moving = {key: value for key, value in asdict(options).items() if key != "share" and value is not None}
+        self._last = max(1, round(updates * options.share))
+        self.exact = options.kept_bits is not None
+
+    def at(self, update: int) -> dict[str, Any]:
+        """Return the arguments for an update, counted from 0."""
+        way = min(1.0, update / self._last)
+        if self.exact:
+            first, last = self._moving["kept_bits"]
+            levels = abs(last - first) + 1
+            level = min(int(way * levels), levels - 1)
+            return {"kept_bits": first + (level if last > first else -level)}
+        return {key: first + (last - first) * way for key, (first, last) in self._moving.items()}
+
+    def set(self, update: int, *models: Model) -> None:
+        """Give models the coupling of an update, and in floating point the anchors that it needs."""
+        arguments = self.at(update)
+        for model in models:
+            if any(model.spec.coupling.arguments.get(key) != value for key, value in arguments.items()):
+                model.recouple(**arguments)
+                if not self.exact:
+                    run = longest_run([model.coupling], next(model.parameters()).dtype, len(model.steps), _ERROR)
+                    model.schedule = anchored(units(model), run)
+
+
+def coupling_schedule(recipe: Recipe, model: Model, updates: int) -> CouplingSchedule | None:
+    """Return the recipe's schedule for a model, or None where it has none.
+
+    Raises:
+        SpecError: the model's coupling has no such arguments, or is of the other arithmetic.
+    """
+    if recipe.coupling is None:
+        return None
+    schedule = CouplingSchedule(recipe.coupling, updates)
+    part, known = model.spec.coupling, list(couplings.arguments(model.spec.coupling.type))
+    for key in schedule.at(0):
+        if key not in known:
+            allowed = f"what the coupling of {model.spec.name} has ({part.type}: {listing(known)}), or null"
+            raise SpecError([Problem(recipe.file, f"coupling.{key}", "a schedule", allowed)])
+    if schedule.exact != (model.coupling.kept_bits is not None):
+        allowed = "m, alpha or beta for a network converted with a strength, kept_bits for one with kept bits"
+        raise SpecError([Problem(recipe.file, "coupling", str(sorted(schedule.at(0))), allowed)])
+    return schedule
