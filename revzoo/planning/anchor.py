@@ -14,7 +14,7 @@ from revzoo.errors import RecoveryError
 from revzoo.model import Model
 from revzoo.planning.walk import Part, Planned, units
 from revzoo.runtime.chain import Mode
-from revzoo.runtime.chain import longest_run as growth_run
+from revzoo.runtime.drift import longest_run as growth_run
 
 _EXAMPLES = 4  # whether a step can be inverted does not depend on the size of the batch
 

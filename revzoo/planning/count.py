@@ -26,7 +26,8 @@ from revzoo.errors import InputError, listing
 from revzoo.planning.problem import Option, Problem, Unit
 from revzoo.planning.trace import Loss, Trace, trace
 from revzoo.planning.walk import Part, units
-from revzoo.runtime.chain import Mode, growth_unchecked
+from revzoo.runtime.chain import Mode
+from revzoo.runtime.drift import growth_unchecked
 from revzoo.runtime.memory import Storages
 
 _FEW_FLOPS = 4 * 10**9  # a step of so many takes a CPU less time than FakeTensors take Python

@@ -16,11 +16,7 @@ tensors that autograd saves inside its f (`tape.py`). Each step has a mode:
 Nothing about a call is stored on modules: any number of forwards may precede a backward.
 """
 
-import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
@@ -32,13 +28,12 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError, did_you_mean
 from revzoo.registry import couplings
 from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled
 
 Mode = Literal["store", "selective", "recompute", "invert"]
 Pair = tuple[Tensor, Tensor]
-_HALF = (torch.float16, torch.bfloat16)
-_LARGEST_ERROR = 0.1  # of a rebuilt state, relative, at worst: a tenth of it is usual, and more is no gradient
 
 
 @runtime_checkable
@@ -96,7 +91,7 @@ class ReversibleChain(nn.Module):
     def exact(self, exact: bool) -> None:
         if not isinstance(exact, bool):
             raise InputError(f"exact is True or False. Received: {exact!r}.")
-        for coupling in self.couplings if exact or any(keeps_bits(coupling) for coupling in self.couplings) else ():
+        for coupling in self.couplings if exact or any(coupling.is_exact for coupling in self.couplings) else ():
             require_exact(coupling)
         self._exact = exact
 
@@ -162,7 +157,7 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
         raise InputError(f"A chain takes two tensors. Received: {type(x1).__name__} and {type(x2).__name__}.")
     if not x1.is_meta and torch.is_autocast_enabled(x1.device.type):
         # Convolutions in front give half precision; streams need every bit.
-        x1, x2 = (x.float() if x.dtype in _HALF else x for x in (x1, x2))
+        x1, x2 = (x.float() if x.dtype in HALF else x for x in (x1, x2))
     if x1.dtype != x2.dtype or x1.device != x2.device or not x1.is_floating_point():
         raise InputError(
             "The two streams must be floating tensors of one dtype and device. "
@@ -261,9 +256,8 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
 def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
     """Run forward with a tape."""
     grid, pair = _start(links, x1, x2, exact)
-    drift = _Drift.of(links, x1)
-    run: Run | None = None
-    growth = 1.0
+    drift = _drift(links, x1)
+    run, growth = cast(Run | None, None), Growth()
     for link in links:
         call, out, turn = None, None, _Turn(link, grid, keeps=run is not None)  # before its first step no run goes back
         if isinstance(link, Step):
@@ -271,11 +265,9 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
                 run.end(pair)
                 run = None
             elif link.mode == "invert" and run is None:
-                run, growth = Run(), 1.0
-            if link.mode == "invert":
-                growth = math.inf if link.coupling.b == 0 else growth / abs(link.coupling.b)
-                if grid is None and _checks_growth.get():
-                    _check_growth(growth, link, x1.dtype)
+                run, growth = Run(), Growth()
+            if link.mode == "invert" and grid is None:
+                growth.add(link.coupling, link.name, x1.dtype)
             if link.mode != "store":
                 call = Call(link.f, link.name, side, selective=link.mode == "selective")
             out = _call(link, pair, side, call, run or Kept(pair[1:]))
@@ -283,7 +275,8 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
         if run is not None:
             run.append(turn, call)
             if drift is not None and call is not None:
-                drift.add(before[0], turn, pair, cast(Tensor, out))
+                with torch.no_grad():
+                    drift.add(before[0], turn.retreat(pair, out)[0])
         _watch(grid, pair)
         del before
     if run is not None:
@@ -295,58 +288,16 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
     return pair
 
 
-_checks_growth = ContextVar("checks_growth", default=True)
-
-
-@contextmanager
-def growth_unchecked() -> Iterator[None]:
-    """Let runs of inverted steps be counted, whatever they would lose."""
-    token = _checks_growth.set(False)
-    try:
-        yield
-    finally:
-        _checks_growth.reset(token)
-
-
-def longest_run(couplings: Sequence[Coupling], dtype: torch.dtype, steps: int = 0, error: float = _LARGEST_ERROR) -> int | None:
-    """Return how many steps in a row may be inverted in this dtype; None is any number.
-
-    Args:
-        couplings: of the steps; one of them stands for `steps` steps.
-        error: of a rebuilt state, relative, from rounding alone: more than the default is refused by the chain itself.
-    """
-    if any(map(keeps_bits, couplings)):
+def _drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift | None:
+    """Return a meter where a warning is due and not yet given."""
+    if stream.dtype not in HALF or not has_value(stream):
         return None
-    largest = max(math.inf if coupling.b == 0 else 1 / abs(coupling.b) for coupling in couplings)
-    if math.isinf(largest):
-        return 0
-    if largest <= 1 or largest ** max(steps, len(couplings)) * torch.finfo(dtype).eps <= error:
-        return None
-    return int(math.log(error / torch.finfo(dtype).eps, largest))
-
-
-def _check_growth(growth: float, step: Step, dtype: torch.dtype) -> None:
-    """Refuse a run of inverted steps that would rebuild its first state from rounding errors alone."""
-    if math.isinf(growth):
-        raise RecoveryError(
-            f"{step.name} cannot be inverted: with b = 0 it forgets the older stream. Set the schedule to 'recompute', "
-            "'selective' or 'store', or choose a coupling with b != 0."
-        )
-    if growth * torch.finfo(dtype).eps > _LARGEST_ERROR:
-        raise RecoveryError(
-            f"Inverting {step.name} and the steps before it multiplies rounding errors by {growth:.0e} (1 / |b| each; b = "
-            f"{step.coupling.b:g}), too much for {dtype}. Set the schedule of every few steps to 'recompute' or 'store', use "
-            "'recompute' for all, or a coupling with |b| nearer to 1."
-        )
-
-
-def keeps_bits(coupling: Coupling) -> bool:
-    """Return whether a coupling is exact by itself, on a grid."""
-    return coupling.kept_bits is not None
+    found = Drift(stream.dtype, [link.f for link in links if isinstance(link, Step) and link.mode == "invert"])
+    return found if found.is_due else None
 
 
 def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool) -> tuple[Grid | None, Pair]:
-    if not exact and not any(isinstance(link, Step) and keeps_bits(link.coupling) for link in links):
+    if not exact and not any(isinstance(link, Step) and link.coupling.is_exact for link in links):
         return None, (x1, _dense(x2))
     grid = Grid(x1.dtype)
     pair = grid.round(x1), grid.round(x2)
@@ -401,41 +352,6 @@ def _call(step: Step, pair: Pair, side: Any, call: Call | None = None, source: S
 
 def _is_sharded(f: Callable[..., Tensor]) -> bool:
     return isinstance(f, nn.Module) and any(isinstance(p, DTensor) for p in f.parameters())
-
-
-_drift_reported: set[tuple[Any, ...]] = set()  # chains already warned about, as `warnings` keeps for its own locations
-
-
-class _Drift:
-    """Measures, in the first forward of a chain with half-precision streams, what inverting its steps would lose."""
-
-    def __init__(self, key: tuple[Any, ...], steps: int):
-        self._key, self._steps = key, steps
-        self._error: Tensor | float = 0.0
-
-    @classmethod
-    def of(cls, links: Sequence[Step | Bijection], stream: Tensor) -> "_Drift | None":
-        """Return a meter where a warning is due and not yet given."""
-        if stream.dtype not in _HALF or not has_value(stream):
-            return None
-        inverted = [link for link in links if isinstance(link, Step) and link.mode == "invert"]
-        key = (stream.dtype, *(id(link.f) for link in inverted))
-        return cls(key, len(inverted)) if inverted and key not in _drift_reported else None
-
-    @torch.no_grad()
-    def add(self, previous: Tensor, turn: _Turn, pair: Pair, out: Tensor) -> None:
-        lost = turn.retreat(pair, out)[0] - previous
-        scale = torch.linalg.vector_norm(previous).clamp_min(torch.finfo(previous.dtype).tiny)
-        self._error = self._error + torch.linalg.vector_norm(lost) / scale
-
-    def warn(self) -> None:
-        _drift_reported.add(self._key)
-        warnings.warn(
-            f"The streams are {self._key[0]}: inverting these {self._steps} steps loses {float(self._error):.1e} of the "
-            "state to rounding before f amplifies it (measured in this forward). Keep the streams in float32, with autocast "
-            "for what happens inside the steps, or set the schedule to 'recompute' or 'store'.",
-            stacklevel=2,
-        )
 
 
 def _per_step(coupling: str | Coupling | Sequence[Coupling], count: int) -> tuple[Coupling, ...]:

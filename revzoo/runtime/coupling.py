@@ -53,6 +53,11 @@ class Coupling:
                 f"{self.kept_bits}."
             )
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the streams are on a grid in any case, and the bits that b loses are kept."""
+        return self.kept_bits is not None
+
     def advance(self, previous: Tensor, current: Tensor, out: Tensor) -> Tensor:
         """Return w[k+1] for out = f(w[k]); saves nothing for backward."""
         terms = [(w, s) for w, s in ((previous, self.b), (current, self.a), (out, self.c)) if s != 0]

@@ -14,7 +14,7 @@ from revzoo.model import Model
 from revzoo.planning.anchor import anchored
 from revzoo.planning.walk import units
 from revzoo.registry import couplings
-from revzoo.runtime.chain import longest_run
+from revzoo.runtime.drift import longest_run
 from revzoo.training.config import CouplingOptions, Recipe
 
 _ERROR = 1e-4  # of a rebuilt state, relative, at most: gradients are then within 1e-3 of stored ones
@@ -50,7 +50,7 @@ class CouplingSchedule:
             if any(model.spec.coupling.arguments.get(key) != value for key, value in arguments.items()):
                 model.recouple(**arguments)
                 if not self.exact:
-                    run = longest_run([model.coupling], next(model.parameters()).dtype, len(model.steps), _ERROR)
+                    run = longest_run([model.coupling] * len(model.steps), next(model.parameters()).dtype, _ERROR)
                     model.schedule = anchored(units(model), run)
 
 

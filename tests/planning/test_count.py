@@ -216,3 +216,19 @@ def test_compiled_steps_are_refused():
     chain.steps[1].compile(backend="aot_eager")
     with pytest.raises(InputError, match=r"Received: compiled .*steps\.1.*Plan first, then compile"):
         count(chain, tuple(torch.randn(2, 4, 16).unbind()))
+
+
+def test_kept_bits_belong_to_the_step_that_keeps_them(schedules):
+    """A byte an element for every inverted step but the first of a run; the magnitude on the grid, 4 bytes, is nobody's."""
+    bits = "block.coupling={type: momentum, gain: 1.0, kept_bits: 8}"
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=3", bits], device="meta")
+    x = model.example_input(64)
+    problem = count(model, x)
+    kept = {unit.name: {o.mode: o.kept_bytes for o in unit.options} for unit in problem.units}
+    elements = 64 * 16 * 64
+    assert all(kept[name]["invert"] == elements for name in list(kept)[2:-3])
+    assert problem.units[1].first.kept_bytes == 0
+    drawn = schedules(model, 6)
+    assert len(drawn) >= 4
+    for modes in drawn:
+        assert abs(measured(model, x, modes)[0] - peak(problem, modes)) <= 4, modes
