@@ -271,7 +271,8 @@ def _convert(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print(report)
-        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out}")
+        moves = "" if report.coupling.get("kept_bits") == 8 else " coupling=null"
+        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES{moves}")
     return 0
 
 

@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from revzoo.analysis.memory import MemoryReport, measure_memory
     from revzoo.analysis.verify import VerifyReport, verify
     from revzoo.builder import build
-    from revzoo.conversion.convert import convert, export
+    from revzoo.conversion.convert import convert
+    from revzoo.conversion.export import export
     from revzoo.conversion.report import ConvertReport
     from revzoo.model import Model
     from revzoo.planning.plan import Plan, plan, solve
@@ -29,7 +30,7 @@ _HOMES = {
     "build": "revzoo.builder",
     "convert": "revzoo.conversion.convert",
     "create": "revzoo.weights",
-    "export": "revzoo.conversion.convert",
+    "export": "revzoo.conversion.export",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.memory",

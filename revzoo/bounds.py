@@ -17,6 +17,7 @@ class Bound:
 Positive = Annotated[int, Bound("an integer >= 1", lambda n: n >= 1)]
 Rate = Annotated[float, Bound("a number in [0, 1)", lambda p: 0 <= p < 1)]
 Update = Annotated[float, Bound("a number in (0, 1]", lambda p: 0 < p <= 1)]
+Fraction = Annotated[int, Bound("an integer from 4 to 16", lambda n: 4 <= n <= 16)]
 Bits = Annotated[int, Bound("an integer from 0 to 8", lambda n: 0 <= n <= 8)]
 Extent = Annotated[float, Bound("a finite number > 0", lambda x: 0 < x < inf)]
 Finite = Annotated[float, Bound("a finite number", isfinite)]

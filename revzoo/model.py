@@ -15,6 +15,7 @@ from revzoo.runtime.chain import Applicable, Mode, Pair, Step, checked_schedule,
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.node import run_node
+from revzoo.spec.parsing import misfit
 from revzoo.spec.schema import Spec
 
 
@@ -152,17 +153,22 @@ class Model(nn.Module):
         Raises:
             InputError: an argument that the coupling does not have, or a value that it refuses.
         """
-        part, known = self.spec.coupling, list(couplings.arguments(self.spec.coupling.type))
+        part, known = self.spec.coupling, couplings.arguments(self.spec.coupling.type)
         for name in arguments:
             if name not in known:
                 raise InputError(
-                    f"The coupling {part.type} has no {name!r}.{did_you_mean(name, known)} It has: {listing(known)}."
+                    f"The coupling {part.type} has no {name!r}.{did_you_mean(name, known)} It has: {listing(list(known))}."
                 )
+            if allowed := misfit(arguments[name], known[name].annotation):
+                raise InputError(f"{name} of the coupling {part.type} is {allowed}. Received: {arguments[name]!r}.")
         merged = {key: value for key, value in {**part.arguments, **arguments}.items() if value is not None}
         try:
-            self.coupling = couplings[part.type](**merged)
-        except MisfitError as misfit:
-            raise InputError(f"The coupling {part.type} cannot be so. {misfit}") from misfit
+            coupling = couplings[part.type](**merged)
+        except MisfitError as error:
+            raise InputError(f"The coupling {part.type} cannot be so. {error}") from error
+        if self._exact:
+            require_exact(coupling)
+        self.coupling = coupling
         block = replace(self.spec.block, coupling=replace(part, arguments=merged))
         self.spec = replace(self.spec, block=block)
 

@@ -22,6 +22,7 @@ from yaml import YAMLError
 from revzoo.builder import build
 from revzoo.errors import CheckpointError, InputError, UnknownNameError, listing
 from revzoo.model import Model, checked_outputs
+from revzoo.runtime.exact import Grid
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import CONVERTED_WEIGHTS, data_root, model_files
 from revzoo.spec.parsing import plain
@@ -100,6 +101,8 @@ def create(
     with home:
         model = build(spec)
     model.to(dtype)
+    if model.coupling.is_exact:
+        Grid(next(model.parameters()).dtype)  # refuses a dtype that has none
     if file is not None:
         load(model, file)
     if num_outputs is not None and num_outputs != model.num_outputs:
@@ -110,9 +113,18 @@ def create(
 
 
 def converted_weights(source: str | Path) -> Path | None:
-    """Return the weights beside the spec of a folder that `revzoo convert` wrote, or None for any other source."""
-    file = Path(source) / CONVERTED_WEIGHTS
-    return file if str(source) not in model_files() and file.is_file() else None
+    """Return the weights beside the spec of a folder that `revzoo convert` wrote, or None for any other source.
+
+    Raises:
+        CheckpointError: they are missing.
+    """
+    folder = Path(source)
+    file = folder / CONVERTED_WEIGHTS
+    if str(source) in model_files() or not (folder / "spec.yaml").is_file():
+        return None
+    if (folder / "report.json").is_file() and not file.is_file():
+        raise CheckpointError(f"{folder} was written by revzoo convert, but its {CONVERTED_WEIGHTS} is missing. Convert again.")
+    return file if file.is_file() else None
 
 
 def _checked_device(device: torch.device | str) -> torch.device:
@@ -229,7 +241,7 @@ def _contents(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path} cannot be read: it is truncated, not a weights file, or a pickle that holds more than tensors, which is "
             f"never executed. Received: {type(error).__name__}. Save it again as safetensors."
         ) from error
-    for wrapper in ("state_dict", "model", "model_state"):
+    for wrapper in ("state_dict", "model", "model_state", "state_dict_ema", "model_ema", "module", "net", "params"):
         if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
             found = found[wrapper]
     if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in found.items()):

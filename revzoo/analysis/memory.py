@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from revzoo.analysis.trial import borrowed, call, chains, linear_loss, require_module, scheduled
 from revzoo.errors import InputError
 from revzoo.runtime.chain import Mode
+from revzoo.runtime.drift import growth_unchecked
 from revzoo.runtime.memory import LiveBytes
 
 
@@ -186,7 +187,7 @@ def memory_table(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer 
         for mode in get_args(Mode) if found else ("as it is",):
             assign(mode)
             current = mode if [chain.schedule for chain in chains(model).values()] == found else current
-            with borrowed(model, batch, fake=True) as inputs:
+            with borrowed(model, batch, fake=True) as inputs, growth_unchecked():
                 reports[mode], _ = measured(model, inputs, state)
     return MemoryTable(reports, current if found else None)
 

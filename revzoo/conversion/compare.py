@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.conversion.report import Comparison
+from revzoo.errors import ConversionError, InputError
 from revzoo.model import Model
+from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.memory import tensors_in
 
 _EXAMPLES = 8  # random ones, where none are given
@@ -19,10 +21,13 @@ def compared(what: str, original: nn.Module, model: Model, batch: Any, note: str
     """Return how far the outputs of two networks in eval mode are apart.
 
     Args:
+        what: the two are called.
+        note: what the difference is due to.
         batch: images (B, C, H, W), ids (B, N), or a mapping with input_ids and attention_mask; None: random ones, of texts
             every other one padded.
     """
     inputs, mask = _inputs(model, batch)
+    what = f"{what}, on random examples" if batch is None else what
     model.schedule = "store"
     ours = model(inputs) if mask is None else model(inputs, mask.bool())
     theirs = _outputs(original(inputs) if mask is None else original(input_ids=inputs, attention_mask=mask), ours)
@@ -34,7 +39,7 @@ def compared(what: str, original: nn.Module, model: Model, batch: Any, note: str
     return Comparison(
         what=what,
         examples=len(inputs),
-        largest_difference=float((ours - theirs).abs().max() / theirs.abs().max()),
+        largest_difference=float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)),
         cosine=float(torch.cosine_similarity(ours, theirs, dim=1).mean()),
         agreement=float((ours.argmax(1) == theirs.argmax(1)).double().mean()),
         note=note,
@@ -42,10 +47,34 @@ def compared(what: str, original: nn.Module, model: Model, batch: Any, note: str
     )
 
 
+@torch.no_grad()
+def largest_state(model: Model, batch: Any) -> float:
+    """Return the largest magnitude of the streams in a forward of the network, computed as if b = 0 and in floating point."""
+    found: list[Tensor] = []
+
+    def look(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        found.extend(x.abs().amax() for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
+
+    inputs, mask = _inputs(model, batch)
+    kept = model.spec, model.coupling
+    handles = [part.register_forward_pre_hook(look) for part in (*model.steps, model.fuse)]
+    try:
+        model.schedule = "store"
+        model.coupling = Coupling(model.coupling.a - abs(model.coupling.b) * (model.coupling.b < 0), 0.0, model.coupling.c)
+        model(inputs) if mask is None else model(inputs, mask.bool())
+    finally:
+        model.spec, model.coupling = kept
+        for handle in handles:
+            handle.remove()
+    return float(torch.stack(found).max())
+
+
 def _inputs(model: Model, batch: Any) -> tuple[Tensor, Tensor | None]:
-    if isinstance(batch, Mapping):
+    if isinstance(batch, Mapping) and "input_ids" in batch:
         ids = batch["input_ids"]
         return ids, batch.get("attention_mask", torch.ones_like(ids))
+    if batch is not None and (not isinstance(batch, Tensor) or not len(batch)):
+        raise InputError(f"A batch is images, ids, or a mapping with input_ids. Received: {type(batch).__name__}.")
     found = batch if isinstance(batch, Tensor) else _examples(model)
     if found.is_floating_point():
         return found, None
@@ -67,5 +96,6 @@ def _outputs(found: Any, like: Tensor) -> Tensor:
     """Return, of what a library's model returned, the tensor that ours corresponds to: the first of its shape."""
     named = [getattr(found, name, None) for name in ("logits", "prediction_logits", "pooler_output", "last_hidden_state")]
     fitting = [t for t in (*named, *tensors_in(found)) if isinstance(t, Tensor) and t.shape == like.shape]
-    assert fitting, "the original returns nothing of the shape that the converted network returns"
+    if not fitting:
+        raise ConversionError(f"The original returns nothing of shape {tuple(like.shape)}, as the converted network does.")
     return fitting[0]

@@ -4,7 +4,7 @@ original -> source.spec -> Spec -> build        the same layers, two streams
 tensors  -> source.entries                      each tensor under its new name
 """
 
-import json
+import math
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,30 +13,30 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from revzoo.builder import build
 from revzoo.conversion.assign import assigned
-from revzoo.conversion.compare import compared
+from revzoo.conversion.compare import compared, largest_state
 from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.plot import plot_conversion
-from revzoo.conversion.reading import read_weights
-from revzoo.conversion.report import Comparison, ConvertReport, Row
+from revzoo.conversion.report import Comparison, ConvertReport
 from revzoo.conversion.source import Choice, CouplingName, Source
 from revzoo.conversion.sources import source_of
-from revzoo.errors import ConversionError, InputError, UnknownNameError, listing
+from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, listing
 from revzoo.model import Model
 from revzoo.spec.loading import spec_of
 from revzoo.spec.names import CONVERTED_WEIGHTS
 from revzoo.weights import save
 
-_EXPECT = {
-    "momentum": "Before fine-tuning: the original's answers nearly everywhere. Fine-tune with the recipe `finetune`.",
-    "dual_residual": "Before fine-tuning: close to the original, a little further with every layer. Fine-tune with `finetune`.",
-    "additive": "Before fine-tuning: another function, whose answers are useless. The weights are a start, no more.",
-    "published": "The published network, unchanged in meaning.",
-}
+_ROUNDING = 1e-4  # of logits, relative, at most: 1e-6 is usual
+_UNLIKE = (
+    "MORE than the order of sums explains: the original does something that the converted network does not, such as hooks, a "
+    "changed forward, or padding in front of texts."
+)
+_SAME, _NEAR = 0.9999, 0.9  # cosines of logits
+_SAME_ANSWERS = 0.995
+_ROOM = 4  # how many times larger states may become than they are on the examples
 
 
 def convert(
@@ -59,100 +59,70 @@ def convert(
             own, or timm's pretrained ones, which a hub is asked for.
         coupling: "momentum", "dual_residual" or "additive".
         kept_bits: s from 0 to 8: b = 2^-s, the lost bits kept, exactly invertible. None: floating point, b = strength.
-        strength: m or beta in floating point; 0 is the source's function itself, which cannot be inverted.
+        strength: m or beta in floating point, from 0 to below 1, instead of kept_bits; 0 is the source's function itself, which
+            cannot be inverted.
         out: folder to write, new or empty: spec.yaml, model.safetensors, report.json, report.txt, report.png.
         partial: go on with missing or extra tensors: missing ones begin fresh, extra ones are dropped.
         batch: examples to compare both networks on; None: random ones.
+    Returns: what was done, and the reversible network in eval mode (`.model`).
     Raises:
         ConversionError: nothing is called so, the network has something that cannot be expressed, or the tensors are not its.
         CheckpointError: weights that cannot be read.
         InputError: another argument is not what it must be.
     """
-    return converted(
-        source, weights, coupling=coupling, kept_bits=kept_bits, strength=strength, out=out, partial=partial, batch=batch
-    )[1]
-
-
-def converted(
-    source: str | Path | nn.Module,
-    weights: str | Path | None = None,
-    *,
-    coupling: CouplingName = "momentum",
-    kept_bits: int | None = 8,
-    strength: float | None = None,
-    out: str | Path | None = None,
-    partial: bool = False,
-    batch: Any = None,
-) -> tuple[Model, ConvertReport]:
-    """Return the reversible network, in eval mode, and the report; arguments and errors as of `convert`."""
     choice = _choice(coupling, kept_bits, strength)
-    folder = None if out is None else _free(Path(out))
+    folder = None if out is None else _free(out)
     original = find_original(source, weights)
     found = source_of(original)
-    description = found.completed(original.description, original.tensors)
-    original = replace(original, description=description)
     if found.published:
         choice = Choice("additive", None)
-    spec = spec_of({"name": _name(original.name, choice, found), **found.spec(description, choice)}, original.name)
+    try:
+        description = found.completed(original.description, original.tensors)
+        mapping, entries = found.spec(description, choice), found.entries(description)
+        tensors, notes = found.canonical(description, original.tensors)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        if isinstance(error, RevzooError):
+            raise
+        raise ConversionError(
+            f"{original.name} is described by something that no {found.name} has ({type(error).__name__}: {error})."
+        ) from error
+    original = replace(original, description=description)
+    spec = spec_of({"name": _name(original.name, choice, found), **mapping}, original.name)
     with torch.device("meta"):
         shapes = build(spec)
-    entries = found.entries(description)
-    tensors, notes = found.canonical(description, original.tensors)
     rows, values, fitted = assigned(shapes, entries, found, tensors, original, partial)
-    torch.manual_seed(0)
-    model = build(spec).eval()
-    with torch.no_grad():
-        model.load_state_dict(values, strict=False)
-    comparisons, more = tuple[Comparison, ...](), ["The original was not run: tensors are missing."]
-    if not any(row.how == "initialised" for row in rows):
-        comparisons, more = _comparisons(model, original, {**tensors, **fitted}, choice, batch)
+    if cast := sorted({dtype for row in rows for dtype in row.source_dtypes} & {"float16", "bfloat16", "float64"}):
+        notes.append(f"Tensors of {listing(cast)} became float32.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build(spec).eval()
+        with torch.no_grad():
+            model.load_state_dict(values, strict=False)
+        notes += _suited_grid(model, batch)
+        if any(row.how == "initialised" for row in rows):
+            comparisons = tuple[Comparison, ...]()
+            notes.append("The original was not run: tensors are missing, and what begins fresh has to be trained.")
+        else:
+            comparisons, more = _comparisons(model, original, {**tensors, **fitted}, choice, batch)
+            notes += more
     model.schedule = "invert"
-    expect = _EXPECT["published" if found.published else choice.name]
-    coupled = {"type": spec.coupling.type, **spec.coupling.arguments}
-    report = ConvertReport(original.name, found.name, coupled, rows, comparisons, (*notes, *more), expect)
+    coupled = {"type": spec.coupling.type, **model.spec.coupling.arguments}
+    expect = _expectation(model, comparisons, found.published)
+    report = ConvertReport(original.name, found.name, coupled, rows, comparisons, tuple(notes), expect, model)
     if folder is not None:
         _write(folder, model, report)
-    return model, report
-
-
-def export(folder: str | Path, out: str | Path, weights: str | Path | None = None) -> int:
-    """Write the tensors of a converted network under the source's names, as safetensors; return their number.
-
-    Args:
-        folder: what `convert` wrote.
-        out: the file.
-        weights: of the converted network after fine-tuning; None: the folder's own.
-    Raises:
-        ConversionError: the folder is not a conversion's, or its weights have been changed beyond it.
-        CheckpointError: weights that cannot be read.
-    Source: the report's rows, which name every tensor of the source; those that were dropped stay so.
-    """
-    folder, out = Path(folder), Path(out)
-    file = folder / "report.json"
-    try:
-        rows = [Row(**{key: _tuples(value) for key, value in row.items()}) for row in json.loads(file.read_text())["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConversionError(f"{folder} is not a folder that revzoo convert wrote: {file} cannot be read.") from error
-    tensors = read_weights(folder / CONVERTED_WEIGHTS if weights is None else weights)
-    found: dict[str, Tensor] = {}
-    for row in rows:
-        if row.how in ("dropped", "initialised"):
-            continue
-        if missing := [key for key in row.ours if key not in tensors]:
-            raise ConversionError(f"The weights are not of the network in {folder}: {listing(missing)} is missing.")
-        found |= dict(zip(row.theirs, _back(row, [tensors[key] for key in row.ours]), strict=True))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".partial")
-    save_file({key: tensor.clone().contiguous() for key, tensor in found.items()}, partial, metadata={"format": "pt"})
-    partial.replace(out)
-    return len(found)
+    return report
 
 
 def _choice(coupling: CouplingName, kept_bits: int | None, strength: float | None) -> Choice:
     if coupling not in get_args(CouplingName):
         raise UnknownNameError("coupling for pretrained networks", coupling, get_args(CouplingName))
-    if strength is not None and not (isinstance(strength, int | float) and 0 <= strength <= 1):
-        raise InputError(f"strength is a number from 0 to 1. Received: {strength!r}.")
+    if strength is not None and (
+        coupling == "additive" or isinstance(strength, bool) or not (isinstance(strength, int | float) and 0 <= strength < 1)
+    ):
+        raise InputError(
+            f"strength is a number from 0 to below 1, of momentum or dual_residual. Received: {strength!r} for {coupling}."
+        )
     if kept_bits is not None and (not isinstance(kept_bits, int) or isinstance(kept_bits, bool) or not 0 <= kept_bits <= 8):
         raise InputError(f"kept_bits is an integer from 0 to 8, or None for floating point. Received: {kept_bits!r}.")
     if coupling == "additive":
@@ -175,37 +145,73 @@ def _comparisons(
 ) -> tuple[tuple[Comparison, ...], list[str]]:
     """Return how far the converted network is from the original, and why that was not looked at."""
     if original.run is None:
-        return (), ["The original was not run: no library here has it."]
+        return (), ["The original was not run: no library here has it, or it has no values."]
     try:
         network = original.run(original.description, tensors)
-    except (ImportError, AttributeError):
-        return (), ["The original was not run: its library is not installed (pip install transformers), or has no such class."]
+    except ImportError:
+        return (), ["The original was not run: its library is not installed (pip install transformers)."]
     found = []
     if not choice.additive:
         kept = model.spec, model.coupling
         model.recouple(kept_bits=None, **{choice.strength_name: 0.0})
-        found.append(
-            compared(
-                "the original and the converted network at b = 0", network, model, batch, "Due to the order of sums alone."
-            )
-        )
+        what = "the original and the converted network at b = 0"
+        same = compared(what, network, model, batch, "Due to the order of sums alone.")
+        found.append(same if same.largest_difference <= _ROUNDING else replace(same, note=_UNLIKE))
         model.spec, model.coupling = kept
     due = "Due to the coupling: it starts as another function." if choice.additive else f"Due to {_due(model)}."
     found.append(compared("the original and the converted network", network, model, batch, due))
     return tuple(found), []
 
 
+def _expectation(model: Model, comparisons: Sequence[Comparison], published: bool) -> str:
+    """Return what to expect before fine-tuning, as measured where it was."""
+    if published:
+        return "The published network, unchanged in meaning."
+    if model.coupling.b == 0:
+        return "The original itself, which cannot be inverted: train it in another mode, or with a coupling that moves."
+    if not comparisons:
+        return "What to expect before fine-tuning was not measured."
+    found = comparisons[-1]
+    if found.cosine >= _SAME and found.agreement >= _SAME_ANSWERS:
+        return "Expect the original's answers before fine-tuning."
+    if found.cosine >= _NEAR:
+        return "Expect answers near the original's before fine-tuning, and fine-tuning to close the gap."
+    return "Expect useless answers before fine-tuning: the function is another one, and the weights are a start, no more."
+
+
+def _suited_grid(model: Model, batch: Any) -> list[str]:
+    """Make the grid coarser where states would leave it, and say so."""
+    if not model.coupling.is_exact:
+        return []
+    largest = largest_state(model, batch)
+    room = max(4, min(16, 24 - math.ceil(math.log2(max(largest, 1e-9) * _ROOM))))
+    if room == 16:
+        return []
+    model.recouple(fraction_bits=room)
+    return [f"States reach {largest:.3g} in magnitude, so the grid is 2^-{room} instead of 2^-16."]
+
+
 def _due(model: Model) -> str:
     coupling = model.coupling
     if coupling.b == 0:
         return "the order of sums alone"
-    grid = "" if coupling.kept_bits is None else ", and streams rounded to 2^-16"
+    grid = "" if not coupling.is_exact else f", and streams rounded to 2^-{coupling.fraction_bits or 16}"
     return f"b = {abs(coupling.b):g}{grid}"
 
 
-def _free(folder: Path) -> Path:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and is not an empty folder. Name another (--out).")
+def _free(out: str | Path) -> Path:
+    """Return a folder that can be written, or raise InputError."""
+    try:
+        folder = Path(out).resolve()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent):
+            taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"No folder can be made at {out} ({error}). Name another (--out).") from error
+    if folder == Path.cwd():
+        raise InputError("A complete folder is moved into place, which the current one cannot be. Name another (--out).")
+    if taken:
+        raise InputError(f"{out} exists and is not an empty folder. Name another (--out).")
     return folder
 
 
@@ -225,19 +231,3 @@ def _write(folder: Path, model: Model, report: ConvertReport) -> None:
         writing.rename(folder)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
-
-
-def _back(row: Row, tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Return a row's tensors as the source has them."""
-    if row.how == "merged":
-        return torch.split(tensors[0], [shape[0] for shape in row.source_shapes])
-    if row.how == "reshaped":
-        (shape,), (tensor,) = row.source_shapes, tensors
-        if tensor.dim() == len(shape) == 3:  # positions, in front of which the source has rows that nothing reads
-            tensor = torch.nn.functional.pad(tensor, (0, 0, shape[1] - tensor.shape[1], 0), value=1.0)
-        return [tensor.reshape(shape)]
-    return tensors
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-How = Literal["copied", "renamed", "merged", "split", "averaged", "reshaped"]
+How = Literal["copied", "renamed", "merged", "reshaped"]
 
 
 def _same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -24,14 +24,14 @@ class Entry:
         theirs: keys in the source's.
         how: what happens to them, for the report.
         to_ours: from the tensors at `theirs` to those at `ours`, in order.
-        to_theirs: back; None where values are lost on the way ("averaged").
+        to_theirs: back.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     how: How
     to_ours: Change = _same
-    to_theirs: Change | None = _same
+    to_theirs: Change = _same
 
 
 def renamed(ours: str, theirs: str) -> Entry:

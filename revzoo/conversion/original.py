@@ -44,8 +44,13 @@ def find_original(source: str | Path | nn.Module, weights: str | Path | None) ->
         ConversionError: nothing is called so, or pretrained weights that cannot be fetched.
         CheckpointError: weights that cannot be read.
     """
+    if weights is not None and not isinstance(weights, str | Path):
+        raise InputError(f"weights is a file or a folder. Received: {type(weights).__name__}. Load it into the module.")
     if isinstance(source, nn.Module):
-        return _module(source, None if weights is None else read_weights(weights))
+        network: nn.Module = getattr(source, "_orig_mod", source)  # of torch.compile
+        if isinstance(network, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            network = network.module
+        return _module(network, None if weights is None else read_weights(weights))
     if not isinstance(source, str | Path):
         raise InputError(f"A name, a folder or a module can be converted. Received: {type(source).__name__}.")
     if Path(source).is_dir() and (Path(source) / "config.json").is_file():
@@ -91,17 +96,25 @@ def _timm(name: str, weights: str | Path | None) -> Original:
 
 
 def _module(network: nn.Module, tensors: dict[str, Tensor] | None, name: str = "") -> Original:
-    own = {key: tensor.detach() for key, tensor in network.state_dict().items()}
+    own = {key: tensor.detach().cpu() for key, tensor in network.state_dict().items()}
     if any(tensor.is_meta for tensor in own.values()) and tensors is None:
         raise ConversionError(f"This {type(network).__name__} is on the meta device and has no values. Give its weights.")
     config = getattr(network, "config", None)
     called = name or type(network).__name__
-    found = own if tensors is None else tensors
     if config is not None and hasattr(config, "to_dict"):
-        description: Any = {**config.to_dict(), "architectures": [type(network).__name__]}
+        pooled = getattr(getattr(network, "base_model", network), "pooler", None) is not None
+        found_config = {**config.to_dict(), "architectures": [type(network).__name__]}
+        description: Any = found_config | ({"add_pooling_layer": pooled} if network is network.base_model else {})
     else:
         description = network
-    return Original(called, description, found, lambda _, given: _loaded(copy.deepcopy(network), given))
+    found = own if tensors is None else tensors
+
+    def run(_: Any, given: Mapping[str, Tensor]) -> nn.Module:
+        return _loaded(copy.deepcopy(network).float().cpu(), given)
+
+    if any(tensor.is_meta for tensor in own.values()):
+        return Original(called, description, found, None)
+    return Original(called, description, found, run)
 
 
 def _transformers(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Original:

@@ -3,11 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from revzoo.conversion.mapping import How
+from revzoo.model import Model
 
 Fate = How | Literal["interpolated", "initialised", "dropped"]
 
@@ -19,9 +20,11 @@ class Row:
     Args:
         ours: keys in the converted network; none where the source's were dropped.
         theirs: keys in the source; none where ours begin fresh.
-        how: copied, renamed, merged, split, averaged, reshaped, interpolated, initialised or dropped.
+        how: copied, renamed, merged, reshaped, interpolated, initialised or dropped.
+        way: how values get from theirs to ours, also where they begin fresh or are interpolated before.
         shapes: of ours.
-        source_shapes: of theirs.
+        source_shapes: of theirs, behind an interpolation.
+        source_dtypes: of theirs, such as "float16".
         note: why, where it was not asked for.
     """
 
@@ -30,6 +33,8 @@ class Row:
     how: Fate
     shapes: tuple[tuple[int, ...], ...] = ()
     source_shapes: tuple[tuple[int, ...], ...] = ()
+    source_dtypes: tuple[str, ...] = ()
+    way: How = "renamed"
     note: str = ""
 
 
@@ -74,6 +79,7 @@ class ConvertReport:
         comparisons: of the original with the converted network, where the original could be run.
         notes: what was done without being asked, and why something was not.
         expect: what to expect before fine-tuning.
+        model: the reversible network, in eval mode.
     """
 
     source: str
@@ -83,6 +89,7 @@ class ConvertReport:
     comparisons: tuple[Comparison, ...]
     notes: tuple[str, ...]
     expect: str
+    model: Model = field(repr=False, compare=False)
 
     @property
     def counts(self) -> Counter[str]:
@@ -94,7 +101,9 @@ class ConvertReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        return {**asdict(self), "counts": dict(self.counts)}
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        told |= {name: [asdict(each) for each in told[name]] for name in ("rows", "comparisons")}
+        return {**told, "notes": list(self.notes), "counts": dict(self.counts)}
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -116,7 +125,7 @@ class ConvertReport:
 def _told(rows: Sequence[Row]) -> list[str]:
     """Return a line for each tensor whose values are not simply the source's."""
     return [
-        f"{row.how}: {', '.join(row.theirs or row.ours)}{f' ({row.note})' if row.note else ''}"
+        f"{row.how}: {', '.join(row.ours if row.how == 'initialised' else row.theirs)}{f' ({row.note})' if row.note else ''}"
         for row in rows
-        if row.how in ("interpolated", "initialised", "dropped", "averaged")
+        if row.how in ("interpolated", "initialised", "dropped")
     ]

@@ -98,7 +98,7 @@ class TimmViT(TimmSource):
 
     def resized(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return positional embeddings of another square grid, interpolated as timm does, or None."""
-        if key != "pos_embed" or tensor.ndim != 3 or tensor.shape[2] != shape[2]:
+        if key != "pos_embed" or tensor.ndim != 3 or tensor.shape[::2] != tuple(shape)[::2]:
             return None
         for prefix in (0, 1):  # rows of the class token; two squares of at least 4 are never one apart from squares
             old, new = tensor.shape[1] - prefix, shape[1] - prefix

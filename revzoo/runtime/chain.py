@@ -170,7 +170,11 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
 
 
 def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, side: Any = None, exact: bool = False) -> Pair:
-    """Undo `run_chain` without gradients."""
+    """Undo `run_chain` without gradients.
+
+    Raises:
+        InputError: a coupling keeps bits, which are there for backward alone, or has b = 0.
+    """
     if any(isinstance(link, Step) and link.coupling.kept_bits for link in links):
         raise InputError("The inverse needs the bits that forward kept, which are there for backward alone.")
     if any(isinstance(link, Step) and link.coupling.b == 0 for link in links):
@@ -297,9 +301,10 @@ def _drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift | None:
 
 
 def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool) -> tuple[Grid | None, Pair]:
-    if not exact and not any(isinstance(link, Step) and link.coupling.is_exact for link in links):
+    couplings = [link.coupling for link in links if isinstance(link, Step)]
+    if not exact and not any(coupling.is_exact for coupling in couplings):
         return None, (x1, _dense(x2))
-    grid = Grid(x1.dtype)
+    grid = Grid(x1.dtype, min((c.fraction_bits for c in couplings if c.fraction_bits is not None), default=None))
     pair = grid.round(x1), grid.round(x2)
     grid.watch(*pair)
     return grid, pair

@@ -1,7 +1,7 @@
 """The one recurrence behind every reversible residual network.
 
-    w[k+1] = a * w[k] + b * w[k-1] + c * f(w[k])            b != 0
-    w[k-1] = (w[k+1] - a * w[k] - c * f(w[k])) / b
+    w[k+1] = a * w[k] + b * w[k-1] + c * f(w[k])
+    w[k-1] = (w[k+1] - a * w[k] - c * f(w[k])) / b          where b != 0
 
 The pair (w[k-1], w[k]) is the two streams. A coupling is the three coefficients; everything else is the chain's. With small
 b it is nearly an ordinary network, and in floating point nearly impossible to invert; with `kept_bits` it is inverted
@@ -15,7 +15,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from revzoo.bounds import Bits, Finite, NonZero, Rate, StepSize
+from revzoo.bounds import Bits, Finite, Fraction, NonZero, Rate, StepSize
 from revzoo.errors import InputError, MisfitError
 from revzoo.registry import couplings
 
@@ -31,6 +31,8 @@ class Coupling:
         c: weight of f, not 0.
         kept_bits: s of |b| = 2^-s, for streams on a grid: the s bits of each element that the product with b loses are kept
             until backward, and inversion is exact. None: floating point, unless the chain is `exact`.
+        fraction_bits: of the grid, whose steps are 2^-fraction_bits; None: 16 for float32, 32 for float64. Fewer make room for
+            larger states.
 
     Raises:
         InputError: a coefficient is no finite number, c is 0, or |b| is not 2^-kept_bits.
@@ -40,6 +42,7 @@ class Coupling:
     b: float
     c: float
     kept_bits: int | None = None
+    fraction_bits: int | None = None
 
     def __post_init__(self) -> None:
         coefficients = (self.a, self.b, self.c)
@@ -90,7 +93,12 @@ def additive() -> Coupling:
 
 @couplings.register("momentum")
 def momentum(
-    *, m: Rate | None = None, gain: NonZero | None = None, residual: bool = True, kept_bits: Bits | None = None
+    *,
+    m: Rate | None = None,
+    gain: NonZero | None = None,
+    residual: bool = True,
+    kept_bits: Bits | None = None,
+    fraction_bits: Fraction | None = None,
 ) -> Coupling:
     """Return w[k+1] = w[k] + m (w[k] - w[k-1]) + gain f(w[k]).
 
@@ -101,24 +109,32 @@ def momentum(
         gain: of f; None is 1 - m, as published.
         residual: whether w[k] is a term of its own. False where f contains its residual, as in post-norm transformers.
         kept_bits: s from 0 to 8 instead of m: m = 2^-s on a grid, the lost bits kept, so that inversion is exact.
+        fraction_bits: of the grid in float32, 16 unless given; states stay below 2^(24 - fraction_bits).
     Source: Momentum ResNets (Sander et al. 2021), equation 4, velocity eliminated; there gain is 1 - m. Bits kept as in
         Maclaurin et al. (2015), for powers of two.
     """
     m = _strength("m", m, kept_bits, 0.9)
-    return Coupling(m + residual, -m, 1.0 - m if gain is None else gain, kept_bits)
+    return Coupling(m + residual, -m, 1.0 - m if gain is None else gain, kept_bits, fraction_bits)
 
 
 @couplings.register("dual_residual")
-def dual_residual(*, alpha: Finite = 1.0, beta: Finite | None = None, kept_bits: Bits | None = None) -> Coupling:
+def dual_residual(
+    *,
+    alpha: Finite = 1.0,
+    beta: Finite | None = None,
+    kept_bits: Bits | None = None,
+    fraction_bits: Fraction | None = None,
+) -> Coupling:
     """Return w[k+1] = alpha w[k] + beta w[k-1] + f(w[k]).
 
     Args:
         alpha: 1 for a residual network, 0 where f contains its residual.
         beta: 0.1 where neither it nor kept_bits is given.
         kept_bits: s from 0 to 8 instead of beta: beta = 2^-s on a grid, the lost bits kept, so that inversion is exact.
+        fraction_bits: of the grid in float32, 16 unless given; states stay below 2^(24 - fraction_bits).
     Source: Dr2Net (Zhao et al. 2024); alpha = 1 and beta -> 0 is the ordinary residual network.
     """
-    return Coupling(alpha, _strength("beta", beta, kept_bits, 0.1), 1.0, kept_bits)
+    return Coupling(alpha, _strength("beta", beta, kept_bits, 0.1), 1.0, kept_bits, fraction_bits)
 
 
 @couplings.register("midpoint")

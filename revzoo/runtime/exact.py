@@ -24,9 +24,9 @@ from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime.bits import pack, unpack
 from revzoo.runtime.coupling import Coupling
 
-# Digits after and before the point. The state of a trained network stays far below 2^8 (largest seen: 0.12 of it), and
+# Binary digits after the point, and in all. The state of a trained network stays far below 2^8 (largest seen: 0.12 of it), and
 # 2^-16 is finer than what float32 resolves for values above 2^8 anyway.
-_GRIDS = {torch.float32: (16, 8), torch.float64: (32, 21)}
+_GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
 
 
 class _Round(torch.autograd.Function):
@@ -80,17 +80,21 @@ class Grid:
 
     Args:
         dtype: of the streams: torch.float32 (steps of 2^-16, range 2^8) or torch.float64 (2^-32, 2^21).
+        fraction_bits: other steps, 2^-fraction_bits, and so another range.
 
     Raises:
         InputError: another dtype; half precision has too few bits to hold a stream on a grid.
     """
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype, fraction_bits: int | None = None):
         if dtype not in _GRIDS:
-            raise InputError(f"exact=True needs float32 or float64 streams. Received: {dtype}. Use autocast inside f instead.")
+            raise InputError(
+                f"Exact arithmetic (exact=True, kept_bits) needs float32 or float64 streams. Received: {dtype}. Use autocast."
+            )
         self.dtype = dtype
-        fraction, integer = _GRIDS[dtype]
-        self.scale, self.limit = 2.0**fraction, 2.0**integer
+        fraction, digits = _GRIDS[dtype]
+        fraction = fraction if fraction_bits is None else fraction_bits
+        self.scale, self.limit = 2.0**fraction, 2.0 ** (digits - fraction)
         self.largest: Tensor | None = None
 
     def round(self, x: Tensor) -> Tensor:
@@ -142,7 +146,8 @@ class Grid:
         if not largest < self.limit:
             raise RecoveryError(
                 f"Exact arithmetic holds states below {self.limit:g} in magnitude. Received: {largest:g}. Lower the learning "
-                "rate, normalise f's output, or compute in floating point (exact=False, and m or beta instead of kept_bits)."
+                "rate, normalise f's output, take a coarser grid (the coupling's fraction_bits), or compute in floating point "
+                "(exact=False; m or beta instead of kept_bits)."
             )
 
 

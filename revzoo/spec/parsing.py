@@ -86,6 +86,13 @@ def fits(value: object, annotation: Any) -> bool:
     return type(value) is annotation or (annotation is float and type(value) is int)
 
 
+def misfit(value: object, annotation: Any) -> str:
+    """Return what an annotation allows, in words, or "" where a plain value is that."""
+    problems: list[Problem] = []
+    _read(Node.of(value, ""), annotation, "", problems)
+    return problems[0].allowed if problems else ""
+
+
 def describe(annotation: Any) -> str:
     """Say in words what an annotation allows."""
     origin, marks = get_origin(annotation), get_args(annotation)

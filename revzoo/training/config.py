@@ -372,6 +372,11 @@ def _contradictions(tree: Node) -> Iterator[Problem]:
     if isinstance(_value(tree, "mixup"), dict) and isinstance(batch_size, int) and batch_size % 2:
         yield _at(tree, "data.batch_size").problem("an even number: mixup pairs the images of a batch")
     moving = [key for key in ("m", "alpha", "beta") if _value(tree, f"coupling.{key}") is not None]
+    bits = _value(tree, "coupling.kept_bits")
+    if isinstance(_value(tree, "coupling"), dict) and bits is None and not moving:
+        yield _at(tree, "coupling").problem("kept_bits, or m, alpha or beta, or null for a coupling that stays")
+    if isinstance(bits, list) and _value(tree, "memory.budget") is not None and bits != sorted(bits, reverse=True):
+        yield _at(tree, "coupling.kept_bits").problem("the larger number first with memory.budget: it is planned for the first")
     if moving and _value(tree, "coupling.kept_bits") is not None:
         yield _at(tree, f"coupling.{moving[0]}").problem("null beside coupling.kept_bits, which says what it is")
     if moving and _value(tree, "memory.budget") is not None:

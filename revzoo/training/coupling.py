@@ -1,19 +1,19 @@
 """The coupling's way during fine-tuning, from a faithful start to a lean or robust end.
 
 With kept bits every step of the way is exactly invertible, and the way only makes the network leaner. In floating point a
-small b rounds nearly everything away, so few steps in a row can be inverted; as b grows, anchors go (`Anchors`).
+small b rounds nearly everything away, so few steps in a row can be inverted; the others keep their input, fewer as b grows.
 
 Source: Dr2Net (Zhao et al. 2024) moves alpha and beta in floating point ("dynamic fine-tuning"); its schedule is not published.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from revzoo.errors import Problem, SpecError, listing
 from revzoo.model import Model
-from revzoo.planning.anchor import anchored
-from revzoo.planning.walk import units
 from revzoo.registry import couplings
+from revzoo.runtime.chain import Mode
 from revzoo.runtime.drift import longest_run
 from revzoo.training.config import CouplingOptions, Recipe
 
@@ -26,11 +26,13 @@ class CouplingSchedule:
     Args:
         options: of the recipe.
         updates: of the whole training.
+        modes: of the units, where no inversion rounds too much away.
     """
 
-    def __init__(self, options: CouplingOptions, updates: int):
+    def __init__(self, options: CouplingOptions, updates: int, modes: Sequence[Mode]):
         self._moving = {key: value for key, value in asdict(options).items() if key != "share" and value is not None}
         self._last = max(1, round(updates * options.share))
+        self._modes = modes
         self.exact = options.kept_bits is not None
 
     def at(self, update: int) -> dict[str, Any]:
@@ -44,25 +46,26 @@ class CouplingSchedule:
         return {key: first + (last - first) * way for key, (first, last) in self._moving.items()}
 
     def set(self, update: int, *models: Model) -> None:
-        """Give models the coupling of an update, and in floating point the anchors that it needs."""
+        """Give models the coupling of an update; in floating point, invert only as many steps in a row as it allows."""
         arguments = self.at(update)
         for model in models:
             if any(model.spec.coupling.arguments.get(key) != value for key, value in arguments.items()):
                 model.recouple(**arguments)
-                if not self.exact:
-                    run = longest_run([model.coupling] * len(model.steps), next(model.parameters()).dtype, _ERROR)
-                    model.schedule = anchored(units(model), run)
+            if not self.exact:
+                run = longest_run([model.coupling] * len(model.steps), next(model.parameters()).dtype, _ERROR)
+                model.schedule = list(_anchored(self._modes, run))
 
 
 def coupling_schedule(recipe: Recipe, model: Model, updates: int) -> CouplingSchedule | None:
-    """Return the recipe's schedule for a model, or None where it has none.
+    """Return the recipe's schedule for a model, or None where nothing moves and nothing has to be anchored.
 
     Raises:
         SpecError: the model's coupling has no such arguments, or is of the other arithmetic.
     """
     if recipe.coupling is None:
-        return None
-    schedule = CouplingSchedule(recipe.coupling, updates)
+        anchors = not model.coupling.is_exact and abs(model.coupling.b) < 1 and recipe.memory.budget is None
+        return CouplingSchedule(CouplingOptions(), updates, model.schedule) if anchors else None
+    schedule = CouplingSchedule(recipe.coupling, updates, model.schedule)
     part, known = model.spec.coupling, list(couplings.arguments(model.spec.coupling.type))
     for key in schedule.at(0):
         if key not in known:
@@ -72,3 +75,13 @@ def coupling_schedule(recipe: Recipe, model: Model, updates: int) -> CouplingSch
         allowed = "m, alpha or beta for a network converted with a strength, kept_bits for one with kept bits"
         raise SpecError([Problem(recipe.file, "coupling", str(sorted(schedule.at(0))), allowed)])
     return schedule
+
+
+def _anchored(modes: Sequence[Mode], run: int | None) -> Iterator[Mode]:
+    """Yield modes with at most `run` inverted steps in a row, and recomputed ones between; None is any number."""
+    length = 0
+    for mode in modes:
+        length = length + 1 if mode == "invert" else 0
+        if run is not None and length > run:
+            length = 0
+        yield "recompute" if mode == "invert" and not length else mode

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from revzoo.errors import CheckpointError, InputError, listing
+from revzoo.spec.names import CONVERTED_WEIGHTS
 from revzoo.training.config import DEFAULT_RECIPE, Recipe, load_recipe
 from revzoo.training.data import IGNORED, load_data
 from revzoo.training.task import needed_outputs
@@ -89,6 +90,11 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         CheckpointError: no such checkpoint, damaged, or not one that training has saved.
     """
     overrides = _of_data(overrides)
+    if (path / CONVERTED_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{path} was converted and not trained: it does not say on which data to evaluate it. Train it first: revzoo train "
+            f"finetune model={path} data.root=IMAGES"
+        )
     checkpoint = path / "best.safetensors" if path.is_dir() else path
     read(checkpoint)  # says what is wrong with a missing or damaged file
     texts = read_metadata(checkpoint) if checkpoint.suffix == ".safetensors" else {}

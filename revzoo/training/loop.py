@@ -183,6 +183,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
 def _finish_epoch(run: Run, epoch: int) -> None:
     """Evaluate, write down, save."""
     accelerator, progress = run.accelerator, run.progress
+    run.couple(progress.updates)  # what is evaluated and saved is where the next epoch begins
     if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes
         distribute_bn(run.evaluated, accelerator.num_processes, reduce=False)
     scores = evaluate(run.evaluated, run.test_loader, accelerator, run.data.unit)
@@ -223,6 +224,7 @@ def _finish_epoch(run: Run, epoch: int) -> None:
 
 def save_state(run: Run) -> None:
     """Save everything needed to go on from here; until it is complete, the state before it stays the newest."""
+    run.couple(run.progress.updates)  # so that averaged weights are saved with the coupling they go on with
     writing = run.folder.states / "writing"
     if run.accelerator.is_main_process:
         shutil.rmtree(writing, ignore_errors=True)

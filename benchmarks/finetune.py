@@ -1,0 +1,321 @@
+"""Converted networks fine-tuned beside their originals: small ordinary ones, trained here on real data, then on another task.
+
+    python benchmarks/finetune.py                   all networks, about 15 minutes on 2 CPU cores
+    python benchmarks/finetune.py --only ViT BERT   some of them
+    python benchmarks/finetune.py --quick           toy sizes, which learn nothing, in half a minute
+
+Each network is trained once on a first task. Then it gets a fresh head and is fine-tuned to a second one (finetune_tasks.py):
+as it is, and converted, with every kind of coupling; each with three seeds, of the head and of the batches. Loop, optimizer
+and the batches of a seed are the same for all; converted networks rebuild their activations (schedule "invert"), in floating
+point with anchors. What is reported is the accuracy on the test set after the last update, when the learning rate is 0: no
+epoch is chosen. Writes finetune.json and the curves of each network.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from finetune_tasks import Arch, Task, archs
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from runtime import surroundings
+from torch import Tensor, nn
+
+import revzoo
+from revzoo.analysis.memory import format_bytes
+from revzoo.conversion.source import CouplingName
+from revzoo.model import Model
+from revzoo.training.config import CouplingOptions
+from revzoo.training.coupling import CouplingSchedule
+from revzoo.training.data import IGNORED
+
+SEEDS = (10, 11, 12)  # others than the default was chosen with
+POINTS = 0.5  # of accuracy, that a converted network may be below its original
+_REAL = 512  # test examples on which a conversion is compared with its original
+_DECAY, _CLIP, _WARM_UP = 0.05, 1.0, 0.1  # of weights; of the gradient's norm; share of updates
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is fine-tuned.
+
+    Args:
+        label: in the table and the pictures.
+        coupling: of the conversion; None: the original itself.
+        start: how it is converted.
+        moves: how the coupling goes on from there; None: it stays.
+        only: the one network that it is tried with; None: all.
+    """
+
+    label: str
+    coupling: CouplingName | None = None
+    start: dict[str, Any] | None = None
+    moves: CouplingOptions | None = None
+    only: str | None = None
+
+
+def _kept(last: int, share: float = 0.5) -> Variant:
+    return Variant(f"8 bits to {last}", "momentum", {"kept_bits": 8}, CouplingOptions(kept_bits=(8, last), share=share))
+
+
+VARIANTS = {
+    "original": Variant("original"),
+    "stay": Variant("8 bits", "momentum", {"kept_bits": 8}),
+    **{f"bits_{last}": _kept(last) for last in (4, 2, 0)},
+    "additive": Variant("additive", "additive", {}),
+    "float_m": Variant("m 0.1 to 0.9", "momentum", {"kept_bits": None, "strength": 0.1}, CouplingOptions(m=(0.1, 0.9)), "ViT"),
+    "float_dual": Variant(
+        "alpha 1 to 0.5, beta 0.1 to 0.9",
+        "dual_residual",
+        {"kept_bits": None, "strength": 0.1},
+        CouplingOptions(alpha=(1.0, 0.5), beta=(0.1, 0.9)),
+        "ViT",
+    ),
+}
+DEFAULT = "bits_4"
+
+
+def variants(name: str) -> dict[str, Variant]:
+    """Return what is tried with a network."""
+    return {key: variant for key, variant in VARIANTS.items() if variant.only in (None, name)}
+
+
+def pretrain(name: str, quick: bool, file: Path) -> dict[str, Any]:
+    """Train a network on its first task; write its tensors; return how well it does, and how its default conversion begins."""
+    torch.set_num_threads(1)  # of each process
+    arch = archs(quick)[name]
+    torch.manual_seed(0)
+    network, task = arch.pretrained(), arch.first()
+    curve = list(_train(network, task, arch.updates[0], arch.lr, 1, arch.every, torch.Generator().manual_seed(0), None))
+    torch.save(network.state_dict(), file)
+    x = task.test()[0][:: arch.every][:_REAL]
+    start = revzoo.convert(network.eval(), batch=x).comparisons[-1]
+    return {
+        "accuracy": curve[-1][1],
+        "seconds": curve[-1][3],
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "start": {"examples": len(x), "cosine": start.cosine, "agreement": start.agreement},
+    }
+
+
+def finetune(name: str, variant: Variant, seed: int, quick: bool, file: Path) -> dict[str, Any]:
+    """Fine-tune one network to its second task; return its curve, and what its activations take at first and at last."""
+    torch.set_num_threads(1)
+    arch = archs(quick)[name]
+    network: Any = pretrained(arch, seed, file)
+    task = arch.second()
+    updates, moves = arch.updates[1], None
+    if variant.coupling is not None:
+        x, _ = task.batch(torch.Generator().manual_seed(seed))
+        network = revzoo.convert(network, coupling=variant.coupling, **(variant.start or {}), batch=x).model
+    if variant.moves is not None:
+        moves = CouplingSchedule(variant.moves, updates, network.schedule)
+    memory = [_activation_bytes(network, task, moves, update) for update in (0, updates)]
+    curve = list(
+        _train(network, task, updates, arch.tuning_lr, arch.evaluations, arch.every, torch.Generator().manual_seed(seed), moves)
+    )
+    keys = ("update", "accuracy", "loss", "seconds")
+    return {"seed": seed, "curve": [dict(zip(keys, point, strict=True)) for point in curve], "activation_bytes": memory}
+
+
+def pretrained(arch: Arch, seed: int, file: Path) -> nn.Module:
+    """Return the ordinary network with a head as the seed has it, and all other tensors from the first task."""
+    torch.manual_seed(seed)
+    network = arch.fresh()
+    own = network.state_dict()
+    tensors = {key: tensor for key, tensor in torch.load(file, weights_only=True).items() if key in own}
+    network.load_state_dict({key: tensor for key, tensor in tensors.items() if tensor.shape == own[key].shape}, strict=False)
+    return network
+
+
+def _train(
+    network: Any,
+    task: Task,
+    updates: int,
+    lr: float,
+    evaluations: int,
+    every: int,
+    dice: torch.Generator,
+    moves: CouplingSchedule | None,
+) -> Iterator[tuple[int, float, float, float]]:
+    """Train; yield updates, test accuracy [%], training loss since the last of these, seconds of training.
+
+    Args:
+        every: one test example of so many is used.
+    """
+    groups = [
+        {"params": [p for p in network.parameters() if p.ndim > 1], "weight_decay": _DECAY},
+        {"params": [p for p in network.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: _rate(update / updates))
+    stops = {updates * (i + 1) // evaluations for i in range(evaluations)}
+    losses, spent, test = list[float](), 0.0, [t[::every] for t in task.test()]
+    for update in range(updates):
+        begin = time.perf_counter()
+        network.train()
+        if moves is not None:
+            moves.set(update, network)
+        x, labels = task.batch(dice)
+        loss = F.cross_entropy(_logits(network, x).flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), _CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        spent += time.perf_counter() - begin
+        if update + 1 in stops:
+            yield update + 1, accuracy(network, test[0], test[1]), mean(losses), spent
+            losses = []
+
+
+def _rate(way: float) -> float:
+    """Return the learning rate over the largest one: up evenly at first, then down to 0 along a cosine."""
+    return way / _WARM_UP if way < _WARM_UP else 0.5 + 0.5 * math.cos(math.pi * (way - _WARM_UP) / (1 - _WARM_UP))
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module, x: Tensor, labels: Tensor) -> float:
+    """Return how much of the labels a network finds [%]."""
+    network.eval()
+    right = counted = 0
+    for inputs, wanted in zip(x.split(256), labels.split(256), strict=True):
+        right += int((_logits(network, inputs).argmax(-1) == wanted).sum())
+        counted += int((wanted != IGNORED).sum())
+    return 100 * right / counted
+
+
+def _logits(network: nn.Module, x: Tensor) -> Tensor:
+    found = network(x)
+    logits: Tensor = getattr(found, "logits", found)  # Transformers wraps them
+    return logits
+
+
+def _activation_bytes(network: nn.Module, task: Task, moves: CouplingSchedule | None, update: int) -> int:
+    if moves is not None and isinstance(network, Model):
+        moves.set(update, network)
+    x, _ = task.batch(torch.Generator().manual_seed(0))
+    return revzoo.measure_memory(network.train(), x).activation_bytes
+
+
+def measure(names: list[str], quick: bool, folder: Path, pool: Executor) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a network's name and everything that was found about it, one network after the other."""
+    firsts = {name: pool.submit(pretrain, name, quick, folder / f"{name}.pt") for name in names}
+    seeds = SEEDS[:1] if quick else SEEDS
+    runs: dict[str, dict[str, list[Future[dict[str, Any]]]]] = {}
+    for name in names:
+        firsts[name].result()
+        runs[name] = {
+            key: [pool.submit(finetune, name, variant, seed, quick, folder / f"{name}.pt") for seed in seeds]
+            for key, variant in variants(name).items()
+        }
+    for name in names:
+        found = {key: [run.result() for run in each] for key, each in runs[name].items()}
+        yield name, {"first_task": firsts[name].result(), **summary(name, found)}
+
+
+def summary(name: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the runs of each variant with their mean, how far it is from the original's [points], and whether that is met."""
+    rows: dict[str, dict[str, Any]] = {}
+    for key, runs in found.items():
+        last = [run["curve"][-1]["accuracy"] for run in runs]
+        rows[key] = {
+            "label": VARIANTS[key].label,
+            "accuracy": mean(last),
+            "deviation": stdev(last) if len(last) > 1 else 0.0,
+            "activation_bytes": runs[0]["activation_bytes"],
+            "seconds": mean(run["curve"][-1]["seconds"] for run in runs),
+            "runs": runs,
+        }
+    for row in rows.values():
+        row["difference"] = row["accuracy"] - rows["original"]["accuracy"]
+    return {"variants": rows, "met": rows[DEFAULT]["difference"] >= -POINTS}
+
+
+def table(found: dict[str, dict[str, Any]]) -> Table:
+    lines = Table(box=SIMPLE_HEAD)
+    for head in ("network", "coupling", "accuracy", "+-", "points", "activations", "share", "seconds"):
+        lines.add_column(head, justify="left" if head in ("network", "coupling") else "right", no_wrap=head != "coupling")
+    for name, net in found.items():
+        stored = net["variants"]["original"]["activation_bytes"][0]
+        for key, row in net["variants"].items():
+            color = {True: "green", False: "red"}[net["met"]] if key == DEFAULT else "default"
+            first, last = row["activation_bytes"]
+            sizes = format_bytes(first) if first == last else f"{format_bytes(first)} to {format_bytes(last)}"
+            lines.add_row(
+                name if key == "original" else "",
+                row["label"] + (" (default)" if key == DEFAULT else ""),
+                f"{row['accuracy']:.2f} %",
+                f"{row['deviation']:.2f}",
+                f"[{color}]{row['difference']:+.2f}[/]",
+                sizes,
+                f"{last / stored:.0%}",
+                f"{row['seconds']:.1f}",
+                end_section=key == list(net["variants"])[-1],
+            )
+    return lines
+
+
+def draw(name: str, net: dict[str, Any], file: Path) -> None:
+    """Draw the mean accuracy over seeds against updates, a line a coupling."""
+    figure = Figure(figsize=(8.4, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for key, row in net["variants"].items():
+        updates = [point["update"] for point in row["runs"][0]["curve"]]
+        means = [mean(run["curve"][i]["accuracy"] for run in row["runs"]) for i in range(len(updates))]
+        style = {"color": "black", "lw": 2.4} if key == "original" else {"lw": 2.4 if key == DEFAULT else 1.2}
+        axes.plot(updates, means, label=f"{row['label']}: {row['accuracy']:.2f} %", **style)
+    axes.set(xlabel="update", ylabel="test accuracy [%]", title=f"{name}, fine-tuned to the second task")
+    axes.grid(axis="y", color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    figure.savefig(file, format="png", dpi=120, metadata={"Software": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    home = Path(__file__).parent / "results" / "cpu"
+    names = list(archs(quick=True))
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NET", default=names, help=f"of {', '.join(names)}")
+    parser.add_argument("--out", type=Path, default=home, help=f"folder for finetune.json and pictures (default: {home})")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, one seed: nothing is learned")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    console, found = Console(width=None if sys.stdout.isatty() else 140), dict[str, Any]()
+    about = surroundings()
+    spawn = multiprocessing.get_context("spawn")
+    pool: Executor = ThreadPoolExecutor(1) if args.quick else ProcessPoolExecutor(os.cpu_count(), spawn)
+    with TemporaryDirectory() as folder, pool, console.status("fine-tuning"):
+        for name, net in measure(args.only, args.quick, Path(folder), pool):
+            found[name] = net
+            draw(name, net, args.out / f"finetune_{name.lower()}.png")
+            result = about | {"default": DEFAULT, "points": POINTS, "networks": found}
+            (args.out / "finetune.json").write_text(json.dumps(result, indent=1) + "\n")
+    console.print(table(found), f"Asked: the default at most {POINTS} points below the original.")
+    for name, net in found.items():
+        start = net["first_task"]["start"]
+        console.print(
+            f"{name}, converted with 8 kept bits, before training, on {start['examples']} test examples of the first task: cosine "
+            f"of logits {start['cosine']:.6f}, the same answer in {start['agreement']:.2%}"
+        )
+    console.print(about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Every source through `revzoo.convert` itself: a tiny random original, the default start, and the way back."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+from timm.models.resnet import BasicBlock, ResNet
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from transformers import BertConfig, BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
+
+import revzoo
+from revzoo.conversion.sources import SOURCES
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 60}
+MVIT = MultiScaleVitCfg(depths=(1, 2), embed_dim=16, num_heads=2, stride_q=((1, 1), (2, 2)))
+ORIGINALS = {
+    "timm ViT": lambda: VisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=4, num_classes=5),
+    "timm Swin": lambda: SwinTransformer(
+        img_size=32, patch_size=2, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=5
+    ),
+    "timm MViTv2": lambda: MultiScaleVit(MVIT, img_size=32, num_classes=5),
+    "timm ResNet": lambda: ResNet(BasicBlock, (2, 2, 2, 2), num_classes=5, channels=(8, 8, 16, 16)),
+    "Transformers BERT": lambda: BertForSequenceClassification(BertConfig(**SIZES)),
+    "Transformers RoBERTa": lambda: RobertaForMaskedLM(RobertaConfig(**SIZES, max_position_embeddings=40)),
+}
+
+
+def test_every_ordinary_source_has_an_original_here():
+    assert {source.name for source in SOURCES if not source.published} == set(ORIGINALS)
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_first_two_figures(name, tmp_path):
+    torch.manual_seed(0)
+    original = ORIGINALS[name]().eval()
+    with torch.no_grad():
+        for p in original.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    report = revzoo.convert(original, out=tmp_path / "rev")
+    assert report.kind == name
+    same, start = report.comparisons
+    assert same.largest_difference <= 1e-5
+    assert (start.cosine, start.agreement) >= (0.9999, 0.0)
+    assert revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    back, expected = load_file(tmp_path / "back.safetensors"), original.state_dict()
+    assert set(expected) - set(back) <= {"lm_head.decoder.weight", "lm_head.decoder.bias"}  # copies, tied again on loading
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in back.items())
+    model = revzoo.create(tmp_path / "rev")
+    x, gradients = model.example_input(2), []
+    for schedule in ("store", "invert"):
+        torch.manual_seed(1)
+        model.schedule = schedule
+        model.zero_grad()
+        model(x).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
