@@ -311,8 +311,8 @@ def main() -> None:
     for name, net in found.items():
         start = net["first_task"]["start"]
         console.print(
-            f"{name}, converted with 8 kept bits, before training, on {start['examples']} test examples of the first task: cosine "
-            f"of logits {start['cosine']:.6f}, the same answer in {start['agreement']:.2%}"
+            f"{name}, converted with 8 kept bits, on {start['examples']} test examples of the first task before any training: "
+            f"cosine of logits {start['cosine']:.6f}, the same answer in {start['agreement']:.2%}"
         )
     console.print(about)
 

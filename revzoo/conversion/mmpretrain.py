@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.conversion import published
+from revzoo.conversion import published, resize
 from revzoo.conversion.mapping import Entry, renamed
 from revzoo.conversion.source import Choice, Tensors
 
@@ -62,7 +62,7 @@ class MMPretrain:
 
     def resized(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return positions of another square grid, interpolated, their first row as it is."""
-        return published.resized(tensor, shape, prefix=1) if key == _POSITIONS else None
+        return resize.positions(tensor, shape, prefix=1) if key == _POSITIONS else None
 
     def canonical(self, original: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors under the names that `entries` has, and notes; a file of the backbone alone has no prefix."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from revzoo.conversion import published
+from revzoo.conversion import published, resize
 from revzoo.conversion.mapping import Entry, merged, renamed, reshaped
 from revzoo.conversion.source import Choice, Tensors
 
@@ -64,8 +64,8 @@ class PySlowFast:
     def resized(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return positions of another square grid, or distances along a side of another length, interpolated."""
         if key.endswith((".rel_pos_h", ".rel_pos_w")):
-            return published.resized_distances(tensor, shape)
-        return published.resized(tensor, shape) if key == "pos_embed" else None
+            return resize.distances(tensor, shape)
+        return resize.positions(tensor, shape) if key == "pos_embed" else None
 
     def canonical(self, original: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors under the names that `entries` has, one matrix of q, k and v split, and a note of it."""

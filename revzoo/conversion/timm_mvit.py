@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from timm.models.mvitv2 import MultiScaleAttention, MultiScaleBlock, MultiScaleVit, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from revzoo.conversion import resize
 from revzoo.conversion.mapping import Entry
 from revzoo.conversion.source import Choice, Tensors
 from revzoo.conversion.timm_modules import activation_name, drop_path, norm_name, rate, ratio, renames, same
@@ -100,9 +100,7 @@ class TimmMViT(TimmSource):
 
     def resized(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return the positions of distances along another side, interpolated linearly as timm does, or None."""
-        if not key.endswith(("rel_pos_h", "rel_pos_w")) or tensor.ndim != 2 or tensor.shape[1] != shape[1]:
-            return None
-        return F.interpolate(tensor.float().T[None], shape[0], mode="linear")[0].T.to(tensor.dtype).contiguous()
+        return resize.distances(tensor, shape) if key.endswith(("rel_pos_h", "rel_pos_w")) else None
 
     def _check(self, mvit: Any) -> None:
         self._refuse({f"the class {type(mvit).__name__}": type(mvit) is not MultiScaleVit})

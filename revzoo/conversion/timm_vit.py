@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from math import isqrt
 from typing import Any
 
-from timm.layers import Attention, LayerScale, Mlp, PatchEmbed, resample_abs_pos_embed
+from timm.layers import Attention, LayerScale, Mlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
+from revzoo.conversion import resize
 from revzoo.conversion.mapping import Entry
 from revzoo.conversion.qkv import fused
 from revzoo.conversion.source import Choice, Tensors
@@ -98,14 +98,10 @@ class TimmViT(TimmSource):
 
     def resized(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return positional embeddings of another square grid, interpolated as timm does, or None."""
-        if key != "pos_embed" or tensor.ndim != 3 or tensor.shape[::2] != tuple(shape)[::2]:
+        if key != "pos_embed":
             return None
-        for prefix in (0, 1):  # rows of the class token; two squares of at least 4 are never one apart from squares
-            old, new = tensor.shape[1] - prefix, shape[1] - prefix
-            if min(old, new) > 0 and isqrt(old) ** 2 == old and isqrt(new) ** 2 == new:
-                resampled: Tensor = resample_abs_pos_embed(tensor, [isqrt(new)] * 2, [isqrt(old)] * 2, prefix)
-                return resampled
-        return None
+        found = (resize.positions(tensor, shape, prefix) for prefix in (0, 1))  # rows of the class token: only one can fit
+        return next((resized for resized in found if resized is not None), None)
 
     def _check(self, vit: VisionTransformer) -> None:
         kind, embed = type(vit), vit.patch_embed

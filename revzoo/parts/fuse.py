@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from revzoo.bounds import Update
 from revzoo.errors import MisfitError
 from revzoo.parts.norm import batch_norm, token_norm
-from revzoo.parts.site import Shape, Site
+from revzoo.parts.site import Shape, Site, joined
 from revzoo.registry import fuses
 
 FuseNorm = Literal["layer_norm", "layer_norm_1e-5", "batch_norm", "none"]
@@ -62,7 +62,7 @@ class Mean(nn.Module):
         self.norm = _norm(self.out_shape, norm, momentum)
 
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
-        fused: Tensor = self.norm((x1 + x2) / 2)
+        fused: Tensor = self.norm(joined(x1, x2, "mean"))
         return fused
 
 
@@ -85,7 +85,7 @@ class Last(nn.Module):
         self.norm = _norm(self.out_shape, norm, momentum)
 
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
-        fused: Tensor = self.norm(x2)
+        fused: Tensor = self.norm(joined(x1, x2, "last"))
         return fused
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from revzoo.bounds import Extent
 from revzoo.errors import MisfitError
 from revzoo.parts.norm import token_norm
-from revzoo.parts.site import Shape, Site
+from revzoo.parts.site import Shape, Site, joined
 from revzoo.registry import transitions
 
 
@@ -46,7 +46,7 @@ class FuseMergeSplit(nn.Module):
             raise MisfitError("fuse_ratio", fuse_ratio, f"a ratio that leaves a hidden channel of the width {width}")
         self.grid = size
         self.out_shape = Shape(at.width, (size[0] // 2, size[1] // 2), "tokens")
-        self._last = fuse == "last"
+        self._join: Literal["mean", "last"] = "last" if fuse == "last" else "mean"  # without a module
         self.fuse: nn.Module | None = None
         if fuse == "mlp":
             self.fuse = Mlp(2 * width, int(fuse_ratio * width), width)
@@ -60,7 +60,7 @@ class FuseMergeSplit(nn.Module):
 
     def _fused(self, x1: Tensor, x2: Tensor) -> Tensor:
         if self.fuse is None:
-            return x2 if self._last else (x1 + x2) / 2
+            return joined(x1, x2, self._join)
         fused: Tensor = self.fuse(torch.cat((x1, x2), dim=2))
         return fused
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from revzoo.bounds import Extent, Positive
 from revzoo.errors import MisfitError
-from revzoo.parts.site import Shape, Site
+from revzoo.parts.site import Shape, Site, joined
 from revzoo.registry import transitions
 
 
@@ -63,7 +63,7 @@ class MultiScaleTransition(nn.Module):
             raise MisfitError(
                 "mlp_ratio", mlp_ratio, f"a ratio that leaves a hidden channel of the width {min(width, at.width)}"
             )
-        self._grid, self._last = list(size), fuse == "last"
+        self._grid, self._fuse = list(size), fuse
         self.out_shape = Shape(at.width, (size[0] // stride, size[1] // stride), "tokens")
         block = partial(
             MultiScaleBlock,
@@ -86,7 +86,7 @@ class MultiScaleTransition(nn.Module):
         self.blocks.append(block(width, at.width, heads, expand_attn=True, stride_q=strides, stride_kv=pools))
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-        x, grid = x2 if self._last else (x1 + x2) / 2, self._grid
+        x, grid = joined(x1, x2, self._fuse), self._grid
         for block in self.blocks:
             x, grid = block(x, grid)
         return x, x

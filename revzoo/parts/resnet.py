@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from revzoo.bounds import Positive, Update
 from revzoo.errors import MisfitError
 from revzoo.parts.conv import UnitLayout
-from revzoo.parts.site import Shape, Site
+from revzoo.parts.site import Shape, Site, joined
 from revzoo.registry import branches, stems, transitions
 
 
@@ -141,13 +141,13 @@ class ResidualBlock(_Unit):
         momentum: Update = 0.1,
     ):
         super().__init__(at, "residual_block", layout, middle, groups, momentum, stride)
-        self._last = fuse == "last"
+        self._fuse = fuse
         self.out_shape = Shape(at.width, _shrunk(at.shape.size, stride), "image")
         projection = nn.Conv2d(at.shape.width, at.width, 1, stride, bias=False)
         self.downsample = nn.Sequential(projection, nn.BatchNorm2d(at.width, momentum=momentum))
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-        x = x2 if self._last else (x1 + x2) / 2
+        x = joined(x1, x2, self._fuse)
         y = F.relu(self.change(x) + self.downsample(x))
         return y, y
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from revzoo.bijection import SpaceToDepth
 from revzoo.errors import MisfitError
@@ -33,6 +33,11 @@ class Shape:
     def dims(self) -> tuple[int, ...]:
         """The tensor's dimensions after the batch."""
         return {"image": (self.width, *self.size), "tokens": (prod(self.size), self.width), "text": self.size}[self.layout]
+
+
+def joined(x1: Tensor, x2: Tensor, how: Literal["mean", "last"]) -> Tensor:
+    """Return one tensor for two streams: their mean, or the newer one alone, which an ordinary network's only stream is."""
+    return x2 if how == "last" else (x1 + x2) / 2
 
 
 @dataclass(frozen=True)
