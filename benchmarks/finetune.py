@@ -1,6 +1,6 @@
 """Converted networks fine-tuned beside their originals: small ordinary ones, trained here on real data, then on another task.
 
-    python benchmarks/finetune.py                   all networks, about 15 minutes on 2 CPU cores
+    python benchmarks/finetune.py                   all networks, about 20 minutes on 2 CPU cores
     python benchmarks/finetune.py --only ViT BERT   some of them
     python benchmarks/finetune.py --quick           toy sizes, which learn nothing, in half a minute
 
