@@ -1,7 +1,9 @@
-"""From a pretrained ordinary network to a reversible one: spec, tensors, report; and the way back.
+"""From a pretrained ordinary network to a reversible one: the same layers with two streams, and every tensor in its place.
 
-original -> source.spec -> Spec -> build        the same layers, two streams
-tensors  -> source.entries                      each tensor under its new name
+    original -> source.spec -> Spec -> build        what is built
+    tensors  -> source.canonical, source.entries    what goes where (`assign.py`)
+
+A source (`sources.py`) knows one family; here is what they have in common. The way back is in `export.py`.
 """
 
 import math

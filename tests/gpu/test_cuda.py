@@ -151,6 +151,18 @@ def test_exact_gradients_are_bit_identical(name, fp16):
     assert same(model_gradients(model, x, ["selective"] * len(model.units), fp16), expected)
 
 
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("bits", [8, 3, 0])
+def test_kept_bits_make_gradients_bit_identical(bits, fp16):
+    coupling = f"block.coupling={{type: momentum, gain: 1.0, kept_bits: {bits}}}"
+    model = revzoo.create("rev_vit_digits", overrides=[coupling, "block.drop_path.max=0.2"], device=DEVICE)
+    x = model.example_input(16)
+    expected = model_gradients(model, x, "store", fp16)
+    assert all(grad.isfinite().all() and grad.any() for grad in expected)
+    assert same(model_gradients(model, x, "invert", fp16), expected)
+    assert same(model_gradients(model, x, ["store", *MIXED * 2, "store", "store"], fp16), expected)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fp16_with_a_loss_scaler_trains_as_the_stored_run_does(name):
     """The first scale overflows, so that one step is skipped; the second is taken."""
