@@ -19,7 +19,8 @@ MODELS = ", ".join(list_models()[:3])
     [
         (
             "lits",
-            "Unknown command 'lits'. Did you mean 'list'? Allowed: check, eval, list, plan, profile, show, tokenizer, train.",
+            "Unknown command 'lits'. Did you mean 'list'? Allowed: check, convert, eval, export, list, plan, profile, show, "
+            "tokenizer, train.",
         ),
         (
             "train --ot=runs",
