@@ -91,7 +91,8 @@ def _misfit(
     original: Original, problems: Mapping[str, Sequence[str]], own: set[str], tensors: Mapping[str, Tensor]
 ) -> ConversionError:
     lines = [f"\n  {len(keys)} {what}: {listing(list(keys), most=1000)}" for what, keys in problems.items() if keys]
-    near = nearest_original(tensors)
+    wrong = sum(len(keys) for what, keys in problems.items() if what != "extra")
+    near = nearest_original(tensors) if wrong > len(own) / 2 else ""
     hint = f"\nThey look like those of {near!r}." if near else ""
     theirs, ours = (len({found[0] for key in keys for found in [_BLOCK.findall(key)] if found}) for keys in (tensors, own))
     hint += f"\nThe file has {theirs} blocks in a row, the network {ours}." if theirs != ours else ""
