@@ -1,15 +1,16 @@
 """An original and its reversible conversion on the same examples."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from revzoo.conversion.report import Comparison
+from revzoo.conversion.source import STRENGTHS
 from revzoo.errors import ConversionError, InputError
 from revzoo.model import Model
-from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.memory import tensors_in
 
 _EXAMPLES = 8  # random ones, where none are given
@@ -56,17 +57,26 @@ def largest_state(model: Model, batch: Any) -> float:
         found.extend(x.abs().amax() for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
 
     inputs, mask = _inputs(model, batch)
-    kept = model.spec, model.coupling
     handles = [part.register_forward_pre_hook(look) for part in (*model.steps, model.fuse)]
     try:
         model.schedule = "store"
-        model.coupling = Coupling(model.coupling.a - abs(model.coupling.b) * (model.coupling.b < 0), 0.0, model.coupling.c)
-        model(inputs) if mask is None else model(inputs, mask.bool())
+        with without_past(model):
+            model(inputs) if mask is None else model(inputs, mask.bool())
     finally:
-        model.spec, model.coupling = kept
         for handle in handles:
             handle.remove()
     return float(torch.stack(found).max())
+
+
+@contextmanager
+def without_past(model: Model) -> Iterator[None]:
+    """Let a converted network be the original's function, b = 0, for a while."""
+    kept = model.spec, model.coupling
+    model.recouple(kept_bits=None, **{STRENGTHS[model.spec.coupling.type]: 0.0})
+    try:
+        yield
+    finally:
+        model.spec, model.coupling = kept
 
 
 def _inputs(model: Model, batch: Any) -> tuple[Tensor, Tensor | None]:
@@ -78,7 +88,7 @@ def _inputs(model: Model, batch: Any) -> tuple[Tensor, Tensor | None]:
     found = batch if isinstance(batch, Tensor) else _examples(model)
     if found.is_floating_point():
         return found, None
-    padding = model.spec.input.padding if hasattr(model.spec.input, "padding") else None
+    padding = getattr(model.spec.input, "padding", None)
     mask = torch.ones_like(found) if padding is None else (found != padding).long()
     return found, mask
 

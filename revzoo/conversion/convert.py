@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from revzoo.builder import build
 from revzoo.conversion.assign import assigned
-from revzoo.conversion.compare import compared, largest_state
+from revzoo.conversion.compare import compared, largest_state, without_past
 from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.plot import plot_conversion
 from revzoo.conversion.report import Comparison, ConvertReport
@@ -154,12 +154,10 @@ def _comparisons(
         return (), ["The original was not run: its library is not installed (pip install transformers)."]
     found = []
     if not choice.additive:
-        kept = model.spec, model.coupling
-        model.recouple(kept_bits=None, **{choice.strength_name: 0.0})
         what = "the original and the converted network at b = 0"
-        same = compared(what, network, model, batch, "Due to the order of sums alone.")
+        with without_past(model):
+            same = compared(what, network, model, batch, "Due to the order of sums alone.")
         found.append(same if same.largest_difference <= _ROUNDING else replace(same, note=_UNLIKE))
-        model.spec, model.coupling = kept
     due = "Due to the coupling: it starts as another function." if choice.additive else f"Due to {_due(model)}."
     found.append(compared("the original and the converted network", network, model, batch, due))
     return tuple(found), []

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.conversion import published, resize
+from revzoo.conversion import resize
 from revzoo.conversion.mapping import Entry, renamed
-from revzoo.conversion.source import Choice, Tensors
+from revzoo.conversion.published import PublishedSource
+from revzoo.conversion.source import Tensors
 
 _FAMILIES = ("rev_vit",)
 _RULES = {  # from our names, layers counted through, to theirs
@@ -30,31 +31,15 @@ _RULES = {  # from our names, layers counted through, to theirs
 _POSITIONS, _TOKEN = "backbone.pos_embed", "backbone.cls_token"
 
 
-class MMPretrain:
+class MMPretrain(PublishedSource):
     """Published checkpoints such as revvit-base_3rdparty_in1k; `original` names the zoo's spec of the network."""
 
     name = "mmpretrain Rev-ViT"
-    published = True
-
-    def fits(self, original: Any) -> bool:
-        """Return whether this names a Rev-ViT of the zoo."""
-        return published.fits(original, _FAMILIES)
+    families, rules = _FAMILIES, _RULES
 
     def recognises(self, tensors: Tensors) -> bool:
         """Return whether a file's keys are this source's."""
         return any(re.match(r"(backbone\.)?layers\.\d+\.ffn\.layers\.", key) for key in tensors)
-
-    def completed(self, original: Any, tensors: Tensors) -> Any:
-        """Return the original: its name tells everything."""
-        return original
-
-    def spec(self, original: Any, choice: Choice) -> dict[str, Any]:
-        """Return the zoo's own spec; raise ConversionError for another family or a coupling that is not additive."""
-        return published.spec(self.name, original, _FAMILIES, choice)
-
-    def entries(self, original: Any) -> list[Entry]:
-        """Return where every tensor goes; the first row of positions is dropped, and is all ones in their files."""
-        return list(published.entries(self.name, original, _FAMILIES, _entry))
 
     def ignored(self, key: str) -> bool:
         """Return whether a key is the class token's, which reaches no layer."""
@@ -71,12 +56,11 @@ class MMPretrain:
             return dict(tensors), notes
         return {key if key.startswith("head.") else f"backbone.{key}": tensor for key, tensor in tensors.items()}, notes
 
-
-def _entry(ours: str, tensor: Tensor) -> Entry:
-    theirs = next(re.sub(pattern, name, ours, count=1) for pattern, name in _RULES.items() if re.match(pattern, ours))
-    if theirs == _POSITIONS:
-        return Entry((ours,), (theirs,), "reshaped", _without_first, _with_first)
-    return renamed(ours, theirs)
+    def entry(self, ours: str, theirs: str, tensor: Tensor) -> Entry:
+        """Return the way of a tensor; the first row of positions is dropped, and is all ones in their files."""
+        if theirs == _POSITIONS:
+            return Entry((ours,), (theirs,), "reshaped", _without_first, _with_first)
+        return renamed(ours, theirs)
 
 
 def _without_first(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -130,7 +130,7 @@ def _loaded(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a network with the tensors that it has by those names, in eval mode."""
     own = network.state_dict()
     fitting = {key: tensor for key, tensor in tensors.items() if key in own and own[key].shape == tensor.shape}
-    network.load_state_dict(fitting, strict=False, assign=any(t.is_meta for t in own.values()))
+    network.load_state_dict(fitting, strict=False)
     return network.eval()
 
 

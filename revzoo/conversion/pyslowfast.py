@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from revzoo.conversion import published, resize
+from revzoo.conversion import resize
 from revzoo.conversion.mapping import Entry, merged, renamed, reshaped
-from revzoo.conversion.source import Choice, Tensors
+from revzoo.conversion.published import PublishedSource
+from revzoo.conversion.source import Tensors
 
 _FAMILIES = ("rev_vit", "rev_mvit")
 _RULES = {  # from our names, layers counted through, to theirs
@@ -31,35 +32,15 @@ _RULES = {  # from our names, layers counted through, to theirs
 }
 
 
-class PySlowFast:
+class PySlowFast(PublishedSource):
     """Published checkpoints such as REV_VIT_B.pyth and REV_MVIT_B.pyth; `original` names the zoo's spec of the network."""
 
     name = "PySlowFast Rev-ViT and Rev-MViT"
-    published = True
-
-    def fits(self, original: Any) -> bool:
-        """Return whether this names a Rev-ViT or Rev-MViT of the zoo."""
-        return published.fits(original, _FAMILIES)
+    families, rules = _FAMILIES, _RULES
 
     def recognises(self, tensors: Tensors) -> bool:
         """Return whether a file's keys are this source's."""
         return any(key.startswith("rev_backbone.layers.") for key in tensors)
-
-    def completed(self, original: Any, tensors: Tensors) -> Any:
-        """Return the original: its name tells everything."""
-        return original
-
-    def spec(self, original: Any, choice: Choice) -> dict[str, Any]:
-        """Return the zoo's own spec; raise ConversionError for another family or a coupling that is not additive."""
-        return published.spec(self.name, original, _FAMILIES, choice)
-
-    def entries(self, original: Any) -> list[Entry]:
-        """Return where every tensor goes; three matrices become one, and kernels lose the dimension of time."""
-        return list(published.entries(self.name, original, _FAMILIES, _entry))
-
-    def ignored(self, key: str) -> bool:
-        """Return False: all of their tensors are of use."""
-        return False
 
     def resized(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return positions of another square grid, or distances along a side of another length, interpolated."""
@@ -78,12 +59,11 @@ class PySlowFast:
         count = (len(found) - len(tensors)) // 2
         return found, [f"{count} tensors of queries, keys and values in one (SEPARATE_QKV off) were split."] if count else []
 
-
-def _entry(ours: str, tensor: Tensor) -> Entry:
-    theirs = next(re.sub(pattern, name, ours, count=1) for pattern, name in _RULES.items() if re.match(pattern, ours))
-    if ".attn.qkv." in theirs:
-        return merged(ours, [theirs.replace(".qkv.", f".{name}.") for name in "qkv"])
-    if re.search(r"\.attn\.pool_[qkv]\.weight$", theirs):
-        kernel = tensor.shape  # (C, 1, K, K); theirs has K = 1 frame in front
-        return reshaped(ours, theirs, kernel, (*kernel[:2], 1, *kernel[2:]))
-    return renamed(ours, theirs)
+    def entry(self, ours: str, theirs: str, tensor: Tensor) -> Entry:
+        """Return the way of a tensor; three matrices become one, and kernels lose the dimension of time."""
+        if ".attn.qkv." in theirs:
+            return merged(ours, [theirs.replace(".qkv.", f".{name}.") for name in "qkv"])
+        if re.search(r"\.attn\.pool_[qkv]\.weight$", theirs):
+            kernel = tensor.shape  # (C, 1, K, K); theirs has K = 1 frame in front
+            return reshaped(ours, theirs, kernel, (*kernel[:2], 1, *kernel[2:]))
+        return renamed(ours, theirs)

@@ -9,6 +9,7 @@ from torch import Tensor
 from revzoo.conversion.mapping import Entry
 
 Tensors = Mapping[str, Tensor]
+STRENGTHS = {"momentum": "m", "dual_residual": "beta"}  # what couplings call b
 CouplingName = Literal["additive", "dual_residual", "momentum"]
 
 
@@ -31,11 +32,6 @@ class Choice:
         """Whether steps add to the older stream and know nothing of a residual of their own."""
         return self.name == "additive"
 
-    @property
-    def strength_name(self) -> str:
-        """What the coupling calls b."""
-        return {"momentum": "m", "dual_residual": "beta"}[self.name]
-
     def part(self, residual: bool) -> dict[str, Any]:
         """Return the coupling as a spec has it.
 
@@ -45,7 +41,7 @@ class Choice:
         """
         if self.additive:
             return {"type": "additive"}
-        amount = {self.strength_name: self.strength} if self.kept_bits is None else {"kept_bits": self.kept_bits}
+        amount = {STRENGTHS[self.name]: self.strength} if self.kept_bits is None else {"kept_bits": self.kept_bits}
         if self.name == "momentum":
             return {"type": "momentum", **amount, "gain": 1.0, "residual": residual}
         return {"type": "dual_residual", **amount, "alpha": 1.0 if residual else 0.0}

@@ -98,3 +98,21 @@ def randomised():
         return original.eval()
 
     return randomise
+
+
+@pytest.fixture
+def rebuilds_exactly():
+    """Return an assertion that inverting gives, bit for bit, the gradients of storing, random masks included."""
+
+    def check(model, x):
+        gradients = []
+        for schedule in ("store", "invert"):
+            torch.manual_seed(1)
+            model.schedule = schedule
+            model.zero_grad()
+            model(x).square().sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        assert gradients[0]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+    return check

@@ -82,7 +82,7 @@ def test_every_coupling_has_the_same_tensors(vit, coupling, tmp_path):
         assert others[0].cosine > {"momentum": 0.9999, "dual_residual": 0.999}[coupling]
 
 
-def test_the_converted_network_is_the_function_it_says_and_trains_exactly(vit):
+def test_the_converted_network_is_the_function_it_says_and_trains_exactly(vit, rebuilds_exactly):
     model, report = converted(vit, kept_bits=3)
     x = torch.randn(4, 3, 16, 16)
     model.schedule = "store"
@@ -93,13 +93,7 @@ def test_the_converted_network_is_the_function_it_says_and_trains_exactly(vit):
     assert near < far / 8
     assert report.coupling == {"type": "momentum", "kept_bits": 3, "gain": 1.0, "residual": True}
     model.train()
-    gradients = []
-    for schedule in ("store", "invert"):
-        model.schedule = schedule
-        model.zero_grad()
-        model(x).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    rebuilds_exactly(model, x)
 
 
 def test_weights_may_lie_elsewhere_and_outputs_may_be_others(vit, tmp_path):
@@ -284,7 +278,7 @@ def test_half_precision_is_widened_and_given_back(vit, tmp_path):
     assert all(torch.equal(back[key], tensor) for key, tensor in vit.state_dict().items())
 
 
-def test_large_states_get_a_coarser_grid(vit, tmp_path):
+def test_large_states_get_a_coarser_grid(vit, tmp_path, rebuilds_exactly):
     with torch.no_grad():
         vit.patch_embed.proj.bias.add_(300)
     report = revzoo.convert(vit, out=tmp_path / "rev")
@@ -293,13 +287,7 @@ def test_large_states_get_a_coarser_grid(vit, tmp_path):
     model = revzoo.create(tmp_path / "rev")
     assert model.coupling.fraction_bits == 13
     x = torch.randn(2, 3, 16, 16)
-    gradients = []
-    for schedule in ("store", "invert"):
-        model.schedule = schedule
-        model.zero_grad()
-        model(x).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    rebuilds_exactly(model, x)
 
 
 def test_what_the_original_does_beside_its_layers_is_not_put_down_to_rounding(vit):
@@ -334,17 +322,12 @@ def test_files_that_cannot_be_are_refused(vit, tmp_path):
 
 
 @pytest.mark.parametrize(("depth", "bits"), [(12, 8), (24, 8), (48, 8), (24, 0), (48, 4)])
-def test_a_converted_network_is_rebuilt_bit_for_bit_at_any_depth(depth, bits):
+def test_a_converted_network_is_rebuilt_bit_for_bit_at_any_depth(depth, bits, rebuilds_exactly):
     torch.manual_seed(0)
     deep = VisionTransformer(img_size=8, patch_size=4, in_chans=1, embed_dim=8, depth=depth, num_heads=2, num_classes=3)
     with torch.no_grad():
         for block in deep.blocks:  # with b = 1 a network of so many steps keeps its speed: it must not gather much
             block.attn.proj.weight.mul_(0.01)
             block.mlp.fc2.weight.mul_(0.01)
-    model, x, gradients = revzoo.convert(deep, kept_bits=bits).model.train(), torch.randn(2, 1, 8, 8), []
-    for schedule in ("store", "invert"):
-        model.schedule = schedule
-        model.zero_grad()
-        model(x).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    model, x = revzoo.convert(deep, kept_bits=bits).model.train(), torch.randn(2, 1, 8, 8)
+    rebuilds_exactly(model, x)
