@@ -117,13 +117,13 @@ def _show(arguments: argparse.Namespace) -> int:
     model = create(arguments.name, device="meta")
     found = report(model, arguments.batch)
     if arguments.plot is not None:
-        from revzoo.analysis.plot import plot
+        from revzoo.display.figures.model import plot
 
         plot(found, arguments.plot)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        from revzoo.analysis.show import show
+        from revzoo.display.tables.model import show
 
         _print(show(found))
     return 0
@@ -153,7 +153,7 @@ def _require_writable(path: Path) -> None:
 def _profile(arguments: argparse.Namespace) -> int:
     from revzoo import profile
     from revzoo.analysis.report import usual_batch
-    from revzoo.planning.show import show_profile
+    from revzoo.display.tables.plan import show_profile
 
     model = _model_to_plan(arguments)
     batch = model.example_input(arguments.batch or usual_batch(model.spec.input))
@@ -186,8 +186,8 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
     """Plan one batch size; print and draw the plan."""
     from revzoo import profile, solve
     from revzoo.analysis.report import usual_batch
+    from revzoo.display.tables.plan import front, others, show_plan
     from revzoo.planning.plan import checked
-    from revzoo.planning.show import front, others, show_plan
 
     batch = model.example_input(arguments.batch or usual_batch(model.spec.input))
     found = profile(model, batch, _optimizer(arguments.optimizer, model), estimate=arguments.estimate)
@@ -195,7 +195,7 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
     beside, fixed_bytes = others(model, found), found.counted.fixed_bytes
     budgets = front(found) if arguments.plot is not None or arguments.json else []
     if arguments.plot is not None:
-        from revzoo.planning.plot import plot_plan
+        from revzoo.display.figures.plan import plot_plan
 
         plot_plan(plan, arguments.plot, budgets, beside, fixed_bytes)
     if arguments.json:
@@ -207,15 +207,15 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
 
 def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
     """Look for the best batch size; print and draw its plan, and the others."""
+    from revzoo.display.tables.plan import show_batches
     from revzoo.planning.batch import best_batch
-    from revzoo.planning.show import show_batches
 
     if arguments.estimate:
         raise InputError("Received: --estimate and a range of batch sizes, whose times are measured. Leave one out.")
     optimizer = _optimizer(arguments.optimizer, model)
     found = best_batch(model, arguments.budget, *arguments.batch, solver=arguments.solver, optimizer=optimizer)
     if arguments.plot is not None:
-        from revzoo.planning.plot import plot_heatmap, plot_plan, plot_times
+        from revzoo.display.figures.plan import plot_heatmap, plot_plan, plot_times
 
         rows = [asdict(row) for row in found.rows]
         plot_plan(found.plan, arguments.plot)
@@ -297,7 +297,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     if len(recipes) > 1:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
-    from revzoo.training.config import DEFAULT_RECIPE, load_recipe
+    from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
     recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)
     from revzoo.training.loop import train
@@ -339,7 +339,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _tokenizer(arguments: argparse.Namespace) -> int:
-    from revzoo.training.tokenizer import train_tokenizer
+    from revzoo.data.tokenizer import train_tokenizer
 
     size, padding = train_tokenizer(arguments.files, arguments.vocabulary, arguments.out, arguments.kind, arguments.column)
     print(

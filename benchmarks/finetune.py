@@ -37,12 +37,12 @@ from runtime import surroundings
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.analysis.memory import format_bytes
-from revzoo.conversion.source import CouplingName
-from revzoo.model import Model
-from revzoo.training.config import CouplingOptions
-from revzoo.training.coupling import CouplingSchedule
-from revzoo.training.data import IGNORED
+from revzoo.conversion.sources.base import CouplingName
+from revzoo.data.base import IGNORED
+from revzoo.format import format_bytes
+from revzoo.model.network import Model
+from revzoo.training.coupling_schedule import CouplingSchedule
+from revzoo.training.recipe import CouplingOptions
 
 SEEDS = (10, 11, 12)  # others than the default was chosen with
 POINTS = 0.5  # of accuracy, that a converted network may be below its original

@@ -21,8 +21,8 @@ from timm.models.swin_transformer import SwinTransformer, WindowAttention
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from revzoo.training.corpus import standard_text
-from revzoo.training.data import IGNORED
+from revzoo.data.base import IGNORED
+from revzoo.data.corpus import standard_text
 
 _HELD_OUT = 3  # one image of so many, of each class, is for testing
 _CHUNK, _CHUNKS = 1024, 8  # bytes of a text that stay together; one chunk of so many is for testing

@@ -30,7 +30,7 @@ from rich.markup import escape
 from rich.table import Table
 from runtime import surroundings
 
-from revzoo.planning.plot import plot_front, plot_heatmap, plot_times
+from revzoo.display.figures.plan import plot_front, plot_heatmap, plot_times
 
 
 @dataclass(frozen=True)

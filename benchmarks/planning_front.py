@@ -30,12 +30,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import revzoo
+from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter, count_flops
-from revzoo.analysis.trial import borrowed
 from revzoo.planning.problem import Problem, cost, peak, timeline_of
 from revzoo.planning.timeline import least_peak, solve
 from revzoo.runtime import ReversibleChain
-from revzoo.runtime.memory import LiveBytes, tensors_in
+from revzoo.runtime.live_bytes import LiveBytes, tensors_in
 
 SHALLOW = [f"stages.{stage}.depth=1" for stage in range(3)]  # of revnet_digits
 BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of activation_memory_budget
@@ -188,7 +188,7 @@ def partitioned(network: Network, batch: tuple[Tensor, ...], decomposed: bool, b
         raise _Enough
 
     table = select_decomp_table() if decomposed else None
-    with borrowed(network, batch, fake=True) as inputs:
+    with isolated(network, batch, fake=True) as inputs:
         inputs, own = list(tensors_in(inputs)), [*network.parameters(), *network.buffers()]
         traced = aot_function(call, _itself, _itself, partition_fn=partition, decompositions=table)
         with suppress(_Enough):

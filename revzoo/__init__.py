@@ -4,36 +4,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from revzoo.analysis.memory import MemoryReport, measure_memory
+    from revzoo.analysis.memory_report import MemoryReport, measure_memory
     from revzoo.analysis.verify import VerifyReport, verify
-    from revzoo.builder import build
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
     from revzoo.conversion.report import ConvertReport
-    from revzoo.model import Model
+    from revzoo.model.builder import build
+    from revzoo.model.create import create
+    from revzoo.model.network import Model
     from revzoo.planning.plan import Plan, plan, solve
     from revzoo.planning.profile import Profile, profile
     from revzoo.spec import Spec, list_models, load_spec
-    from revzoo.weights import create
 
 __version__ = "0.1.0"
 
 # Public names and their homes. They are imported on first use, so that listing models does not import torch.
 _HOMES = {
     "ConvertReport": "revzoo.conversion.report",
-    "MemoryReport": "revzoo.analysis.memory",
-    "Model": "revzoo.model",
+    "MemoryReport": "revzoo.analysis.memory_report",
+    "Model": "revzoo.model.network",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profile",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
-    "build": "revzoo.builder",
+    "build": "revzoo.model.builder",
     "convert": "revzoo.conversion.convert",
-    "create": "revzoo.weights",
+    "create": "revzoo.model.create",
     "export": "revzoo.conversion.export",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
-    "measure_memory": "revzoo.analysis.memory",
+    "measure_memory": "revzoo.analysis.memory_report",
     "plan": "revzoo.planning.plan",
     "profile": "revzoo.planning.profile",
     "solve": "revzoo.planning.plan",

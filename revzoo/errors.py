@@ -22,7 +22,7 @@ class UnknownNameError(RevzooError, LookupError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class SpecProblem:
     """One thing wrong in a spec or a recipe: where it stands, what was found, what is allowed."""
 
     file: str
@@ -38,15 +38,15 @@ class Problem:
 class SpecError(RevzooError, ValueError):
     """A spec or recipe with one or more problems, all of them reported at once."""
 
-    def __init__(self, problems: Sequence[Problem]):
+    def __init__(self, problems: Sequence[SpecProblem]):
         self.problems = tuple(problems)
         count = len(self.problems)
         header = f"{count} problem{'s' if count != 1 else ''} found:"
         super().__init__("\n  ".join([header, *map(str, self.problems)]))
 
 
-class MisfitError(RevzooError, ValueError):
-    """A part's argument that does not fit the place the part is built for; the builder turns it into a `Problem`."""
+class PartArgumentError(RevzooError, ValueError):
+    """A part's argument that does not fit the place the part is built for; the builder turns it into a `SpecProblem`."""
 
     def __init__(self, argument: str, found: object, allowed: str):
         self.argument, self.found, self.allowed = argument, found, allowed

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from revzoo.analysis.trial import borrowed, call, linear_loss
+from revzoo.analysis.dry_run import call, isolated, linear_loss
 
 
 def count_flops(model: nn.Module, batch: Any) -> int:
@@ -23,7 +23,7 @@ def count_flops(model: nn.Module, batch: Any) -> int:
         InputError: nothing to differentiate.
     """
     flops = FlopCounter()
-    with borrowed(model, batch, fake=True) as inputs, flops:
+    with isolated(model, batch, fake=True) as inputs, flops:
         linear_loss(call(model, inputs)).backward()
     return flops.forward + flops.backward
 

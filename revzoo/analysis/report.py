@@ -2,21 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from revzoo import weights
+from revzoo.analysis.dry_run import isolated, scheduled
 from revzoo.analysis.flops import FlopCounter
-from revzoo.analysis.memory import MemoryReport, measured
-from revzoo.analysis.trial import borrowed, scheduled
+from revzoo.analysis.memory_report import MemoryReport, measured
 from revzoo.analysis.twin import build_twin
 from revzoo.bijection import Bijection
-from revzoo.model import Model
-from revzoo.runtime.chain import Mode
+from revzoo.checkpoint import index
+from revzoo.model.network import Model
+from revzoo.runtime.chain import MODES
 from revzoo.spec import ImageInput, Input, plain
-
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def report(model: Model, batch_size: int | None = None) -> ModelReport:
             assign(mode)
             memory[mode], kept[mode], flops[mode] = _trial(model, batch, model.units)
     totals = {mode: count.forward + count.backward for mode, count in flops.items()}
-    entry = weights.index().get(spec.name)
+    entry = index.index().get(spec.name)
     return ModelReport(
         name=spec.name,
         family=spec.family,
@@ -147,7 +145,7 @@ def report(model: Model, batch_size: int | None = None) -> ModelReport:
 
 def _trial(model: nn.Module, batch: Tensor, units: tuple[str, ...] = ()) -> tuple[MemoryReport, dict[str, int], FlopCounter]:
     flops = FlopCounter()
-    with borrowed(model, batch, fake=True) as inputs, flops:
+    with isolated(model, batch, fake=True) as inputs, flops:
         memory, kept = measured(model, inputs, units=units)
     return memory, kept, flops
 
@@ -180,7 +178,7 @@ def _parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[PartReport
             else:
                 yield part(name, stage.transition.type, shape, [name])
         branches = " + ".join(branch.type for branch in (stage.f, stage.g) if branch is not None)
-        units = [unit for unit in model.units if unit.startswith(f"stages.{i}.blocks.")]
+        units = [entry.name for entry in model.layout() if entry.kind == "step" and entry.stage == i]
         yield part(f"stages.{i}", f"{_counted(stage.depth, 'block')}: {branches}", shape, units, "stage")
     yield part("fuse", spec.fuse.type, _dims(model.fuse), ["fuse"])
     yield part("head", spec.head.type, None, ["head"])

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.conv import UnitLayout, conv_unit
 from revzoo.parts.norm import batch_norm
-from revzoo.parts.site import Shape, Site
 from revzoo.parts.stem import ConvStem
 from revzoo.parts.transition import shortcut
 
@@ -43,7 +43,7 @@ class ResNet(nn.Module):
     def __init__(self, layout: ResNetLayout, channels: int, size: tuple[int, ...], outputs: int):
         super().__init__()
         width, *widths = layout.widths
-        site = Site(Shape(channels, size, "image"), channels)
+        site = BuildContext(Shape(channels, size, "image"), channels)
         large = layout.shrinks
         self.stem = ConvStem(site, width=width, kernel=7 if large else 3, stride=2 if large else 1, pool=large)
         self.units = nn.ModuleList()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.analysis.trial import borrowed, call, chains, differentiable, require_module, scheduled, steps
+from revzoo.analysis.dry_run import call, chains, differentiable, isolated, require_module, scheduled, steps
 from revzoo.errors import InputError, RecoveryError, listing
 from revzoo.runtime.chain import Mode
 
@@ -130,7 +130,7 @@ class _Outcome:
 
 
 def _outcome(model: nn.Module, batch: Any, watch: "_Watch | None" = None) -> _Outcome:
-    with borrowed(model, batch) as inputs:
+    with isolated(model, batch) as inputs:
         outputs = differentiable(call(model, inputs))
         if watch is not None:
             watch.forward = False

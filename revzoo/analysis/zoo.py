@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from revzoo import weights
-from revzoo.analysis.memory import format_bytes
 from revzoo.analysis.report import report
-from revzoo.analysis.show import format_flops, format_shape
+from revzoo.checkpoint import index
 from revzoo.errors import InputError
+from revzoo.format import format_bytes, format_flops, format_shape
+from revzoo.model.create import create
 from revzoo.spec import ImageInput, Input, Spec, list_models, load_spec
-from revzoo.weights import create
 
 Row = dict[str, Any]
 
@@ -90,7 +89,7 @@ def outdated(table: Mapping[str, Row], specs: Mapping[str, Spec]) -> dict[str, s
 
 def statements(spec: Spec) -> Row:
     """Return what a row says without measuring anything."""
-    entry = weights.index().get(spec.name)
+    entry = index.index().get(spec.name)
     return {
         "family": spec.family,
         "input": _input(spec.input),

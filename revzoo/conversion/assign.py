@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from revzoo.conversion.mapping import Entry
 from revzoo.conversion.original import Original, nearest_original
 from revzoo.conversion.report import Fate, Row
-from revzoo.conversion.source import Source
+from revzoo.conversion.sources.base import Source
 from revzoo.errors import ConversionError, listing
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?|layer\d)\.(\d+)\.")

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.conversion.report import Comparison
-from revzoo.conversion.source import STRENGTHS
+from revzoo.conversion.sources.base import STRENGTHS
 from revzoo.errors import ConversionError, InputError
-from revzoo.model import Model
-from revzoo.runtime.memory import tensors_in
+from revzoo.model.network import Model
+from revzoo.runtime.live_bytes import tensors_in
 
 _EXAMPLES = 8  # random ones, where none are given
 _POINTS = 400  # of logits, for the picture
@@ -72,7 +72,7 @@ def largest_state(model: Model, batch: Any) -> float:
 def without_past(model: Model) -> Iterator[None]:
     """Let a converted network be the original's function, b = 0, for a while."""
     kept = model.spec, model.coupling
-    model.recouple(kept_bits=None, **{STRENGTHS[model.spec.coupling.type]: 0.0})
+    model.set_coupling(kept_bits=None, **{STRENGTHS[model.spec.coupling.type]: 0.0})
     try:
         yield
     finally:

@@ -17,19 +17,19 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from revzoo.builder import build
+from revzoo.checkpoint.files import save
 from revzoo.conversion.assign import assigned
 from revzoo.conversion.compare import compared, largest_state, without_past
 from revzoo.conversion.original import Original, find_original
-from revzoo.conversion.plot import plot_conversion
 from revzoo.conversion.report import Comparison, ConvertReport
-from revzoo.conversion.source import Choice, CouplingName, Source
 from revzoo.conversion.sources import source_of
+from revzoo.conversion.sources.base import Choice, CouplingName, Source
+from revzoo.display.figures.conversion import plot_conversion
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, listing
-from revzoo.model import Model
+from revzoo.model.builder import build
+from revzoo.model.network import Model
 from revzoo.spec.loading import spec_of
 from revzoo.spec.names import CONVERTED_WEIGHTS
-from revzoo.weights import save
 
 _ROUNDING = 1e-4  # of logits, relative, at most: 1e-6 is usual
 _UNLIKE = (
@@ -187,7 +187,7 @@ def _suited_grid(model: Model, batch: Any) -> list[str]:
     room = max(4, min(16, 24 - math.ceil(math.log2(max(largest, 1e-9) * _ROOM))))
     if room == 16:
         return []
-    model.recouple(fraction_bits=room)
+    model.set_coupling(fraction_bits=room)
     return [f"States reach {largest:.3g} in magnitude, so the grid is 2^-{room} instead of 2^-16."]
 
 
@@ -221,7 +221,7 @@ def _write(folder: Path, model: Model, report: ConvertReport) -> None:
     writing = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         (writing / "spec.yaml").write_text(model.spec.to_yaml())
-        save(model, writing / CONVERTED_WEIGHTS)
+        save(model, model.spec, writing / CONVERTED_WEIGHTS)
         report.save(writing / "report.json")
         (writing / "report.txt").write_text(f"{report}\n")
         plot_conversion(report, writing / "report.png")

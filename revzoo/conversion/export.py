@@ -13,6 +13,7 @@ from torch import Tensor
 from revzoo.conversion.reading import read_weights
 from revzoo.conversion.report import Row
 from revzoo.errors import ConversionError, InputError, RevzooError, listing
+from revzoo.file import write_atomically
 from revzoo.spec.names import CONVERTED_WEIGHTS
 
 
@@ -42,12 +43,10 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
             raise
         raise ConversionError(f"{folder} is not a folder that revzoo convert wrote: {file} cannot be used.") from error
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".partial")
+    contiguous = {key: tensor.clone().contiguous() for key, tensor in found.items()}
     try:
-        save_file({key: tensor.clone().contiguous() for key, tensor in found.items()}, partial, metadata={"format": "pt"})
-        partial.replace(out)
+        write_atomically(out, lambda partial: save_file(contiguous, partial, metadata={"format": "pt"}))
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
         raise InputError(f"{out} cannot be written ({error}). Name another file.") from error
     return len(found)
 

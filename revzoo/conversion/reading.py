@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from revzoo.checkpoint.files import read, without_wrappers
 from revzoo.errors import CheckpointError, listing
-from revzoo.weights import read, without_wrappers
 
 _INDEX = ".index.json"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from revzoo.conversion.mapping import How
-from revzoo.model import Model
+from revzoo.model.network import Model
 
 Fate = How | Literal["interpolated", "initialised", "dropped"]
 

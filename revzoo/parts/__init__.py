@@ -27,11 +27,11 @@ from revzoo.parts import (
     transition,
     window,
 )
-from revzoo.parts.site import Shape, Site
+from revzoo.parts.context import BuildContext, Shape
 
 __all__ = [
+    "BuildContext",
     "Shape",
-    "Site",
     "attention",
     "chunk",
     "conv",

@@ -3,10 +3,10 @@
 from timm.layers import Attention, DropPath, LayerScale
 from torch import Tensor, nn
 
-from revzoo.bounds import Positive
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveInt
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.parts.norm import TokenNorm, token_norm
-from revzoo.parts.site import Site
 from revzoo.registry import branches
 
 
@@ -25,12 +25,18 @@ class AttentionBranch(nn.Module):
     """
 
     def __init__(
-        self, at: Site, *, heads: Positive, norm: TokenNorm = "layer_norm", qkv_bias: bool = True, layer_scale: bool = False
+        self,
+        at: BuildContext,
+        *,
+        heads: PositiveInt,
+        norm: TokenNorm = "layer_norm",
+        qkv_bias: bool = True,
+        layer_scale: bool = False,
     ):
         super().__init__()
         at.require("tokens", "attention")
         if at.width % heads:
-            raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
+            raise PartArgumentError("heads", heads, f"a divisor of the width {at.width}")
         self.norm = token_norm(norm, at.width)
         self.attn = Attention(at.width, num_heads=heads, qkv_bias=qkv_bias)
         self.ls = LayerScale(at.width) if layer_scale else nn.Identity()

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from revzoo.bounds import Extent, Positive
+from revzoo.bounds import PositiveFloat, PositiveInt
+from revzoo.parts.context import BuildContext
 from revzoo.parts.mlp import MlpBranch
 from revzoo.parts.norm import Activation, TokenNorm
-from revzoo.parts.site import Site
 from revzoo.registry import branches
 
 
@@ -30,10 +30,10 @@ class ChunkedMlpBranch(MlpBranch):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        ratio: Extent = 4.0,
-        chunks: Positive = 1,
+        ratio: PositiveFloat = 4.0,
+        chunks: PositiveInt = 1,
         act: Activation = "gelu",
         norm: TokenNorm = "layer_norm",
     ):

@@ -6,10 +6,10 @@ from typing import Literal
 from timm.layers import DropPath
 from torch import nn
 
-from revzoo.bounds import Update
-from revzoo.errors import MisfitError
+from revzoo.bounds import UnitInterval
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.parts.norm import batch_norm
-from revzoo.parts.site import Site
 from revzoo.registry import branches
 
 UnitLayout = Literal["basic", "bottleneck"]
@@ -48,9 +48,9 @@ class ConvBranch(nn.Sequential):
     Source: RevNet (Gomez et al. 2017), section 3.1, the residual functions F and G.
     """
 
-    def __init__(self, at: Site, *, layout: UnitLayout = "basic", momentum: Update = 0.01):
+    def __init__(self, at: BuildContext, *, layout: UnitLayout = "basic", momentum: UnitInterval = 0.01):
         at.require("image", "conv_unit")
         if layout == "bottleneck" and at.width % 4:
-            raise MisfitError("layout", layout, f"basic, or a width divisible by 4 instead of {at.width}")
+            raise PartArgumentError("layout", layout, f"basic, or a width divisible by 4 instead of {at.width}")
         unit = conv_unit(at.width, at.width, layout=layout, momentum=momentum)
         super().__init__(OrderedDict([*unit.named_children(), ("drop_path", DropPath(at.drop_path))]))

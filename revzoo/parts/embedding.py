@@ -8,9 +8,9 @@ from typing import Annotated, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from revzoo.bounds import Bound, Extent, Positive, Rate
-from revzoo.errors import MisfitError
-from revzoo.parts.site import Shape, Site
+from revzoo.bounds import Bound, PositiveFloat, PositiveInt, Rate
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.registry import stems
 
 Position = Literal["learned", "after_padding", "sinusoidal", "none"]
@@ -37,23 +37,23 @@ class TokenStem(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        width: Positive,
+        width: PositiveInt,
         position: Position = "learned",
         types: Count = 0,
         norm: Literal["layer_norm", "none"] = "layer_norm",
-        eps: Extent = 1e-5,
+        eps: PositiveFloat = 1e-5,
         dropout: Rate = 0.0,
     ):
         super().__init__()
         at.require("text", "token_embed", "a stem for images, for example patch_embed, or input.kind: text")
         if at.padding is not None and at.padding >= at.shape.width:
-            raise MisfitError("type", "token_embed", f"an input.padding below {at.shape.width}, the vocabulary")
+            raise PartArgumentError("type", "token_embed", f"an input.padding below {at.shape.width}, the vocabulary")
         if position == "after_padding" and at.padding is None:
-            raise MisfitError("position", position, "learned, sinusoidal or none, or an input with a padding id")
+            raise PartArgumentError("position", position, "learned, sinusoidal or none, or an input with a padding id")
         if position == "sinusoidal" and width % 2:
-            raise MisfitError("width", width, "an even number, half of it for sines and half for cosines")
+            raise PartArgumentError("width", width, "an even number, half of it for sines and half for cosines")
         (length,) = at.shape.size
         self.out_shape = Shape(width, (length,), "tokens")
         self._position, self._padding = position, at.padding

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from revzoo.bounds import Extent, Positive, Rate
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveFloat, PositiveInt, Rate
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.parts.norm import Activation, activation
-from revzoo.parts.site import Site
 from revzoo.registry import branches
 
 NormPosition = Literal["pre", "post"]
@@ -28,7 +28,7 @@ class SubBlock(nn.Module):
     A subclass sets up what is inside and computes it in `_inner`.
     """
 
-    def __init__(self, at: Site, kind: str, inner_width: int, norm_position: NormPosition, eps: float, dropout: float):
+    def __init__(self, at: BuildContext, kind: str, inner_width: int, norm_position: NormPosition, eps: float, dropout: float):
         super().__init__()
         at.require("tokens", kind)
         self._post = norm_position == "post"
@@ -63,17 +63,17 @@ class SelfAttentionBranch(SubBlock):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        heads: Positive,
+        heads: PositiveInt,
         norm_position: NormPosition = "post",
-        eps: Extent = 1e-5,
+        eps: PositiveFloat = 1e-5,
         attention_dropout: Rate = 0.0,
         dropout: Rate = 0.0,
     ):
         super().__init__(at, "self_attention", at.width, norm_position, eps, dropout)
         if at.width % heads:
-            raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
+            raise PartArgumentError("heads", heads, f"a divisor of the width {at.width}")
         self._heads, self._attention_dropout = heads, attention_dropout
         self.self = nn.ModuleDict({name: nn.Linear(at.width, at.width) for name in ("query", "key", "value")})
 
@@ -101,17 +101,17 @@ class FeedForwardBranch(SubBlock):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        ratio: Extent = 4.0,
+        ratio: PositiveFloat = 4.0,
         act: Activation = "gelu",
         norm_position: NormPosition = "post",
-        eps: Extent = 1e-5,
+        eps: PositiveFloat = 1e-5,
         dropout: Rate = 0.0,
     ):
         hidden = int(at.width * ratio)
         if hidden < 1:
-            raise MisfitError("ratio", ratio, f"a ratio that leaves a hidden channel of the width {at.width}")
+            raise PartArgumentError("ratio", ratio, f"a ratio that leaves a hidden channel of the width {at.width}")
         super().__init__(at, "feed_forward", hidden, norm_position, eps, dropout)
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(at.width, hidden)})
         self.act = activation(act)()

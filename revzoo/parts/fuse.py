@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from revzoo.bounds import Update
-from revzoo.errors import MisfitError
+from revzoo.bounds import UnitInterval
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape, joined
 from revzoo.parts.norm import batch_norm, token_norm
-from revzoo.parts.site import Shape, Site, joined
 from revzoo.registry import fuses
 
 FuseNorm = Literal["layer_norm", "layer_norm_1e-5", "batch_norm", "none"]
@@ -28,7 +28,7 @@ class Concat(nn.Module):
     Source: Rev-ViT (LayerNorm over 2D); RevNet (`final_bn` and ReLU).
     """
 
-    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: Update = 0.01):
+    def __init__(self, at: BuildContext, *, norm: FuseNorm = "layer_norm", momentum: UnitInterval = 0.01):
         super().__init__()
         self.out_shape = replace(at.shape, width=2 * at.shape.width)
         self._dim = 1 if at.shape.layout == "image" else 2
@@ -56,7 +56,7 @@ class Mean(nn.Module):
         PaReprop's Rev-Swin (fusion `avg`).
     """
 
-    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: Update = 0.01):
+    def __init__(self, at: BuildContext, *, norm: FuseNorm = "layer_norm", momentum: UnitInterval = 0.01):
         super().__init__()
         self.out_shape = at.shape
         self.norm = _norm(self.out_shape, norm, momentum)
@@ -79,7 +79,7 @@ class Last(nn.Module):
     Source: Dr2Net (Zhao et al. 2024) and Momentum ResNets (Sander et al. 2021), where the other stream is the past.
     """
 
-    def __init__(self, at: Site, *, norm: FuseNorm = "layer_norm", momentum: Update = 0.01):
+    def __init__(self, at: BuildContext, *, norm: FuseNorm = "layer_norm", momentum: UnitInterval = 0.01):
         super().__init__()
         self.out_shape = at.shape
         self.norm = _norm(self.out_shape, norm, momentum)
@@ -94,5 +94,5 @@ def _norm(shape: Shape, name: FuseNorm, momentum: float) -> nn.Module:
         return nn.Identity()
     if shape.layout != ("image" if name == "batch_norm" else "tokens"):
         allowed = "batch_norm or none behind images, layer_norm, layer_norm_1e-5 or none behind tokens"
-        raise MisfitError("norm", name, allowed)
+        raise PartArgumentError("norm", name, allowed)
     return batch_norm(shape.width, momentum) if name == "batch_norm" else token_norm(name, shape.width)

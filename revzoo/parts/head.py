@@ -6,10 +6,10 @@ from typing import Literal, cast
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
-from revzoo.bounds import Positive, Rate, Update
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveInt, Rate, UnitInterval
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.parts.norm import token_norm
-from revzoo.parts.site import Site
 from revzoo.registry import heads
 
 
@@ -51,23 +51,23 @@ class PooledLinear(LinearHead):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        outputs: Positive,
+        outputs: PositiveInt,
         pool: Literal["mean", "max", "first"] = "mean",
         class_token: bool = False,
         dropout: Rate = 0.0,
         norm: Literal["batch_norm", "none"] = "none",
         fc_norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "none",
-        momentum: Update = 0.1,
+        momentum: UnitInterval = 0.1,
     ):
         super().__init__("linear")
         if norm == "batch_norm" and at.shape.layout != "image":
-            raise MisfitError("norm", norm, "none, or batch_norm behind images; tokens are normed by the fuse")
+            raise PartArgumentError("norm", norm, "none, or batch_norm behind images; tokens are normed by the fuse")
         if pool == "first" and at.shape.layout != "tokens":
-            raise MisfitError("pool", pool, "mean or max behind images")
+            raise PartArgumentError("pool", pool, "mean or max behind images")
         if class_token and at.shape.layout != "tokens":
-            raise MisfitError("class_token", class_token, "false behind images")
+            raise PartArgumentError("class_token", class_token, "false behind images")
         self._dims = (2, 3) if at.shape.layout == "image" else (1,)
         self._pool, self._class_token = pool, class_token and pool != "first"
         self.norm = nn.Identity() if norm == "none" else BatchNormAct2d(at.shape.width, momentum=momentum)

@@ -4,7 +4,7 @@ from math import sqrt
 
 from torch import nn
 
-from revzoo.bounds import Extent, Finite
+from revzoo.bounds import FiniteFloat, PositiveFloat
 from revzoo.registry import inits
 
 
@@ -18,7 +18,7 @@ class TruncatedNormal:
     Source: SlowFast's vision transformers use std 0.02 and bias 0.02.
     """
 
-    def __init__(self, *, std: Extent = 0.02, bias: Finite = 0.0):
+    def __init__(self, *, std: PositiveFloat = 0.02, bias: FiniteFloat = 0.0):
         self.std, self.bias = std, bias
 
     def __call__(self, module: nn.Module) -> None:
@@ -67,7 +67,7 @@ class Normal:
     Source: BERT (Devlin et al. 2019, `modeling.py`, initializer_range 0.02), as Transformers initialises its models.
     """
 
-    def __init__(self, *, std: Extent = 0.02):
+    def __init__(self, *, std: PositiveFloat = 0.02):
         self.std = std
 
     def __call__(self, module: nn.Module) -> None:

@@ -6,9 +6,9 @@ from timm.layers import BatchNormAct2d, DropPath
 from torch import Tensor, nn
 
 from revzoo.bijection import SpaceToDepth
-from revzoo.bounds import Positive, Rate, Update
-from revzoo.errors import MisfitError
-from revzoo.parts.site import Site
+from revzoo.bounds import PositiveInt, Rate, UnitInterval
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.registry import branches
 
 
@@ -31,19 +31,19 @@ class IRevNetUnit(nn.Sequential):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        kernels: tuple[Positive, Positive, Positive] = (3, 3, 3),
-        bottleneck: Positive = 4,
+        kernels: tuple[PositiveInt, PositiveInt, PositiveInt] = (3, 3, 3),
+        bottleneck: PositiveInt = 4,
         preactivate_first: bool = True,
         dropout: Rate = 0.0,
-        momentum: Update = 0.1,
+        momentum: UnitInterval = 0.1,
     ):
         at.require("image", "irevnet_unit")
         if any(kernel % 2 == 0 for kernel in kernels):
-            raise MisfitError("kernels", list(kernels), "odd numbers")
+            raise PartArgumentError("kernels", list(kernels), "odd numbers")
         if at.width % bottleneck:
-            raise MisfitError("bottleneck", bottleneck, f"a divisor of the width {at.width}")
+            raise PartArgumentError("bottleneck", bottleneck, f"a divisor of the width {at.width}")
         stride = 1 if at.folded is None else at.folded.block
         middle = at.width // bottleneck
         widths = (at.width // stride**2, middle, middle, at.width)

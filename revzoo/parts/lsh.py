@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from revzoo.bounds import Positive, Rate
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveInt, Rate
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.parts.norm import TokenNorm, token_norm
-from revzoo.parts.site import Site
 from revzoo.registry import branches
 
 # Added to logits: so far apart that the one counts for nothing beside the other, finite so that rows of padding stay numbers,
@@ -22,11 +22,11 @@ _ITSELF, _NEVER = -1e4, -3e4
 class _SharedQK(nn.Module):
     """Norm, one projection for queries and keys and one for values, attention of the subclass, projection, drop path."""
 
-    def __init__(self, at: Site, name: str, heads: int, causal: bool, dropout: float, norm: TokenNorm):
+    def __init__(self, at: BuildContext, name: str, heads: int, causal: bool, dropout: float, norm: TokenNorm):
         super().__init__()
         at.require("tokens", name)
         if at.width % heads:
-            raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
+            raise PartArgumentError("heads", heads, f"a divisor of the width {at.width}")
         self.heads, self.causal = heads, causal
         self.norm = token_norm(norm, at.width)
         self.to_qk = nn.Linear(at.width, at.width, bias=False)
@@ -64,7 +64,9 @@ class SharedQKAttention(_SharedQK):
     Source: Reformer (Kitaev et al. 2020), section 2, "shared-QK attention"; lucidrains/reformer-pytorch, FullQKAttention.
     """
 
-    def __init__(self, at: Site, *, heads: Positive, causal: bool = True, dropout: Rate = 0.0, norm: TokenNorm = "layer_norm"):
+    def __init__(
+        self, at: BuildContext, *, heads: PositiveInt, causal: bool = True, dropout: Rate = 0.0, norm: TokenNorm = "layer_norm"
+    ):
         super().__init__(at, "shared_qk_attention", heads, causal, dropout, norm)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -111,11 +113,11 @@ class LSHAttention(_SharedQK):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        heads: Positive,
-        bucket: Positive = 64,
-        hashes: Positive = 4,
+        heads: PositiveInt,
+        bucket: PositiveInt = 64,
+        hashes: PositiveInt = 4,
         causal: bool = True,
         dropout: Rate = 0.0,
         norm: TokenNorm = "layer_norm",
@@ -123,7 +125,7 @@ class LSHAttention(_SharedQK):
         super().__init__(at, "lsh_attention", heads, causal, dropout, norm)
         length = at.shape.dims[0]
         if bucket > length:
-            raise MisfitError("bucket", bucket, f"at most {length}, the number of tokens")
+            raise PartArgumentError("bucket", bucket, f"at most {length}, the number of tokens")
         self.bucket = bucket
         self._half = -(-length // (2 * bucket))  # of the number of buckets: each rotated axis has two ends
         self._drawn = (at.width // heads, hashes, self._half), at.index

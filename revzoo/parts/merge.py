@@ -8,10 +8,10 @@ from timm.layers import Mlp
 from timm.models.swin_transformer import PatchMerging
 from torch import Tensor, nn
 
-from revzoo.bounds import Extent
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveFloat
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape, joined
 from revzoo.parts.norm import token_norm
-from revzoo.parts.site import Shape, Site, joined
 from revzoo.registry import transitions
 
 
@@ -31,19 +31,19 @@ class FuseMergeSplit(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
         fuse: Literal["mean", "last", "mlp", "proj"] = "mean",
-        fuse_ratio: Extent = 2.0,
+        fuse_ratio: PositiveFloat = 2.0,
         down: Literal["patch_merging"] = "patch_merging",
     ):
         super().__init__()
         width, size = at.shape.width, at.shape.size
         at.require("grid", "fuse_merge_split")
         if any(side % 2 for side in size):
-            raise MisfitError("down", down, f"a grid of even sides; {size[0]}x{size[1]} tokens arrive")
+            raise PartArgumentError("down", down, f"a grid of even sides; {size[0]}x{size[1]} tokens arrive")
         if fuse == "mlp" and width * fuse_ratio < 1:
-            raise MisfitError("fuse_ratio", fuse_ratio, f"a ratio that leaves a hidden channel of the width {width}")
+            raise PartArgumentError("fuse_ratio", fuse_ratio, f"a ratio that leaves a hidden channel of the width {width}")
         self.grid = size
         self.out_shape = Shape(at.width, (size[0] // 2, size[1] // 2), "tokens")
         self._join: Literal["mean", "last"] = "last" if fuse == "last" else "mean"  # without a module

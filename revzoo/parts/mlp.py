@@ -3,10 +3,10 @@
 from timm.layers import DropPath, LayerScale, Mlp
 from torch import Tensor, nn
 
-from revzoo.bounds import Extent
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveFloat
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.parts.norm import Activation, TokenNorm, activation, token_norm
-from revzoo.parts.site import Site
 from revzoo.registry import branches
 
 
@@ -25,9 +25,9 @@ class MlpBranch(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        ratio: Extent = 4.0,
+        ratio: PositiveFloat = 4.0,
         act: Activation = "gelu",
         norm: TokenNorm = "layer_norm",
         layer_scale: bool = False,
@@ -35,7 +35,7 @@ class MlpBranch(nn.Module):
         super().__init__()
         at.require("tokens", "mlp")
         if at.width * ratio < 1:
-            raise MisfitError("ratio", ratio, f"a ratio that leaves a hidden channel of the width {at.width}")
+            raise PartArgumentError("ratio", ratio, f"a ratio that leaves a hidden channel of the width {at.width}")
         self.norm = token_norm(norm, at.width)
         self.mlp = Mlp(at.width, int(at.width * ratio), act_layer=activation(act))
         self.ls = LayerScale(at.width) if layer_scale else nn.Identity()

@@ -7,9 +7,9 @@ from timm.layers import LayerNorm
 from timm.models.mvitv2 import MultiScaleBlock
 from torch import Tensor, nn
 
-from revzoo.bounds import Extent, Positive
-from revzoo.errors import MisfitError
-from revzoo.parts.site import Shape, Site, joined
+from revzoo.bounds import PositiveFloat, PositiveInt
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape, joined
 from revzoo.registry import transitions
 
 
@@ -36,31 +36,33 @@ class MultiScaleTransition(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        heads: Positive,
-        stride: Positive = 2,
-        kv_stride: Positive = 1,
+        heads: PositiveInt,
+        stride: PositiveInt = 2,
+        kv_stride: PositiveInt = 1,
         fuse: Literal["mean", "last"] = "mean",
-        mlp_ratio: Extent = 4.0,
+        mlp_ratio: PositiveFloat = 4.0,
         relative_position: bool = True,
         residual_pooling: bool = True,
-        widening_heads: Positive | None = None,
-        widening_kv_stride: Positive = 1,
+        widening_heads: PositiveInt | None = None,
+        widening_kv_stride: PositiveInt = 1,
     ):
         super().__init__()
         at.require("grid", "multiscale_block")
         size, width = at.sides, at.shape.width
         for name, number, channels in (("heads", heads, at.width), ("widening_heads", widening_heads or 1, width)):
             if channels % number:
-                raise MisfitError(name, number, f"a divisor of the width {channels}")
+                raise PartArgumentError(name, number, f"a divisor of the width {channels}")
         for name, step in (("stride", stride), ("kv_stride", kv_stride), ("widening_kv_stride", widening_kv_stride)):
             if any(side % step for side in size):
-                raise MisfitError(name, step, f"a divisor of both sides of the {size[0]}x{size[1]} grid")
+                raise PartArgumentError(name, step, f"a divisor of both sides of the {size[0]}x{size[1]} grid")
         if relative_position and size[0] != size[1]:
-            raise MisfitError("relative_position", relative_position, f"false, or a square grid instead of {size[0]}x{size[1]}")
+            raise PartArgumentError(
+                "relative_position", relative_position, f"false, or a square grid instead of {size[0]}x{size[1]}"
+            )
         if min(width, at.width) * mlp_ratio < 1:
-            raise MisfitError(
+            raise PartArgumentError(
                 "mlp_ratio", mlp_ratio, f"a ratio that leaves a hidden channel of the width {min(width, at.width)}"
             )
         self._grid, self._fuse = list(size), fuse

@@ -8,10 +8,10 @@ from timm.layers import DropPath, LayerNorm, Mlp
 from timm.models.mvitv2 import MultiScaleAttention, reshape_post_pool, reshape_pre_pool
 from torch import Tensor, nn
 
-from revzoo.bounds import Extent, Positive
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveFloat, PositiveInt
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.norm import token_norm
-from revzoo.parts.site import Shape, Site
 from revzoo.registry import branches, transitions
 
 _KERNEL = (3, 3)  # of every pooling convolution (PySlowFast's POOL_KVQ_KERNEL)
@@ -34,10 +34,10 @@ class PoolingAttention(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        heads: Positive,
-        kv_stride: Positive = 1,
+        heads: PositiveInt,
+        kv_stride: PositiveInt = 1,
         pool_query: bool = False,
         relative_position: bool = False,
         residual_pooling: bool = False,
@@ -80,14 +80,14 @@ class FusePoolSplit(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        heads: Positive,
-        stride: Positive = 2,
-        kv_stride: Positive = 1,
+        heads: PositiveInt,
+        stride: PositiveInt = 2,
+        kv_stride: PositiveInt = 1,
         fuse: Literal["concat", "mlp", "mean"] = "mlp",
-        fuse_ratio: Extent = 2.0,
-        mlp_ratio: Extent = 4.0,
+        fuse_ratio: PositiveFloat = 2.0,
+        mlp_ratio: PositiveFloat = 4.0,
         relative_position: bool = False,
         residual_pooling: bool = False,
     ):
@@ -96,7 +96,7 @@ class FusePoolSplit(nn.Module):
         self.attn = _attention(at, width, heads, stride, kv_stride, True, relative_position, residual_pooling)
         for name, ratio, inner in (("fuse_ratio", fuse_ratio, width), ("mlp_ratio", mlp_ratio, at.width)):
             if inner * ratio < 1:
-                raise MisfitError(name, ratio, f"a ratio that leaves a hidden channel of the width {inner}")
+                raise PartArgumentError(name, ratio, f"a ratio that leaves a hidden channel of the width {inner}")
         self._grid, self._mean = list(at.shape.size), fuse == "mean"
         self.out_shape = Shape(at.width, tuple(side // stride for side in self._grid), "tokens")
         self.fuse = Mlp(width, int(width * fuse_ratio)) if fuse == "mlp" else None
@@ -130,7 +130,7 @@ class FusePoolSplit(nn.Module):
 
 
 def _attention(
-    at: Site,
+    at: BuildContext,
     width: int,
     heads: int,
     stride: int | None,
@@ -139,16 +139,18 @@ def _attention(
     relative_position: bool,
     residual_pooling: bool,
 ) -> MultiScaleAttention:
-    """Return timm's attention from `width` channels to the stage's, or raise MisfitError; `stride` is a transition's."""
+    """Return timm's attention from `width` channels to the stage's, or raise PartArgumentError; `stride` is a transition's."""
     at.require("grid", "pooling_attention" if stride is None else "fuse_pool_split")
     size = at.sides
     if at.width % heads:
-        raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
+        raise PartArgumentError("heads", heads, f"a divisor of the width {at.width}")
     for name, step in (("stride", stride or 1), ("kv_stride", kv_stride)):
         if any(side % step for side in size):
-            raise MisfitError(name, step, f"a divisor of both sides of the {size[0]}x{size[1]} grid")
+            raise PartArgumentError(name, step, f"a divisor of both sides of the {size[0]}x{size[1]} grid")
     if relative_position and size[0] != size[1]:
-        raise MisfitError("relative_position", relative_position, f"false, or a square grid instead of {size[0]}x{size[1]}")
+        raise PartArgumentError(
+            "relative_position", relative_position, f"false, or a square grid instead of {size[0]}x{size[1]}"
+        )
     return MultiScaleAttention(
         width,
         at.width,

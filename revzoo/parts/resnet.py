@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from revzoo.bounds import Positive, Update
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveInt, UnitInterval
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape, joined
 from revzoo.parts.conv import UnitLayout
-from revzoo.parts.site import Shape, Site, joined
 from revzoo.registry import branches, stems, transitions
 
 
@@ -24,7 +24,7 @@ class ResNetStem(nn.Module):
     Source: ResNet (He et al. 2016), table 1; timm `resnet.py`. BatchNorm's eps is 1e-5.
     """
 
-    def __init__(self, at: Site, *, width: Positive = 64, momentum: Update = 0.1):
+    def __init__(self, at: BuildContext, *, width: PositiveInt = 64, momentum: UnitInterval = 0.1):
         super().__init__()
         at.require("image", "resnet", "an input of kind image, or token_embed for texts")
         self.out_shape = Shape(width, _shrunk(_shrunk(at.shape.size, 2), 2), "image")
@@ -43,7 +43,7 @@ class _Unit(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         part: str,
         layout: UnitLayout,
         middle: int | None,
@@ -55,10 +55,10 @@ class _Unit(nn.Module):
         at.require("image", part)
         inside = middle or (at.width if layout == "basic" else max(at.width // 4, 1))
         if inside % groups:
-            raise MisfitError("groups", groups, f"a divisor of the {inside} channels inside")
+            raise PartArgumentError("groups", groups, f"a divisor of the {inside} channels inside")
         kernels, striding = ((3, 3), 0) if layout == "basic" else ((1, 3, 1), 1)
         if layout == "basic" and groups != 1:
-            raise MisfitError("groups", groups, "1, or the layout bottleneck")
+            raise PartArgumentError("groups", groups, "1, or the layout bottleneck")
         widths = [at.shape.width, *[inside] * (len(kernels) - 1), at.width]
         self._count = len(kernels)
         for i, kernel in enumerate(kernels):
@@ -96,13 +96,13 @@ class ResidualUnit(_Unit):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
         layout: UnitLayout = "basic",
         residual: bool = True,
-        middle: Positive | None = None,
-        groups: Positive = 1,
-        momentum: Update = 0.1,
+        middle: PositiveInt | None = None,
+        groups: PositiveInt = 1,
+        momentum: UnitInterval = 0.1,
     ):
         super().__init__(at, "residual_unit", layout, middle, groups, momentum)
         self._residual = residual
@@ -131,14 +131,14 @@ class ResidualBlock(_Unit):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
         layout: UnitLayout = "basic",
-        stride: Positive = 1,
+        stride: PositiveInt = 1,
         fuse: Literal["mean", "last"] = "mean",
-        middle: Positive | None = None,
-        groups: Positive = 1,
-        momentum: Update = 0.1,
+        middle: PositiveInt | None = None,
+        groups: PositiveInt = 1,
+        momentum: UnitInterval = 0.1,
     ):
         super().__init__(at, "residual_block", layout, middle, groups, momentum, stride)
         self._fuse = fuse

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from revzoo.errors import MisfitError
-from revzoo.parts.site import Site
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.registry import splits
 
 
@@ -18,7 +18,7 @@ class Duplicate(nn.Module):
     Source: Rev-ViT (Mangalam et al. 2022); PaReprop, section 3.4.
     """
 
-    def __init__(self, at: Site):
+    def __init__(self, at: BuildContext):
         super().__init__()
         self.out_shape = at.shape
 
@@ -34,10 +34,10 @@ class ChannelSplit(nn.Module):
     Source: RevNet (Gomez et al. 2017), section 3.1.
     """
 
-    def __init__(self, at: Site):
+    def __init__(self, at: BuildContext):
         super().__init__()
         if at.shape.width % 2:
-            raise MisfitError("type", "channel", f"an even number of channels to split; the stem gives {at.shape.width}")
+            raise PartArgumentError("type", "channel", f"an even number of channels to split; the stem gives {at.shape.width}")
         self.out_shape = replace(at.shape, width=at.shape.width // 2)
         self._dim = 1 if at.shape.layout == "image" else 2
 

@@ -11,10 +11,10 @@ from timm.models.mvitv2 import PatchEmbed as OverlapPatchEmbed
 from torch import Tensor, nn
 
 from revzoo.bijection import SpaceToDepth
-from revzoo.bounds import Extent, Positive, Update
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveFloat, PositiveInt, UnitInterval
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.norm import batch_norm
-from revzoo.parts.site import Shape, Site
 from revzoo.registry import stems
 
 Position = Literal["learned", "none"]
@@ -39,20 +39,20 @@ class PatchStem(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        width: Positive,
-        patch: Positive,
+        width: PositiveInt,
+        patch: PositiveInt,
         norm: Literal["layer_norm_1e-5", "none"] = "none",
         class_token: bool = False,
         position: Literal["learned", "patches", "none"] = "learned",
-        position_std: Extent = 0.02,
+        position_std: PositiveFloat = 0.02,
     ):
         super().__init__()
         size = at.shape.size
         at.require("image", "patch_embed", _IMAGES)
         if any(side % patch for side in size):
-            raise MisfitError("patch", patch, f"a divisor of both sides of the {size[0]}x{size[1]} image")
+            raise PartArgumentError("patch", patch, f"a divisor of both sides of the {size[0]}x{size[1]} image")
         patches = Shape(width, tuple(side // patch for side in size), "tokens")
         self.out_shape = replace(patches, size=(1 + prod(patches.size),)) if class_token else patches
         norm_layer = None if norm == "none" else nn.LayerNorm  # whose eps is 1e-5
@@ -90,21 +90,21 @@ class ConvStem(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        width: Positive,
-        kernel: Positive = 3,
-        stride: Positive = 1,
+        width: PositiveInt,
+        kernel: PositiveInt = 3,
+        stride: PositiveInt = 1,
         pool: bool = False,
-        momentum: Update = 0.01,
+        momentum: UnitInterval = 0.01,
     ):
         super().__init__()
         at.require("image", "conv", _IMAGES)
         if kernel % 2 == 0:
-            raise MisfitError("kernel", kernel, "odd numbers")
+            raise PartArgumentError("kernel", kernel, "odd numbers")
         shrink = stride * (2 if pool else 1)
         if any(side % shrink for side in at.shape.size):
-            raise MisfitError("stride", stride, f"sides {at.shape.size} divisible by stride{' times 2' if pool else ''}")
+            raise PartArgumentError("stride", stride, f"sides {at.shape.size} divisible by stride{' times 2' if pool else ''}")
         self.out_shape = Shape(width, tuple(side // shrink for side in at.shape.size), "image")
         self.conv = nn.Conv2d(at.shape.width, width, kernel, stride, kernel // 2, bias=False)
         self.norm = batch_norm(width, momentum)
@@ -131,21 +131,21 @@ class OverlapPatchStem(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        width: Positive,
-        kernel: Positive = 7,
-        stride: Positive = 4,
+        width: PositiveInt,
+        kernel: PositiveInt = 7,
+        stride: PositiveInt = 4,
         position: Position = "learned",
-        position_std: Extent = 0.02,
+        position_std: PositiveFloat = 0.02,
     ):
         super().__init__()
         size = at.shape.size
         at.require("image", "overlap_patch_embed", _IMAGES)
         if kernel % 2 == 0:
-            raise MisfitError("kernel", kernel, "odd numbers")
+            raise PartArgumentError("kernel", kernel, "odd numbers")
         if any(side % stride for side in size):
-            raise MisfitError("stride", stride, f"a divisor of both sides of the {size[0]}x{size[1]} image")
+            raise PartArgumentError("stride", stride, f"a divisor of both sides of the {size[0]}x{size[1]} image")
         self.out_shape = Shape(width, tuple(side // stride for side in size), "tokens")
         pad = kernel // 2
         self.patch_embed = OverlapPatchEmbed(at.shape.width, width, (kernel, kernel), (stride, stride), (pad, pad))
@@ -166,12 +166,12 @@ class SqueezeStem(SpaceToDepth):
     Source: i-RevNet (Jacobsen et al. 2018), the bijective one's psi in front of the first block.
     """
 
-    def __init__(self, at: Site, *, block: Positive = 2):
+    def __init__(self, at: BuildContext, *, block: PositiveInt = 2):
         super().__init__(block)
         size = at.shape.size
         at.require("image", "space_to_depth", _IMAGES)
         if any(side % block for side in size):
-            raise MisfitError("block", block, f"a divisor of both sides of the {size[0]}x{size[1]} image")
+            raise PartArgumentError("block", block, f"a divisor of both sides of the {size[0]}x{size[1]} image")
         self.out_shape = Shape(block * block * at.shape.width, tuple(side // block for side in size), "image")
 
 
@@ -190,14 +190,14 @@ class PadStem(nn.Module):
         appends all zeros at the end.
     """
 
-    def __init__(self, at: Site, *, width: Positive, block: Positive = 1):
+    def __init__(self, at: BuildContext, *, width: PositiveInt, block: PositiveInt = 1):
         super().__init__()
         self._squeeze = SqueezeStem(at, block=block)
         channels = self._squeeze.out_shape.width
         if channels == 1:
-            raise MisfitError("block", block, "at least 2, because both streams need a channel of the image")
+            raise PartArgumentError("block", block, "at least 2, because both streams need a channel of the image")
         if width < channels or width % 2:
-            raise MisfitError("width", width, f"an even number from the {channels} channels that are there")
+            raise PartArgumentError("width", width, f"an even number from the {channels} channels that are there")
         self._halves = ((channels + 1) // 2, channels // 2)
         self._zeros = tuple(width // 2 - half for half in self._halves)
         self.out_shape = replace(self._squeeze.out_shape, width=width)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from revzoo.bounds import Extent, Positive, Rate
-from revzoo.errors import InputError, MisfitError
+from revzoo.bounds import PositiveFloat, PositiveInt, Rate
+from revzoo.errors import InputError, PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.parts.head import LinearHead
 from revzoo.parts.norm import Activation, activation
-from revzoo.parts.site import Site
 from revzoo.registry import heads
 
 
@@ -29,7 +29,7 @@ class SequenceClassification(LinearHead):
     Source: Transformers' RobertaClassificationHead; BERT's pooler and classifier are `dense` and `out_proj`.
     """
 
-    def __init__(self, at: Site, *, outputs: Positive, dropout: Rate = 0.0, input_dropout: Rate = 0.0):
+    def __init__(self, at: BuildContext, *, outputs: PositiveInt, dropout: Rate = 0.0, input_dropout: Rate = 0.0):
         super().__init__("out_proj")
         at.require("tokens", "sequence_classification", "pooled_linear, or a stem that gives tokens")
         self.input_dropout = nn.Dropout(input_dropout)
@@ -53,7 +53,7 @@ class TextFeatures(nn.Module):
     Source: Transformers' BertModel and RobertaModel, pooler_output (`text`) and last_hidden_state (`tokens`).
     """
 
-    def __init__(self, at: Site, *, of: Literal["text", "tokens"] = "text"):
+    def __init__(self, at: BuildContext, *, of: Literal["text", "tokens"] = "text"):
         super().__init__()
         at.require("tokens", "text_features", "pooled_linear, or a stem that gives tokens")
         self._width = at.shape.width
@@ -86,10 +86,10 @@ class MaskedLM(nn.Module):
     Source: Transformers' RobertaLMHead, and BertLMPredictionHead, which is the same.
     """
 
-    def __init__(self, at: Site, *, act: Activation = "gelu", eps: Extent = 1e-5):
+    def __init__(self, at: BuildContext, *, act: Activation = "gelu", eps: PositiveFloat = 1e-5):
         super().__init__()
         if at.embedding is None:
-            raise MisfitError("type", "masked_lm", "a stem with a table of embeddings, for example token_embed")
+            raise PartArgumentError("type", "masked_lm", "a stem with a table of embeddings, for example token_embed")
         vocabulary, width = at.embedding.shape
         self.dense = nn.Linear(at.shape.width, width)
         self.act = activation(act)()

@@ -4,10 +4,10 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from revzoo.bounds import Positive
+from revzoo.bounds import PositiveInt
+from revzoo.parts.context import BuildContext
 from revzoo.parts.head import LinearHead
 from revzoo.parts.norm import token_norm
-from revzoo.parts.site import Site
 from revzoo.registry import heads
 
 
@@ -21,7 +21,9 @@ class TokenLinear(LinearHead):
         norm: in front.
     """
 
-    def __init__(self, at: Site, *, outputs: Positive, norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "layer_norm"):
+    def __init__(
+        self, at: BuildContext, *, outputs: PositiveInt, norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "layer_norm"
+    ):
         super().__init__("linear")
         at.require("tokens", "token_linear", "pooled_linear, or a stem that gives tokens, for example token_embed")
         self.norm = nn.Identity() if norm == "none" else token_norm(norm, at.shape.width)

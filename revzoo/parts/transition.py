@@ -4,10 +4,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revzoo.bijection import SpaceToDepth
-from revzoo.bounds import Positive, Update
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveInt, UnitInterval
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.conv import UnitLayout, conv_unit
-from revzoo.parts.site import Shape, Site
 from revzoo.registry import transitions
 
 
@@ -28,17 +28,25 @@ class ResidualPair(nn.Module):
     """
 
     def __init__(
-        self, at: Site, *, stride: Positive = 1, layout: UnitLayout = "basic", preactivate: bool = True, momentum: Update = 0.01
+        self,
+        at: BuildContext,
+        *,
+        stride: PositiveInt = 1,
+        layout: UnitLayout = "basic",
+        preactivate: bool = True,
+        momentum: UnitInterval = 0.01,
     ):
         super().__init__()
         width = at.shape.width
         at.require("image", "residual_pair")
         if any(side % stride for side in at.shape.size):
-            raise MisfitError("stride", stride, f"a divisor of the sides {at.shape.size}")
+            raise PartArgumentError("stride", stride, f"a divisor of the sides {at.shape.size}")
         if layout == "bottleneck" and at.width % 4:
-            raise MisfitError("layout", layout, f"basic, or a width divisible by 4 instead of {at.width}")
+            raise PartArgumentError("layout", layout, f"basic, or a width divisible by 4 instead of {at.width}")
         if layout == "basic" and (at.width < width or (at.width - width) % 2):
-            raise MisfitError("layout", layout, f"bottleneck, or a width of {width} plus an even number instead of {at.width}")
+            raise PartArgumentError(
+                "layout", layout, f"bottleneck, or a width of {width} plus an even number instead of {at.width}"
+            )
         self.out_shape = Shape(at.width, tuple(side // stride for side in at.shape.size), "image")
         self.f = conv_unit(width, at.width, layout=layout, stride=stride, preactivate=preactivate, momentum=momentum)
         self.g = conv_unit(at.width, at.width, layout=layout, momentum=momentum)
@@ -61,14 +69,14 @@ class Squeeze(SpaceToDepth):
     Source: i-RevNet (Jacobsen et al. 2018), psi.
     """
 
-    def __init__(self, at: Site, *, block: Positive = 2):
+    def __init__(self, at: BuildContext, *, block: PositiveInt = 2):
         super().__init__(block)
         at.require("image", "space_to_depth")
         if any(side % block for side in at.shape.size):
-            raise MisfitError("block", block, f"a divisor of the sides {at.shape.size}")
+            raise PartArgumentError("block", block, f"a divisor of the sides {at.shape.size}")
         width = block * block * at.shape.width
         if at.width != width:
-            raise MisfitError("type", "space_to_depth", f"a stage of width {width} (block^2 times {at.shape.width})")
+            raise PartArgumentError("type", "space_to_depth", f"a stage of width {width} (block^2 times {at.shape.width})")
         self.out_shape = Shape(width, tuple(side // block for side in at.shape.size), "image")
 
 

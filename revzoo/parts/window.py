@@ -7,10 +7,10 @@ from timm.layers import DropPath
 from timm.models.swin_transformer import WindowAttention, get_relative_position_index, window_partition, window_reverse
 from torch import Tensor, nn
 
-from revzoo.bounds import Positive
-from revzoo.errors import MisfitError
+from revzoo.bounds import PositiveInt
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
 from revzoo.parts.norm import TokenNorm, token_norm
-from revzoo.parts.site import Site
 from revzoo.registry import branches
 
 Sides = tuple[int, int]
@@ -35,10 +35,10 @@ class WindowBranch(nn.Module):
 
     def __init__(
         self,
-        at: Site,
+        at: BuildContext,
         *,
-        heads: Positive,
-        window: Positive = 7,
+        heads: PositiveInt,
+        window: PositiveInt = 7,
         shift: Literal["alternate", "none"] = "alternate",
         norm: TokenNorm = "layer_norm_1e-5",
         qkv_bias: bool = True,
@@ -46,11 +46,11 @@ class WindowBranch(nn.Module):
         super().__init__()
         at.require("grid", "window_attention")
         if at.width % heads:
-            raise MisfitError("heads", heads, f"a divisor of the width {at.width}")
+            raise PartArgumentError("heads", heads, f"a divisor of the width {at.width}")
         height, width = self.grid = at.sides
         fitting = [k for k in range(1, max(self.grid) + 1) if height % min(k, height) == 0 and width % min(k, width) == 0]
         if window < max(self.grid) and window not in fitting:
-            raise MisfitError("window", window, f"{', '.join(map(str, fitting))} or more on the {height}x{width} grid")
+            raise PartArgumentError("window", window, f"{', '.join(map(str, fitting))} or more on the {height}x{width} grid")
         self.window: Sides = (min(window, height), min(window, width))
         shifted = shift == "alternate" and at.index % 2 == 1
         self.shift: Sides = (

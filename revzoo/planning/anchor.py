@@ -11,15 +11,16 @@ from torch import Tensor
 
 from revzoo.analysis.verify import verify
 from revzoo.errors import RecoveryError
-from revzoo.model import Model
-from revzoo.planning.walk import Part, Planned, units
+from revzoo.model.network import Model
+from revzoo.planning.hooks import PlannableModel, units
 from revzoo.runtime.chain import Mode
 from revzoo.runtime.drift import longest_run as growth_run
+from revzoo.runtime.layout import LayoutEntry
 
 _EXAMPLES = 4  # whether a step can be inverted does not depend on the size of the batch
 
 
-def longest_run(model: Planned, batch: Any) -> int | None:
+def longest_run(model: PlannableModel, batch: Any) -> int | None:
     """Return how many consecutive steps can be inverted safely; None is any number, 0 is none.
 
     Gradients of a few examples are compared with those of the stored run.
@@ -43,13 +44,13 @@ def longest_run(model: Planned, batch: Any) -> int | None:
         model.schedule = found
 
 
-def growth_limit(model: Planned) -> int | None:
+def growth_limit(model: PlannableModel) -> int | None:
     """Return how many steps in a row the runtime would invert at all, by what their couplings make of rounding errors."""
     couplings = [model.coupling] * len(model.steps) if isinstance(model, Model) else model.couplings
     return growth_run(couplings, next(model.parameters()).dtype)
 
 
-def anchored(parts: list[Part], run: int | None) -> list[Mode]:
+def anchored(parts: list[LayoutEntry], run: int | None) -> list[Mode]:
     """Return the schedule that inverts at most `run` steps in a row, recomputes one, and so on; nodes store."""
     modes: list[Mode] = []
     length = 0

@@ -12,18 +12,18 @@ from typing import Any, cast
 
 import torch
 
-from revzoo.analysis.memory import format_bytes
 from revzoo.errors import BudgetError, InputError
-from revzoo.model import Model
+from revzoo.format import format_bytes
+from revzoo.model.network import Model
 from revzoo.planning.anchor import anchored
 from revzoo.planning.budget import budget_bytes, free_bytes
 from revzoo.planning.clock import Times, measured_times, memory_errors, step_seconds
 from revzoo.planning.count import count
+from revzoo.planning.hooks import units
 from revzoo.planning.plan import Plan, Solver, checked, solve
 from revzoo.planning.problem import Option, Problem, Unit, cost, peak
 from revzoo.planning.profile import Profile, profile
 from revzoo.planning.setting import setting
-from revzoo.planning.walk import units
 
 _CANDIDATES = 32  # at most, evenly spaced
 _STRETCH = 4  # the second batch that is timed is so many times the smallest

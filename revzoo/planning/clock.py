@@ -17,12 +17,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from revzoo.analysis.trial import borrowed, call
+from revzoo.analysis.dry_run import call, isolated
+from revzoo.planning.hooks import Walk, units
 from revzoo.planning.problem import Problem, Unit, peak, repriced
 from revzoo.planning.timeline import least_peak
 from revzoo.planning.trace import Loss, total_loss
-from revzoo.planning.walk import Part, Walk, units
 from revzoo.runtime.chain import Mode
+from revzoo.runtime.layout import LayoutEntry
 
 _RUNS = 5
 _ROUNDS = 4  # in each, a unit without others of its kind has had every mode
@@ -171,13 +172,13 @@ def _spread(times: Sequence[float]) -> float:
     return statistics.median(abs(t - median) for t in times) / median if median else 0.0
 
 
-def _kind(part: Part, unit: Unit) -> Any:
+def _kind(part: LayoutEntry, unit: Unit) -> Any:
     work = tuple((option.mode, option.kept_bytes, option.forward_bytes, option.cost) for option in unit.options)
     return type(part.module), tuple(p.shape for p in part.module.parameters()), work
 
 
 def _fitting(
-    problem: Problem, parts: Sequence[Part], kinds: Sequence[Any], dice: random.Random, allowance: int
+    problem: Problem, parts: Sequence[LayoutEntry], kinds: Sequence[Any], dice: random.Random, allowance: int
 ) -> list[list[Mode]]:
     """Return the schedules of a round that fit: every unit in every mode, or else four units of each kind."""
     for most in (len(parts), 4, 1):
@@ -187,7 +188,7 @@ def _fitting(
     raise MemoryError("no step with a few stored units fits")
 
 
-def _round(parts: Sequence[Part], kinds: Sequence[Any], dice: random.Random, most: int) -> Iterator[list[Mode]]:
+def _round(parts: Sequence[LayoutEntry], kinds: Sequence[Any], dice: random.Random, most: int) -> Iterator[list[Mode]]:
     """Yield schedules in which the first units of each kind have every mode once, the others their leanest."""
     menus: list[list[Mode]] = [["store", "selective", "recompute"] for _ in parts]
     seen: dict[Any, int] = defaultdict(int)
@@ -205,7 +206,7 @@ def _timed(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | Non
     """Run a step; return the seconds of all of it, and of each unit forward and backward."""
     model.schedule = list(modes)  # type: ignore[assignment]
     clock = _clock(model)
-    with memory_errors(), borrowed(model, batch) as inputs, Walk(model, clock) as walk:
+    with memory_errors(), isolated(model, batch) as inputs, Walk(model, clock) as walk:
         clock.mark("begin", -1)
         outputs = call(model, inputs)
         clock.mark("loss", -1)

@@ -21,14 +21,15 @@ from typing import Any, get_args
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from revzoo.analysis.trial import borrowed
+from revzoo.analysis.dry_run import isolated
 from revzoo.errors import InputError, listing
+from revzoo.planning.hooks import units
 from revzoo.planning.problem import Option, Problem, Unit
 from revzoo.planning.trace import Loss, Trace, trace
-from revzoo.planning.walk import Part, units
 from revzoo.runtime.chain import Mode
 from revzoo.runtime.drift import growth_unchecked
-from revzoo.runtime.memory import Storages
+from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.live_bytes import Storages
 
 _FEW_FLOPS = 4 * 10**9  # a step of so many takes a CPU less time than FakeTensors take Python
 _FEW_BYTES = 2**28  # and that may be had at once without asking
@@ -70,7 +71,7 @@ def count(model: nn.Module, batch: Any, loss: Loss | None = None, other_bytes: i
     return assembled(parts, traces, other_bytes)
 
 
-def schedules(parts: Sequence[Part]) -> Iterator[list[Mode]]:
+def schedules(parts: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
     """Yield the schedules that are traced, the stored one first."""
     for mode in get_args(Mode):
         yield [mode if part.kind == "step" or mode != "invert" else "selective" for part in parts]
@@ -88,7 +89,7 @@ def counted_peak(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss
 
 
 def _trial(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None, fake: bool = True) -> Trace:
-    with borrowed(model, batch, fake=fake) as inputs:
+    with isolated(model, batch, fake=fake) as inputs:
         try:
             return trace(model, inputs, modes, loss)
         except DataDependentOutputException as error:
@@ -102,7 +103,7 @@ def _highest(found: Trace) -> int:
     return max(accumulate(change for _, change in found.log))
 
 
-def assembled(parts: Sequence[Part], traces: Sequence[Trace], other_bytes: int = 0) -> Problem:
+def assembled(parts: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0) -> Problem:
     """Return the problem that the traces of `schedules` describe."""
     stored, inverted = traces[0], traces[3]
     states = stored.states()
@@ -129,7 +130,7 @@ def assembled(parts: Sequence[Part], traces: Sequence[Trace], other_bytes: int =
     )
 
 
-def _unit(part: Part, options: dict[tuple[str, bool], Option], pair: tuple[int, ...], inputs: tuple[int, ...]) -> Unit:
+def _unit(part: LayoutEntry, options: dict[tuple[str, bool], Option], pair: tuple[int, ...], inputs: tuple[int, ...]) -> Unit:
     first = options.pop(("invert", True), None)
     if first is not None:
         options.setdefault(("invert", False), first)

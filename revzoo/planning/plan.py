@@ -12,10 +12,11 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from revzoo.analysis.memory import format_bytes
 from revzoo.errors import BudgetError, PlanError, UnknownNameError
+from revzoo.format import format_bytes
 from revzoo.planning.budget import budget_bytes
 from revzoo.planning.count import counted_peak
+from revzoo.planning.hooks import PlannableModel, units
 from revzoo.planning.knapsack import Reading, solve_additive
 from revzoo.planning.problem import Moment, Problem, cost, peak, timeline_of
 from revzoo.planning.profile import Profile, profile
@@ -23,7 +24,6 @@ from revzoo.planning.setting import Setting, setting
 from revzoo.planning.timeline import least_peak
 from revzoo.planning.timeline import solve as solve_timeline
 from revzoo.planning.trace import Loss
-from revzoo.planning.walk import Planned, units
 from revzoo.runtime.chain import Mode
 
 Solver = Literal["timeline", "knapsack"]
@@ -196,7 +196,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, r
 
 
 def plan(
-    model: Planned,
+    model: PlannableModel,
     batch: Any,
     budget: str | int,
     *,

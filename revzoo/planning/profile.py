@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.analysis.memory import state_bytes
+from revzoo.analysis.memory_report import state_bytes
 from revzoo.planning.anchor import growth_limit, longest_run
 from revzoo.planning.budget import free_bytes
 from revzoo.planning.clock import Times, estimated_times, measured_times, memory_errors, timed
 from revzoo.planning.count import count
+from revzoo.planning.hooks import PlannableModel
 from revzoo.planning.problem import Problem, repriced
 from revzoo.planning.setting import Setting, setting
 from revzoo.planning.trace import Loss
-from revzoo.planning.walk import Planned
 
 # What a device computes in float32 while it moves a byte: about 14 on an H200 (67 TFLOP/s, 4.8 TB/s).
 _FLOPS_PER_BYTE = 16
@@ -47,7 +47,7 @@ class Profile:
 
 
 def profile(
-    model: Planned,
+    model: PlannableModel,
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,

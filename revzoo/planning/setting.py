@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.analysis.trial import require_module
+from revzoo.analysis.dry_run import require_module
 from revzoo.errors import InputError
-from revzoo.model import Model
-from revzoo.runtime.memory import tensors_in
+from revzoo.model.network import Model
+from revzoo.runtime.live_bytes import tensors_in
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from revzoo.analysis.dry_run import call, linear_loss
 from revzoo.analysis.flops import FlopCounter
-from revzoo.analysis.trial import call, linear_loss
 from revzoo.errors import InputError
-from revzoo.planning.walk import Walk
+from revzoo.planning.hooks import Walk
 from revzoo.runtime.chain import Mode, ReversibleChain
-from revzoo.runtime.memory import LiveBytes, Storages
+from revzoo.runtime.live_bytes import LiveBytes, Storages
 
 Loss = Callable[[Any], Tensor]
 Phase = Literal["forward", "loss", "backward", "end"]
@@ -80,10 +80,10 @@ class Trace:
 
 
 def trace(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: Loss | None = None) -> Trace:
-    """Follow a training step of a borrowed model with this schedule.
+    """Follow a training step of a isolated model with this schedule.
 
     Args:
-        batch: as `borrowed` gave it, inside its context.
+        batch: as `isolated` gave it, inside its context.
         loss: of what the model returns; None is a sum, which keeps nothing.
     """
     model.schedule = list(modes)  # type: ignore[assignment]

@@ -3,6 +3,6 @@
 from revzoo.bijection import Bijection, SpaceToDepth
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.memory import LiveBytes
+from revzoo.runtime.live_bytes import LiveBytes
 
 __all__ = ["Bijection", "Coupling", "LiveBytes", "ReversibleChain", "SpaceToDepth"]

@@ -30,9 +30,11 @@ from revzoo.registry import couplings
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, has_value, require_exact
+from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled
 
 Mode = Literal["store", "selective", "recompute", "invert"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 Pair = tuple[Tensor, Tensor]
 
 
@@ -120,8 +122,13 @@ class ReversibleChain(nn.Module):
         """
         return invert_chain(self._links(), y1, y2, side=side, exact=self.exact)
 
+    def layout(self) -> list[LayoutEntry]:
+        """Return the steps and bijections in order."""
+        kinds: list[Literal["bijection", "step"]] = ["bijection" if isinstance(f, Bijection) else "step" for f in self.steps]
+        return [LayoutEntry(f"steps.{i}", f, kind) for i, (f, kind) in enumerate(zip(self.steps, kinds, strict=True))]
+
     def _names(self) -> list[str]:
-        return [f"steps.{i}" for i, step in enumerate(self.steps) if not isinstance(step, Bijection)]
+        return [entry.name for entry in self.layout() if entry.is_unit]
 
     def _links(self) -> list["Step | Bijection"]:
         links: list[Step | Bijection] = []
@@ -131,8 +138,8 @@ class ReversibleChain(nn.Module):
                 "of changing its list of steps."
             )
         settings = zip(self.couplings, self._schedule, strict=True)
-        for i, step in enumerate(self.steps):
-            links.append(step if isinstance(step, Bijection) else Step(step, f"steps.{i}", *next(settings)))
+        for name, f, *_ in self.layout():
+            links.append(f if isinstance(f, Bijection) else Step(f, name, *next(settings)))
         return links
 
 
@@ -182,7 +189,7 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
     grid, pair = _start(links, y1, y2, exact)
     for link in reversed(links):
         out = _call(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
-        pair = _Turn(link, grid).retreat(pair, out)
+        pair = _Turn(link, grid).invert(pair, out)
     return pair
 
 
@@ -228,14 +235,14 @@ class _Turn:
             self._kept = self._grid.lost(coupling, pair[0])
         return pair[1], self._grid.advance(coupling, *pair, out)
 
-    def retreat(self, pair: Pair, out: Tensor | None) -> Pair:
+    def invert(self, pair: Pair, out: Tensor | None) -> Pair:
         if isinstance(self._link, Bijection):
             return self._link.inverse(pair[0]), self._link.inverse(pair[1])
         out, coupling = cast(Tensor, out), self._link.coupling
         if self._grid is None:
-            return coupling.retreat(pair[1], pair[0], _fitting(out, pair[1])), pair[0]
+            return coupling.invert(pair[1], pair[0], _fitting(out, pair[1])), pair[0]
         kept, self._kept = self._kept, []
-        return self._grid.retreat(coupling, pair[1], pair[0], out, kept), pair[0]
+        return self._grid.invert(coupling, pair[1], pair[0], out, kept), pair[0]
 
 
 def _fitting(out: Tensor, stream: Tensor) -> Tensor:
@@ -280,7 +287,7 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
             run.append(turn, call)
             if drift is not None and call is not None:
                 with torch.no_grad():
-                    drift.add(before[0], turn.retreat(pair, out)[0])
+                    drift.add(before[0], turn.invert(pair, out)[0])
         _watch(grid, pair)
         del before
     if run is not None:

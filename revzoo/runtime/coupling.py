@@ -15,8 +15,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from revzoo.bounds import Bits, Finite, Fraction, NonZero, Rate, StepSize
-from revzoo.errors import InputError, MisfitError
+from revzoo.bounds import FiniteFloat, FractionBits, KeptBits, NonZeroFloat, Rate, StepSize
+from revzoo.errors import InputError, PartArgumentError
 from revzoo.registry import couplings
 
 
@@ -72,7 +72,7 @@ class Coupling:
             total = torch.add(total, w, alpha=scale)
         return total
 
-    def retreat(self, following: Tensor, current: Tensor, out: Tensor) -> Tensor:
+    def invert(self, following: Tensor, current: Tensor, out: Tensor) -> Tensor:
         """Return w[k-1] for following = w[k+1] and out = f(w[k]); allocates one stream."""
         total = torch.sub(following, out, alpha=self.c)
         if self.a != 0:
@@ -95,10 +95,10 @@ def additive() -> Coupling:
 def momentum(
     *,
     m: Rate | None = None,
-    gain: NonZero | None = None,
+    gain: NonZeroFloat | None = None,
     residual: bool = True,
-    kept_bits: Bits | None = None,
-    fraction_bits: Fraction | None = None,
+    kept_bits: KeptBits | None = None,
+    fraction_bits: FractionBits | None = None,
 ) -> Coupling:
     """Return w[k+1] = w[k] + m (w[k] - w[k-1]) + gain f(w[k]).
 
@@ -120,10 +120,10 @@ def momentum(
 @couplings.register("dual_residual")
 def dual_residual(
     *,
-    alpha: Finite = 1.0,
-    beta: Finite | None = None,
-    kept_bits: Bits | None = None,
-    fraction_bits: Fraction | None = None,
+    alpha: FiniteFloat = 1.0,
+    beta: FiniteFloat | None = None,
+    kept_bits: KeptBits | None = None,
+    fraction_bits: FractionBits | None = None,
 ) -> Coupling:
     """Return w[k+1] = alpha w[k] + beta w[k-1] + f(w[k]).
 
@@ -157,7 +157,7 @@ def leapfrog(*, h: StepSize = 1.0) -> Coupling:
 
 def _strength(name: str, value: float | None, kept_bits: int | None, default: float) -> float:
     if value is not None and kept_bits is not None:
-        raise MisfitError("kept_bits", kept_bits, f"null beside {name}: the bits that are kept say what {name} is")
+        raise PartArgumentError("kept_bits", kept_bits, f"null beside {name}: the bits that are kept say what {name} is")
     if kept_bits is not None:
         return 2.0**-kept_bits
     return default if value is None else value

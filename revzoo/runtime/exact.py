@@ -119,7 +119,7 @@ class Grid:
         low = previous.detach().mul(self.scale).remainder_(2.0**coupling.kept_bits)
         return pack(low.to(torch.uint8), coupling.kept_bits)
 
-    def retreat(
+    def invert(
         self, coupling: Coupling, following: Tensor, current: Tensor, out: Tensor, kept: Sequence[Tensor] = ()
     ) -> Tensor:
         """Return w[k-1] from w[k+1], out = f(w[k]) and what `lost` returned."""

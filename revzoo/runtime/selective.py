@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.memory import tensors_in, wraps_tensors
+from revzoo.runtime.live_bytes import tensors_in, wraps_tensors
 
 _PRODUCTS = frozenset(flop_registry)  # what PyTorch counts FLOPs for
 

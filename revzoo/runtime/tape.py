@@ -220,7 +220,7 @@ class Link(Protocol):
 
     def advance(self, pair: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
-    def retreat(self, pair: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]: ...
+    def invert(self, pair: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
 
 class Run:
@@ -270,7 +270,7 @@ class Run:
         link, call = self._links[self._at - 1]
         pair = self._states()
         out = None if call is None else call.again(pair[0], refill=refill)
-        self._move(link.retreat(pair, out), -1)
+        self._move(link.invert(pair, out), -1)
 
     def _up(self) -> None:
         link, call = self._links[self._at]

@@ -1,6 +1,6 @@
 """The spec language: what a YAML file may say, read and checked without torch."""
 
-from revzoo.bounds import Bound, Positive, Rate
+from revzoo.bounds import Bound, PositiveInt, Rate
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import data_root, list_models, list_recipes, recipe_file, spec_file
 from revzoo.spec.parsing import Part, parse, plain
@@ -14,7 +14,7 @@ __all__ = [
     "Input",
     "Node",
     "Part",
-    "Positive",
+    "PositiveInt",
     "Rate",
     "Spec",
     "Stage",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from revzoo.errors import Problem, SpecError, UnknownNameError
+from revzoo.errors import SpecError, SpecProblem, UnknownNameError
 from revzoo.spec.names import model_files
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
@@ -47,7 +47,7 @@ def spec_of(mapping: Mapping[str, Any], file: str) -> Spec:
     return _checked(Node.of(mapping, file), [], file)
 
 
-def _checked(tree: Node, problems: Sequence[Problem], file: str) -> Spec:
+def _checked(tree: Node, problems: Sequence[SpecProblem], file: str) -> Spec:
     spec, found = parse(Spec, _fill_stages(tree))
     if spec is None or problems:
         raise SpecError([*problems, *found])

@@ -3,7 +3,7 @@
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from revzoo.errors import Problem, SpecError, UnknownNameError
+from revzoo.errors import SpecError, SpecProblem, UnknownNameError
 
 CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `revzoo convert` wrote
 
@@ -62,7 +62,7 @@ def _by_stem(folder: Path, pattern: str) -> dict[str, Path]:
     for path in sorted(folder.glob(pattern), key=lambda path: (path.stem, path)):
         first = files.setdefault(path.stem, path)
         if first != path:
-            raise SpecError([Problem(str(path), "(file name)", path.stem, f"a name of its own: {first} has this one")])
+            raise SpecError([SpecProblem(str(path), "(file name)", path.stem, f"a name of its own: {first} has this one")])
     return files
 
 

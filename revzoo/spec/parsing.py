@@ -13,9 +13,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from revzoo.bounds import Bound as Bound
-from revzoo.bounds import Positive as Positive
+from revzoo.bounds import PositiveInt as PositiveInt
 from revzoo.bounds import Rate as Rate
-from revzoo.errors import Problem, did_you_mean, listing, nearest
+from revzoo.errors import SpecProblem, did_you_mean, listing, nearest
 from revzoo.registry import Registry
 from revzoo.spec.tree import BOOLEAN_HINT, Node, join
 
@@ -49,7 +49,7 @@ class _Member:
     required: bool
 
 
-def parse(cls: type[T], tree: Node, path: str = "") -> tuple[T | None, list[Problem]]:
+def parse(cls: type[T], tree: Node, path: str = "") -> tuple[T | None, list[SpecProblem]]:
     """Read a tree as a dataclass, with every problem it has.
 
     Understands int (true is none), float (integers too), bool, str, Literal, unions, tuples (YAML lists), nested
@@ -63,7 +63,7 @@ def parse(cls: type[T], tree: Node, path: str = "") -> tuple[T | None, list[Prob
     Returns:
         The instance (None if there is any problem), and the problems, each once.
     """
-    problems: list[Problem] = []
+    problems: list[SpecProblem] = []
     instance = _read(tree, cls, path, problems)
     return (None if problems else instance), list(dict.fromkeys(problems))
 
@@ -88,7 +88,7 @@ def fits(value: object, annotation: Any) -> bool:
 
 def misfit(value: object, annotation: Any) -> str:
     """Return what an annotation allows, in words, or "" where a plain value is that."""
-    problems: list[Problem] = []
+    problems: list[SpecProblem] = []
     _read(Node.of(value, ""), annotation, "", problems)
     return problems[0].allowed if problems else ""
 
@@ -111,7 +111,7 @@ def describe(annotation: Any) -> str:
     return _NAMES.get(annotation) or f"a mapping with the keys {_keys(_members(annotation))}"
 
 
-def _read(node: Node, annotation: Any, path: str, problems: list[Problem]) -> Any:
+def _read(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
     """Return the node's value as the annotation wants it; after adding to `problems`, anything at all."""
     origin, marks = get_origin(annotation), get_args(annotation)
     if origin is Annotated and marks[0] is Part:
@@ -134,9 +134,9 @@ def _read(node: Node, annotation: Any, path: str, problems: list[Problem]) -> An
     return None
 
 
-def _read_bounded(node: Node, annotation: Any, path: str, problems: list[Problem]) -> Any:
+def _read_bounded(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
     inner, *marks = get_args(annotation)
-    found: list[Problem] = []
+    found: list[SpecProblem] = []
     value = _read(node, inner, path, found)
     if not found and not all(mark.holds(value) for mark in marks if isinstance(mark, Bound)):
         found = [node.problem(describe(annotation))]
@@ -144,13 +144,13 @@ def _read_bounded(node: Node, annotation: Any, path: str, problems: list[Problem
     return value
 
 
-def _read_union(node: Node, annotation: Any, path: str, problems: list[Problem]) -> Any:
+def _read_union(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
     members = [member for member in get_args(annotation) if member is not NoneType]
     if node.value is None and NoneType in get_args(annotation):
         return None
     if len(members) > 1 and all(map(is_dataclass, members)):
         return _read_kind(node, members, path, problems)
-    found: list[Problem] = []
+    found: list[SpecProblem] = []
     for member in members:
         found.clear()
         value = _read(node, member, path, found)
@@ -163,7 +163,7 @@ def _read_union(node: Node, annotation: Any, path: str, problems: list[Problem])
     return None
 
 
-def _read_kind(node: Node, members: list[Any], path: str, problems: list[Problem]) -> Any:
+def _read_kind(node: Node, members: list[Any], path: str, problems: list[SpecProblem]) -> Any:
     """Read one of several dataclasses: the one whose `kind` is written."""
     kinds = {get_args(_members(member)["kind"].annotation)[0]: member for member in members}
     if not isinstance(node.value, dict):
@@ -180,7 +180,7 @@ def _read_kind(node: Node, members: list[Any], path: str, problems: list[Problem
     return _read(replace(node, value=node.value | {"kind": kind}), kinds[kind.value], path, problems)
 
 
-def _read_tuple(node: Node, annotation: Any, path: str, problems: list[Problem]) -> Any:
+def _read_tuple(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
     kinds: tuple[Any, ...] = get_args(annotation)
     items = node.value
     if isinstance(items, list) and kinds[-1] is Ellipsis:
@@ -191,13 +191,13 @@ def _read_tuple(node: Node, annotation: Any, path: str, problems: list[Problem])
     return tuple(_read(items[i], kind, join(path, i), problems) for i, kind in enumerate(kinds))
 
 
-def _read_mapping(node: Node, cls: Any, path: str, problems: list[Problem]) -> Any:
+def _read_mapping(node: Node, cls: Any, path: str, problems: list[SpecProblem]) -> Any:
     before = len(problems)
     values = _read_members(node, node.value, _members(cls), path, problems)
     return cls(**values) if len(problems) == before else None
 
 
-def _read_part(node: Node, registry: Registry, template: bool, path: str, problems: list[Problem]) -> Any:
+def _read_part(node: Node, registry: Registry, template: bool, path: str, problems: list[SpecProblem]) -> Any:
     names = list(registry)
     arguments = dict(node.value) if isinstance(node.value, dict) else {"type": node}
     kind = arguments.pop("type", node.missing("type"))
@@ -218,7 +218,7 @@ def _read_part(node: Node, registry: Registry, template: bool, path: str, proble
 
 
 def _read_members(
-    node: Node, written: Mapping[Any, Node], members: Mapping[str, _Member], path: str, problems: list[Problem]
+    node: Node, written: Mapping[Any, Node], members: Mapping[str, _Member], path: str, problems: list[SpecProblem]
 ) -> dict[str, Any]:
     """Read a mapping key by key: the unknown, the missing and the wrong ones are all reported."""
     for key, item in written.items():

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypedDict
 from omegaconf import OmegaConf
 
 from revzoo import registry
-from revzoo.bounds import Bound, Positive, Rate
+from revzoo.bounds import Bound, PositiveInt, Rate
 from revzoo.spec.parsing import NOT_WRITTEN, TEMPLATE, Part, plain
 
 Branch = Annotated[Part, registry.branches]
@@ -42,16 +42,16 @@ class Twin(TwinName, total=False):
     """
 
     arguments: Annotated[Any, Bound("a mapping", lambda value: isinstance(value, dict))]
-    parameters: Positive
+    parameters: PositiveInt
 
 
 class Expect(TypedDict, total=False):
     """Facts that the tests check for every shipped spec."""
 
-    parameters: Positive
-    stream_shape: tuple[Positive, ...]
-    reversible_steps: Positive
-    flops: Positive | None  # of a forward pass of one example, a multiply-add counted once, as papers do
+    parameters: PositiveInt
+    stream_shape: tuple[PositiveInt, ...]
+    reversible_steps: PositiveInt
+    flops: PositiveInt | None  # of a forward pass of one example, a multiply-add counted once, as papers do
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class ImageInput:
     """Images of one size: a batch is (B, channels, *size), floating."""
 
     kind: Literal["image"]
-    channels: Positive
-    size: Annotated[tuple[Positive, ...], Bound("a list of 2 integers >= 1", lambda size: len(size) == 2)]
+    channels: PositiveInt
+    size: Annotated[tuple[PositiveInt, ...], Bound("a list of 2 integers >= 1", lambda size: len(size) == 2)]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class TextInput:
     """
 
     kind: Literal["text"]
-    length: Positive
-    vocabulary: Positive
+    length: PositiveInt
+    vocabulary: PositiveInt
     padding: Annotated[int, Bound("an integer >= 0", lambda n: n >= 0)] | None = None
 
 
@@ -111,7 +111,7 @@ class Stage:
     """
 
     depth: Annotated[int, Bound("an integer from 1 to 10000", lambda n: 1 <= n <= 10_000)]
-    width: Positive
+    width: PositiveInt
     f: Branch
     g: Branch | None = None
     transition: Annotated[Part, registry.transitions] | None = None

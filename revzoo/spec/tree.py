@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from revzoo.errors import Problem, SpecError, did_you_mean, listing
+from revzoo.errors import SpecError, SpecProblem, did_you_mean, listing
 
 MISSING = object()  # the value of a node that nobody wrote
 TOP = "(top level)"  # the path of a whole file
@@ -57,12 +57,12 @@ class Node:
         """Return the node of a key that should have been written in this mapping."""
         return Node(MISSING, self.file, join(self.path, key))
 
-    def problem(self, allowed: str, found: str = "", hint: str = "") -> Problem:
+    def problem(self, allowed: str, found: str = "", hint: str = "") -> SpecProblem:
         """Return the problem that what stands here is not what is allowed."""
         if not found:
             found = self._shown()
             hint = hint or (BOOLEAN_HINT if isinstance(self.value, bool) else "")
-        return Problem(self.file, self.path or TOP, found, allowed, hint)
+        return SpecProblem(self.file, self.path or TOP, found, allowed, hint)
 
     def _shown(self) -> str:
         if self.value is MISSING:
@@ -134,17 +134,17 @@ def _read_yaml(path: Path) -> Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else TOP
-        raise SpecError([Problem(str(path), place, f"invalid YAML ({error.problem})", "valid YAML")]) from error
+        raise SpecError([SpecProblem(str(path), place, f"invalid YAML ({error.problem})", "valid YAML")]) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         found = f"an unreadable file ({textwrap.shorten(str(error), 200)})"
-        raise SpecError([Problem(str(path), TOP, found, "a YAML file")]) from error
+        raise SpecError([SpecProblem(str(path), TOP, found, "a YAML file")]) from error
     if not isinstance(values, dict) or not values:
         found = "a list" if isinstance(values, list) else "an empty file"
-        raise SpecError([Problem(str(path), TOP, found, "a mapping from keys to values")])
+        raise SpecError([SpecProblem(str(path), TOP, found, "a mapping from keys to values")])
     return Node.of(values, str(path))
 
 
-def apply_overrides(tree: Node, overrides: Iterable[str]) -> tuple[Node, list[Problem]]:
+def apply_overrides(tree: Node, overrides: Iterable[str]) -> tuple[Node, list[SpecProblem]]:
     """Lay dot-list overrides such as `stages.0.depth=6` or `stages[0].depth=6` over a tree.
 
     A path that the schema does not know is laid like any other: `parse` then reports it as written in "override".
@@ -152,7 +152,7 @@ def apply_overrides(tree: Node, overrides: Iterable[str]) -> tuple[Node, list[Pr
     Returns:
         The new tree, and a problem for every override that is malformed or leads nowhere (those are left out).
     """
-    problems: list[Problem] = []
+    problems: list[SpecProblem] = []
     for override in [overrides] if isinstance(overrides, str) else overrides:
         try:
             tree = _lay(tree, _read_override(override))
@@ -165,12 +165,12 @@ def _read_override(override: str) -> Node:
     match = _OVERRIDE.fullmatch(override)
     if match is None:
         allowed = "a dotted path, '=' and a YAML value, such as stages.0.depth=6"
-        raise SpecError([Problem("override", repr(override), "no PATH=VALUE", allowed)])
+        raise SpecError([SpecProblem("override", repr(override), "no PATH=VALUE", allowed)])
     path = match[1].replace("[", ".").replace("]", "")
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={match[2]}"]))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise SpecError([Problem("override", path, repr(match[2]), "a YAML value")]) from error
+        raise SpecError([SpecProblem("override", path, repr(match[2]), "a YAML value")]) from error
     return Node.of(values["value"], "override", path)
 
 
@@ -187,8 +187,8 @@ def _lay(below: Node, value: Node, depth: int = 0) -> Node:
         return replace(below, value=items | {key: _lay(items.get(key, below.missing(key)), value, depth + 1)})
     if not isinstance(items, list):
         found, allowed = f"{key!r} inside {below.problem('').found}", f"another value for {here} as a whole"
-        raise SpecError([Problem("override", value.path, found, allowed)])
+        raise SpecError([SpecProblem("override", value.path, found, allowed)])
     if not key.isdecimal() or int(key) >= len(items):
         found = f"index {key} into a list of {len(items)}"
-        raise SpecError([Problem("override", value.path, found, f"0 to {len(items) - 1}" if items else "none")])
+        raise SpecError([SpecProblem("override", value.path, found, f"0 to {len(items) - 1}" if items else "none")])
     return replace(below, value=[_lay(n, value, depth + 1) if i == int(key) else n for i, n in enumerate(items)])

@@ -5,7 +5,6 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import log
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,12 +13,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from revzoo.checkpoint.files import read, read_metadata
+from revzoo.checkpoint.index import WeightsEntry, index, shipped_weights
+from revzoo.data.base import IGNORED
+from revzoo.data.loading import load_data
+from revzoo.data.requirement import needed_outputs
 from revzoo.errors import CheckpointError, InputError, listing
+from revzoo.format import format_bits
+from revzoo.model.create import create
 from revzoo.spec.names import CONVERTED_WEIGHTS
-from revzoo.training.config import DEFAULT_RECIPE, Recipe, load_recipe
-from revzoo.training.data import IGNORED, load_data
-from revzoo.training.task import needed_outputs
-from revzoo.weights import Entry, create, index, read, read_metadata, shipped_weights
+from revzoo.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,8 @@ class Scores:
     unit: str = "images"
 
     def __str__(self) -> str:
-        loss = f"loss {self.loss:.4f}{in_bits(self.loss, self.unit, start=', ')}"
+        loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.unit, start=', ')}"
         return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {loss} on {self.count} {self.unit}"
-
-
-def in_bits(loss: float, unit: str, start: str) -> str:
-    """Return a language model's loss in bits, with `start` in front; of a classifier nothing."""
-    return f"{start}{loss / log(2):.3f} bits per {unit[:-1]}" if unit in ("tokens", "bytes") else ""
 
 
 @torch.no_grad()
@@ -106,7 +104,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         return _evaluated(load_recipe(folder, overrides), folder, texts.get("revzoo.classes"), checkpoint=checkpoint)
 
 
-def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, Entry]:
+def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, WeightsEntry]:
     """Evaluate shipped weights on the data of the command that trained them; return their row of the index too."""
     shipped_weights(name)
     entry = index()[name]

@@ -22,16 +22,17 @@ import torch
 from safetensors import SafetensorError
 from timm.utils import distribute_bn
 
-from revzoo import weights
-from revzoo.analysis.memory import memory_table
+from revzoo.checkpoint import files
+from revzoo.data.random import reseed
+from revzoo.display.progress import draw_curves, memory_bytes
+from revzoo.display.tables.memory import memory_table
 from revzoo.errors import CheckpointError, RevzooError
-from revzoo.training.config import Recipe, load_recipe, notes
-from revzoo.training.data import reseed
-from revzoo.training.display import draw_curves, memory_bytes
+from revzoo.file import write_atomically
+from revzoo.training.budget import keep, put_to_work
 from revzoo.training.evaluation import evaluate
-from revzoo.training.folder import FILES, atomically
 from revzoo.training.interrupt import Interrupted, StopSignal
-from revzoo.training.memory import keep, put_to_work
+from revzoo.training.recipe import Recipe, load_recipe, notes
+from revzoo.training.run_folder import FILES
 from revzoo.training.setup import Run, set_up
 
 _LOOK_EVERY = 10  # updates between two looks at the loss: each makes the host wait for the GPU
@@ -112,9 +113,9 @@ def _load_state(run: Run) -> None:
     state = run.folder.state()
     run.couple(run.progress.updates)  # as the averaged weights were saved
     try:
-        weights.load(run.model, state / "model.safetensors")  # says what is wrong better than Accelerate
+        files.load(run.model, run.model.spec, state / "model.safetensors")  # says what is wrong better than Accelerate
         if run.ema is not None:
-            weights.load(run.ema.module, state / "ema.safetensors")
+            files.load(run.ema.module, run.model.spec, state / "ema.safetensors")
     except CheckpointError as error:
         raise run.folder.damaged(state, error) from error
     try:
@@ -213,9 +214,9 @@ def _finish_epoch(run: Run, epoch: int) -> None:
             facts["revzoo.classes"] = json.dumps(run.data.names)
         with _saving(run):
             run.folder.append(record)
-            weights.save(run.evaluated, run.folder.last, facts)
+            files.save(run.evaluated, run.model.spec, run.folder.last, facts)
             if improved:
-                weights.save(run.evaluated, run.folder.best, facts)
+                files.save(run.evaluated, run.model.spec, run.folder.best, facts)
     progress.loss_sums = [0.0] * len(loss_sums)
     progress.epoch, progress.batch, progress.examples, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
@@ -236,7 +237,7 @@ def save_state(run: Run) -> None:
     if run.accelerator.is_main_process:
         with _saving(run):
             if run.ema is not None:
-                weights.save(run.ema.module, writing / "ema.safetensors")
+                files.save(run.ema.module, run.model.spec, writing / "ema.safetensors")
             run.folder.publish_state(writing, run.progress)
     run.accelerator.wait_for_everyone()
 
@@ -276,7 +277,7 @@ def _gathered_losses(run: Run) -> list[float]:
 def _draw(run: Run) -> None:
     records = run.folder.records()
     if run.accelerator.is_main_process and records:
-        atomically(run.folder.curves, lambda path: draw_curves(records, path))
+        write_atomically(run.folder.curves, lambda path: draw_curves(records, path))
 
 
 def _check_finite(run: Run, epoch: int) -> None:

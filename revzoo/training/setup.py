@@ -15,18 +15,21 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from revzoo.errors import InputError, Problem, SpecError, listing
-from revzoo.model import Model
+from revzoo.checkpoint.index import converted_weights
+from revzoo.data.base import IGNORED, Data
+from revzoo.data.loading import load_data
+from revzoo.data.random import reseed
+from revzoo.data.requirement import needed_outputs
+from revzoo.display.progress import Display
+from revzoo.errors import InputError, SpecError, SpecProblem, listing
+from revzoo.model.create import create
+from revzoo.model.network import Model
 from revzoo.registry import heads
 from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
-from revzoo.training.config import ModelOptions, OptimizerOptions, Recipe
-from revzoo.training.coupling import CouplingSchedule, coupling_schedule
-from revzoo.training.data import IGNORED, Data, load_data, reseed
-from revzoo.training.display import Display
-from revzoo.training.folder import Progress, RunFolder, free_folder
-from revzoo.training.task import needed_outputs
-from revzoo.weights import converted_weights, create
+from revzoo.training.coupling_schedule import CouplingSchedule, coupling_schedule
+from revzoo.training.recipe import ModelOptions, OptimizerOptions, Recipe
+from revzoo.training.run_folder import Progress, RunFolder, free_folder
 
 
 class Loss(nn.Module):
@@ -138,14 +141,14 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
         loss=Loss(smoothing),
         coupling=coupling,
         progress=progress,
-        display=Display(accelerator.is_main_process, options.epochs, len(train_loader), examples, data),
+        display=Display(accelerator.is_main_process, options.epochs, len(train_loader), examples, data.things, data.unit),
     )
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
     precision = recipe.train.mixed_precision
     if precision == "fp16" and not torch.accelerator.is_available():
-        problem = Problem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
+        problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
         raise SpecError([problem])
     return Accelerator(mixed_precision=precision, gradient_accumulation_steps=recipe.train.accumulate)
 
@@ -179,7 +182,7 @@ def _model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe:
     outputs, overrides = options.num_outputs, options.overrides
     if outputs is not None and outputs < needed:
         allowed = f"at least {needed}, the {'classes in the data' if data.classes else 'vocabulary'}"
-        raise SpecError([Problem(recipe.file, "model.num_outputs", str(outputs), allowed)])
+        raise SpecError([SpecProblem(recipe.file, "model.num_outputs", str(outputs), allowed)])
     if "outputs" in heads.arguments(spec.head.type):  # the others have the vocabulary's
         outputs = outputs or needed
         # Weights to start from may have another head; without them it is better to have the spec's own initialisation.
@@ -202,10 +205,12 @@ def _freeze(model: Model, recipe: Recipe) -> None:
     for name in recipe.train.freeze:
         if name not in known:
             parts = [part for part in known if part.count(".") < 2]
-            raise SpecError([Problem(recipe.file, "train.freeze", repr(name), f"parts of the model, such as {listing(parts)}")])
+            raise SpecError(
+                [SpecProblem(recipe.file, "train.freeze", repr(name), f"parts of the model, such as {listing(parts)}")]
+            )
         model.get_submodule(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
-        raise SpecError([Problem(recipe.file, "train.freeze", str(list(recipe.train.freeze)), "parts, not everything")])
+        raise SpecError([SpecProblem(recipe.file, "train.freeze", str(list(recipe.train.freeze)), "parts, not everything")])
 
 
 def _optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:
@@ -221,7 +226,9 @@ def _optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.opti
         )
     except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise SpecError([Problem(file, "optimizer", reason, f"what timm's {options.opt} accepts on this machine")]) from error
+        raise SpecError(
+            [SpecProblem(file, "optimizer", reason, f"what timm's {options.opt} accepts on this machine")]
+        ) from error
 
 
 def _scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:

@@ -9,8 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import revzoo
-from revzoo.analysis.memory import format_bytes, memory_table
+from revzoo.display.tables.memory import memory_table
 from revzoo.errors import InputError
+from revzoo.format import format_bytes
 from revzoo.runtime import ReversibleChain
 
 A = 512 * 256 * 4  # one activation of the perceptron

@@ -42,7 +42,7 @@ def commands(body: str) -> list[str]:
 
 @pytest.fixture
 def own_registries(monkeypatch):
-    importlib.import_module("revzoo.builder")  # fills the registries, so that what is put back is whole
+    importlib.import_module("revzoo.model.builder")  # fills the registries, so that what is put back is whole
     for table in vars(registry).values():
         if isinstance(table, registry.Registry):
             monkeypatch.setattr(table, "_entries", dict(table._entries))

@@ -15,15 +15,15 @@ RECIPES = {path.stem for path in (ROOT / "specs/recipes").glob("*.yaml")}
 CREATE_EVERYTHING = """
 import json, revzoo, zoo_cli
 from pathlib import Path
-from revzoo import weights
+from revzoo.checkpoint import index
 from revzoo.spec import data_root, list_recipes
 models = revzoo.list_models()
 for name in models:
     assert all(p.is_meta for p in revzoo.create(name, device="meta").parameters())
-for name in weights.index():
+for name in index.index():
     revzoo.create(name, pretrained=True)
 homes = [str(Path(place).resolve()) for place in (revzoo.__file__, zoo_cli.__file__, data_root())]
-print(json.dumps({"models": models, "recipes": list_recipes(), "weights": sorted(weights.index()), "homes": homes}))
+print(json.dumps({"models": models, "recipes": list_recipes(), "weights": sorted(index.index()), "homes": homes}))
 """
 
 

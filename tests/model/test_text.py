@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import revzoo
-from revzoo.analysis.memory import memory_table
+from revzoo.checkpoint.files import load, read, save
+from revzoo.display.tables.memory import memory_table
 from revzoo.errors import InputError
-from revzoo.weights import load, read, save
 
 MASKED_LM, CLASSIFIER = "rev_roberta_mini", "rev_bert_mini"
 WIDE = "init={type: normal, std: 0.2}"
@@ -111,14 +111,14 @@ def test_the_embedding_is_one_parameter_wherever_it_goes(tmp_path):
     assert len(names) == len(list(model.parameters())) + 1 == 61
     assert model.num_outputs == 260
     assert model.stem.word_embeddings.weight[1].abs().max() == 0, "the head has not drawn it again"
-    save(model, path := tmp_path / "tied.safetensors")
+    save(model, model.spec, path := tmp_path / "tied.safetensors")
     kept = read(path)
     assert len(kept) == 60
     assert kept["stem.word_embeddings.weight"].shape == (260, 64)
     assert "head.weight" not in kept
 
     other = revzoo.create(MASKED_LM)
-    load(other, path)
+    load(other, other.spec, path)
     on_meta = revzoo.create(MASKED_LM, device="meta", checkpoint=path)
     ids = padded(model)
     model.eval()

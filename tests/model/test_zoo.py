@@ -7,8 +7,8 @@ import torch
 
 import revzoo
 import zoo_cli
-from revzoo.analysis.memory import format_bytes
 from revzoo.analysis.zoo import read
+from revzoo.format import format_bytes
 
 TABLE = read(Path(__file__).parents[2] / "docs" / "zoo.json")  # tests/analysis/test_zoo.py sees that it is of these specs
 

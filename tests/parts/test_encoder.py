@@ -13,11 +13,11 @@ from transformers.models.roberta.modeling_roberta import (
 )
 
 import revzoo
-from revzoo.errors import InputError, MisfitError
+from revzoo.errors import InputError, PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.embedding import TokenStem
 from revzoo.parts.encoder import FeedForwardBranch, SelfAttentionBranch
 from revzoo.parts.init import Normal
-from revzoo.parts.site import Shape, Site
 from revzoo.parts.text_head import MaskedLM, SequenceClassification, TextFeatures
 
 SIZES = {
@@ -31,11 +31,11 @@ SIZES = {
 }
 ROBERTA = transformers.RobertaConfig(**SIZES, max_position_embeddings=18, type_vocab_size=1, pad_token_id=1)
 BERT = transformers.BertConfig(**SIZES, max_position_embeddings=16, type_vocab_size=2, pad_token_id=0)
-TOKENS = Site(Shape(12, (16,), "tokens"), 12)
+TOKENS = BuildContext(Shape(12, (16,), "tokens"), 12)
 
 
-def text(padding: int | None) -> Site:
-    return Site(Shape(50, (16,), "text"), 50, padding=padding)
+def text(padding: int | None) -> BuildContext:
+    return BuildContext(Shape(50, (16,), "text"), 50, padding=padding)
 
 
 def padded(padding: int) -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_features_are_berts_pooler_or_all_tokens():
 
 
 def tied_head(stem: TokenStem) -> MaskedLM:
-    return MaskedLM(Site(TOKENS.shape, 12, embedding=stem.embedding))
+    return MaskedLM(BuildContext(TOKENS.shape, 12, embedding=stem.embedding))
 
 
 def test_masked_lm_head_is_robertas_and_berts():
@@ -275,19 +275,25 @@ def test_normal_init_is_transformers():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TokenStem(Site(Shape(3, (8, 8), "image"), 3), width=12), "type: found 'token_embed'; .*input.kind: text"),
+        (
+            lambda: TokenStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12),
+            "type: found 'token_embed'; .*input.kind: text",
+        ),
         (lambda: TokenStem(text(50), width=12), "an input.padding below 50"),
         (lambda: TokenStem(text(None), width=12, position="after_padding"), "position: found 'after_padding'; .*padding id"),
         (lambda: TokenStem(text(None), width=11, position="sinusoidal"), "width: found 11; allowed: an even number"),
         (lambda: SelfAttentionBranch(TOKENS, heads=5), "heads: found 5; allowed: a divisor of the width 12"),
-        (lambda: SelfAttentionBranch(Site(Shape(12, (2, 2), "image"), 12), heads=3), "type: found 'self_attention'; .*token"),
+        (
+            lambda: SelfAttentionBranch(BuildContext(Shape(12, (2, 2), "image"), 12), heads=3),
+            "type: found 'self_attention'; .*token",
+        ),
         (lambda: FeedForwardBranch(TOKENS, ratio=0.01), "ratio: found 0.01"),
-        (lambda: FeedForwardBranch(Site(Shape(12, (2, 2), "image"), 12)), "type: found 'feed_forward'; .*tokens"),
-        (lambda: SequenceClassification(Site(Shape(12, (2, 2), "image"), 12), outputs=2), "sequence_classification"),
-        (lambda: TextFeatures(Site(Shape(12, (2, 2), "image"), 12)), "type: found 'text_features'; .*tokens"),
+        (lambda: FeedForwardBranch(BuildContext(Shape(12, (2, 2), "image"), 12)), "type: found 'feed_forward'; .*tokens"),
+        (lambda: SequenceClassification(BuildContext(Shape(12, (2, 2), "image"), 12), outputs=2), "sequence_classification"),
+        (lambda: TextFeatures(BuildContext(Shape(12, (2, 2), "image"), 12)), "type: found 'text_features'; .*tokens"),
         (lambda: MaskedLM(TOKENS), "type: found 'masked_lm'; allowed: a stem with a table of embeddings"),
     ],
 )
 def test_what_does_not_fit_is_named(make, message):
-    with pytest.raises(MisfitError, match=message):
+    with pytest.raises(PartArgumentError, match=message):
         make()

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 
 import revzoo
-from revzoo.errors import InputError, MisfitError
+from revzoo.errors import InputError, PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.fuse import Concat
 from revzoo.parts.head import PooledLinear
 from revzoo.parts.irevnet import IRevNetUnit
-from revzoo.parts.site import Shape, Site
 from revzoo.parts.split import ChannelSplit
 from revzoo.parts.stem import PadStem, SqueezeStem
 
-IMAGE = Site(Shape(3, (6, 4), "image"), 3)
+IMAGE = BuildContext(Shape(3, (6, 4), "image"), 3)
 # Bijective and small: irevnet_300 with less of everything.
 TINY = [
     "input.size=[32,32]",
@@ -179,7 +179,7 @@ def test_stems_and_their_inverses():
 def test_split_and_fuse_are_each_others_inverse():
     for shape, size in ((Shape(4, (6, 4), "image"), (2, 4, 6, 4)), (Shape(4, (3,), "tokens"), (2, 3, 4))):
         x = torch.randn(size)
-        split, fuse = ChannelSplit(Site(shape, 4)), Concat(Site(shape, 4), norm="none")
+        split, fuse = ChannelSplit(BuildContext(shape, 4)), Concat(BuildContext(shape, 4), norm="none")
         assert torch.equal(split.inverse(*split(x)), x)
         assert all(map(torch.equal, fuse.inverse(fuse(x, 2 * x)), (x, 2 * x)))
     assert Concat(IMAGE, norm="batch_norm").inverse is None
@@ -195,19 +195,19 @@ def test_the_head_normalises_before_pooling():
 @pytest.mark.parametrize(
     ("make", "argument"),
     [
-        (lambda: IRevNetUnit(Site(Shape(8, (3,), "tokens"), 8)), "type"),
-        (lambda: IRevNetUnit(Site(Shape(8, (6, 4), "image"), 8), kernels=(3, 2, 3)), "kernels"),
-        (lambda: IRevNetUnit(Site(Shape(6, (6, 4), "image"), 6)), "bottleneck"),
-        (lambda: SqueezeStem(Site(Shape(100, (8,), "text"), 100)), "type"),
+        (lambda: IRevNetUnit(BuildContext(Shape(8, (3,), "tokens"), 8)), "type"),
+        (lambda: IRevNetUnit(BuildContext(Shape(8, (6, 4), "image"), 8), kernels=(3, 2, 3)), "kernels"),
+        (lambda: IRevNetUnit(BuildContext(Shape(6, (6, 4), "image"), 6)), "bottleneck"),
+        (lambda: SqueezeStem(BuildContext(Shape(100, (8,), "text"), 100)), "type"),
         (lambda: SqueezeStem(IMAGE, block=4), "block"),
-        (lambda: SqueezeStem(Site(Shape(3, (7, 7), "image"), 3)), "block"),
+        (lambda: SqueezeStem(BuildContext(Shape(3, (7, 7), "image"), 3)), "block"),
         (lambda: PadStem(IMAGE, width=2), "width"),
         (lambda: PadStem(IMAGE, width=7), "width"),
-        (lambda: PadStem(Site(Shape(1, (6, 4), "image"), 1), width=8), "block"),
-        (lambda: PooledLinear(Site(Shape(8, (3,), "tokens"), 8), outputs=5, norm="batch_norm"), "norm"),
+        (lambda: PadStem(BuildContext(Shape(1, (6, 4), "image"), 1), width=8), "block"),
+        (lambda: PooledLinear(BuildContext(Shape(8, (3,), "tokens"), 8), outputs=5, norm="batch_norm"), "norm"),
     ],
 )
 def test_misfits_name_the_argument(make, argument):
-    with pytest.raises(MisfitError) as error:
+    with pytest.raises(PartArgumentError) as error:
         make()
     assert error.value.argument == argument

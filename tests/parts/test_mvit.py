@@ -9,14 +9,14 @@ from timm.layers import LayerNorm
 from timm.models.mvitv2 import MultiScaleBlock, MultiScaleVit, MultiScaleVitCfg
 
 import revzoo
-from revzoo.errors import MisfitError
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.mlp import MlpBranch
 from revzoo.parts.pooling import FusePoolSplit, PoolingAttention
-from revzoo.parts.site import Shape, Site
 from revzoo.parts.stem import OverlapPatchStem
 
-SQUARE = Site(Shape(8, (4, 4), "tokens"), 8)
-OBLONG = Site(Shape(8, (4, 6), "tokens"), 8)
+SQUARE = BuildContext(Shape(8, (4, 4), "tokens"), 8)
+OBLONG = BuildContext(Shape(8, (4, 6), "tokens"), 8)
 NORM = partial(LayerNorm, eps=1e-6)
 V2 = {"relative_position": True, "residual_pooling": True}
 
@@ -101,7 +101,7 @@ def test_branch_is_the_formula_on_an_oblong_grid(kv_stride):
 @pytest.mark.parametrize("fuse", ["concat", "mlp", "mean"])
 @pytest.mark.parametrize("kv_stride", [1, 2])
 def test_transition_is_the_formula(fuse, width, kv_stride):
-    part = shuffle(FusePoolSplit(Site(OBLONG.shape, width), heads=2, kv_stride=kv_stride, fuse=fuse, fuse_ratio=3))
+    part = shuffle(FusePoolSplit(BuildContext(OBLONG.shape, width), heads=2, kv_stride=kv_stride, fuse=fuse, fuse_ratio=3))
     assert part.out_shape == Shape(width, (2, 3), "tokens")
     x1, x2 = torch.randn(2, 2, 24, 8).unbind()
     x = torch.cat((x1, x2), 2)
@@ -123,7 +123,7 @@ def test_transition_is_the_formula(fuse, width, kv_stride):
 
 @pytest.mark.usefixtures("float64")
 def test_transition_with_v2_features_is_timms_block_but_for_the_shortcut():
-    part = shuffle(FusePoolSplit(Site(SQUARE.shape, 16), heads=2, kv_stride=2, fuse="concat", **V2))
+    part = shuffle(FusePoolSplit(BuildContext(SQUARE.shape, 16), heads=2, kv_stride=2, fuse="concat", **V2))
     block = MultiScaleBlock(
         16, 16, 2, (4, 4), kernel_q=(3, 3), kernel_kv=(3, 3), stride_q=(2, 2), stride_kv=(2, 2), has_cls_token=False,
         norm_layer=NORM,
@@ -137,7 +137,7 @@ def test_transition_with_v2_features_is_timms_block_but_for_the_shortcut():
 
 @pytest.mark.usefixtures("float64")
 def test_transition_drops_the_shortcut_as_well():
-    part = shuffle(FusePoolSplit(Site(SQUARE.shape, 16, drop_path=0.25), heads=2))
+    part = shuffle(FusePoolSplit(BuildContext(SQUARE.shape, 16, drop_path=0.25), heads=2))
     x1, x2 = torch.randn(2, 64, 16, 8).unbind()
     dropped, kept = part(x1, x2)[0], part.eval()(x1, x2)[0]
     survived = dropped.abs().sum((1, 2)) > 0
@@ -148,7 +148,7 @@ def test_transition_drops_the_shortcut_as_well():
 def test_stem_is_timms_patch_embedding_and_position():
     config = MultiScaleVitCfg(depths=(0,), embed_dim=(12,), num_heads=(1,), use_abs_pos=True, stride_q=((1, 1),))
     vit = MultiScaleVit(config, img_size=(8, 16), num_classes=0)
-    stem = OverlapPatchStem(Site(Shape(3, (8, 16), "image"), 3), width=12)
+    stem = OverlapPatchStem(BuildContext(Shape(3, (8, 16), "image"), 3), width=12)
     stem.load_state_dict({k: w for k, w in vit.state_dict().items() if k.startswith(("patch_embed", "pos_embed"))})
     x = torch.randn(2, 3, 8, 16)
     tokens = (
@@ -156,7 +156,7 @@ def test_stem_is_timms_patch_embedding_and_position():
     )
     torch.testing.assert_close(stem(x), tokens + vit.pos_embed, rtol=1e-5, atol=1e-5)
     assert stem.out_shape == Shape(12, (2, 4), "tokens")
-    plain = OverlapPatchStem(Site(Shape(3, (8, 16), "image"), 3), width=12, position="none")
+    plain = OverlapPatchStem(BuildContext(Shape(3, (8, 16), "image"), 3), width=12, position="none")
     assert [k for k, _ in plain.named_parameters()] == ["patch_embed.proj.weight", "patch_embed.proj.bias"]
 
 
@@ -166,22 +166,22 @@ def test_stem_is_timms_patch_embedding_and_position():
         (lambda: PoolingAttention(SQUARE, heads=3), "heads"),
         (lambda: PoolingAttention(SQUARE, heads=2, kv_stride=3), "kv_stride"),
         (lambda: PoolingAttention(OBLONG, heads=2, relative_position=True), "relative_position"),
-        (lambda: PoolingAttention(Site(Shape(8, (16,), "tokens"), 8), heads=2), "type"),
-        (lambda: PoolingAttention(Site(Shape(8, (4, 4), "image"), 8), heads=2), "type"),
-        (lambda: FusePoolSplit(Site(SQUARE.shape, 15), heads=2), "heads"),
+        (lambda: PoolingAttention(BuildContext(Shape(8, (16,), "tokens"), 8), heads=2), "type"),
+        (lambda: PoolingAttention(BuildContext(Shape(8, (4, 4), "image"), 8), heads=2), "type"),
+        (lambda: FusePoolSplit(BuildContext(SQUARE.shape, 15), heads=2), "heads"),
         (lambda: FusePoolSplit(SQUARE, heads=2, stride=3), "stride"),
         (lambda: FusePoolSplit(OBLONG, heads=2, kv_stride=4), "kv_stride"),
         (lambda: FusePoolSplit(OBLONG, heads=2, relative_position=True), "relative_position"),
-        (lambda: FusePoolSplit(Site(Shape(100, (16,), "text"), 8), heads=2), "type"),
+        (lambda: FusePoolSplit(BuildContext(Shape(100, (16,), "text"), 8), heads=2), "type"),
         (lambda: FusePoolSplit(SQUARE, heads=2, fuse_ratio=0.01), "fuse_ratio"),
         (lambda: FusePoolSplit(SQUARE, heads=2, mlp_ratio=0.01), "mlp_ratio"),
-        (lambda: OverlapPatchStem(Site(Shape(3, (8, 8), "image"), 3), width=8, kernel=4), "kernel"),
-        (lambda: OverlapPatchStem(Site(Shape(100, (16,), "text"), 100), width=8), "type"),
-        (lambda: OverlapPatchStem(Site(Shape(3, (8, 10), "image"), 3), width=8), "stride"),
+        (lambda: OverlapPatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=8, kernel=4), "kernel"),
+        (lambda: OverlapPatchStem(BuildContext(Shape(100, (16,), "text"), 100), width=8), "type"),
+        (lambda: OverlapPatchStem(BuildContext(Shape(3, (8, 10), "image"), 3), width=8), "stride"),
     ],
 )
 def test_misfits_name_the_argument(make, argument):
-    with pytest.raises(MisfitError) as error:
+    with pytest.raises(PartArgumentError) as error:
         make()
     assert error.value.argument == argument
 

@@ -8,20 +8,20 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import Block, VisionTransformer
 
 import revzoo
-from revzoo.errors import InputError, MisfitError
+from revzoo.errors import InputError, PartArgumentError
 from revzoo.parts.attention import AttentionBranch
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.conv import ConvBranch
 from revzoo.parts.fuse import Concat, Mean
 from revzoo.parts.head import PooledLinear
 from revzoo.parts.init import FanIn, FanOut, TruncatedNormal
 from revzoo.parts.mlp import MlpBranch
-from revzoo.parts.site import Shape, Site
 from revzoo.parts.split import ChannelSplit, Duplicate
 from revzoo.parts.stem import ConvStem, PatchStem
 from revzoo.parts.transition import ResidualPair
 
-TOKENS = Site(Shape(12, (2, 3), "tokens"), 12)
-IMAGE = Site(Shape(8, (6, 4), "image"), 8)
+TOKENS = BuildContext(Shape(12, (2, 3), "tokens"), 12)
+IMAGE = BuildContext(Shape(8, (6, 4), "image"), 8)
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +43,12 @@ def test_attention_and_mlp_are_timms_block_without_the_residual():
 
 def test_patch_stem_is_timms_patch_embedding_and_position():
     vit = VisionTransformer(8, 2, 3, global_pool="avg", embed_dim=12, num_heads=3, class_token=False, depth=0)
-    stem = PatchStem(Site(Shape(3, (8, 8), "image"), 3), width=12, patch=2)
+    stem = PatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12, patch=2)
     stem.load_state_dict({k: w for k, w in vit.state_dict().items() if k.startswith(("patch_embed", "pos_embed"))})
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(stem(x), vit._pos_embed(vit.patch_embed(x)), rtol=0, atol=0)
     assert stem.out_shape == Shape(12, (4, 4), "tokens")
-    plain = PatchStem(Site(Shape(3, (8, 8), "image"), 3), width=12, patch=2, position="none")
+    plain = PatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12, patch=2, position="none")
     assert [k for k, _ in plain.named_parameters()] == ["patch_embed.proj.weight", "patch_embed.proj.bias"]
 
 
@@ -72,7 +72,7 @@ def test_conv_unit_is_the_formula(layout, kernels):
 
 @pytest.mark.parametrize("preactivate", [True, False])
 def test_basic_residual_pair_is_the_formula(preactivate):
-    pair = ResidualPair(Site(IMAGE.shape, 12), stride=2, layout="basic", preactivate=preactivate)
+    pair = ResidualPair(BuildContext(IMAGE.shape, 12), stride=2, layout="basic", preactivate=preactivate)
     assert pair.out_shape == Shape(12, (3, 2), "image")
     x1, x2 = torch.randn(2, 2, 8, 6, 4).unbind()
 
@@ -86,7 +86,7 @@ def test_basic_residual_pair_is_the_formula(preactivate):
 
 
 def test_bottleneck_residual_pair_is_the_formula():
-    pair = ResidualPair(Site(IMAGE.shape, 16), stride=2, layout="bottleneck")
+    pair = ResidualPair(BuildContext(IMAGE.shape, 16), stride=2, layout="bottleneck")
     x1, x2 = torch.randn(2, 2, 8, 6, 4).unbind()
     y1 = F.conv2d(x1, pair.shortcut1.weight, stride=2) + unit(x2, pair.f.parameters(), (1, 3, 1), 2)
     y2 = F.conv2d(x2, pair.shortcut2.weight, stride=2) + unit(y1, pair.g.parameters(), (1, 3, 1))
@@ -97,7 +97,7 @@ def test_bottleneck_residual_pair_is_the_formula():
 
 
 def test_conv_stem_is_the_formula():
-    stem = ConvStem(Site(Shape(3, (8, 8), "image"), 3), width=4, kernel=7, stride=2, pool=True)
+    stem = ConvStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=4, kernel=7, stride=2, pool=True)
     x = torch.randn(2, 3, 8, 8)
     y = F.conv2d(x, stem.conv.weight, stride=2, padding=3)
     y = F.relu(F.batch_norm(y, None, None, stem.norm.weight, stem.norm.bias, training=True, eps=1e-3))
@@ -147,7 +147,7 @@ def test_head_of_a_class_token():
 
 @pytest.mark.parametrize(("position", "rows"), [("learned", 7), ("patches", 6), ("none", None)])
 def test_patch_stem_puts_a_class_token_first(position, rows):
-    at = Site(Shape(3, (4, 6), "image"), 3)
+    at = BuildContext(Shape(3, (4, 6), "image"), 3)
     stem = PatchStem(at, width=12, patch=2, class_token=True, position=position, position_std=0.5)
     torch.nn.init.normal_(stem.cls_token)
     assert stem.out_shape == Shape(12, (7,), "tokens")
@@ -192,20 +192,20 @@ def test_inits_have_the_stated_spread():
         (lambda: AttentionBranch(IMAGE, heads=2), "type"),
         (lambda: MlpBranch(IMAGE), "type"),
         (lambda: ConvBranch(TOKENS), "type"),
-        (lambda: ConvBranch(Site(Shape(6, (2, 2), "image"), 6), layout="bottleneck"), "layout"),
+        (lambda: ConvBranch(BuildContext(Shape(6, (2, 2), "image"), 6), layout="bottleneck"), "layout"),
         (lambda: PatchStem(IMAGE, width=8, patch=4), "patch"),
         (lambda: ConvStem(IMAGE, width=8, kernel=4), "kernel"),
         (lambda: ConvStem(IMAGE, width=8, stride=4), "stride"),
         (lambda: ResidualPair(IMAGE, stride=4), "stride"),
-        (lambda: ResidualPair(Site(IMAGE.shape, 6)), "layout"),
-        (lambda: ChannelSplit(Site(Shape(3, (2, 2), "image"), 3)), "type"),
+        (lambda: ResidualPair(BuildContext(IMAGE.shape, 6)), "layout"),
+        (lambda: ChannelSplit(BuildContext(Shape(3, (2, 2), "image"), 3)), "type"),
         (lambda: Concat(TOKENS, norm="batch_norm"), "norm"),
         (lambda: PooledLinear(IMAGE, outputs=5, pool="first"), "pool"),
         (lambda: PooledLinear(IMAGE, outputs=5, class_token=True), "class_token"),
     ],
 )
 def test_misfits_name_the_argument(make, argument):
-    with pytest.raises(MisfitError) as error:
+    with pytest.raises(PartArgumentError) as error:
         make()
     assert error.value.argument == argument
 
@@ -222,9 +222,9 @@ def test_a_whole_rev_vit_is_its_equations():
 
 
 def test_a_part_that_would_build_and_not_run_is_refused():
-    with pytest.raises(MisfitError, match="leaves a hidden channel of the width 12"):
+    with pytest.raises(PartArgumentError, match="leaves a hidden channel of the width 12"):
         MlpBranch(TOKENS, ratio=0.01)
-    with pytest.raises(MisfitError, match="a stem that gives images"):
+    with pytest.raises(PartArgumentError, match="a stem that gives images"):
         ResidualPair(TOKENS)
 
 

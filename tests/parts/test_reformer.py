@@ -5,16 +5,16 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import revzoo
-from revzoo.errors import MisfitError
+from revzoo.errors import PartArgumentError
 from revzoo.parts.chunk import ChunkedMlpBranch
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.lsh import LSHAttention, SharedQKAttention
 from revzoo.parts.mlp import MlpBranch
-from revzoo.parts.site import Shape, Site
 from revzoo.parts.token_head import TokenLinear
 from revzoo.runtime import LiveBytes
 
-TOKENS = Site(Shape(16, (32,), "tokens"), 16)
-IMAGE = Site(Shape(8, (6, 4), "image"), 8)
+TOKENS = BuildContext(Shape(16, (32,), "tokens"), 16)
+IMAGE = BuildContext(Shape(8, (6, 4), "image"), 8)
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ def test_chunks_are_the_whole():
 
 
 def test_chunks_save_hidden_channels_without_a_gradient():
-    at = Site(Shape(64, (1000,), "tokens"), 64)
+    at = BuildContext(Shape(64, (1000,), "tokens"), 64)
     peaks = {}
     for chunks in (1, 10):
         with FakeTensorMode(), torch.no_grad(), LiveBytes() as live:
@@ -231,7 +231,7 @@ def test_the_head_answers_for_every_token():
     ],
 )
 def test_misfits_name_the_argument(make, argument, allowed):
-    with pytest.raises(MisfitError, match=allowed) as error:
+    with pytest.raises(PartArgumentError, match=allowed) as error:
         make()
     assert error.value.argument == argument
 

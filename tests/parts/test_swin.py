@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock
 
 import revzoo
-from revzoo.errors import MisfitError, SpecError
+from revzoo.errors import PartArgumentError, SpecError
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.fuse import Concat
 from revzoo.parts.merge import FuseMergeSplit
 from revzoo.parts.mlp import MlpBranch
-from revzoo.parts.site import Shape, Site
 from revzoo.parts.stem import PatchStem
 from revzoo.parts.window import WindowBranch
 
@@ -20,8 +20,8 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def site(*grid: int, index: int = 0, layout: str = "tokens") -> Site:
-    return Site(Shape(12, grid, layout), 12, index)
+def site(*grid: int, index: int = 0, layout: str = "tokens") -> BuildContext:
+    return BuildContext(Shape(12, grid, layout), 12, index)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_tables_that_no_file_holds_can_be_made_without_the_device(shift):
 
 @pytest.mark.parametrize("fuse", FUSES)
 def test_the_transition_is_the_fusion_and_timms_merging(fuse):
-    part = FuseMergeSplit(Site(Shape(12, (4, 6), "tokens"), 20), fuse=fuse, fuse_ratio=1.5).double()
+    part = FuseMergeSplit(BuildContext(Shape(12, (4, 6), "tokens"), 20), fuse=fuse, fuse_ratio=1.5).double()
     for p in part.parameters():
         torch.nn.init.normal_(p)
     merging = PatchMerging(12, 20).double()
@@ -133,7 +133,7 @@ def test_proj_begins_near_the_mean_of_the_normed_halves_in_a_whole_network_too()
 
 def test_stem_and_fuse_are_swins():
     swin = SwinTransformer(8, 2, 3, embed_dim=12, depths=(1,), num_heads=(3,), window_size=4)
-    stem = PatchStem(Site(Shape(3, (8, 8), "image"), 3), width=12, patch=2, norm="layer_norm_1e-5", position="none")
+    stem = PatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12, patch=2, norm="layer_norm_1e-5", position="none")
     weights = {k: torch.randn_like(w) for k, w in swin.state_dict().items() if k.startswith("patch_embed")}
     swin.load_state_dict(weights, strict=False)
     stem.load_state_dict(weights)
@@ -214,7 +214,7 @@ def test_gradients_equal_stored_ones(fuse, schedule):
     ],
 )
 def test_misfits_say_what_would_fit(make, argument, message):
-    with pytest.raises(MisfitError, match=message) as error:
+    with pytest.raises(PartArgumentError, match=message) as error:
         make()
     assert error.value.argument == argument
 

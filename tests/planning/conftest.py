@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.planning.walk import units
+from revzoo.planning.hooks import units
 
 FAMILIES = {
     "irevnet_digits": ["stages.0.depth=1", "stages.1.depth=2"],

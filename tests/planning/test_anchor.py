@@ -7,7 +7,7 @@ from torch import nn
 import revzoo
 from revzoo.errors import RecoveryError
 from revzoo.planning.anchor import anchored, longest_run
-from revzoo.planning.walk import units
+from revzoo.planning.hooks import units
 from revzoo.runtime import Coupling, ReversibleChain
 
 pytestmark = pytest.mark.filterwarnings("ignore:The streams are torch.bfloat16:UserWarning")

@@ -13,11 +13,12 @@ from timm.optim import create_optimizer_v2
 
 import revzoo
 import zoo_cli
+from revzoo.display.tables.plan import folded, front, inversion_ratio, others, show_plan, show_profile
+from revzoo.format import format_seconds
 from revzoo.planning.clock import Times
 from revzoo.planning.plan import Plan
 from revzoo.planning.profile import Profile
 from revzoo.planning.profile import profile as profiled
-from revzoo.planning.show import folded, format_seconds, front, inversion_ratio, others, show_plan, show_profile
 
 BATCH = 4
 SHORT = {
@@ -236,7 +237,7 @@ def test_json_is_the_whole_profile(file, capsys):
 
 def test_json_of_a_plan_is_what_the_picture_shows(file, tmp_path, capsys, monkeypatch, counted_once):
     drawn = []
-    monkeypatch.setattr("revzoo.planning.plot.plot_plan", lambda *arguments: drawn.append(arguments))
+    monkeypatch.setattr("revzoo.display.figures.plan.plot_plan", lambda *arguments: drawn.append(arguments))
     picture, saved = tmp_path / "plan.png", tmp_path / "plan.json"
     budget = middle("rev_vit_digits")
     arguments = (*COUNTED, "--budget", budget, "--json", "--plot", picture, "--out", saved)

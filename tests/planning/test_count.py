@@ -11,8 +11,8 @@ import revzoo
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
 from revzoo.planning.count import count, counted_peak
+from revzoo.planning.hooks import units
 from revzoo.planning.problem import Problem, cost, peak, timeline_of
-from revzoo.planning.walk import units
 from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth
 
 TEXTS = ("reformer", "rev_bert", "rev_roberta")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 
-from revzoo.spec import Bound, Node, Positive, apply_overrides, parse, plain
+from revzoo.spec import Bound, Node, PositiveInt, apply_overrides, parse, plain
 from revzoo.spec.parsing import NOT_WRITTEN, describe
 
 
@@ -21,7 +21,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Outer:
-    steps: Positive
+    steps: PositiveInt
     inner: Inner = Inner()
     maybe: Inner | None = None
     many: tuple[Inner, ...] = ()
@@ -60,7 +60,7 @@ EVEN = Annotated[tuple[int, ...], Bound("an even number of integers", lambda ite
         (tuple[int, ...], [], ()),
         (tuple[float, ...], [1, 2.5], (1.0, 2.5)),
         (tuple[tuple[int, int], ...], [[1, 2], [3, 4]], ((1, 2), (3, 4))),
-        (Positive, 1, 1),
+        (PositiveInt, 1, 1),
         (EVEN, [1, 2], (1, 2)),
         (Any, {"a": [1, None]}, {"a": [1, None]}),
         (Note, {}, {}),
@@ -98,8 +98,8 @@ def test_integer_becomes_a_number_where_one_is_declared():
         (tuple[int, int], [1], "value: a list of 2 (an integer, an integer)"),
         (tuple[int, int] | None, [1], "value: null or a list of 2 (an integer, an integer)"),
         (tuple[int, int] | None, [1, None], "value.1: an integer"),
-        (Positive, 0, "value: an integer >= 1"),
-        (Positive | None, -1, "value: null or an integer >= 1"),
+        (PositiveInt, 0, "value: an integer >= 1"),
+        (PositiveInt | None, -1, "value: null or an integer >= 1"),
         (EVEN, [1], "value: an even number of integers"),
         (EVEN, [1, "x"], "value.1: an integer"),
         (Inner, None, "value: a mapping with the keys rate, betas"),

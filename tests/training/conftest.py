@@ -8,7 +8,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
-from revzoo.training.config import Recipe, load_recipe
+from revzoo.training.recipe import Recipe, load_recipe
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
 # Four batches an epoch.

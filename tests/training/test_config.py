@@ -2,7 +2,7 @@ import pytest
 
 from revzoo.errors import SpecError, UnknownNameError
 from revzoo.spec import list_recipes, load_spec
-from revzoo.training.config import load_recipe, notes
+from revzoo.training.recipe import load_recipe, notes
 
 PUBLISHED = ["reformer_enwik8", "rev_vit_b_imagenet", "rev_vit_s_imagenet", "revnet_cifar", "revnet_imagenet"]
 NEEDED = {"finetune": ["data.root=images", "model=rev_vit_digits"]}

@@ -9,12 +9,13 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 import revzoo
+from revzoo.checkpoint import files
+from revzoo.checkpoint.files import read_metadata
 from revzoo.errors import InputError, SpecError
-from revzoo.training.config import CouplingOptions, load_recipe
-from revzoo.training.coupling import CouplingSchedule
+from revzoo.training.coupling_schedule import CouplingSchedule
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import resume, train
-from revzoo.weights import read_metadata
+from revzoo.training.recipe import CouplingOptions, load_recipe
 
 DIGITS = ("data.name=digits", "data.num_workers=0", "data.augment=null", "train.epochs=2", "schedule.warmup_epochs=0")
 
@@ -61,7 +62,7 @@ def test_the_way_is_trained_saved_and_resumed(folder, tmp_path, monkeypatch):
     assert "kept_bits: 4" in read_metadata(last)["revzoo.spec"]
     assert (whole.folder / "curves.png").is_file()
     tuned = revzoo.create(whole.folder / "spec.yaml")
-    revzoo.weights.load(tuned, whole.folder / "state" / "00002-0000000" / "model.safetensors")
+    files.load(tuned, tuned.spec, whole.folder / "state" / "00002-0000000" / "model.safetensors")
     assert all(torch.equal(tuned.stem.state_dict()[key], tensor) for key, tensor in stem.items())
     asked = chain([0] * 4, [15], repeat(0))
     with monkeypatch.context() as patch:
@@ -170,9 +171,9 @@ def test_floating_point_trains_from_the_strength_it_was_converted_with(vit, tmp_
 
 def test_a_coupling_takes_what_it_can_have(vit):
     model = revzoo.convert(vit).model
-    model.recouple(kept_bits=3)
+    model.set_coupling(kept_bits=3)
     assert (model.coupling.b, model.spec.coupling.arguments["kept_bits"]) == (-0.125, 3)
-    model.recouple(kept_bits=None, m=0.5)
+    model.set_coupling(kept_bits=None, m=0.5)
     assert (model.coupling.kept_bits, model.coupling.b) == (None, -0.5)
     for arguments, message in (
         ({"m": 1.5}, r"m of the coupling momentum is a number in \[0, 1\). Received: 1.5"),
@@ -180,8 +181,8 @@ def test_a_coupling_takes_what_it_can_have(vit):
         ({"bits": 2}, "has no 'bits'. Did you mean 'kept_bits'"),
     ):
         with pytest.raises(InputError, match=message):
-            model.recouple(**arguments)
+            model.set_coupling(**arguments)
     assert model.coupling.b == -0.5
     exact = revzoo.create("rev_vit_digits", overrides=["block.coupling={type: momentum, kept_bits: 2}"], exact=True)
     with pytest.raises(InputError, match=r"Exact arithmetic needs \|b\| = 1"):
-        exact.recouple(kept_bits=None, m=0.5)
+        exact.set_coupling(kept_bits=None, m=0.5)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import revzoo
-from revzoo import weights
+from revzoo.checkpoint import files, index
 from revzoo.errors import CheckpointError, InputError
 from revzoo.training.evaluation import Scores, evaluate, evaluate_checkpoint, evaluate_pretrained
 from revzoo.training.loop import train
@@ -47,7 +47,8 @@ def test_what_training_saved(recipe, tmp_path, ema):
 
 
 def test_foreign_checkpoints(tmp_path):
-    weights.save(revzoo.create("rev_vit_digits"), tmp_path / "w.safetensors")
+    model = revzoo.create("rev_vit_digits")
+    files.save(model, model.spec, tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError, match="w.safetensors was not saved by `revzoo train`"):
         evaluate_checkpoint(tmp_path / "w.safetensors")
     torch.save({"a": torch.zeros(1)}, tmp_path / "w.pt")
@@ -63,7 +64,7 @@ def test_foreign_checkpoints(tmp_path):
 @pytest.mark.parametrize("command", ["revzoo train", "accelerate launch -m zoo_cli train digits data.batch_size=2000"])
 def test_the_command_of_the_index(monkeypatch, command):
     """The default recipe needs no name, and a batch for training needs not be filled."""
-    entries = {name: replace(entry, command=command) for name, entry in weights.index().items()}
+    entries = {name: replace(entry, command=command) for name, entry in index.index().items()}
     monkeypatch.setattr("revzoo.training.evaluation.index", lambda: entries)
     scores, entry = evaluate_pretrained("rev_vit_digits")
     assert round(scores.top1, 2) == entry.metric["top1"]
@@ -75,10 +76,10 @@ def test_overrides_that_are_not_of_the_data():
 
 
 def test_shipped_weights_repeat_their_metric():
-    assert sorted(weights.index()) == [
+    assert sorted(index.index()) == [
         *("irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"),
     ]
-    for name in weights.index():
+    for name in index.index():
         scores, entry = evaluate_pretrained(name)
         assert round(scores.top1, 2) == entry.metric["top1"]
         assert scores.top1 >= 96

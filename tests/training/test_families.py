@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import revzoo
-from revzoo.training.config import load_recipe
-from revzoo.training.data import IGNORED, load_data
+from revzoo.data.base import IGNORED
+from revzoo.data.loading import load_data
 from revzoo.training.loop import train
+from revzoo.training.recipe import load_recipe
 
 NARROW = "stem.width=32,block.f.heads=2,stages.0.width=32,stages.0.depth=1,block.f.hashes=1,block.g.chunks=1"
 CALM = "stages.0.depth=1,stem.dropout=0,block.f.dropout=0,block.f.attention_dropout=0,block.g.dropout=0"

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 import revzoo
 from revzoo.errors import CheckpointError, InputError, RevzooError, SpecError
-from revzoo.training.config import load_recipe
-from revzoo.training.folder import RunFolder
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import DivergedError, resume, train
+from revzoo.training.recipe import load_recipe
+from revzoo.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 FAST = ["data.batch_size=320", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=2]"]

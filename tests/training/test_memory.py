@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from revzoo.errors import BudgetError, PlanError, SpecError
 from revzoo.planning.plan import Plan
-from revzoo.runtime.memory import LiveBytes
-from revzoo.training import loop, memory
-from revzoo.training.config import Recipe, load_recipe, notes
+from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.training import loop
+from revzoo.training.budget import put_to_work
 from revzoo.training.interrupt import Interrupted, StopSignal
-from revzoo.training.memory import put_to_work
+from revzoo.training.recipe import Recipe, load_recipe, notes
 from revzoo.training.setup import Run, set_up
 from zoo_cli import main
 
@@ -48,7 +48,7 @@ EXACT = {"rev_vit": ("digits", VIT.replace("depth=1", "depth=2")), "revnet": ("d
 @pytest.fixture
 def unmeasured(monkeypatch) -> None:
     """Costs are counted: a plan then follows from model and budget alone, and is made sooner."""
-    monkeypatch.setattr(memory, "profile", partial(memory.profile, run=False))
+    monkeypatch.setattr(budget, "profile", partial(budget.profile, run=False))
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Weights on disk: reading and writing files, and the index of those that ship."""

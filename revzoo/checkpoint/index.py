@@ -1,0 +1,71 @@
+"""Which weights there are: those that ship with revzoo, and those in a folder that `revzoo convert` wrote."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from revzoo.errors import CheckpointError, UnknownNameError
+from revzoo.spec.names import CONVERTED_WEIGHTS, data_root, model_files
+
+
+@dataclass(frozen=True)
+class WeightsEntry:
+    """One row of the weights index.
+
+    Args:
+        file: name in the weights folder.
+        sha256: of the file, in hex.
+        digest: of the spec the weights were trained for.
+        metric: name and value of what `revzoo eval --pretrained` repeats, for example {"top1": 98.9} [%].
+        command: what trained them.
+    """
+
+    file: str
+    sha256: str
+    digest: str
+    metric: Mapping[str, float]
+    command: str
+
+
+def index() -> dict[str, WeightsEntry]:
+    """Return the shipped weights by model name."""
+    path = data_root() / "weights" / "index.yaml"
+    rows = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    assert isinstance(rows, dict)
+    return {str(name): WeightsEntry(**row) for name, row in rows.items()}
+
+
+def shipped_weights(name: str) -> Path:
+    """Return the file of a model's shipped weights, its checksum verified.
+
+    Raises:
+        UnknownNameError: none ship for this model.
+        CheckpointError: the file is missing or not the one the index names.
+    """
+    rows = index()
+    if name not in rows:
+        raise UnknownNameError("shipped weights", name, rows)
+    path = data_root() / "weights" / rows[name].file
+    if not path.is_file():
+        raise CheckpointError(f"The weights index names {path}, which is missing. Install revzoo again.")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != rows[name].sha256:
+        raise CheckpointError(f"{path} is not the file of the weights index (its sha256 differs). Install revzoo again.")
+    return path
+
+
+def converted_weights(source: str | Path) -> Path | None:
+    """Return the weights beside the spec of a folder that `revzoo convert` wrote, or None for any other source.
+
+    Raises:
+        CheckpointError: they are missing.
+    """
+    folder = Path(source)
+    file = folder / CONVERTED_WEIGHTS
+    if str(source) in model_files() or not (folder / "spec.yaml").is_file():
+        return None
+    if (folder / "report.json").is_file() and not file.is_file():
+        raise CheckpointError(f"{folder} was written by revzoo convert, but its {CONVERTED_WEIGHTS} is missing. Convert again.")
+    return file if file.is_file() else None

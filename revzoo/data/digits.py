@@ -1,0 +1,67 @@
+"""scikit-learn's handwritten digits: 1797 grey images of 8x8 pixels in ten classes, which need no download.
+
+The split is fixed: every fifth image of each class, in scikit-learn's order, is for testing (355 images), the other
+1442 are for training. Pixels are scaled by the training images' mean and standard deviation.
+"""
+
+import numpy as np
+import torch
+from sklearn import datasets
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from revzoo.data.options import DataOptions
+from revzoo.data.random import generator
+from revzoo.errors import DataError
+from revzoo.spec.schema import ImageInput
+
+
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    """Digits that are moved by up to `shift` pixels, differently in every epoch; served a whole batch at a time.
+
+    Shapes: images (n, 1, 8, 8), labels (n,).
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, shift: int, seed: int):
+        self.labels, self.shift, self.seed = labels, shift, seed
+        self.classes, self.unit = 10, "images"
+        self.padded = nn.functional.pad(images, [shift] * 4, value=float(images.min()))
+        self.start_epoch(0)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Draw how far each digit is moved in this epoch."""
+        size = (len(self), 2)
+        self.corners = torch.randint(0, 2 * self.shift + 1, size, generator=generator(self.seed, epoch, 1))
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        which = torch.tensor(indices)
+        side = torch.arange(self.padded.shape[-1] - 2 * self.shift)
+        rows, columns = (self.corners[which].T[:, :, None] + side).unbind()  # (B, 8) each
+        images = self.padded[which[:, None, None], 0, rows[:, :, None], columns[:, None, :]]
+        return images[:, None], self.labels[which]
+
+
+def load_digits(options: DataOptions, input: ImageInput, seed: int) -> tuple[Digits, Digits]:
+    """Return the training and the test digits.
+
+    Raises:
+        DataError: the model does not take 8x8 images of one channel, or nothing of an image would be left after the shift.
+    """
+    if (input.channels, *input.size) != (1, 8, 8):
+        size = "x".join(map(str, input.size))
+        raise DataError(
+            f"Digits are images of 1 channel and 8x8 pixels. Received: a model for {input.channels} channels and {size}. "
+            "Use model.name=rev_vit_digits or revnet_digits, or model.overrides=[input.channels=1, 'input.size=[8,8]']."
+        )
+    if options.shift >= 8:
+        raise DataError(f"Digits have 8x8 pixels. Received: data.shift={options.shift}. Use data.shift=7 or less.")
+    pixels, classes = datasets.load_digits(return_X_y=True)
+    images = torch.from_numpy(pixels).to(torch.float32).view(-1, 1, 8, 8)
+    labels = torch.from_numpy(classes).to(torch.int64)
+    rank = np.array([np.sum(classes[:i] == label) for i, label in enumerate(classes)])  # the how-manieth of its class
+    test = torch.from_numpy(rank % 5 == 4)
+    images = (images - images[~test].mean()) / images[~test].std()
+    return Digits(images[~test], labels[~test], options.shift, seed), Digits(images[test], labels[test], 0, seed)

@@ -1,0 +1,45 @@
+"""Opening the data that a recipe names, for a model's input."""
+
+from revzoo.data.base import Data, Examples, example_noun
+from revzoo.data.digits import load_digits
+from revzoo.data.images import load_images
+from revzoo.data.options import TEXTS, DataOptions
+from revzoo.data.text import load_text
+from revzoo.errors import DataError
+from revzoo.spec.schema import ImageInput, Input, TextInput
+
+
+def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1) -> Data:
+    """Open the training and test data for a model's input.
+
+    Args:
+        processes: that share every epoch of training; 0 is no training.
+
+    Raises:
+        DataError: the data are missing, empty, without classes, not what the model takes, or less than a batch for each
+            process.
+    """
+    train: Examples
+    test: Examples
+    _check_kind(options.name, input)
+    if isinstance(input, TextInput):
+        train, test = load_text(options, input, seed)
+    elif options.name == "digits":
+        train, test = load_digits(options, input, seed)
+    else:
+        train, test = load_images(options, input, seed)
+    if processes and (most := len(train) // processes) < options.batch_size:
+        raise DataError(
+            f"The {len(train)} training {example_noun(train)} are not a batch for each of {processes} processes. Received: "
+            f"data.batch_size={options.batch_size}. Use {f'data.batch_size={most} or less' if most else 'fewer processes'}."
+        )
+    return Data(train, test, options, seed)
+
+
+def _check_kind(name: str, input: Input) -> None:
+    if isinstance(input, TextInput) and name not in TEXTS:
+        fitting = f"data.name={' or '.join(TEXTS)}, or a model for images such as model.name=rev_vit_digits"
+        raise DataError(f"data.name={name} is images. Received: a model for text. Use {fitting}.")
+    if isinstance(input, ImageInput) and name in TEXTS:
+        fitting = "data.name=digits or folder, or a model for text such as model.name=rev_roberta_mini"
+        raise DataError(f"data.name={name} is text. Received: a model for images. Use {fitting}.")

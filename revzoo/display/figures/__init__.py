@@ -1,0 +1,1 @@
+"""Reports drawn as pictures."""

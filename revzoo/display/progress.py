@@ -1,0 +1,102 @@
+"""What a person sees of a run: one line per epoch, a moving bar on a terminal, and a picture of the curves."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from revzoo.format import format_bits, format_bytes
+
+
+class Display:
+    """Shows training on the console of the main process, and nothing in the others.
+
+    Args:
+        shown: whether this process shows anything.
+        batches: per epoch.
+        batch_size: examples of one batch over all processes.
+        things: what the examples are: images or texts.
+        unit: what has a label: images, texts, tokens or bytes.
+    """
+
+    def __init__(self, shown: bool, epochs: int, batches: int, batch_size: int, things: str, unit: str):
+        self.console = Console(quiet=not shown, highlight=False, soft_wrap=True)
+        self.epochs, self.batches, self.batch_size = epochs, batches, batch_size
+        self.things, self.unit = things, unit
+        self.top1 = "-"
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=8),  # leaves room for the numbers on 80 columns
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not (shown and self.console.is_terminal),
+            transient=True,
+        )
+
+    def __enter__(self) -> "Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def start_epoch(self, epoch: int, done: int) -> None:
+        """Begin a bar at `done` batches."""
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        self._first, self._began = done, time.perf_counter()
+        title = f"epoch {epoch + 1}/{self.epochs}"
+        self._task = self._bar.add_task(title, total=self.batches, completed=done, numbers="")
+
+    def step(self, done: int, loss: float) -> None:
+        """Move the bar to `done` batches."""
+        rate = (done - self._first) * self.batch_size / (time.perf_counter() - self._began)
+        memory = format_bytes(memory_bytes())
+        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} {self.things}/s {memory}"
+        self._bar.update(self._task, completed=done, numbers=numbers)
+
+    def end_epoch(self, record: dict[str, Any], best: float) -> None:
+        """Print the line of an epoch."""
+        self.top1 = f"{record['top1']:.2f} %"
+        loss = f"{record['loss']:.4f}{format_bits(record['loss'], self.unit, start=', ')}"
+        rate = f"{record[f'{self.things}_per_second']:.0f} {self.things}/s"
+        self.console.print(
+            f"epoch {record['epoch']:>{len(str(self.epochs))}}/{self.epochs}  train loss {record['train_loss']:.4f}  "
+            f"test loss {loss}  top-1 {self.top1} (best {best:.2f})  "
+            f"{rate}  {format_bytes(record['memory_bytes'])}  {record['seconds']:.1f} s"
+        )
+
+
+def memory_bytes() -> int:
+    """Return the most that CUDA tensors have occupied; without CUDA, what the process occupies now."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
+
+
+def draw_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw losses and top-1 over epochs as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    losses, accuracy = figure.subplots(1, 2)
+    epochs = [record["epoch"] for record in records]
+    for key, label in (("train_loss", "training (with its regularisation)"), ("loss", "test")):
+        losses.plot(epochs, [record[key] for record in records], label=label)
+    losses.set(xlabel="epoch", ylabel="cross-entropy")
+    losses.legend()
+    accuracy.plot(epochs, [record["top1"] for record in records])
+    accuracy.set(xlabel="epoch", ylabel="test top-1 [%]")
+    moved = [key for key in ("kept_bits", "m", "alpha", "beta") if key in records[0]]
+    if moved:  # the coupling, as after each epoch
+        couplings = accuracy.twinx()
+        for key in moved:
+            couplings.step(epochs, [record[key] for record in records], "--", where="post", color="0.6", label=key)
+        couplings.legend(loc="lower right")
+    figure.savefig(path, format="png", dpi=120)

@@ -1,0 +1,1 @@
+"""Reports laid out as tables for a terminal."""

@@ -1,0 +1,86 @@
+"""Creating a model: from a name, a file or a folder to a network with weights."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from revzoo.checkpoint.files import load
+from revzoo.checkpoint.index import converted_weights, shipped_weights
+from revzoo.errors import CheckpointError, InputError
+from revzoo.model.builder import build
+from revzoo.model.network import Model, checked_outputs
+from revzoo.runtime.exact import Grid
+from revzoo.spec.loading import load_spec
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def create(
+    source: str | Path,
+    *,
+    pretrained: bool = False,
+    checkpoint: str | Path | None = None,
+    num_outputs: int | None = None,
+    overrides: Iterable[str] | None = None,
+    schedule: str | Sequence[str] = "invert",
+    exact: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Model:
+    """Return a reversible network, in training mode like any new module.
+
+    Args:
+        source: a model name (`revzoo.list_models()`), a spec file, or a folder with spec.yaml (such as a run's). One that
+            `revzoo convert` wrote brings its weights, which are loaded except on the meta device.
+        pretrained: load the weights that ship with revzoo for this name.
+        checkpoint: load this file instead: safetensors, or a pickled state dict (read with `weights_only`).
+        num_outputs: number of classes; where it differs from the spec's, the head starts fresh after loading.
+        overrides: dot lists laid over the spec, such as `["stages.0.depth=6"]`.
+        schedule: a mode name for all steps, or one mode for each of `model.units`.
+        exact: keep the streams on a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
+        device: where parameters are made; "meta" allocates none.
+        dtype: of the parameters, and so of the streams; float32 unless given.
+
+    Raises:
+        UnknownNameError: no such model, or no shipped weights for it.
+        SpecError: the spec or the overrides have problems.
+        InputError: another argument is not what it must be.
+        CheckpointError: the weights do not fit.
+        ScheduleError: the schedule does not fit the model.
+    """
+    if pretrained and checkpoint is not None:
+        raise CheckpointError("Weights come from one place. Received: pretrained=True and checkpoint. Leave one of them out.")
+    if isinstance(overrides, str):
+        raise InputError(f"overrides is a list of texts. Received: {overrides!r}. Use overrides=[{overrides!r}].")
+    if dtype is not None and dtype not in _DTYPES:
+        raise InputError(f"dtype is one of {', '.join(map(str, _DTYPES))}. Received: {dtype!r}. Use dtype=torch.float32.")
+    if num_outputs is not None:
+        checked_outputs(num_outputs)
+    home = _checked_device("cpu" if device is None else device)
+    spec = load_spec(source, list(overrides or ()))
+    file = shipped_weights(str(source)) if pretrained else checkpoint
+    if file is None and home.type != "meta":
+        file = converted_weights(source)
+    with home:
+        model = build(spec)
+    model.to(dtype)
+    if model.coupling.is_exact:
+        Grid(next(model.parameters()).dtype)  # refuses a dtype that has none
+    if file is not None:
+        load(model, spec, file)
+    if num_outputs is not None and num_outputs != model.num_outputs:
+        model.reset_head(num_outputs)
+    model.schedule = schedule
+    model.exact = exact
+    return model
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:  # torch has one for each backend
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"device is one that torch can use here, such as cpu or meta. Received: {device!r} ({reason})."
+        ) from error

@@ -1,0 +1,294 @@
+"""The assembled network: stem, split, stages of reversible blocks joined by transitions, fuse, head."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.bijection import Bijection
+from revzoo.errors import InputError, PartArgumentError
+from revzoo.model import inputs
+from revzoo.registry import couplings
+from revzoo.runtime.chain import Applicable, Mode, Pair, Step, checked_schedule, invert_chain, run_chain
+from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.exact import Grid, require_exact
+from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.node import run_node
+from revzoo.spec.edit import with_coupling, with_outputs
+from revzoo.spec.schema import Spec
+
+
+class Head(Protocol):
+    """What every head can do beside being called."""
+
+    @property
+    def outputs(self) -> int:
+        """Size of the last dimension of what it returns."""
+
+    def reset(self, outputs: int) -> None:
+        """Replace the last linear layer by a fresh one, or raise InputError where there is none to replace."""
+
+    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
+
+
+class Block(nn.Module):
+    """One reversible block: the step f and, unless the coupling works with one step a block, the step g.
+
+    The chain calls the steps; a block only gives them their names.
+    """
+
+    def __init__(self, f: nn.Module, g: nn.Module | None):
+        super().__init__()
+        self.f = f
+        if g is not None:
+            self.g = g
+
+
+class Stage(nn.Module):
+    """Blocks of one width and, in front of them, what changes width or size: an ordinary module or a bijection."""
+
+    def __init__(self, transition: nn.Module | None, blocks: Sequence[Block]):
+        super().__init__()
+        if transition is not None:
+            self.transition = transition
+        self.blocks = nn.ModuleList(blocks)
+
+
+class Model(nn.Module):
+    """A reversible network built from a spec; make one with `revzoo.create` or `revzoo.build`.
+
+    The reversible steps between two transitions form one chain. Everything else is a node: stem, transitions, fuse and
+    head keep their activations unless their mode is `selective` or `recompute`. State-dict keys depend on the architecture
+    alone.
+
+    Shapes: images (B, C, H, W) of the spec's channels and size, or ids (B, N) with N up to the spec's length, and an
+        attention mask (B, N), which is by default all that is not the spec's padding -> logits, (B, outputs) or
+        (B, N, outputs) as the head gives them.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        coupling: Coupling,
+        stem: nn.Module,
+        split: nn.Module,
+        stages: Sequence[Stage],
+        fuse: nn.Module,
+        head: nn.Module,
+    ):
+        super().__init__()
+        self.spec = spec
+        self.coupling = coupling
+        self.stem = stem
+        self.split = split
+        self.stages = nn.ModuleList(stages)
+        self.fuse = fuse
+        self.head = head
+        self._exact = False
+        for entry in self.layout():
+            if entry.kind == "step":
+                cast(Any, entry.module).name = entry.name
+        self.schedule = "invert"
+
+    def layout(self) -> list[LayoutEntry]:
+        """Return every module that a forward pass calls, in order: stem, split, the stages, fuse, head."""
+        entries = [LayoutEntry("stem", self.stem, "node"), LayoutEntry("split", self.split, "split")]
+        for i, stage in enumerate(self.stages):
+            transition = getattr(stage, "transition", None)
+            if transition is not None:
+                kind: Literal["bijection", "node"] = "bijection" if isinstance(transition, Bijection) else "node"
+                entries.append(LayoutEntry(f"stages.{i}.transition", transition, kind, i))
+            for j, block in enumerate(cast(Stage, stage).blocks):
+                for branch, step in block.named_children():
+                    entries.append(LayoutEntry(f"stages.{i}.blocks.{j}.{branch}", step, "step", i))
+        return [*entries, LayoutEntry("fuse", self.fuse, "node"), LayoutEntry("head", self.head, "node")]
+
+    @property
+    def steps(self) -> list[nn.Module]:
+        """The reversible steps, in order; each has a `.name` and is called like a module."""
+        return [entry.module for entry in self.layout() if entry.kind == "step"]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of all steps and nodes, in order: what `schedule` has one mode for."""
+        return tuple(entry.name for entry in self.layout() if entry.is_unit)
+
+    @property
+    def schedule(self) -> list[Mode]:
+        """The mode of every unit. Assign a list, one mode a unit, a `revzoo.Plan`, or one name: of every step; nodes `store`.
+
+        Raises:
+            ScheduleError: wrong length, unknown mode, or `invert` for a node.
+        """
+        return list(self._schedule)
+
+    @schedule.setter
+    def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
+        if isinstance(modes, Applicable):
+            return modes.apply(self)
+        units = [entry for entry in self.layout() if entry.is_unit]
+        if isinstance(modes, str):
+            modes = [modes if unit.kind == "step" else "store" for unit in units]
+        checked = checked_schedule(modes, [unit.name for unit in units])
+        nodes = [(mode, unit.name) for mode, unit in zip(checked, units, strict=True) if unit.kind == "node"]
+        checked_schedule([mode for mode, _ in nodes], [name for _, name in nodes], ("store", "selective", "recompute"))
+        self._schedule = checked
+
+    @property
+    def exact(self) -> bool:
+        """Whether the streams are kept on a grid, which makes inversion exact; see `revzoo.runtime.exact`."""
+        return self._exact
+
+    @exact.setter
+    def exact(self, exact: bool) -> None:
+        if not isinstance(exact, bool):
+            raise InputError(f"exact is True or False. Received: {exact!r}.")
+        if exact:
+            require_exact(self.coupling)
+            Grid(next(self.parameters()).dtype)  # refuses a dtype that has none
+        self._exact = exact
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of classes of the head; for a language model, of ids."""
+        return cast(Head, self.head).outputs
+
+    def set_coupling(self, **arguments: object) -> None:
+        """Give the coupling other arguments, such as `kept_bits=4`, in the spec too; None is its default, the others stay.
+
+        Weights stay; the function changes, as it does when a converted network is fine-tuned on a schedule.
+
+        Raises:
+            InputError: an argument that the coupling does not have, or a value that it refuses.
+        """
+        spec = with_coupling(self.spec, arguments)
+        try:
+            coupling: Coupling = couplings[spec.coupling.type](**spec.coupling.arguments)
+        except PartArgumentError as error:
+            raise InputError(f"The coupling {spec.coupling.type} cannot take these arguments. {error}") from error
+        if self._exact:
+            require_exact(coupling)
+        self.spec, self.coupling = spec, coupling
+
+    def reset_head(self, num_outputs: int) -> None:
+        """Replace the last linear layer by a fresh one with `num_outputs` outputs, in the spec too.
+
+        Raises:
+            InputError: no integer >= 1, or a head whose outputs are the vocabulary.
+        """
+        cast(Head, self.head).reset(checked_outputs(num_outputs))
+        self.spec = with_outputs(self.spec, num_outputs)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return names of the parameters that timm's `create_optimizer_v2` is not to decay: positions and class token."""
+        tables = {"pos_embed", "cls_token", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"}
+        return {name for name, _ in self.named_parameters() if name.rpartition(".")[2] in tables}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return timm's description of how deep parameters lie, for layer-wise learning rates: stem, blocks, the rest."""
+        blocks = [(r"^stages\.(\d+)\.transition", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else blocks}
+
+    def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
+        """Return a random batch: images (batch_size, C, H, W), or ids (batch_size, length) without padding."""
+        reference = next(self.parameters())
+        return inputs.example(self.spec, batch_size, device or reference.device, reference.dtype)
+
+    def forward_features(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return what the head receives: the fused, normalised streams before pooling.
+
+        Shapes: as `Model` -> (B, N, D) or (B, C', H', W'), as the fuse gives it.
+        Raises:
+            InputError: x is not a batch of the spec's input, of the parameters' dtype (autocast aside) and device, or the
+                mask does not fit it.
+        """
+        return self._features(x, inputs.checked_mask(self.spec, x, attention_mask, next(self.parameters())))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = inputs.checked_mask(self.spec, x, attention_mask, next(self.parameters()))
+        features = self._features(x, mask)
+        masks = () if mask is None else (mask,)
+        return cast(Tensor, run_node(self.head, "head", self._schedule[-1], features, *masks))
+
+    @torch.no_grad()
+    def inverse(self, features: Tensor) -> Tensor:
+        """Return the input of a bijective network from its `forward_features`, to rounding, or exactly with `exact`.
+
+        Only in eval mode: random steps and BatchNorm in training mode are not replayed.
+
+        Raises:
+            InputError: the model is in training mode, a part of it loses information (it is named), or what is given is not
+                what `forward_features` returns.
+        """
+        if self.training:
+            raise InputError("Features are inverted in eval mode, and must have been computed in it. Call model.eval() first.")
+        modes = self._modes()
+        chain: list[Step | Bijection] = []
+        for entry in self.layout():
+            if entry.kind == "node" and entry.stage is not None:
+                raise self._loses(entry.name)
+            if entry.kind in ("step", "bijection"):
+                chain.append(self._link(entry, modes))
+        fuse, split, stem = (self._inverse_of(name) for name in ("fuse", "split", "stem"))
+        self._require_features(features)
+        return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
+
+    def _features(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        modes = self._modes()
+        tensors: tuple[Tensor, ...] = (x,)  # behind the split the two streams
+        chain: list[Step | Bijection] | None = None  # steps since the split or the last node
+        del x
+        for entry in self.layout()[:-1]:
+            if entry.kind == "split":
+                tensors, chain = self.split(*tensors), []
+            elif chain is not None and entry.kind != "node":
+                chain.append(self._link(entry, modes))
+            else:
+                if chain is not None:
+                    tensors = run_chain(chain, *cast(Pair, tensors), side=mask, exact=self.exact)
+                    chain = []
+                out = run_node(entry.module, entry.name, modes[entry.name], *tensors)
+                tensors = out if isinstance(out, tuple) else (out,)
+                del out
+        return tensors[0]
+
+    def _modes(self) -> dict[str, Mode]:
+        return dict(zip(self.units, self._schedule, strict=True))
+
+    def _link(self, entry: LayoutEntry, modes: dict[str, Mode]) -> Step | Bijection:
+        """Return a step or a bijection as an item of a chain."""
+        if isinstance(entry.module, Bijection):
+            return entry.module
+        return Step(entry.module, entry.name, self.coupling, modes[entry.name])
+
+    def _inverse_of(self, name: str) -> Callable[..., Any]:
+        inverse: Callable[..., Any] | None = getattr(getattr(self, name), "inverse", None)
+        if inverse is None:
+            raise self._loses(name)
+        return inverse
+
+    def _require_features(self, features: object) -> None:
+        dims, own = cast(Any, self.fuse).out_shape.dims, next(self.parameters())
+        if not isinstance(features, Tensor):
+            raise InputError(f"Features are what forward_features returns. Received: {type(features).__name__}.")
+        found = tuple(features.shape[1:]), features.dtype, features.device
+        if found != (dims, own.dtype, own.device):
+            raise InputError(
+                f"Features of {self.spec.name} are (B, {', '.join(map(str, dims))}), {own.dtype} on {own.device}, as "
+                f"forward_features returns them. Received: {tuple(features.shape)}, {features.dtype} on {features.device}."
+            )
+
+    def _loses(self, name: str) -> InputError:
+        kind = type(self.get_submodule(name)).__name__
+        return InputError(
+            f"{self.spec.name} cannot be inverted as a whole: its {name} ({kind}) loses information. Of the shipped models, "
+            "revzoo.list_models('irevnet*') can."
+        )
+
+
+def checked_outputs(num_outputs: object) -> int:
+    """Return a number of outputs, or raise InputError unless it is an integer >= 1."""
+    if not isinstance(num_outputs, int) or isinstance(num_outputs, bool) or num_outputs < 1:
+        raise InputError(f"num_outputs is an integer >= 1. Received: {num_outputs!r}.")
+    return num_outputs

@@ -1,0 +1,27 @@
+"""The order in which a model or a chain calls its modules."""
+
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+
+class LayoutEntry(NamedTuple):
+    """One module on the way from input to output.
+
+    A `step` is reversible, a `node` is an ordinary module between chains; both are *units*, which have a mode in `schedule`.
+    The `split` and a `bijection` have none.
+
+    Args:
+        name: path in the model, such as "stages.0.blocks.1.f".
+        stage: number of the stage it belongs to, None outside of stages.
+    """
+
+    name: str
+    module: nn.Module
+    kind: Literal["step", "node", "split", "bijection"]
+    stage: int | None = None
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether it has a mode."""
+        return self.kind in ("step", "node")

@@ -1,0 +1,334 @@
+"""`revzoo.convert` and `revzoo.export` from end to end: files in, a folder out, and everything that can be wrong with them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import revzoo
+import zoo_cli
+from revzoo.checkpoint import files
+from revzoo.conversion import convert as module
+from revzoo.errors import CheckpointError, ConversionError, InputError, UnknownNameError
+from revzoo.runtime import ReversibleChain
+from revzoo.runtime.coupling import momentum
+from revzoo.training.evaluation import evaluate_checkpoint
+
+
+def converted(*arguments, **options):
+    report = revzoo.convert(*arguments, **options)
+    return report.model, report
+
+
+@pytest.fixture
+def vit():
+    torch.manual_seed(0)
+    network = VisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=4, num_classes=7)
+    with torch.no_grad():
+        for p in network.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return network.eval()
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Weights of timm's `test_vit`, whose name stands for any."""
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit", num_classes=5).state_dict(), tmp_path / "w.safetensors")
+    return tmp_path / "w.safetensors"
+
+
+def altered(file, change):
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, capsys):
+    out = tmp_path / "rev"
+    assert zoo_cli.main(["convert", "test_vit", "--weights", str(file), "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {
+        "spec.yaml", "model.safetensors", "report.json", "report.txt", "report.png",
+    }  # fmt: skip
+    assert f"revzoo train finetune model={out}" in capsys.readouterr().out
+    found = json.loads((out / "report.json").read_text())
+    assert found["counts"] == {"renamed": len(load_file(file))}
+    assert found["comparisons"][0]["largest_difference"] <= 1e-5
+    model = revzoo.create(out)
+    assert (model.num_outputs, model.coupling.kept_bits, model.spec.name) == (5, 8, "test_vit_momentum")
+    assert zoo_cli.main(["show", str(out)]) == 0
+    assert zoo_cli.main(["export", str(out), "--out", str(tmp_path / "back.safetensors")]) == 0
+    expected, back = load_file(file), load_file(tmp_path / "back.safetensors")
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("coupling", ["momentum", "dual_residual", "additive"])
+def test_every_coupling_has_the_same_tensors(vit, coupling, tmp_path):
+    report = revzoo.convert(vit, coupling=coupling, out=tmp_path / "rev")
+    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    back = load_file(tmp_path / "back.safetensors")
+    assert all(torch.equal(back[key], tensor) for key, tensor in vit.state_dict().items())
+    first, *others = report.comparisons
+    assert len(others) == (0 if coupling == "additive" else 1)
+    if coupling == "additive":
+        assert first.largest_difference > 0.1
+    else:
+        assert first.largest_difference <= 1e-5
+        assert others[0].cosine > {"momentum": 0.9999, "dual_residual": 0.999}[coupling]
+
+
+def test_the_converted_network_is_the_function_it_says_and_trains_exactly(vit, rebuilds_exactly):
+    model, report = converted(vit, kept_bits=3)
+    x = torch.randn(4, 3, 16, 16)
+    model.schedule = "store"
+    with torch.no_grad():
+        far = (model(x) - vit(x)).abs().max()
+        model.set_coupling(kept_bits=8)
+        near = (model(x) - vit(x)).abs().max()
+    assert near < far / 8
+    assert report.coupling == {"type": "momentum", "kept_bits": 3, "gain": 1.0, "residual": True}
+    model.train()
+    rebuilds_exactly(model, x)
+
+
+def test_weights_may_lie_elsewhere_and_outputs_may_be_others(vit, tmp_path):
+    torch.save({"state_dict": {f"module.{key}": t for key, t in vit.state_dict().items()}}, tmp_path / "w.pth")
+    model, _ = converted(vit, tmp_path / "w.pth", out=tmp_path / "rev")
+    other = revzoo.create(tmp_path / "rev", num_outputs=3)
+    assert other.num_outputs == 3
+    assert torch.equal(other.stem.pos_embed, model.stem.pos_embed)
+    assert next(revzoo.create(tmp_path / "rev", device="meta").parameters()).is_meta
+
+
+def test_a_trained_checkpoint_goes_back_too(vit, tmp_path):
+    model, _ = converted(vit, out=tmp_path / "rev")
+    with torch.no_grad():
+        model.head.linear.bias.fill_(3.0)
+    files.save(model, model.spec, tmp_path / "tuned.safetensors")
+    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors", tmp_path / "tuned.safetensors")
+    assert (load_file(tmp_path / "back.safetensors")["head.bias"] == 3).all()
+    with pytest.raises(ConversionError, match="is not a folder that revzoo convert wrote"):
+        revzoo.export(tmp_path, tmp_path / "other.safetensors")
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(ConversionError, match=r"not of the network in .*stem.cls_token is missing"):
+        revzoo.export(tmp_path / "rev", tmp_path / "other.safetensors", tmp_path / "a.safetensors")
+
+
+def test_missing_and_extra_tensors_are_listed_and_refused_unless_told(file, tmp_path):
+    altered(file, lambda t: [t.pop("norm.bias"), t.pop("blocks.1.norm1.weight"), t.update(more=torch.ones(2))])
+    with pytest.raises(ConversionError, match=r"(?s)2 missing: blocks.1.norm1.weight, norm.bias\n  1 extra: more") as error:
+        revzoo.convert("test_vit", file, out=tmp_path / "rev")
+    assert "nothing was written" in str(error.value)
+    assert "partial=True" in str(error.value)
+    assert not (tmp_path / "rev").exists()
+    model, report = converted("test_vit", file, partial=True)
+    assert {row.how: row.ours or row.theirs for row in report.rows if row.how != "renamed"} == {
+        "initialised": ("fuse.norm.bias",), "dropped": ("more",),
+    }  # fmt: skip
+    assert report.counts["initialised"] == 2
+    assert (model.fuse.norm.bias == 0).all()
+
+
+def test_tensors_of_another_network_are_refused_with_the_nearest_name(tmp_path):
+    save_file(timm.create_model("vit_tiny_patch16_224").state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(ConversionError, match=r"(?s)of another shape or kind: .*look like those of 'vit_tiny_patch16_224'"):
+        revzoo.convert("vit_small_patch16_224", tmp_path / "w.safetensors")
+
+
+def test_positions_of_another_resolution_are_interpolated_and_said_so(vit):
+    larger = VisionTransformer(img_size=24, patch_size=4, embed_dim=32, depth=3, num_heads=4, num_classes=7)
+    tensors = vit.state_dict()
+    path_of = {key: tensors[key] for key in tensors}
+    report = module.convert(_with(larger, path_of))
+    assert [row.note for row in report.rows if row.how == "interpolated"] == ["from (1, 17, 32) to (1, 37, 32)"]
+    assert "interpolated: pos_embed (from (1, 17, 32)" in str(report)
+
+
+def _with(network: nn.Module, tensors):
+    """Return the network, which answers with other tensors than its own."""
+    network.state_dict = lambda *args, **kwargs: tensors
+    return network
+
+
+def test_the_folder_appears_complete_or_not_at_all(vit, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "plot_conversion", full)
+    with pytest.raises(OSError, match="No space"):
+        revzoo.convert(vit, out=tmp_path / "rev")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    with pytest.raises(InputError, match="is not an empty folder. Name another"):
+        revzoo.convert(vit, out=tmp_path / "full")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"coupling": "momentun"}, UnknownNameError, "Did you mean 'momentum'"),
+        ({"kept_bits": 9}, InputError, "kept_bits is an integer from 0 to 8"),
+        ({"kept_bits": None}, InputError, "strength=0.1, or kept_bits"),
+        ({"strength": 1}, InputError, "strength is a number from 0 to below 1, of momentum or dual_residual. Received: 1"),
+        ({"strength": 0.5, "coupling": "additive"}, InputError, "Received: 0.5 for additive"),
+        ({"out": "."}, InputError, "which the current one cannot be. Name another"),
+        ({"source": "vit_tny_patch16_224"}, ConversionError, "Did you mean 'vit_tiny_patch16_224'"),
+        ({"source": "rev_vit_b"}, ConversionError, "rev_vit_b is reversible already. Give a published checkpoint"),
+        ({"source": 3}, InputError, "A name, a folder or a module can be converted. Received: int"),
+        ({"source": nn.Linear(2, 2)}, ConversionError, r"Linear \(Linear\) cannot be converted. What can: timm ViT, timm Swin"),
+        ({"source": "convnext_tiny", "weights": "w"}, ConversionError, "cannot be converted. What can"),
+        ({"weights": "nowhere.safetensors"}, CheckpointError, "No weights file at nowhere.safetensors"),
+    ],
+)
+def test_what_cannot_be_is_said(arguments, error, message, vit, file):
+    arguments = {"source": vit} | arguments
+    if arguments.get("weights") == "w":
+        arguments["weights"] = file
+    with pytest.raises(error, match=message):
+        revzoo.convert(**arguments)
+
+
+def test_a_truncated_file_is_refused(file):
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="truncated"):
+        revzoo.convert("test_vit", file)
+
+
+def test_where_no_hub_can_be_reached_it_is_said(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("no route to host\nmore")
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    with pytest.raises(
+        ConversionError, match=r"pretrained weights of test_vit \(no route to host\). Download .* --weights FILE"
+    ):
+        revzoo.convert("test_vit")
+
+
+@pytest.mark.parametrize(("depth", "most"), [(12, 0.15), (24, 0.10)])
+def test_the_default_start_keeps_a_small_part_of_what_the_ordinary_network_stores(depth, most):
+    """Transformer of 192 channels, 197 tokens, batch 8; per-block checkpointing keeps 0.22 and 0.17 of it."""
+    with torch.device("meta"):
+        batch = torch.randn(2, 8, 197, 192).unbind()
+    model = revzoo.create("rev_vit_ti", overrides=[f"stages.0.depth={depth}"], device="meta")
+    chain = ReversibleChain(model.steps, coupling=momentum(kept_bits=8, gain=1.0))
+    stored = revzoo.measure_memory(Ordinary(model.steps), batch)
+    found = revzoo.measure_memory(chain, batch)
+    kept = (2 * depth - 1) * batch[0].numel()  # a byte per element and step; the first step needs none
+    assert found.after_forward_bytes - 2 * batch[0].nbytes == pytest.approx(kept, abs=100)
+    assert found.activation_bytes / stored.activation_bytes <= most
+
+
+class Ordinary(nn.Module):
+    """The same steps as a residual network."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = nn.ModuleList(steps)
+
+    def forward(self, _, x):
+        for step in self.steps:
+            x = x + step(x)
+        return x
+
+
+def test_reports_are_plain_data(vit):
+    report = revzoo.convert(vit)
+    assert json.loads(json.dumps(report.to_dict()))["coupling"]["kept_bits"] == 8
+    assert str(replace(report, notes=("a note",))).count("Note: a note") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update({"head.bias": t["head.bias"].int()}), "head.bias of torch.int32 instead of torch.float32"),
+        (lambda t: t.update({"head.bias": t["head.bias"] / 0}), "Values that are not finite are in head.bias"),
+        (lambda t: t.update({"pos_embed": torch.ones(2, 17, 32)}), r"pos_embed \(2, 17, 32\) instead of \(1, 17, 32\)"),
+        (lambda t: [t.pop(key) for key in list(t) if "blocks.2." in key], "The file has 2 blocks in a row, the network 3"),
+    ],
+)
+def test_tensors_that_are_no_start_are_refused(change, message, vit, tmp_path):
+    tensors = vit.state_dict()
+    change(tensors)
+    torch.save(tensors, tmp_path / "w.pth")
+    with pytest.raises(ConversionError, match=message):
+        revzoo.convert(vit, tmp_path / "w.pth")
+
+
+def test_partial_needs_a_part(vit, tmp_path):
+    torch.save({"foo": torch.ones(1)}, tmp_path / "w.pth")
+    with pytest.raises(ConversionError, match=r"Of 44 tensors only 0 are in the file"):
+        revzoo.convert(vit, tmp_path / "w.pth", partial=True)
+
+
+def test_half_precision_is_widened_and_given_back(vit, tmp_path):
+    report = revzoo.convert(vit.half(), out=tmp_path / "rev")
+    assert "Tensors of float16 became float32." in report.notes
+    assert report.comparisons[0].largest_difference <= 1e-5
+    assert next(report.model.parameters()).dtype == torch.float32
+    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    back = load_file(tmp_path / "back.safetensors")
+    assert all(torch.equal(back[key], tensor) for key, tensor in vit.state_dict().items())
+
+
+def test_large_states_get_a_coarser_grid(vit, tmp_path, rebuilds_exactly):
+    with torch.no_grad():
+        vit.patch_embed.proj.bias.add_(300)
+    report = revzoo.convert(vit, out=tmp_path / "rev")
+    (note,) = report.notes
+    assert "so the grid is 2^-13 instead of 2^-16" in note
+    model = revzoo.create(tmp_path / "rev")
+    assert model.coupling.fraction_bits == 13
+    x = torch.randn(2, 3, 16, 16)
+    rebuilds_exactly(model, x)
+
+
+def test_what_the_original_does_beside_its_layers_is_not_put_down_to_rounding(vit):
+    vit.blocks[0].mlp.fc1.register_forward_hook(lambda module, inputs, out: 2 * out)
+    first, _ = revzoo.convert(vit).comparisons
+    assert first.largest_difference > 1e-3
+    assert first.note.startswith("MORE than the order of sums explains")
+    nn.utils.parametrizations.weight_norm(vit.blocks[1].mlp.fc1)
+    with pytest.raises(ConversionError, match="has other parameters than a timm ViT: .*remove_parametrizations"):
+        revzoo.convert(vit)
+
+
+def test_files_that_cannot_be_are_refused(vit, tmp_path):
+    folder = tmp_path / "rev"
+    revzoo.convert(vit, out=folder)
+    with pytest.raises(InputError, match="is the converted network itself"):
+        revzoo.export(folder, folder / "model.safetensors")
+    with pytest.raises(InputError, match="exported as safetensors. Received: .*x.pth"):
+        revzoo.export(folder, tmp_path / "x.pth")
+    with pytest.raises(CheckpointError, match="was converted and not trained"):
+        evaluate_checkpoint(folder)
+    with pytest.raises(InputError, match=r"Exact arithmetic \(exact=True, kept_bits\) needs float32 or float64"):
+        revzoo.create(folder, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=r"No folder can be made at .* Name another"):
+        revzoo.convert(vit, out=folder / "spec.yaml" / "deeper")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="its model.safetensors is missing. Convert again"):
+        revzoo.create(folder)
+    (folder / "report.json").write_text('{"rows": [1]}')
+    with pytest.raises(ConversionError, match="is not a folder that revzoo convert wrote"):
+        revzoo.export(folder, tmp_path / "y.safetensors")
+
+
+@pytest.mark.parametrize(("depth", "bits"), [(12, 8), (24, 8), (48, 8), (24, 0), (48, 4)])
+def test_a_converted_network_is_rebuilt_bit_for_bit_at_any_depth(depth, bits, rebuilds_exactly):
+    torch.manual_seed(0)
+    deep = VisionTransformer(img_size=8, patch_size=4, in_chans=1, embed_dim=8, depth=depth, num_heads=2, num_classes=3)
+    with torch.no_grad():
+        for block in deep.blocks:  # with b = 1 a network of so many steps keeps its speed: it must not gather much
+            block.attn.proj.weight.mul_(0.01)
+            block.mlp.fc2.weight.mul_(0.01)
+    model, x = revzoo.convert(deep, kept_bits=bits).model.train(), torch.randn(2, 1, 8, 8)
+    rebuilds_exactly(model, x)

@@ -1,0 +1,361 @@
+"""Published reversible networks load unchanged in meaning: their forward pass is stated again, over their state dict."""
+
+import re
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+
+import revzoo
+from revzoo.conversion.sources.base import Choice
+from revzoo.conversion.sources.mmpretrain import MMPretrain
+from revzoo.conversion.sources.pyslowfast import PySlowFast
+from revzoo.errors import ConversionError
+
+GOLDEN = Path(__file__).parent / "golden"
+ADDITIVE = Choice("additive")
+V2 = {"relative_position": True, "residual_pooling": True}
+
+
+class Layer:
+    """One layer of theirs: its width, heads and, for Rev-MViT, strides; `wider` is a transition to twice the channels."""
+
+    def __init__(self, width, heads, kv=None, wider=False, fuse=None, v2=False):
+        self.width, self.heads, self.kv, self.wider, self.fuse, self.v2 = width, heads, kv, wider, fuse, v2
+
+
+VIT = [Layer(64, 4) for _ in range(6)]
+
+
+def mvit(fuse, v2):
+    return [
+        Layer(32, 1, 2, v2=v2),
+        Layer(64, 2, 1, wider=True, fuse=fuse, v2=v2),
+        *[Layer(64, 2, 1, v2=v2) for _ in range(3)],
+    ]
+
+
+def slowfast_shapes(layers, patch, tokens):
+    """Return names and shapes of PySlowFast's parameters, as its modules declare them."""
+    width = layers[0].width
+    shapes = {"pos_embed": (1, tokens, width)} | linear("patch_embed.proj", width, 1, patch, patch)
+    side = int(tokens**0.5)
+    for i, layer in enumerate(layers):
+        at, out, head = f"rev_backbone.layers.{i}", layer.width, layer.width // layer.heads
+        arrives = {None: out, "mean": out // 2}.get(layer.fuse, out)  # concat doubles what the layer before has
+        shapes |= norm(f"{at}.F.norm", arrives) | linear(f"{at}.F.attn.proj", out, out)
+        for name in "qkv":
+            shapes |= linear(f"{at}.F.attn.{name}", out, arrives)
+        for name in "kv" if layer.kv else "":
+            shapes |= {f"{at}.F.attn.pool_{name}.weight": (head, 1, 1, 3, 3)} | norm(f"{at}.F.attn.norm_{name}", head)
+        if layer.kv and (layer.wider or layer.v2):
+            shapes |= {f"{at}.F.attn.pool_q.weight": (head, 1, 1, 3, 3)} | norm(f"{at}.F.attn.norm_q", head)
+        if layer.v2:
+            longest = max(side // (2 if layer.wider else 1), side // layer.kv)
+            shapes |= {f"{at}.F.attn.rel_pos_{axis}": (2 * longest - 1, head) for axis in "hw"}
+        if layer.fuse == "mlp":
+            name = f"{at}.pre_q_fuse.fuse_fn"
+            shapes |= linear(f"{name}.fc1", 2 * out, out) | linear(f"{name}.fc2", out, 2 * out)
+        if arrives != out:
+            shapes |= linear(f"{at}.res_proj", out, arrives)
+        shapes |= norm(f"{at}.G.norm", out)
+        shapes |= linear(f"{at}.G.mlp.fc1", 4 * out, out) | linear(f"{at}.G.mlp.fc2", out, 4 * out)
+        side //= 2 if layer.wider else 1
+    return shapes | norm("norm", 2 * layers[-1].width) | linear("head.projection", 10, 2 * layers[-1].width)
+
+
+def linear(name, *shape):
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
+
+def norm(name, width):
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def mm_shapes():
+    shapes = {"backbone.cls_token": (1, 1, 64), "backbone.pos_embed": (1, 17, 64)}
+    shapes |= linear("backbone.patch_embed.projection", 64, 1, 2, 2)
+    for i in range(6):
+        at = f"backbone.layers.{i}"
+        shapes |= norm(f"{at}.ln1", 64) | linear(f"{at}.attn.qkv", 192, 64) | linear(f"{at}.attn.proj", 64, 64)
+        shapes |= norm(f"{at}.ln2", 64) | linear(f"{at}.ffn.layers.0.0", 256, 64) | linear(f"{at}.ffn.layers.1", 64, 256)
+    return shapes | norm("backbone.ln1", 128) | linear("head.fc", 10, 128)
+
+
+def drawn(shapes):
+    """Return random tensors: norms around 1, linear layers of a size that keeps activations alive."""
+    found = {}
+    for key, shape in shapes.items():
+        scale = 0.3 if len(shape) == 1 or "pos" in key else max(prod(shape[1:]), 1) ** -0.5
+        found[key] = torch.randn(shape) * scale
+        if re.search(r"(norm\w*|ln\d)\.weight$", key):
+            found[key] += 1
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def affine(w, name, x):
+    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+def normed(w, name, x):
+    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
+
+
+def pool(w, at, name, x, side, stride):
+    """Return (B, M, N, C / M) pooled on its grid by a kernel over one frame, and the new side; the same without a kernel."""
+    if f"{at}.pool_{name}.weight" not in w:
+        return x, side
+    kernel = w[f"{at}.pool_{name}.weight"]
+    frames = x.flatten(0, 1).transpose(1, 2).unflatten(2, (1, side, side))
+    out = F.conv3d(frames, kernel, stride=(1, stride, stride), padding=(0, 1, 1), groups=len(kernel))
+    tokens = out.flatten(2).transpose(1, 2).unflatten(0, x.shape[:2])
+    return normed(w, f"{at}.norm_{name}", tokens), out.shape[-1]
+
+
+def distances(w, at, q, q_side, k_side):
+    """Return what MViTv2 adds to the scores: each query's product with the embeddings of its distances along H and W."""
+    i, j = torch.arange(q_side)[:, None], torch.arange(k_side)[None]
+    steps = i * max(k_side / q_side, 1) - j * max(q_side / k_side, 1) + (k_side - 1) * max(q_side / k_side, 1)
+    grid = q.unflatten(2, (q_side, q_side))  # (B, M, Y, X, C)
+    rows = torch.einsum("bmyxc,yhc->bmyxh", grid, w[f"{at}.rel_pos_h"][steps.long()])
+    columns = torch.einsum("bmyxc,xwc->bmyxw", grid, w[f"{at}.rel_pos_w"][steps.long()])
+    return (rows[..., :, None] + columns[..., None, :]).flatten(4).flatten(2, 3)
+
+
+def attention(w, at, x, layer, side):
+    q, k, v = (affine(w, f"{at}.{name}", x).unflatten(2, (layer.heads, -1)).transpose(1, 2) for name in "qkv")
+    q, q_side = pool(w, at, "q", q, side, 2 if layer.wider else 1)
+    k, k_side = pool(w, at, "k", k, side, layer.kv)
+    v, _ = pool(w, at, "v", v, side, layer.kv)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if layer.v2:
+        scores = scores + distances(w, at, q, q_side, k_side)
+    heard = scores.softmax(-1) @ v
+    if layer.v2:
+        heard = heard + q
+    return affine(w, f"{at}.proj", heard.transpose(1, 2).flatten(2))
+
+
+def g(w, at, x):
+    return affine(w, f"{at}.mlp.fc2", F.gelu(affine(w, f"{at}.mlp.fc1", normed(w, f"{at}.norm", x))))
+
+
+def slowfast(w, layers, images, patch):
+    """Return logits of PySlowFast's reversible networks, in eval mode and without their softmax."""
+    stride, padding = {2: (2, 0), 3: (1, 1)}[patch]
+    embedded = F.conv2d(images, w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=stride, padding=padding)
+    x = embedded.flatten(2).transpose(1, 2) + w["pos_embed"]
+    x1, x2, side = x, x, embedded.shape[-1]
+    for i, layer in enumerate(layers):
+        at = f"rev_backbone.layers.{i}"
+        if not layer.wider:
+            y1 = x1 + attention(w, f"{at}.F.attn", normed(w, f"{at}.F.norm", x2), layer, side)
+            x1, x2 = y1, x2 + g(w, f"{at}.G", y1)
+            continue
+        x = (x1 + x2) / 2 if layer.fuse == "mean" else torch.cat((x1, x2), -1)
+        if layer.fuse == "mlp":
+            name = f"{at}.pre_q_fuse.fuse_fn"
+            x = x + affine(w, f"{name}.fc2", F.gelu(affine(w, f"{name}.fc1", x)))
+        shortcut = affine(w, f"{at}.res_proj", x) if layer.fuse == "mean" else x
+        shortcut, _ = pool(w, f"{at}.F.attn", "q", shortcut.unflatten(2, (layer.heads, -1)).transpose(1, 2), side, 2)
+        x = shortcut.transpose(1, 2).flatten(2) + attention(w, f"{at}.F.attn", normed(w, f"{at}.F.norm", x), layer, side)
+        x1 = x2 = x + g(w, f"{at}.G", x)
+        side //= 2
+    return affine(w, "head.projection", normed(w, "norm", torch.cat((x1, x2), -1)).mean(1))
+
+
+def mmpretrain(w, images):
+    """Return logits of mmpretrain's Rev-ViT, whose class token comes and goes in front of the layers."""
+    patches = F.conv2d(images, w["backbone.patch_embed.projection.weight"], w["backbone.patch_embed.projection.bias"], stride=2)
+    x = torch.cat((w["backbone.cls_token"].expand(len(images), -1, -1), patches.flatten(2).transpose(1, 2)), 1)
+    x = (x + w["backbone.pos_embed"])[:, 1:]
+    first, second = x, x
+    for i in range(6):
+        at = f"backbone.layers.{i}"
+        qkv = affine(w, f"{at}.attn.qkv", normed(w, f"{at}.ln1", second))
+        q, k, v = qkv.unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        heard = ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        first = first + affine(w, f"{at}.attn.proj", heard)
+        hidden = F.gelu(affine(w, f"{at}.ffn.layers.0.0", normed(w, f"{at}.ln2", first)))
+        second = second + affine(w, f"{at}.ffn.layers.1", hidden)
+    return affine(w, "head.fc", normed(w, "backbone.ln1", torch.cat((first, second), -1)).mean(1))
+
+
+def converted(source, original, tensors, folder):
+    (folder / "converted.yaml").write_text(yaml.safe_dump({"name": "converted", **source.spec(original, ADDITIVE)}))
+    model = revzoo.build(revzoo.load_spec(folder / "converted.yaml")).eval()
+    ours = {}
+    for entry in source.entries(original):
+        made = entry.to_ours([tensors[key] for key in entry.theirs])
+        assert not ours.keys() & set(entry.ours)
+        ours |= zip(entry.ours, made, strict=True)
+    model.load_state_dict(ours)
+    return model
+
+
+def returned(source, original, model):
+    own, found = model.state_dict(), {}
+    for entry in source.entries(original):
+        found |= zip(entry.theirs, entry.to_theirs([own[key] for key in entry.ours]), strict=True)
+    return found
+
+
+def variant(folder, fuse, v2):
+    """Write a small Rev-MViT with another transition, or MViTv2's attention, beside the zoo's own; return its file."""
+    extra = V2 if v2 else {}
+    spec = {
+        "name": "variant",
+        "base": "rev_mvit_digits",
+        "block": {"f": {"type": "pooling_attention", "pool_query": v2, **extra}},
+        "stages": [
+            {"depth": 1, "width": 32, "f": {"heads": 1, "kv_stride": 2}},
+            {
+                "depth": 3,
+                "width": 64,
+                "f": {"heads": 2},
+                "transition": {"type": "fuse_pool_split", "heads": 2, "fuse": fuse, "fuse_ratio": 2, **extra},
+            },
+        ],
+        "expect": {},
+    }
+    (folder / "variant.yaml").write_text(yaml.safe_dump(spec))
+    return folder / "variant.yaml"
+
+
+@pytest.mark.parametrize(
+    ("fuse", "v2"), [(None, False), ("mlp", False), ("concat", False), ("mean", False), ("mlp", True), ("mean", True)]
+)
+@torch.no_grad()
+def test_pyslowfasts_networks_load_unchanged_in_meaning(fuse, v2, tmp_path):
+    source, images = PySlowFast(), torch.randn(3, 1, 8, 8)
+    layers, patch = (VIT, 2) if fuse is None else (mvit(fuse, v2), 3)
+    original = "rev_vit_digits" if fuse is None else variant(tmp_path, fuse, v2)
+    weights = drawn(slowfast_shapes(layers, patch, 16 if fuse is None else 64))
+    model = converted(source, original, weights, tmp_path)
+    check(model(images), slowfast(weights, layers, images, patch))
+    back = returned(source, original, model)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in weights.items())
+    assert source.recognises(weights)
+    assert source.completed(original, weights) is original
+    assert not MMPretrain().recognises(weights)
+
+
+@torch.no_grad()
+def test_mmpretrains_network_loads_unchanged_in_meaning(tmp_path):
+    source, images, weights = MMPretrain(), torch.randn(3, 1, 8, 8), drawn(mm_shapes())
+    weights["backbone.pos_embed"][:, 0] = 1  # as in the published files
+    model = converted(source, "rev_vit_digits", weights, tmp_path)
+    check(model(images), mmpretrain(weights, images))
+    back = returned(source, "rev_vit_digits", model)
+    assert weights.keys() - back.keys() == {"backbone.cls_token"}
+    assert source.ignored("backbone.cls_token")
+    assert not source.ignored("backbone.pos_embed")
+    assert all(torch.equal(weights[key], tensor) for key, tensor in back.items())
+    assert source.recognises(weights)
+    assert source.completed("rev_vit_digits", weights) == "rev_vit_digits"
+    assert not PySlowFast().recognises(weights)
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape == (3, 10)
+    assert (expected[0] - expected[1]).abs().max() > 1e-2 * expected.abs().max(), "the images differ"
+    assert (found - expected).abs().max() / expected.abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "parameters"),
+    [
+        (PySlowFast(), "rev_vit_s", 22_434_664),
+        (PySlowFast(), "rev_vit_b", 87_335_656),
+        (PySlowFast(), "rev_mvit_b", 39_689_320),
+        (PySlowFast(), "rev_mvit_b_mean", 35_814_568),
+        (PySlowFast(), "rev_mvit_t", 28_817_608),
+        (MMPretrain(), "rev_vit_s", 22_435_432 - 384),
+        (MMPretrain(), "rev_vit_b", 87_337_192 - 768),
+    ],
+)
+def test_published_sizes_have_the_published_numbers_of_parameters(source, name, parameters):
+    """mmpretrain's are those of its metafile, less the class token."""
+    own = revzoo.create(name, device="meta").state_dict()
+    theirs = {}
+    for entry in source.entries(name):
+        made = entry.to_theirs([own[key] for key in entry.ours])
+        again = entry.to_ours(list(made))
+        assert [t.shape for t in again] == [own[key].shape for key in entry.ours]
+        theirs |= zip(entry.theirs, made, strict=True)
+    assert sum(t.numel() for t in theirs.values()) == parameters
+    if name == "rev_mvit_b":
+        assert theirs["rev_backbone.layers.0.F.attn.pool_k.weight"].shape == (96, 1, 1, 3, 3)
+        assert {i for i in range(16) if f"rev_backbone.layers.{i}.pre_q_fuse.fuse_fn.fc1.weight" in theirs} == {1, 3, 14}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [(PySlowFast(), "rev_vit_s"), (PySlowFast(), "rev_mvit_b"), (MMPretrain(), "rev_vit_s")]
+)
+def test_keys_are_golden(source, name):
+    rows = [f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.how})" for e in source.entries(name)]
+    file = GOLDEN / f"{type(source).__name__.lower()}_{name}.txt"
+    assert rows == file.read_text().splitlines()
+
+
+def test_a_fused_qkv_is_split_and_a_missing_prefix_is_written():
+    weights = drawn(slowfast_shapes(VIT, 2, 16))
+    fused = dict(weights)
+    for key in [key for key in weights if ".attn.q." in key]:
+        fused[key.replace(".q.", ".qkv.")] = torch.cat([fused.pop(key.replace(".q.", f".{name}.")) for name in "qkv"])
+    found, notes = PySlowFast().canonical("rev_vit_digits", fused)
+    assert notes == ["12 tensors of queries, keys and values in one (SEPARATE_QKV off) were split."]
+    assert PySlowFast().canonical("rev_vit_digits", weights) == (weights, [])
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in weights.items())
+    weights = drawn(mm_shapes())
+    bare = {key.removeprefix("backbone."): tensor for key, tensor in weights.items()}
+    assert MMPretrain().recognises(bare)
+    assert MMPretrain().canonical("rev_vit_digits", bare)[0].keys() == weights.keys()
+    assert MMPretrain().canonical("rev_vit_digits", weights)[0].keys() == weights.keys()
+
+
+def test_positions_of_another_grid_are_interpolated():
+    positions = torch.randn(1, 16, 8)
+    found = PySlowFast().resized("pos_embed", positions, (1, 36, 8))
+    assert found.shape == (1, 36, 8)
+    with_first = MMPretrain().resized("backbone.pos_embed", torch.cat((torch.ones(1, 1, 8), positions), 1), (1, 37, 8))
+    assert torch.equal(with_first[:, 1:], found)
+    assert with_first[:, 0].unique().tolist() == [1]
+    distances = torch.arange(7.0)[:, None].expand(7, 4)
+    wider = PySlowFast().resized("rev_backbone.layers.0.F.attn.rel_pos_h", distances, (15, 4))
+    assert wider.shape == (15, 4)
+    assert wider[7].tolist() == [3] * 4
+    for key, shape in (("pos_embed", (1, 35, 8)), ("pos_embed", (1, 36, 9)), ("norm.weight", (1, 36, 8))):
+        assert PySlowFast().resized(key, positions, shape) is None
+    assert PySlowFast().resized("x.rel_pos_w", distances, (15, 5)) is None
+
+
+def test_names_that_fit_and_those_that_do_not():
+    assert PySlowFast().fits("rev_mvit_b")
+    assert PySlowFast().fits("rev_vit_b")
+    assert MMPretrain().fits("rev_vit_b")
+    for original in ("rev_mvit_b", "revnet_38", "no_such_model", {"model_type": "bert"}):
+        assert not MMPretrain().fits(original)
+    for original in ("rev_swin_t", "vit_base_patch16_224", torch.nn.Identity()):
+        assert not PySlowFast().fits(original)
+
+
+def test_what_would_not_be_the_published_network_is_refused(tmp_path):
+    with pytest.raises(ConversionError, match=r"Received: coupling='momentum'\. Use coupling='additive'"):
+        PySlowFast().spec("rev_vit_b", Choice())
+    with pytest.raises(ConversionError, match=r"has networks of rev_vit\. Received: rev_mvit_b of rev_mvit"):
+        MMPretrain().entries("rev_mvit_b")
+    (tmp_path / "mean.yaml").write_text(yaml.safe_dump({"name": "mean", "base": "rev_vit_digits", "fuse": {"type": "mean"}}))
+    with pytest.raises(ConversionError, match=r"whose fuse is concat\. Received: mean, whose fuse is mean"):
+        PySlowFast().entries(tmp_path / "mean.yaml")

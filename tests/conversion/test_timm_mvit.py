@@ -1,0 +1,174 @@
+"""timm's MViTv2 becomes a reversible one and is the same function, with and without widening attention."""
+
+import pytest
+import timm
+import torch
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg, checkpoint_filter_fn
+
+from revzoo.conversion.sources.base import Choice
+from revzoo.conversion.sources.timm_mvit import TimmMViT
+from revzoo.errors import ConversionError, PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
+from revzoo.parts.mvit import MultiScaleTransition
+
+SOURCE = TimmMViT()
+TINY = {
+    "depths": (1, 2, 3),
+    "embed_dim": 8,
+    "num_heads": 2,
+    "mlp_ratio": 2.0,
+    "stride_q": ((1, 1), (2, 2), (2, 2)),
+    "stride_kv_adaptive": (2, 2),
+    "patch_kernel": (3, 3),
+    "patch_stride": (2, 2),
+    "patch_padding": (1, 1),
+}
+MODEL = {"img_size": 16, "num_classes": 5}
+LARGE = {"expand_attn": False, "depths": (2, 3, 2)}  # as mvitv2_large
+
+
+def tiny(model=None, **cfg):
+    return MultiScaleVit(MultiScaleVitCfg(**TINY | cfg), **MODEL | (model or {}))
+
+
+VARIANTS = {
+    "widening attention": {},
+    "widening MLP": LARGE,
+    "no pooling": {"model": {"global_pool": "", "in_chans": 1}},
+    "absolute positions": {"use_abs_pos": True, "rel_pos_type": "none", "model": {"img_size": (16, 24)}},
+    "no residual pooling": {"residual_pooling": False, "mlp_ratio": 1.7},
+    "a first stage that pools": {"stride_q": ((2, 2), (1, 1), (2, 2)), "depths": (2, 2, 2)},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_the_converted_network_is_the_original(trial, randomised, options):
+    original = randomised(tiny(**options))
+    size = options.get("model", {}).get("img_size", (16, 16))
+    x = torch.randn(2, original.patch_embed.proj.in_channels, *size)
+    assert trial.difference(original, x) <= 1e-5
+    assert trial.difference(original, x, Choice("dual_residual", kept_bits=None, strength=0.0)) <= 1e-5
+    assert trial.difference(original, x, Choice("additive")) > 1e-3  # the same tensors, another function
+    trial.check_round_trip(original)
+
+
+def test_every_tensor_goes_where_the_golden_list_says(trial):
+    trial.check_keys(tiny(), "timm_mvit")
+    trial.check_keys(tiny(**LARGE), "timm_mvit_expanding_mlp")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "steps", "rate"),
+    [("mvitv2_tiny", 242, 14, 0.2), ("mvitv2_base", None, 42, 0.2), ("mvitv2_large", None, 84, 0.0)],
+)
+def test_named_models_are_read_without_weights(trial, name, tensors, steps, rate):
+    original = timm.create_model(name, device="meta", drop_path_rate=rate)
+    with torch.device("meta"):
+        model = trial.build(original, Choice())
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    theirs = original.state_dict()
+    assert {e.ours[0]: theirs[e.theirs[0]].shape for e in SOURCE.entries(original)} == shapes
+    assert len(shapes) == tensors or tensors is None
+    assert len(model.steps) == steps
+    assert model.spec.input.size == (224, 224)
+    ordinary = [block.drop_path1 for stage in model.stages[1:] for block in stage.transition.blocks]
+    rates = [block.drop_path1 for stage in original.stages for block in stage.blocks]
+    probabilities = {getattr(layer, "drop_prob", 0.0) for layer in rates}
+    found = {getattr(layer, "drop_prob", 0.0) for layer in ordinary} | {step.drop_path.drop_prob for step in model.steps}
+    assert sorted(found) == pytest.approx(sorted(probabilities), abs=1e-7)
+
+
+REFUSED = {
+    r"a class token \(use_cls_token\)": {"use_cls_token": True},
+    "pool_first": {"pool_first": True},
+    "pooling by 'max'": {"mode": "max"},
+    "pooling by 'conv_unshared'": {"mode": "conv_unshared"},
+    r"kernel_qkv": {"kernel_qkv": (1, 1)},
+    "other kernels than 3x3": {"kernel_qkv": (5, 5)},
+    "qkv_bias": {"qkv_bias": False},
+    "norm_eps": {"norm_eps": 1e-5},
+    "a stage 1 of 1 block": {"depths": (1, 1, 2)},
+    "a stage 0 of 1 block": {"depths": (1, 3, 2), "expand_attn": False},
+    "a stage 1 of 2 block": {"depths": (2, 2, 2), "expand_attn": False},
+    "than one that pools behind one that widens": LARGE | {"stride_q": ((1, 1), (1, 1), (2, 2))},
+    "two blocks become one node": LARGE | {"model": {"drop_path_rate": 0.1}},
+    "num_classes=0": {"model": {"num_classes": 0}},
+    "patch_kernel": {"patch_kernel": (4, 4)},
+    "strides do not divide": {"model": {"img_size": 20}},
+}
+
+
+@pytest.mark.parametrize(("named", "options"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_expressed_is_refused_by_name(named, options):
+    original = tiny(**options)
+    assert SOURCE.fits(original)
+    with pytest.raises(ConversionError, match=named):
+        SOURCE.spec(original, Choice())
+
+
+def test_positions_of_distances_are_interpolated_as_timm_does(randomised):
+    original, larger = randomised(tiny()), tiny(model={"img_size": 24})
+    expected = checkpoint_filter_fn(original.state_dict(), larger)
+    shapes = {key: value.shape for key, value in larger.state_dict().items()}
+    changed = [key for key, value in original.state_dict().items() if value.shape != shapes[key]]
+    assert {key.rpartition(".")[2] for key in changed} == {"rel_pos_h", "rel_pos_w"}
+    for key in changed:
+        assert torch.equal(SOURCE.resized(key, original.state_dict()[key], shapes[key]), expected[key])
+    table = original.state_dict()[changed[0]]
+    assert SOURCE.resized(changed[0], table, (3, table.shape[1] + 1)) is None
+    assert SOURCE.resized("norm.weight", table, (3, table.shape[1])) is None
+
+
+@pytest.mark.parametrize("fuse", ["mean", "last"])
+@pytest.mark.parametrize("widening", [None, 1])
+def test_the_transition_is_timms_blocks_of_what_was_fused(fuse, widening):
+    site = BuildContext(Shape(8, (4, 4), "tokens"), 16)
+    part = MultiScaleTransition(site, heads=2, kv_stride=2, fuse=fuse, widening_heads=widening, widening_kv_stride=4)
+    x1, x2 = torch.randn(2, 2, 16, 8).unbind()
+    y1, y2 = part(x1, x2)
+    assert y1 is y2
+    assert part.out_shape == Shape(16, (2, 2), "tokens")
+    expected, grid = x2 if fuse == "last" else (x1 + x2) / 2, [4, 4]
+    assert len(part.blocks) == (1 if widening is None else 2)
+    for block in part.blocks:
+        expected, grid = block(expected, grid)
+    assert list(grid) == [2, 2]
+    torch.testing.assert_close(y1, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "argument", "message"),
+    [
+        ((4, 4), {"heads": 3}, "heads", "a divisor of the width 16"),
+        ((4, 4), {"widening_heads": 3}, "widening_heads", "a divisor of the width 8"),
+        ((4, 4), {"stride": 3}, "stride", "both sides of the 4x4 grid"),
+        ((4, 4), {"kv_stride": 3}, "kv_stride", "both sides of the 4x4 grid"),
+        ((4, 4), {"widening_kv_stride": 3}, "widening_kv_stride", "both sides of the 4x4 grid"),
+        ((4, 6), {}, "relative_position", "false, or a square grid instead of 4x6"),
+        ((4, 4), {"mlp_ratio": 0.01}, "mlp_ratio", "a hidden channel of the width 8"),
+        ((4,), {}, "type", "2-dimensional grid of tokens"),
+    ],
+)
+def test_misfits_say_what_would_fit(size, options, argument, message):
+    with pytest.raises(PartArgumentError, match=message) as error:
+        MultiScaleTransition(BuildContext(Shape(8, size, "tokens"), 16), **{"heads": 2} | options)
+    assert error.value.argument == argument
+
+
+@pytest.mark.parametrize("options", [{}, LARGE], ids=["widening attention", "widening MLP"])
+def test_facebooks_names_become_timms(randomised, options):
+    original = randomised(tiny(**options))
+    expected, file, count = original.state_dict(), {}, 0
+    for i, stage in enumerate(original.stages):
+        for j in range(len(stage.blocks)):
+            here = {key: value for key, value in expected.items() if key.startswith(f"stages.{i}.blocks.{j}.")}
+            file |= {key.replace(f"stages.{i}.blocks.{j}", f"blocks.{count}"): value for key, value in here.items()}
+            count += 1
+    file |= {key.replace("head.fc", "head.projection"): value for key, value in expected.items() if "stages" not in key}
+    for shortcut in ("shortcut_proj_attn", "shortcut_proj_mlp"):
+        file = {key.replace(shortcut, "proj"): value for key, value in file.items()}
+    found, notes = SOURCE.canonical(original, file)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert notes == ["facebookresearch/mvit's names became timm's: blocks are counted by stage"]
+    assert SOURCE.canonical(original, expected) == (expected, [])

@@ -1,0 +1,339 @@
+"""BERT and RoBERTa of Transformers: tiny random originals, converted, give equal logits, and their weights come back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from torch import Tensor, nn
+
+import revzoo
+from revzoo.conversion.sources.base import Choice
+from revzoo.conversion.sources.transformers_bert import BERT, ROBERTA, TransformersEncoder
+from revzoo.errors import ConversionError, InputError
+
+GOLDEN = Path(__file__).parent / "golden"
+FAITHFUL = Choice("momentum", kept_bits=None, strength=0.0)
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 18,
+    "attn_implementation": "eager",
+}
+CONFIGS = {
+    "Bert": transformers.BertConfig(**SIZES, layer_norm_eps=1e-12),
+    "Roberta": transformers.RobertaConfig(**SIZES, layer_norm_eps=1e-5, type_vocab_size=1),
+    "XLMRoberta": transformers.XLMRobertaConfig(**SIZES, layer_norm_eps=1e-5),
+}
+CASES = [
+    ("BertModel", {}),
+    ("BertModel", {"add_pooling_layer": False}),
+    ("BertForSequenceClassification", {"num_labels": 3, "hidden_act": "relu"}),
+    ("BertForMaskedLM", {"hidden_act": "silu"}),
+    ("BertForPreTraining", {}),
+    ("RobertaModel", {}),
+    ("RobertaModel", {"add_pooling_layer": False}),
+    ("RobertaForSequenceClassification", {"hidden_act": "gelu"}),
+    ("RobertaForMaskedLM", {"hidden_act": "relu", "pad_token_id": 3}),
+    ("XLMRobertaModel", {}),
+    ("XLMRobertaForSequenceClassification", {"num_labels": 1}),
+    ("XLMRobertaForMaskedLM", {"intermediate_size": 47}),
+]
+IDS = [name + ("" if options.get("add_pooling_layer", True) else "-no-pooler") for name, options in CASES]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def original(name: str, options: dict) -> tuple[nn.Module, dict, TransformersEncoder]:
+    """Return a random network of Transformers, no parameter of which is 0 or 1, its configuration and its source."""
+    options = dict(options)
+    base = CONFIGS[name.partition("For")[0].removesuffix("Model")]
+    without = {"add_pooling_layer": options.pop("add_pooling_layer")} if "add_pooling_layer" in options else {}
+    config = type(base).from_dict(base.to_dict() | options)
+    network = getattr(transformers, name)(config, **without).eval()
+    for key, p in network.named_parameters():
+        nn.init.normal_(p, mean=float(key.endswith("LayerNorm.weight")), std=0.3)
+    facts = network.config.to_dict() | {"architectures": [name]}
+    source = BERT if name.startswith("Bert") else ROBERTA
+    return network, source.completed(facts, network.state_dict()), source
+
+
+def converted(source, facts: dict, tensors: dict[str, Tensor], choice: Choice, folder: Path) -> revzoo.Model:
+    file = folder / "spec.yaml"
+    file.write_text(yaml.safe_dump({"name": "converted", **source.spec(facts, choice)}))
+    model = revzoo.build(revzoo.load_spec(file)).eval()
+    left = model.load_state_dict(to_ours(source.entries(facts), tensors), strict=False)
+    assert left.unexpected_keys == []
+    assert left.missing_keys == [key for key in ("head.weight",) if key in model.state_dict()]  # the table of embeddings
+    model.schedule = "store"
+    return model
+
+
+def to_ours(entries, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for entry in entries:
+        made = entry.to_ours([tensors[key] for key in entry.theirs])
+        for key, tensor in zip(entry.ours, made, strict=True):
+            assert key not in found
+            found[key] = tensor
+    return found
+
+
+def batch(padding: int) -> tuple[Tensor, Tensor]:
+    """Return three texts of 11, 7 and 2 tokens, and their mask."""
+    ids = torch.randint(4, 50, (3, 11))
+    ids[1, 7:] = ids[2, 2:] = padding
+    return ids, ids != padding
+
+
+def output(network: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    found = network(ids, attention_mask=mask.long())
+    for name in ("logits", "prediction_logits", "pooler_output", "last_hidden_state"):
+        if getattr(found, name, None) is not None:
+            return getattr(found, name)
+    raise AssertionError(found.keys())
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+@torch.no_grad()
+def test_a_faithful_coupling_gives_the_originals_outputs(name, options, tmp_path):
+    network, facts, source = original(name, options)
+    tensors, _ = source.canonical(facts, network.state_dict())
+    model = converted(source, facts, tensors, FAITHFUL, tmp_path)
+    ids, mask = batch(facts["pad_token_id"])
+    expected = output(network, ids, mask)
+    found = model(ids, mask)
+    assert found.shape == expected.shape
+    assert found.shape[-1] == model.num_outputs
+    assert distance(found, expected) <= 1e-5
+    assert distance(expected[:1], expected[1:2]) > 1e-2, "the texts differ"
+    assert torch.equal(model(ids), found), "the mask is found by itself"
+    assert distance(model(ids[:1]), output(network, ids[:1], mask[:1])) <= 1e-5
+    longest = torch.randint(4, 50, (1, model.spec.input.length))
+    assert distance(model(longest), output(network, longest, longest > 0)) <= 1e-5
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+def test_weights_come_back_bit_for_bit(name, options):
+    network, facts, source = original(name, options)
+    tensors = network.state_dict()
+    back = {}
+    for entry in source.entries(facts):
+        ours = entry.to_ours([tensors[key] for key in entry.theirs])
+        back |= zip(entry.theirs, entry.to_theirs(list(ours)), strict=True)
+    ignored = {key for key in tensors if source.ignored(key)} - back.keys()
+    assert sorted(back) == sorted(tensors.keys() - ignored)
+    assert all(torch.equal(back[key], tensors[key]) for key in back)
+    task = name.partition("For")[2]
+    copies = {"MaskedLM": 2, "PreTraining": 2 + 4}.get(task, 0)
+    assert len(ignored) == copies
+    again = type(network)(network.config, **({} if facts["add_pooling_layer"] or task else {"add_pooling_layer": False}))
+    missing = again.load_state_dict(back, strict=False).missing_keys
+    assert set(missing) == ignored
+
+
+@torch.no_grad()
+def test_strengths_and_additive_have_the_same_tensors_and_another_function(tmp_path):
+    network, facts, source = original("BertForSequenceClassification", {})
+    ids, mask = batch(0)
+    faithful = converted(source, facts, network.state_dict(), FAITHFUL, tmp_path)
+    additive = converted(source, facts, network.state_dict(), Choice("additive"), tmp_path)
+    for key, tensor in faithful.state_dict().items():
+        assert torch.equal(additive.state_dict()[key], tensor)
+    assert distance(additive(ids, mask), faithful(ids, mask)) > 1e-3
+    assert additive.spec.fuse.type == "mean"
+    dual = converted(source, facts, network.state_dict(), Choice("dual_residual", kept_bits=None, strength=0.0), tmp_path)
+    assert torch.equal(dual(ids, mask), faithful(ids, mask))
+    kept = converted(source, facts, network.state_dict(), Choice(), tmp_path)
+    assert kept.coupling.kept_bits == 8
+    assert kept.coupling.a == -kept.coupling.b
+
+
+@pytest.mark.parametrize("name", ["BertModel", "BertForMaskedLM", "RobertaForSequenceClassification"])
+def test_the_default_start_is_close_and_its_gradients_are_those_of_stored_states(name, tmp_path):
+    network, facts, source = original(name, {})
+    model = converted(source, facts, network.state_dict(), Choice(), tmp_path)
+    model.exact = True
+    ids, mask = batch(facts["pad_token_id"])
+    gradients = {}
+    for schedule in ("store", "invert"):
+        model.schedule = schedule
+        model.zero_grad()
+        outputs = model(ids, mask)
+        outputs.square().sum().backward()
+        gradients[schedule] = {key: p.grad for key, p in model.named_parameters()}
+    assert distance(outputs.detach(), output(network, ids, mask).detach()) < 0.02
+    assert all(torch.equal(gradients["invert"][key], found) for key, found in gradients["store"].items())
+
+
+@pytest.mark.parametrize("name", ["BertForPreTraining", "BertModel", "RobertaForSequenceClassification", "RobertaForMaskedLM"])
+def test_keys_are_golden(name):
+    network, facts, source = original(name, {"num_hidden_layers": 1})
+    rows = [f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.how})" for e in source.entries(facts)]
+    dropped = [f"{key} -> (ignored)" for key in network.state_dict() if source.ignored(key) and name != "BertModel"]
+    assert rows + dropped == (GOLDEN / f"transformers_{name}.txt").read_text().splitlines()
+
+
+def test_everything_is_read_from_the_configuration():
+    options = {
+        "hidden_dropout_prob": 0.2,
+        "attention_probs_dropout_prob": 0.3,
+        "classifier_dropout": 0.4,
+        "initializer_range": 0.05,
+    }
+    _, facts, source = original("RobertaForSequenceClassification", {**options, "num_labels": 4})
+    spec = source.spec(facts, Choice())
+    assert spec["input"] == {"kind": "text", "length": 16, "vocabulary": 50, "padding": 1}
+    assert (spec["stem"]["dropout"], spec["stem"]["eps"], spec["stem"]["types"]) == (0.2, 1e-5, 1)
+    assert (spec["block"]["f"]["dropout"], spec["block"]["f"]["attention_dropout"], spec["block"]["f"]["heads"]) == (
+        0.2,
+        0.3,
+        3,
+    )
+    assert spec["block"]["g"]["dropout"] == 0.2
+    assert spec["head"] == {"type": "sequence_classification", "outputs": 4, "dropout": 0.4, "input_dropout": 0.4}
+    assert spec["init"] == {"type": "normal", "std": 0.05}
+    silent = {key: facts[key] for key in ("model_type", "num_hidden_layers", "vocab_size", "hidden_size")}
+    silent |= {"num_attention_heads": 3, "intermediate_size": 40, "model_type": "bert"}
+    spec = BERT.spec(silent, Choice())
+    assert (spec["stem"]["eps"], spec["stem"]["types"], spec["stem"]["dropout"], spec["input"]["padding"]) == (1e-12, 2, 0.1, 0)
+    assert spec["head"] == {"type": "text_features", "of": "text"}
+
+
+@pytest.mark.parametrize(
+    ("zoo", "config", "task"),
+    [
+        ("rev_bert_base", transformers.BertConfig(), "BertForSequenceClassification"),
+        ("rev_bert_base_mlm", transformers.BertConfig(), "BertForMaskedLM"),
+        (
+            "rev_roberta_base_post",
+            transformers.RobertaConfig(
+                vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5, pad_token_id=1
+            ),
+            "RobertaForSequenceClassification",
+        ),
+    ],
+)
+def test_published_sizes_become_the_zoos_own_specs(zoo, config, task, tmp_path):
+    source = BERT if task.startswith("Bert") else ROBERTA
+    facts = config.to_dict() | {"architectures": [task]}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({"name": zoo, **source.spec(facts, Choice("additive"))}))
+    assert revzoo.load_spec(tmp_path).digest == revzoo.load_spec(zoo).digest
+    keys = {key for entry in source.entries(facts) for key in entry.ours}
+    assert revzoo.create(zoo, device="meta").state_dict().keys() - keys <= {"head.weight"}
+
+
+def test_files_of_other_versions_and_other_models_are_understood():
+    network, facts, source = original("BertForMaskedLM", {})
+    new = {key: tensor for key, tensor in network.state_dict().items() if not source.ignored(key)}
+    old = {
+        key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
+        for key, t in new.items()
+    }
+    bare = {key.removeprefix("bert."): tensor for key, tensor in new.items()}
+    decoder = {key.replace("predictions.bias", "predictions.decoder.bias"): tensor for key, tensor in new.items()}
+    constants = {**new, "bert.embeddings.position_ids": torch.arange(18)[None], "bert.pooler.dense.bias": torch.ones(12)}
+    for file in (new, old, bare, decoder, constants):
+        found = {key: t for key, t in source.canonical(facts, file)[0].items() if not source.ignored(key)}
+        assert sorted(found) == sorted(new)
+        assert all(torch.equal(found[key], tensor) for key, tensor in new.items())
+    plain, facts, source = original("BertModel", {})
+    prefixed = {f"bert.{key}": tensor for key, tensor in plain.state_dict().items()}
+    assert sorted(source.canonical(facts, prefixed)[0]) == sorted(plain.state_dict())
+
+
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "BertForPreTraining"])
+def test_a_class_that_no_configuration_names_is_found_by_the_keys(name, options):
+    network, facts, source = original(name, options)
+    found = source.completed(facts | {"architectures": None}, network.state_dict())
+    assert found["architectures"] == [name]
+    assert source.fits(found)
+    assert not (ROBERTA if source is BERT else BERT).fits(found)
+    assert not source.fits(network)
+    assert source.recognises(network.state_dict())
+    assert not source.recognises({"blocks.0.attn.qkv.weight": torch.ones(1)})
+
+
+def test_labels_are_counted_where_they_are_written():
+    _, facts, source = original("BertForSequenceClassification", {})
+    silent = {key: value for key, value in facts.items() if key not in ("num_labels", "id2label", "label2id")}
+    assert source.spec(silent, Choice())["head"]["outputs"] == 2
+    assert source.spec(silent | {"id2label": {"0": "a", "1": "b", "2": "c"}}, Choice())["head"]["outputs"] == 3
+    assert source.completed(silent, {"classifier.weight": torch.ones(5, 12)})["num_labels"] == 5
+
+
+def test_what_is_left_out_is_said():
+    notes = {}
+    for name in ("BertForPreTraining", "BertModel", "RobertaModel"):
+        network, facts, source = original(name, {})
+        notes[name] = source.canonical(facts, network.state_dict())[1]
+    assert [len(found) for found in notes.values()] == [3, 2, 1]
+    assert notes["BertForPreTraining"][-1] == "The head for the next sentence is dropped."
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "message"),
+    [
+        (
+            BERT,
+            {"model_type": "electra"},
+            r"Transformers BERT: model_type cannot be converted\. Received: 'electra'\. Allowed: bert\.",
+        ),
+        (
+            BERT,
+            {"architectures": ["BertLMHeadModel"]},
+            r"architectures cannot .* 'BertLMHeadModel'\. .*BertForMaskedLM.*Did you mean",
+        ),
+        (BERT, {"architectures": ["BertForTokenClassification"]}, r"Did you mean 'BertForSequenceClassification'\?"),
+        (ROBERTA, {"architectures": ["BertModel"]}, r"Received: 'BertModel'.*Did you mean 'RobertaModel'"),
+        (BERT, {"is_decoder": True}, r"is_decoder cannot be converted\. Received: True\. Allowed: False\."),
+        (BERT, {"add_cross_attention": True}, r"add_cross_attention"),
+        (BERT, {"position_embedding_type": "relative_key"}, r"position_embedding_type .*'relative_key'\. Allowed: 'absolute'"),
+        (ROBERTA, {"pruned_heads": {"0": [1]}}, r"pruned_heads"),
+        (
+            BERT,
+            {"hidden_act": "gelu_new"},
+            r"hidden_act .*'gelu_new'\. Allowed: gelu, relu, silu, swish\. Did you mean 'gelu'\?",
+        ),
+        (BERT, {"architectures": ["BertForMaskedLM"], "tie_word_embeddings": False}, r"tie_word_embeddings .*Allowed: true"),
+        (ROBERTA, {"pad_token_id": None}, r"pad_token_id"),
+        (BERT, {"hidden_size": None, "vocab_size": "many"}, r"vocab_size, hidden_size cannot be converted"),
+    ],
+)
+def test_what_cannot_be_expressed_is_named(source, change, message):
+    facts = CONFIGS["Bert" if source is BERT else "Roberta"].to_dict() | {"architectures": None} | change
+    for ask in (lambda: source.spec(facts, Choice()), lambda: source.entries(facts)):
+        with pytest.raises(ConversionError, match=message):
+            ask()
+
+
+def test_untied_embeddings_are_refused_wherever_they_show():
+    network, facts, source = original("RobertaForMaskedLM", {})
+    tensors = dict(network.state_dict())
+    for key in ("lm_head.decoder.weight", "lm_head.decoder.bias"):
+        with pytest.raises(ConversionError, match=rf"{key} is not the copy of .* as RobertaModel\."):
+            source.canonical(facts, tensors | {key: tensors[key] + 1})
+
+
+def test_an_unknown_kind_of_classifier_is_refused():
+    network = transformers.BertForTokenClassification(CONFIGS["Bert"])
+    with pytest.raises(ConversionError, match=r"classifier of an unknown kind\. Received: classifier.bias, classifier.weight"):
+        BERT.completed(CONFIGS["Bert"].to_dict() | {"architectures": None}, network.state_dict())
+
+
+def test_features_have_no_outputs_to_replace(tmp_path):
+    network, facts, source = original("BertModel", {})
+    model = converted(source, facts, network.state_dict(), FAITHFUL, tmp_path)
+    with pytest.raises(InputError, match=r"12 features .* Received: 5 outputs.*sequence_classification, outputs: 5"):
+        model.reset_head(5)

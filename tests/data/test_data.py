@@ -1,0 +1,212 @@
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import CIFAR10
+
+from revzoo.data.loading import load_data
+from revzoo.data.options import AugmentOptions, DataOptions
+from revzoo.errors import DataError
+from revzoo.spec.schema import ImageInput
+
+GREY = ImageInput("image", 1, (8, 8))
+COLOUR = ImageInput("image", 3, (32, 32))
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves closing them to Python
+
+
+def digits(**options):
+    return DataOptions("digits", **{"batch_size": 100, **options})
+
+
+def images(root, **options):
+    return DataOptions("folder", **{"batch_size": 4, "root": str(root), **options})
+
+
+def epoch(data, number, skip=0):
+    data.start_epoch(number, skip)
+    return list(data.train)
+
+
+def same(one, other):
+    pairs = list(zip(one, other, strict=True))
+    return all(torch.equal(a, b) and torch.equal(i, j) for (a, i), (b, j) in pairs)
+
+
+def test_digits_split():
+    data = load_data(digits(), GREY, seed=0)
+    labels = torch.cat([labels for _, labels in data.test])
+    assert len(data.test.dataset) == len(labels) == 355
+    assert len(data.train.dataset) == 1442
+    assert labels.bincount().tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]  # a fifth of each class
+    assert data.classes == 10
+    everything = torch.cat([batch for batch, _ in epoch(load_data(digits(batch_size=1442), GREY, 0), 0)])
+    assert everything.shape == (1442, 1, 8, 8)
+    assert everything.mean().abs() < 1e-6
+    torch.testing.assert_close(everything.std(), torch.tensor(1.0))
+
+
+def test_digits_are_moved_by_at_most_the_shift():
+    still, moved = (load_data(digits(batch_size=1442, shift=shift), GREY, 0) for shift in (0, 1))
+    (before, labels), (after, same_labels) = *epoch(still, 3), *epoch(moved, 3)
+    assert torch.equal(labels, same_labels)
+    padded = torch.nn.functional.pad(before, [1] * 4, value=before.min().item())
+    places = torch.stack([padded[:, :, i : i + 8, j : j + 8] for i in range(3) for j in range(3)])
+    hits = (places == after).flatten(2).all(2)  # (9, n)
+    assert hits.any(0).all()
+    assert (hits.sum(1) > 1442 // 9 // 2).all()  # every one of the nine places is taken, about equally often
+    assert torch.equal(next(iter(moved.test))[0], next(iter(still.test))[0])
+
+
+@pytest.mark.parametrize("kind", ["digits", "folder"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, folder):
+    def load(seed=7, workers=workers):
+        options = digits(shift=1, num_workers=workers) if kind == "digits" else images(folder, num_workers=workers)
+        return load_data(options, GREY, seed)
+
+    data = load()
+    second = epoch(data, 1)
+    assert same(second, epoch(load(workers=0), 1))
+    assert same(second, epoch(data, 1))
+    assert not same(second, epoch(data, 2))
+    assert not same(second, epoch(load(seed=8), 1))
+    size = len(second[0][1])
+    assert same(second[1:], epoch(data, 1, skip=size))
+    assert epoch(data, 1, skip=len(second) * size) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_process_draws_its_own_numbers(folder, workers):
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    epoch(load_data(images(folder, num_workers=workers), GREY, 0), 0)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+def test_folder(folder):
+    plain = AugmentOptions(hflip=0, color_jitter=None, scale=(1, 1), ratio=(1, 1), crop_pct=1.0, mean=(0.5,), std=(0.25,))
+    data = load_data(images(folder, augment=plain), GREY, 0)
+    assert data.classes == 2
+    for loader in (data.train, data.test):
+        for batch, labels in loader:
+            assert batch.shape == (4, 1, 8, 8)
+            for image, label in zip(batch, labels, strict=True):
+                pixels = (image * 0.25 + 0.5)[0] * 255
+                paths = [folder / "train" / ("cat", "dog")[label] / f"{i}.png" for i in range(4)]
+                assert any(np.allclose(np.asarray(Image.open(path)), pixels, atol=1e-3) for path in paths)
+
+
+def test_validation_labels_are_those_of_training(folder):
+    for path in (folder / "val" / "cat").iterdir():
+        path.unlink()
+    (folder / "val" / "cat").rmdir()
+    data = load_data(images(folder), GREY, 0)
+    assert torch.cat([labels for _, labels in data.test]).tolist() == [1, 1, 1, 1]
+
+
+def test_padding_replaces_the_resized_crop(folder):
+    augment = AugmentOptions(padding=1, hflip=0, color_jitter=None, mean=(0.0,), std=(1.0,))
+    (batch, labels), *_ = epoch(load_data(images(folder, augment=augment), GREY, 0), 0)
+    for image, label in zip(batch, labels, strict=True):
+        found = []
+        for i in range(4):
+            source = torch.tensor(np.asarray(Image.open(folder / "train" / ("cat", "dog")[label] / f"{i}.png")) / 255)
+            padded = torch.nn.functional.pad(source, [1] * 4)
+            found += [torch.allclose(padded[y : y + 8, x : x + 8].float(), image[0]) for y in range(3) for x in range(3)]
+        assert any(found)
+
+
+def test_cifar(tmp_path, monkeypatch):
+    """CIFAR's own files, with ten random images in each, through timm and torchvision."""
+    dice = np.random.default_rng(0)
+    root = tmp_path / "cifar-10-batches-py"
+    root.mkdir()
+    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+        batch = {"data": dice.integers(0, 256, (10, 3072), dtype=np.uint8), "labels": list(range(10))}
+        (root / name).write_bytes(pickle.dumps(batch))
+    (root / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    options = DataOptions("cifar10", batch_size=25, root=str(tmp_path), augment=AugmentOptions(padding=2))
+    with pytest.raises(DataError, match=r"No complete cifar10 in .*: looked for the folder cifar-10-batches-py"):
+        load_data(options, COLOUR, 0)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    data = load_data(options, COLOUR, 0)
+    assert [tuple(batch.shape) for batch, _ in data.train] == [(25, 3, 32, 32)] * 2
+    batch, labels = next(iter(data.test))
+    assert labels.tolist() == list(range(10))
+    raw = torch.from_numpy(np.array(CIFAR10(tmp_path, train=False).data)).permute(0, 3, 1, 2) / 255
+    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2471, 0.2435, 0.2616])
+    torch.testing.assert_close(batch, (raw - mean[:, None, None]) / std[:, None, None])
+
+
+def refusal(options, input=GREY, processes=1):
+    with pytest.raises(DataError) as caught:
+        load_data(options, input, 0, processes)
+    return str(caught.value)
+
+
+def test_refusals_of_folders(tmp_path, folder):
+    missing, empty = tmp_path / "missing", tmp_path / "empty"
+    assert refusal(images(missing)) == f"There is no folder {missing}. Set data.root to where the data are."
+    empty.mkdir()
+    assert refusal(images(empty)) == (
+        f"No train images in {empty}: looked for a folder called train or training with one folder of images per class. "
+        "Received: none."
+    )
+    (empty / "train").mkdir()
+    (empty / "val").mkdir()
+    assert refusal(images(empty)) == f"{empty}/train has no classes: looked for one folder of images per class."
+    (empty / "train" / "cat").mkdir()
+    assert refusal(images(empty)) == f"The class folders in {empty}/train hold no images: looked for .png, .jpg and .jpeg."
+    (folder / "val").rename(folder / "elsewhere")
+    assert refusal(images(folder)) == (
+        f"No validation images in {folder}: looked for a folder called val or valid or validation or eval or evaluation or "
+        "test with one folder of images per class. Received: elsewhere, train."
+    )
+    (folder / "elsewhere" / "dog").rename(folder / "elsewhere" / "wolf")
+    (folder / "elsewhere").rename(folder / "val")
+    assert refusal(images(folder)) == f"{folder}/val has classes that {folder}/train has not: wolf."
+    (folder / "train" / "cat" / "0.png").rename(folder / "train" / "0.png")
+    assert refusal(images(folder)) == (
+        f"There are images directly in {folder}/train, outside of any class folder. Move or remove them."
+    )
+
+
+def test_refusals_of_other_data(folder):
+    assert refusal(digits(batch_size=1000), processes=2) == (
+        "The 1442 training images are not a batch for each of 2 processes. Received: data.batch_size=1000. "
+        "Use data.batch_size=721 or less."
+    )
+    assert refusal(digits(), COLOUR).startswith("Digits are images of 1 channel and 8x8 pixels. Received: a model for 3")
+    assert refusal(DataOptions("imagenet", 4, str(folder))).startswith(f"{folder}/train should hold ImageNet's 1000 class")
+    assert refusal(DataOptions("cifar10", 4, str(folder))).startswith(
+        "cifar10 has images of 3 channels. Received: a model for 1."
+    )
+    assert refusal(digits(shift=8)) == "Digits have 8x8 pixels. Received: data.shift=8. Use data.shift=7 or less."
+    assert refusal(images(folder, augment=AugmentOptions(padding=8))).startswith("Padding has to be smaller than an image.")
+    augment = AugmentOptions(mean=(0.5,), std=(0.5,))
+    assert refusal(images(folder, augment=augment), COLOUR).startswith("One mean and std per channel is needed")
+
+
+def test_empty_and_single_classes_are_named(folder):
+    for path in (folder / "train" / "cat").iterdir():
+        path.unlink()
+    assert refusal(images(folder)).startswith(f"Class folders in {folder}/train without images in them: cat.")
+    (folder / "train" / "cat").rmdir()
+    assert refusal(images(folder)).startswith(f"{folder}/train has one class: dog.")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("content", [b"", b"no image", None])
+def test_broken_images_are_named(folder, split, workers, content):
+    path = folder / split / "cat" / "2.png"
+    path.write_bytes(path.read_bytes()[:60] if content is None else content)
+    data = load_data(images(folder, num_workers=workers), GREY, 0)
+    with pytest.raises(DataError) as caught:
+        list(data.train if split == "train" else data.test)
+    assert str(caught.value).startswith(f"The image {path} cannot be read (")
+    assert "Traceback" not in str(caught.value)
