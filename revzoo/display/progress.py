@@ -1,8 +1,6 @@
-"""What a person sees of a run: one line per epoch, a moving bar on a terminal, and a picture of the curves."""
+"""What a person sees of a run: one line per epoch, and a moving bar on a terminal."""
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -76,27 +74,3 @@ class Display:
 def memory_bytes() -> int:
     """Return the most that CUDA tensors have occupied; without CUDA, what the process occupies now."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
-
-
-def draw_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw losses and top-1 over epochs as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    losses, accuracy = figure.subplots(1, 2)
-    epochs = [record["epoch"] for record in records]
-    for key, label in (("train_loss", "training (with its regularisation)"), ("loss", "test")):
-        losses.plot(epochs, [record[key] for record in records], label=label)
-    losses.set(xlabel="epoch", ylabel="cross-entropy")
-    losses.legend()
-    accuracy.plot(epochs, [record["top1"] for record in records])
-    accuracy.set(xlabel="epoch", ylabel="test top-1 [%]")
-    moved = [key for key in ("kept_bits", "m", "alpha", "beta") if key in records[0]]
-    if moved:  # the coupling, as after each epoch
-        couplings = accuracy.twinx()
-        for key in moved:
-            couplings.step(epochs, [record[key] for record in records], "--", where="post", color="0.6", label=key)
-        couplings.legend(loc="lower right")
-    figure.savefig(path, format="png", dpi=120)

@@ -24,7 +24,8 @@ from timm.utils import distribute_bn
 
 from revzoo.checkpoint import files
 from revzoo.data.random import reseed
-from revzoo.display.progress import draw_curves, memory_bytes
+from revzoo.display.figures.curves import draw_curves
+from revzoo.display.progress import memory_bytes
 from revzoo.display.tables.memory import memory_table
 from revzoo.errors import CheckpointError, RevzooError
 from revzoo.file import write_atomically

@@ -1,0 +1,67 @@
+"""What all figures share: an empty page, its heading, plain axes, ticks in bytes, and how a picture is saved."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from revzoo.display.style import FAINT, GRID, INK
+
+LEFT = 0.95  # margin in front of the axes and the heading [inch]
+_UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty white figure of this size [inch]."""
+    return Figure(figsize=(width, height), dpi=120, facecolor="white")
+
+
+def draw_heading(figure: Figure, title: str, lines: Sequence[str], left: float = LEFT) -> None:
+    """Write a title and small lines below it at the top of the figure.
+
+    Args:
+        left: distance from the left edge [inch].
+    """
+    width, height = figure.get_size_inches()
+    x = left / width
+    figure.text(x, 1 - 0.42 / height, title, fontsize=16, fontweight="bold", color=INK, parse_math=False)
+    text = "\n".join(lines)
+    figure.text(x, 1 - 0.52 / height, text, fontsize=9, color=INK, va="top", parse_math=False, linespacing=1.5)
+
+
+def simplify_axes(axes: Axes) -> None:
+    """Leave only the bottom spine and pale horizontal grid lines."""
+    axes.grid(axis="y", color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, color=FAINT)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+
+
+def label_bytes(axis: Axis, ticks: Sequence[float]) -> None:
+    """Put ticks at these sizes on an axis, labelled such as "1.25 GiB"."""
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda size, _: format_tick(size)))
+
+
+def byte_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Return at most this many round sizes (1, 2 or 5 times 1, 10 or 100 of a binary unit, or a half of it) from low to high."""
+    steps = (scale * 1024.0**power for power in range(5) for scale in (1, 2, 5, 10, 20, 50, 100, 200, 256, 512))
+    step = next(step for step in steps if (high - low) / step <= most)
+    return [k * step for k in range(int(-(-low // step)), int(high // step) + 1)]
+
+
+def format_tick(size: float) -> str:
+    """Return a size without the zeros after its decimal point, such as "1.25 GiB"."""
+    unit = next(unit for unit in _UNITS if unit == "B" or size >= _UNITS[unit])
+    return f"{size / _UNITS[unit]:.6g} {unit}"
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure as PNG: the same bytes for the same figure, whatever the version of matplotlib."""
+    figure.savefig(path, format="png", metadata={"Software": None})

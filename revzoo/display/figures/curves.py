@@ -1,0 +1,37 @@
+"""The curves of a training run as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from revzoo.display.figures.base import new_figure, save, simplify_axes
+from revzoo.display.style import BLUE, ORANGE, PALE
+
+_COUPLING = ("kept_bits", "m", "alpha", "beta")  # keys of a record, where training moves the coupling
+
+
+def draw_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw losses and top-1 over epochs, and the coupling where it moves; write a PNG.
+
+    Args:
+        records: one for each epoch, as in the run's metrics file.
+    """
+    figure = new_figure(9, 3.5)
+    figure.set_layout_engine("constrained")
+    losses, accuracy = figure.subplots(1, 2)
+    epochs = [record["epoch"] for record in records]
+    curves = (("train_loss", "training (with its regularisation)", BLUE), ("loss", "test", ORANGE))
+    for key, label, color in curves:
+        losses.plot(epochs, [record[key] for record in records], label=label, color=color)
+    losses.set(xlabel="epoch", ylabel="cross-entropy")
+    losses.legend(frameon=False)
+    accuracy.plot(epochs, [record["top1"] for record in records], color=BLUE)
+    accuracy.set(xlabel="epoch", ylabel="test top-1 [%]")
+    for axes in (losses, accuracy):
+        simplify_axes(axes)
+    if moving := [key for key in _COUPLING if key in records[0]]:
+        couplings = accuracy.twinx()
+        for key in moving:
+            couplings.step(epochs, [record[key] for record in records], "--", where="post", color=PALE, label=key)
+        couplings.legend(loc="lower right", frameon=False)
+    save(figure, path)
