@@ -50,7 +50,11 @@ def label_bytes(axis: Axis, ticks: Sequence[float]) -> None:
 
 
 def byte_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Return at most this many round sizes (1, 2 or 5 times 1, 10 or 100 of a binary unit, or a half of it) from low to high."""
+    """Return round sizes from low to high: multiples of 1, 2 or 5 times 1, 10 or 100 of a binary unit, or of 256 or 512.
+
+    Args:
+        most: how many sizes at most.
+    """
     steps = (scale * 1024.0**power for power in range(5) for scale in (1, 2, 5, 10, 20, 50, 100, 200, 256, 512))
     step = next(step for step in steps if (high - low) / step <= most)
     return [k * step for k in range(int(-(-low // step)), int(high // step) + 1)]

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from revzoo.display.figures.base import new_figure, save, simplify_axes
 from revzoo.display.style import BLUE, ORANGE, PALE
 
@@ -29,9 +31,12 @@ def draw_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
     accuracy.set(xlabel="epoch", ylabel="test top-1 [%]")
     for axes in (losses, accuracy):
         simplify_axes(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     if moving := [key for key in _COUPLING if key in records[0]]:
         couplings = accuracy.twinx()
         for key in moving:
             couplings.step(epochs, [record[key] for record in records], "--", where="post", color=PALE, label=key)
+        simplify_axes(couplings)
+        couplings.grid(False)  # its ticks are not those of top-1
         couplings.legend(loc="lower right", frameon=False)
     save(figure, path)
