@@ -20,10 +20,10 @@ from revzoo.spec import data_root, list_recipes
 models = revzoo.list_models()
 for name in models:
     assert all(p.is_meta for p in revzoo.create(name, device="meta").parameters())
-for name in index.index():
+for name in index.read_index():
     revzoo.create(name, pretrained=True)
 homes = [str(Path(place).resolve()) for place in (revzoo.__file__, zoo_cli.__file__, data_root())]
-print(json.dumps({"models": models, "recipes": list_recipes(), "weights": sorted(index.index()), "homes": homes}))
+print(json.dumps({"models": models, "recipes": list_recipes(), "weights": sorted(index.read_index()), "homes": homes}))
 """
 
 
