@@ -32,10 +32,11 @@ from torch.utils.checkpoint import checkpoint
 import revzoo
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter, count_flops
-from revzoo.planning.problem import Problem, cost, peak, timeline_of
-from revzoo.planning.timeline import least_peak, solve
+from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.timeline import minimize_peak, solve
 from revzoo.runtime import ReversibleChain
-from revzoo.runtime.live_bytes import LiveBytes, tensors_in
+from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.runtime.nested import tensors_in
 
 SHALLOW = [f"stages.{stage}.depth=1" for stage in range(3)]  # of revnet_digits
 BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of activation_memory_budget
@@ -77,7 +78,7 @@ def networks(quick: bool) -> Iterator[tuple[str, Network, tuple[Tensor, ...]]]:
 
 def fronts(network: Network, batch: tuple[Tensor, ...], quick: bool) -> tuple[list[Point], Problem]:
     """Return what every method makes of a network, and the problem that was planned; costs are FLOPs."""
-    problem = revzoo.profile(network, batch, run=False).counted
+    problem = revzoo.profile(network, batch, run=False).memory
     found = list(planned(network, batch, problem, 5 if quick else 40))
     for mode in ("store", "invert"):
         network.schedule = mode
@@ -101,14 +102,14 @@ def counted(method: str, setting: str, network: Network, batch: tuple[Tensor, ..
 
 def planned(network: Network, batch: tuple[Tensor, ...], problem: Problem, points: int) -> Iterator[Point]:
     """Plan for budgets evenly spaced from the least possible to storing everything, and count what comes out."""
-    least, modes = least_peak(problem)
+    least, modes = minimize_peak(problem)
     stored = peak(problem, ["store"] * len(modes))
     seen = set()
     for i in range(points):
         budget = least + (stored - least) * i // (points - 1)
         modes = solve(problem, budget) or modes
         if tuple(modes) not in seen:
-            worst = max(timeline_of(problem, modes), key=lambda moment: moment.bytes)
+            worst = max(list_phase_peaks(problem, modes), key=lambda moment: moment.bytes)
             network.schedule = modes
             yield counted("planned", f"{budget}", network, batch, f"{worst.phase} {worst.name}")
         seen.add(tuple(modes))

@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from revzoo.errors import InputError
 from revzoo.model.network import Model
-from revzoo.runtime.chain import Mode, ReversibleChain
-from revzoo.runtime.live_bytes import tensors_in
+from revzoo.runtime.chain import ReversibleChain
+from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.schedule import Mode
 
 
 @contextmanager
@@ -48,12 +49,12 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         for card in {t.device for t in tensors if t.device.type not in ("cpu", "meta") and not isinstance(t, FakeTensor)}:
             stack.enter_context(torch.random.fork_rng(devices=[card], device_type=card.type))
         if mode := fake_mode(tensors, always=fake):
-            batch = _converted(batch, lambda t: faked(t, mode, home).requires_grad_(t.requires_grad))
+            batch = map_tensors(lambda t: faked(t, mode, home).requires_grad_(t.requires_grad), batch)
             _swap(model, stack, "_parameters", lambda p: nn.Parameter(faked(p, mode, home), p.requires_grad))
             _swap(model, stack, "_buffers", lambda b: faked(b, mode, home))
             stack.enter_context(mode)
         else:
-            batch = _converted(batch, lambda t: t.detach().requires_grad_(t.requires_grad))  # t.grad stays as it is
+            batch = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), batch)  # t.grad stays as it is
             _swap(model, stack, "_buffers", _copied)
         for p in model.parameters():
             stack.callback(setattr, p, "grad", p.grad)
@@ -166,14 +167,6 @@ def _valueless(t: Tensor) -> bool:
 def _copied(buffer: Tensor) -> Tensor:
     expanded = 0 in buffer.stride()  # such a view cannot be written to, and a copy would be larger
     return buffer if expanded else buffer.clone()
-
-
-def _converted(batch: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return convert(batch)
-    if isinstance(batch, Mapping):
-        return {key: _converted(value, convert) for key, value in batch.items()}
-    return type(batch)(_converted(item, convert) for item in batch) if isinstance(batch, tuple | list) else batch
 
 
 def _swap(model: nn.Module, stack: ExitStack, table: str, convert: Callable[[Tensor], Tensor]) -> None:

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from revzoo.analysis.dry_run import call, chains, isolated, linear_loss, require_module, scheduled
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
-from revzoo.runtime.chain import MODES
 from revzoo.runtime.drift import growth_unchecked
 from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.runtime.schedule import MODES
 
 
 @dataclass(frozen=True)

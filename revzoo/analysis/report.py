@@ -13,8 +13,8 @@ from revzoo.analysis.twin import build_twin
 from revzoo.bijection import Bijection
 from revzoo.checkpoint import index
 from revzoo.model.network import Model
-from revzoo.runtime.chain import MODES
-from revzoo.spec import ImageInput, Input, plain
+from revzoo.runtime.schedule import MODES
+from revzoo.spec import ImageInput, Input, to_plain
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ def report(model: Model, batch_size: int | None = None) -> ModelReport:
             assign(mode)
             memory[mode], kept[mode], flops[mode] = _trial(model, batch, model.units)
     totals = {mode: count.forward + count.backward for mode, count in flops.items()}
-    entry = index.index().get(spec.name)
+    entry = index.read_index().get(spec.name)
     return ModelReport(
         name=spec.name,
         family=spec.family,
         digest=spec.digest,
-        input=plain(spec.input),
+        input=to_plain(spec.input),
         outputs=model.num_outputs,
         coupling=spec.coupling.type,
         steps=len(model.steps),
@@ -137,8 +137,8 @@ def report(model: Model, batch_size: int | None = None) -> ModelReport:
         parts=tuple(_parts(model, kept)),
         memory=memory,
         twin=_twin(model, batch),
-        sources=plain(spec.sources),
-        expect=plain(spec.expect),
+        sources=to_plain(spec.sources),
+        expect=to_plain(spec.expect),
         weights=None if entry is None else {"file": entry.file, "metric": dict(entry.metric), "command": entry.command},
     )
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from revzoo.analysis.dry_run import call, chains, differentiable, isolated, require_module, scheduled, steps
 from revzoo.errors import InputError, RecoveryError, listing
-from revzoo.runtime.chain import Mode
+from revzoo.runtime.schedule import Mode
 
 Gradients = dict[str, Tensor | None]
 

@@ -11,7 +11,7 @@ from revzoo.conversion.report import Comparison
 from revzoo.conversion.sources.base import STRENGTHS
 from revzoo.errors import ConversionError, InputError
 from revzoo.model.network import Model
-from revzoo.runtime.live_bytes import tensors_in
+from revzoo.runtime.nested import tensors_in
 
 _EXAMPLES = 8  # random ones, where none are given
 _POINTS = 400  # of logits, for the picture

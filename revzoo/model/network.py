@@ -10,11 +10,12 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.model import inputs
 from revzoo.registry import couplings
-from revzoo.runtime.chain import Applicable, Mode, Pair, Step, checked_schedule, invert_chain, run_chain
+from revzoo.runtime.chain import Pair, Step, invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.node import run_node
+from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.spec.edit import with_coupling, with_outputs
 from revzoo.spec.schema import Spec
 
@@ -130,9 +131,9 @@ class Model(nn.Module):
         units = [entry for entry in self.layout() if entry.is_unit]
         if isinstance(modes, str):
             modes = [modes if unit.kind == "step" else "store" for unit in units]
-        checked = checked_schedule(modes, [unit.name for unit in units])
+        checked = check_schedule(modes, [unit.name for unit in units])
         nodes = [(mode, unit.name) for mode, unit in zip(checked, units, strict=True) if unit.kind == "node"]
-        checked_schedule([mode for mode, _ in nodes], [name for _, name in nodes], ("store", "selective", "recompute"))
+        check_schedule([mode for mode, _ in nodes], [name for _, name in nodes], ("store", "selective", "recompute"))
         self._schedule = checked
 
     @property
@@ -177,7 +178,7 @@ class Model(nn.Module):
         Raises:
             InputError: no integer >= 1, or a head whose outputs are the vocabulary.
         """
-        cast(Head, self.head).reset(checked_outputs(num_outputs))
+        cast(Head, self.head).reset(check_num_outputs(num_outputs))
         self.spec = with_outputs(self.spec, num_outputs)
 
     def no_weight_decay(self) -> set[str]:
@@ -287,7 +288,7 @@ class Model(nn.Module):
         )
 
 
-def checked_outputs(num_outputs: object) -> int:
+def check_num_outputs(num_outputs: object) -> int:
     """Return a number of outputs, or raise InputError unless it is an integer >= 1."""
     if not isinstance(num_outputs, int) or isinstance(num_outputs, bool) or num_outputs < 1:
         raise InputError(f"num_outputs is an integer >= 1. Received: {num_outputs!r}.")

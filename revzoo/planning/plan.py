@@ -15,16 +15,16 @@ from torch import nn
 from revzoo.errors import BudgetError, PlanError, UnknownNameError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import budget_bytes
-from revzoo.planning.count import counted_peak
-from revzoo.planning.hooks import PlannableModel, units
-from revzoo.planning.knapsack import Reading, solve_additive
-from revzoo.planning.problem import Moment, Problem, cost, peak, timeline_of
-from revzoo.planning.profile import Profile, profile
+from revzoo.planning.profiling.count import count_peak
+from revzoo.planning.profiling.hooks import PlannableModel, units
+from revzoo.planning.profiling.profile import Profile, profile
+from revzoo.planning.profiling.trace import Loss
 from revzoo.planning.setting import Setting, setting
-from revzoo.planning.timeline import least_peak
-from revzoo.planning.timeline import solve as solve_timeline
-from revzoo.planning.trace import Loss
-from revzoo.runtime.chain import Mode
+from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
+from revzoo.planning.solvers.problem import PhasePeak, Problem, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.timeline import minimize_peak
+from revzoo.planning.solvers.timeline import solve as solve_timeline
+from revzoo.runtime.schedule import Mode
 
 Solver = Literal["timeline", "knapsack"]
 
@@ -42,8 +42,8 @@ class Plan:
         budget_bytes: what it was to fit.
         seconds: of one forward and backward; None where nothing was run.
         extra_flops: of one forward and backward, over storing everything.
-        least_bytes: peak of the leanest schedule there is.
-        stored_bytes: peak of storing everything.
+        min_peak_bytes: peak of the leanest schedule there is.
+        no_recompute_peak_bytes: peak of storing everything.
         moments: the peak within each unit's forward, the loss, and each unit's backward, in order.
         solver: "timeline" or "knapsack".
         setting: what it holds for.
@@ -57,9 +57,9 @@ class Plan:
     budget_bytes: int
     seconds: float | None
     extra_flops: int
-    least_bytes: int
-    stored_bytes: int
-    moments: tuple[Moment, ...]
+    min_peak_bytes: int
+    no_recompute_peak_bytes: int
+    moments: tuple[PhasePeak, ...]
     solver: Solver
     setting: Setting
     max_invert_run: int | None = None
@@ -95,9 +95,9 @@ class Plan:
         try:
             facts = json.loads(Path(path).read_text())
             lists = {key: tuple(facts[key]) for key in ("units", "schedule", "notes")}
-            moments = tuple(Moment(**moment) for moment in facts["moments"])
+            moments = tuple(PhasePeak(**moment) for moment in facts["phase_peaks"])
             where = Setting(**{**facts["setting"], "batch": tuple(facts["setting"]["batch"])})
-            found = cls(**{**facts, **lists, "moments": moments, "setting": where})
+            found = cls(**{**facts, **lists, "phase_peaks": moments, "setting": where})
             found._check()
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise PlanError(
@@ -107,8 +107,8 @@ class Plan:
 
     def _check(self) -> None:
         """Raise ValueError for what `save` never writes."""
-        sizes = (self.peak_bytes, self.budget_bytes, self.least_bytes, self.stored_bytes, self.extra_flops)
-        if not all(type(size) is int and size >= 0 for size in (*sizes, *(moment.bytes for moment in self.moments))):
+        sizes = (self.peak_bytes, self.budget_bytes, self.min_peak_bytes, self.no_recompute_peak_bytes, self.extra_flops)
+        if not all(type(size) is int and size >= 0 for size in (*sizes, *(moment.bytes for moment in self.phase_peaks))):
             raise ValueError("its bytes and FLOPs are not all whole numbers")
         if not (self.seconds is None or (type(self.seconds) in (int, float) and math.isfinite(self.seconds))):
             raise ValueError("its seconds are no number")
@@ -118,8 +118,8 @@ class Plan:
             raise ValueError("it has an unknown solver or mode")
         if not (self.max_invert_run is None or (type(self.max_invert_run) is int and self.max_invert_run >= 0)):
             raise ValueError("its longest run is no number")
-        if len(self.units) != len(self.schedule) or len(self.moments) != 2 * len(self.units) + 1:
-            raise ValueError(f"it has {len(self.units)} units, {len(self.schedule)} modes and {len(self.moments)} moments")
+        if len(self.units) != len(self.schedule) or len(self.phase_peaks) != 2 * len(self.units) + 1:
+            raise ValueError(f"it has {len(self.units)} units, {len(self.schedule)} modes and {len(self.phase_peaks)} moments")
 
     def __str__(self) -> str:
         counts = Counter(self.schedule)
@@ -127,7 +127,7 @@ class Plan:
         lines = [
             f"{self.setting.model}, batch of {', '.join(self.setting.batch)}, {self.setting.dtype} on {self.setting.device}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
-            f"(all stored {format_bytes(self.stored_bytes)}, leanest {format_bytes(self.least_bytes)})",
+            f"(all stored {format_bytes(self.no_recompute_peak_bytes)}, leanest {format_bytes(self.min_peak_bytes)})",
             f"{modes}; {self._price()}",
             *self.notes,
         ]
@@ -137,7 +137,7 @@ class Plan:
         return f"{self.extra_flops:.2e} FLOPs more than storing" if self.seconds is None else f"{self.seconds:.4g} s a step"
 
 
-def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, reading: Reading = "peak") -> Plan:
+def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, reading: Baseline = "peak") -> Plan:
     """Return the fastest schedule whose peak is within the budget.
 
     Args:
@@ -161,7 +161,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, r
     if solver == "timeline":
         modes = ["store"] * len(problem.units) if stored <= limit else solve_timeline(problem, limit)
     elif solver == "knapsack":
-        modes = solve_additive(problem, limit, reading)
+        modes = solve_knapsack(problem, limit, reading)
         if modes is not None and problem.max_invert_run is not None and _longest_run(modes) > problem.max_invert_run:
             raise BudgetError(
                 f"The knapsack inverts more than {problem.max_invert_run} steps in a row, and more would round too much away. "
@@ -169,7 +169,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, r
             )
     else:
         raise UnknownNameError("solver", solver, get_args(Solver))
-    least, leanest = least_peak(problem)
+    least, leanest = minimize_peak(problem)
     if modes is None:
         raise BudgetError(_too_small(problem, limit, least, leanest, solver))
     notes = list(profile.notes)
@@ -183,11 +183,11 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, r
         schedule=cast(tuple[Mode, ...], tuple(modes)),
         peak_bytes=found,
         budget_bytes=limit,
-        seconds=None if profile.times is None else profile.times.step_seconds + cost(problem, modes) / 1e9,
-        extra_flops=cost(profile.counted, modes),
-        least_bytes=least,
-        stored_bytes=stored,
-        moments=tuple(timeline_of(problem, modes)),
+        seconds=None if profile.timing is None else profile.timing.step_seconds + cost(problem, modes) / 1e9,
+        extra_flops=cost(profile.memory, modes),
+        min_peak_bytes=least,
+        no_recompute_peak_bytes=stored,
+        phase_peaks=tuple(list_phase_peaks(problem, modes)),
         solver=solver,
         setting=profile.setting,
         max_invert_run=problem.max_invert_run,
@@ -226,7 +226,7 @@ def checked(model: nn.Module, batch: Any, profile: Profile, found: Plan, loss: L
     """Count the planned step, and plan anew with less where it takes more than was foreseen and than the budget."""
     limit = found.budget_bytes
     while True:
-        real = counted_peak(model, batch, found.schedule, loss, profile.other_bytes)
+        real = count_peak(model, batch, found.schedule, loss, profile.other_bytes)
         if real <= found.budget_bytes or found.peak_bytes > limit:
             return replace(found, peak_bytes=real)
         limit -= real - found.budget_bytes
@@ -246,7 +246,7 @@ def _too_small(problem: Problem, limit: int, least: int, leanest: Sequence[str],
     """Return what is missing, and what would help."""
     if solver == "knapsack":
         return f"The knapsack has no schedule within {format_bytes(limit)}. Try solver='timeline', or a larger budget."
-    worst = max(timeline_of(problem, leanest), key=lambda moment: moment.bytes)
+    worst = max(list_phase_peaks(problem, leanest), key=lambda moment: moment.bytes)
     where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
     return (
         f"Nothing fits {format_bytes(limit)}: at least {format_bytes(least)} ({least} bytes) are needed, {where}. Of these "

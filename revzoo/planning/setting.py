@@ -11,7 +11,7 @@ from torch import nn
 from revzoo.analysis.dry_run import require_module
 from revzoo.errors import InputError
 from revzoo.model.network import Model
-from revzoo.runtime.live_bytes import tensors_in
+from revzoo.runtime.nested import tensors_in
 
 
 @dataclass(frozen=True)

@@ -18,32 +18,23 @@ Nothing about a call is stored on modules: any number of forwards may precede a 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from revzoo.bijection import Bijection
-from revzoo.errors import InputError, RecoveryError, ScheduleError, did_you_mean
+from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.registry import couplings
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled
 
-Mode = Literal["store", "selective", "recompute", "invert"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 Pair = tuple[Tensor, Tensor]
-
-
-@runtime_checkable
-class Applicable(Protocol):
-    """Something that gives a model its schedule, such as a `revzoo.Plan`."""
-
-    def apply(self, model: nn.Module) -> None:
-        """Set `model.schedule`."""
 
 
 class ReversibleChain(nn.Module):
@@ -106,7 +97,7 @@ class ReversibleChain(nn.Module):
     def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
         if isinstance(modes, Applicable):
             return modes.apply(self)
-        self._schedule = checked_schedule(modes, self._names())
+        self._schedule = check_schedule(modes, self._names())
 
     def forward(self, x1: Tensor, x2: Tensor, side: Any = None) -> Pair:
         return run_chain(self._links(), x1, x2, side=side, exact=self.exact)
@@ -191,25 +182,6 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
         out = _call(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
         pair = _Turn(link, grid).invert(pair, out)
     return pair
-
-
-def checked_schedule(modes: Sequence[str] | str, names: Sequence[str], allowed: Sequence[str] = get_args(Mode)) -> list[Mode]:
-    """Return one mode per name from a list or a single mode.
-
-    Raises:
-        ScheduleError: the count or a mode is wrong; names the entry, what is allowed and the nearest match.
-    """
-    if not isinstance(modes, str | Sequence):
-        raise ScheduleError(f"A schedule is a mode ({', '.join(allowed)}) or a list of modes. Received: {modes!r}.")
-    modes = [modes] * len(names) if isinstance(modes, str) else list(modes)
-    if len(modes) != len(names):
-        raise ScheduleError(f"A schedule needs one mode for each of {len(names)} entries. Received: {len(modes)}.")
-    for mode, name in zip(modes, names, strict=True):
-        if mode not in allowed:
-            raise ScheduleError(
-                f"Unknown mode for {name}. Received: {mode!r}.{did_you_mean(str(mode), allowed)} Allowed: {', '.join(allowed)}."
-            )
-    return cast(list[Mode], modes)
 
 
 class _Turn:

@@ -33,7 +33,7 @@ def growth_unchecked() -> Iterator[None]:
         _checks_growth.reset(token)
 
 
-def longest_run(couplings: Sequence[Coupling], dtype: torch.dtype, error: float = _LARGEST_ERROR) -> int | None:
+def count_invertible_steps(couplings: Sequence[Coupling], dtype: torch.dtype, error: float = _LARGEST_ERROR) -> int | None:
     """Return how many steps in a row may be inverted in this dtype; None is any number.
 
     Args:

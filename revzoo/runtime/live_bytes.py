@@ -13,13 +13,15 @@ mode, so the count may lie one such tensor higher.
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from revzoo.runtime.nested import tensors_in
 
 Storages = frozenset[int]
 
@@ -133,17 +135,6 @@ class LiveBytes(TorchDispatchMode):
         if change := size - self._sizes[number]:
             self._sizes[number] = size
             self.log.append((number, change))
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested mappings and iterables, in order; anything else holds none."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from tensors_in(tree.values())
-    elif isinstance(tree, Iterable) and not isinstance(tree, str | bytes):
-        for item in tree:
-            yield from tensors_in(item)
 
 
 def wraps_tensors(kind: type) -> bool:

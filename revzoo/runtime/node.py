@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.runtime.chain import Mode
+from revzoo.runtime.schedule import Mode
 from revzoo.runtime.tape import Call, Kept, not_compiled
 
 

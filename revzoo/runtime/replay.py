@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.live_bytes import tensors_in
+from revzoo.runtime.nested import tensors_in
 
 # Recoveries in different threads (autograd has one per device) take turns in setting a shared random stream.
 _random_turn = RLock()

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.live_bytes import tensors_in, wraps_tensors
+from revzoo.runtime.live_bytes import wraps_tensors
+from revzoo.runtime.nested import tensors_in
 
 _PRODUCTS = frozenset(flop_registry)  # what PyTorch counts FLOPs for
 

@@ -6,15 +6,15 @@ small b rounds nearly everything away, so few steps in a row can be inverted; th
 Source: Dr2Net (Zhao et al. 2024) moves alpha and beta in floating point ("dynamic fine-tuning"); its schedule is not published.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from revzoo.errors import SpecError, SpecProblem, listing
 from revzoo.model.network import Model
 from revzoo.registry import couplings
-from revzoo.runtime.chain import Mode
-from revzoo.runtime.drift import longest_run
+from revzoo.runtime.drift import count_invertible_steps
+from revzoo.runtime.schedule import Mode, limit_inverted_runs
 from revzoo.training.recipe import CouplingOptions, Recipe
 
 _ERROR = 1e-4  # of a rebuilt state, relative, at most: gradients are then within 1e-3 of stored ones
@@ -52,8 +52,8 @@ class CouplingSchedule:
             if any(model.spec.coupling.arguments.get(key) != value for key, value in arguments.items()):
                 model.set_coupling(**arguments)
             if not self.exact:
-                run = longest_run([model.coupling] * len(model.steps), next(model.parameters()).dtype, _ERROR)
-                model.schedule = list(_anchored(self._modes, run))
+                run = count_invertible_steps([model.coupling] * len(model.steps), next(model.parameters()).dtype, _ERROR)
+                model.schedule = limit_inverted_runs(self._modes, run)
 
 
 def coupling_schedule(recipe: Recipe, model: Model, updates: int) -> CouplingSchedule | None:
@@ -75,13 +75,3 @@ def coupling_schedule(recipe: Recipe, model: Model, updates: int) -> CouplingSch
         allowed = "m, alpha or beta for a network converted with a strength, kept_bits for one with kept bits"
         raise SpecError([SpecProblem(recipe.file, "coupling", str(sorted(schedule.at(0))), allowed)])
     return schedule
-
-
-def _anchored(modes: Sequence[Mode], run: int | None) -> Iterator[Mode]:
-    """Yield modes with at most `run` inverted steps in a row, and recomputed ones between; None is any number."""
-    length = 0
-    for mode in modes:
-        length = length + 1 if mode == "invert" else 0
-        if run is not None and length > run:
-            length = 0
-        yield "recompute" if mode == "invert" and not length else mode

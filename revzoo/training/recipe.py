@@ -28,9 +28,9 @@ from revzoo.data.options import TEXTS, DataOptions
 from revzoo.errors import InputError, SpecError, SpecProblem, did_you_mean, listing
 from revzoo.planning.budget import budget_bytes
 from revzoo.planning.plan import Solver
-from revzoo.runtime.chain import Mode
+from revzoo.runtime.schedule import Mode
 from revzoo.spec.names import model_files, recipe_file, recipe_files
-from revzoo.spec.parsing import NOT_WRITTEN, parse, plain
+from revzoo.spec.parsing import NOT_WRITTEN, parse, to_plain
 from revzoo.spec.tree import MISSING, Node, apply_overrides, load_tree
 
 DEFAULT_RECIPE = "digits"
@@ -182,7 +182,7 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """Return the recipe as self-contained YAML: no base, no overrides, every default written."""
-        return OmegaConf.to_yaml(OmegaConf.create(plain(self)))
+        return OmegaConf.to_yaml(OmegaConf.create(to_plain(self)))
 
 
 def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -352,5 +352,5 @@ def _at(tree: Node, path: str) -> Node:
 
 
 def _value(tree: Node, path: str) -> Any:
-    value = _at(tree, path).plain()
+    value = _at(tree, path).to_plain()
     return None if value is MISSING else value

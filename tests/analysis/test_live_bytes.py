@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from revzoo.runtime.live_bytes import LiveBytes, tensors_in
+from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.runtime.nested import tensors_in
 
 A = 512 * 256 * 4  # one activation of the perceptron
 SCALARS = 8  # the loss and its gradient

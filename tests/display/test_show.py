@@ -18,7 +18,7 @@ from revzoo.display.figures.model import plot
 from revzoo.display.tables.memory import memory_table
 from revzoo.display.tables.model import show
 from revzoo.format import format_count, format_flops
-from revzoo.runtime.chain import MODES
+from revzoo.runtime.schedule import MODES
 
 SMALL = ["revnet_digits", "irevnet_digits", "rev_bert_mini"]
 TINY = ["stages.0.depth=1"]

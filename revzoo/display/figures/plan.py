@@ -19,7 +19,7 @@ from revzoo.display.style import MODE_COLORS
 from revzoo.display.tables.plan import Point
 from revzoo.format import format_bytes, format_flops, format_seconds
 from revzoo.planning.plan import Plan
-from revzoo.runtime.chain import MODES
+from revzoo.runtime.schedule import MODES
 
 _INK, _PALE, _GRID = "#222222", "#8a8a8a", "#e3e3e3"
 _PLAN, _FILL, _FIXED, _BACKWARD = "#c8452b", "#cfdfee", "#c3c8ce", "#f7f4ec"
@@ -45,7 +45,7 @@ def plot_plan(
         others: schedules to mark beside them, by name.
         fixed_bytes: weights, batch and state of the optimizer, which are shaded at the bottom.
     """
-    count = len(plan.moments)
+    count = len(plan.phase_peaks)
     cell, least, most = _CELL
     span = min(max(cell * count, least), most)
     side = 3.2 if front else 0.0
@@ -85,8 +85,8 @@ def _plan_lines(plan: Plan, others: Mapping[str, Point]) -> list[str]:
 
 def _draw_memory(axes: Axes, plan: Plan, fixed_bytes: int, inch: float) -> float:
     """Draw the bytes of every moment, and return the top of the axis."""
-    sizes, count, n = [moment.bytes for moment in plan.moments], len(plan.moments), len(plan.units)
-    highest = max(plan.stored_bytes, *sizes)
+    sizes, count, n = [moment.bytes for moment in plan.phase_peaks], len(plan.phase_peaks), len(plan.units)
+    highest = max(plan.no_recompute_peak_bytes, *sizes)
     top = 1.12 * float(max(highest, plan.budget_bytes if plan.budget_bytes < 1.35 * highest else 0))
     axes.axvspan(n + 1, count, color=_BACKWARD, lw=0)
     axes.stairs(sizes, range(count + 1), baseline=0, fill=True, color=_FILL)
@@ -112,10 +112,10 @@ def _draw_memory(axes: Axes, plan: Plan, fixed_bytes: int, inch: float) -> float
 
 def _draw_limits(axes: Axes, plan: Plan, top: float) -> None:
     """Draw the budget and what storing everything takes."""
-    count, pad = len(plan.moments), 0.012 * top
-    axes.axhline(plan.stored_bytes, color=MODE_COLORS["store"], lw=1.2, ls=(0, (1, 2)))
-    said = f"everything stored: {format_bytes(plan.stored_bytes)}"
-    axes.text(count * 0.99, plan.stored_bytes + pad, said, fontsize=8.5, color=MODE_COLORS["store"], ha="right", va="bottom")
+    count, pad = len(plan.phase_peaks), 0.012 * top
+    axes.axhline(plan.no_recompute_peak_bytes, color=MODE_COLORS["store"], lw=1.2, ls=(0, (1, 2)))
+    said = f"everything stored: {format_bytes(plan.no_recompute_peak_bytes)}"
+    axes.text(count * 0.99, plan.no_recompute_peak_bytes + pad, said, fontsize=8.5, color=MODE_COLORS["store"], ha="right", va="bottom")
     said = f"budget: {format_bytes(plan.budget_bytes)}"
     style: dict[str, Any] = {"fontsize": 8.5, "color": _PLAN, "fontweight": "bold"}
     if plan.budget_bytes > top:
@@ -127,9 +127,9 @@ def _draw_limits(axes: Axes, plan: Plan, top: float) -> None:
 
 def _draw_peak(axes: Axes, plan: Plan, top: float, fixed_bytes: int, inch: float) -> None:
     """Mark the highest moment, and say below the curve what it is; one inch of the axis is `inch` moments."""
-    sizes, count = [moment.bytes for moment in plan.moments], len(plan.moments)
+    sizes, count = [moment.bytes for moment in plan.phase_peaks], len(plan.phase_peaks)
     k = max(range(count), key=sizes.__getitem__)
-    moment = plan.moments[k]
+    moment = plan.phase_peaks[k]
     where = "at the loss" if moment.phase == "loss" else f"in {moment.phase} of {_short(moment.name)}"
     lines = (f"peak: {format_bytes(moment.bytes)}", where)
     half = max(map(len, lines)) * _CHARACTER * inch / 2
@@ -149,7 +149,7 @@ def _draw_peak(axes: Axes, plan: Plan, top: float, fixed_bytes: int, inch: float
 
 def _draw_modes(cells: Axes, names: Axes, plan: Plan, span: float, below: float) -> None:
     """Draw the schedule under forward, mirrored under backward, and name the units under forward."""
-    count, n = len(plan.moments), len(plan.units)
+    count, n = len(plan.phase_peaks), len(plan.units)
     lines = 0.9 if span / count > 0.08 else 0.3
     _draw_cells(cells, [plan.schedule], range(n + 1), (0, 1), lines)
     _draw_cells(cells, [plan.schedule[::-1]], range(n + 1, count + 1), (0, 1), lines)
@@ -287,7 +287,7 @@ def plot_heatmap(rows: Sequence[Mapping[str, Any]], units: Sequence[str], path: 
     for side in axes.spines.values():
         side.set_visible(False)
     _draw_names(names, units, span / len(units), len(units), below)
-    _legend(figure, modes, counted=False)
+    _legend(figure, modes, memory=False)
     _save(figure, path)
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from revzoo.analysis.report import ModelReport, PartReport, TwinReport
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.format import format_bytes, format_flops, format_shape
-from revzoo.runtime.chain import MODES
+from revzoo.runtime.schedule import MODES
 
 
 def show(report: ModelReport) -> RenderableType:

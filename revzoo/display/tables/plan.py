@@ -13,14 +13,14 @@ from rich.table import Table
 from torch import nn
 
 from revzoo.format import format_bytes, format_flops, format_seconds
-from revzoo.planning.anchor import anchored
 from revzoo.planning.batch import BatchPlan
-from revzoo.planning.hooks import units
 from revzoo.planning.plan import Plan
-from revzoo.planning.problem import Unit, cost, peak
-from revzoo.planning.profile import Profile
-from revzoo.planning.timeline import least_peak, solve
-from revzoo.runtime.chain import MODES
+from revzoo.planning.profiling.hooks import units
+from revzoo.planning.profiling.inversion_limit import place_anchors
+from revzoo.planning.profiling.profile import Profile
+from revzoo.planning.solvers.problem import Unit, cost, peak
+from revzoo.planning.solvers.timeline import minimize_peak, solve
+from revzoo.runtime.schedule import MODES
 
 _FRONT = 24  # budgets
 
@@ -35,23 +35,23 @@ class Point(TypedDict):
 
 def point(profile: Profile, modes: Sequence[str]) -> Point:
     """Return what a schedule of the profiled model takes; seconds are None where nothing was run."""
-    seconds = None if profile.times is None else profile.times.step_seconds + cost(profile.problem, modes) / 1e9
-    return {"peak_bytes": peak(profile.problem, modes), "seconds": seconds, "extra_flops": cost(profile.counted, modes)}
+    seconds = None if profile.timing is None else profile.timing.step_seconds + cost(profile.problem, modes) / 1e9
+    return {"peak_bytes": peak(profile.problem, modes), "seconds": seconds, "extra_flops": cost(profile.memory, modes)}
 
 
 def others(model: nn.Module, profile: Profile) -> dict[str, Point]:
     """Return what a plan is compared with: all stored, and all steps inverted (in runs as long as is safe)."""
     parts = units(model)
     found = {"all stored": point(profile, ["store"] * len(parts))}
-    if any(part.kind == "step" for part in parts) and profile.counted.max_invert_run != 0:
-        found["all inverted"] = point(profile, anchored(parts, profile.counted.max_invert_run))
+    if any(part.kind == "step" for part in parts) and profile.memory.max_invert_run != 0:
+        found["all inverted"] = point(profile, place_anchors(parts, profile.memory.max_invert_run))
     return found
 
 
 def front(profile: Profile, budgets: int = _FRONT) -> list[Point]:
     """Return what the fastest schedules take at budgets evenly spaced from the least that is possible to storing everything."""
     problem = profile.problem
-    least, modes = least_peak(problem)
+    least, modes = minimize_peak(problem)
     stored = peak(problem, ["store"] * len(problem.units))
     found = [modes, *(solve(problem, least + (stored - least) * i // (budgets - 1)) for i in range(1, budgets))]
     points = {tuple(modes): point(profile, modes) for modes in found if modes is not None}  # each once
@@ -64,7 +64,7 @@ def show_profile(profile: Profile) -> RenderableType:
 
 
 def _facts(profile: Profile) -> Table:
-    where, fixed = profile.setting, profile.counted.fixed_bytes
+    where, fixed = profile.setting, profile.memory.fixed_bytes
     table = _plain(escape(where.model))
     table.add_row("batch", escape(", ".join(where.batch)))
     table.add_row("dtype", where.dtype)
@@ -77,7 +77,7 @@ def _facts(profile: Profile) -> Table:
 
 
 def _units(profile: Profile) -> Table:
-    times = profile.times
+    times = profile.timing
     extra = "extra time" if times else "extra FLOPs"
     table = Table(
         title=f"What units keep from forward to backward, and their {extra} over storing",
@@ -91,7 +91,7 @@ def _units(profile: Profile) -> Table:
         table.add_column(f"{extra}:\n{mode}", justify="right", no_wrap=True)
     rows: dict[tuple[str, ...], list[str]] = {}
     for k, unit in enumerate(profile.problem.units):
-        numbers = _numbers(profile, profile.counted.units[k], k)
+        numbers = _numbers(profile, profile.memory.units[k], k)
         rows.setdefault((_pattern(unit.name), *numbers), []).append(unit.name)
     for (_, *numbers), names in rows.items():
         table.add_row(escape(folded(names)), str(len(names)), *numbers)
@@ -100,7 +100,7 @@ def _units(profile: Profile) -> Table:
 
 def _numbers(profile: Profile, unit: Unit, k: int) -> list[str]:
     """Return the row of a unit: seconds of its forward if known, bytes kept, and extra costs; "-" is a mode it lacks."""
-    problem, times = profile.counted, profile.times
+    problem, times = profile.memory, profile.timing
     options = {option.mode: option for option in unit.options}
 
     def kept(mode: str) -> str:
@@ -120,8 +120,8 @@ def _numbers(profile: Profile, unit: Unit, k: int) -> list[str]:
 
 
 def _remarks(profile: Profile) -> Iterable[str]:
-    if profile.times is not None:
-        times = profile.times
+    if profile.timing is not None:
+        times = profile.timing
         yield f"A step takes {format_seconds(times.step_seconds)} with everything stored."
         yield f"Median of {times.runs} runs; half of the samples of a unit lie within {times.spread:.0%} of their median."
         ratio = inversion_ratio(profile)
@@ -135,9 +135,9 @@ def inversion_ratio(profile: Profile) -> float | None:
 
     Source: "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al. 2020) takes it for 1.
     """
-    if profile.times is None:
+    if profile.timing is None:
         return None
-    timed = zip(profile.times.extra, profile.times.forward_seconds, strict=True)
+    timed = zip(profile.timing.extra, profile.timing.forward_seconds, strict=True)
     ratios = [extra["invert"] / 1e9 / forward for extra, forward in timed if "invert" in extra and forward]
     return statistics.median(ratios) if ratios else None
 
@@ -162,7 +162,7 @@ def _comparison(plan: Plan, beside: Mapping[str, Point]) -> Table:
         fits = "yes" if found["peak_bytes"] <= plan.budget_bytes else "no"
         seconds = "" if found["seconds"] is None else format_seconds(found["seconds"])
         table.add_row(name, format_bytes(found["peak_bytes"]), fits, seconds, against(found, stored))
-    table.add_row("leanest possible", format_bytes(plan.least_bytes), "yes" if plan.least_bytes <= plan.budget_bytes else "no")
+    table.add_row("leanest possible", format_bytes(plan.min_peak_bytes), "yes" if plan.min_peak_bytes <= plan.budget_bytes else "no")
     return table
 
 

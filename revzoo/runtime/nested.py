@@ -1,0 +1,45 @@
+"""The tensors in nested collections: batches, outputs of models, arguments of operations.
+
+PyTorch's pytrees know lists, tuples, dictionaries, named tuples and whatever registered itself. A batch may also be a mapping
+that is not registered, such as the BatchEncoding of Hugging Face's tokenizers, or any iterable.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested collections, in order. A generator among them is used up."""
+    if isinstance(tree, Tensor):  # nearly every call, one for each operation of a traced run
+        yield tree
+        return
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from tensors_in(leaf.values())
+        elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes):
+            for item in leaf:
+                yield from tensors_in(item)
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return the nested collections with `function` applied to every tensor.
+
+    Collections keep their type, except for mappings that PyTorch's pytrees do not know: they become dictionaries. Iterables
+    that are neither, such as generators, are returned as they are.
+    """
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if isinstance(leaf, Mapping):
+            return {key: map_tensors(function, value) for key, value in leaf.items()}
+        if isinstance(leaf, tuple | list):  # a subclass that is not registered
+            return type(leaf)(map_tensors(function, item) for item in leaf)
+        return leaf
+
+    return tree_map(convert, tree)

@@ -1,0 +1,70 @@
+"""The mode of every step of a chain, checked, and how many inverted steps may follow each other.
+
+A mode decides what becomes of the tensors that autograd saves inside a step:
+
+    store       keep them                                                     no extra work
+    selective   keep the step's input and what was expensive to compute       run the cheap part again (`selective.py`)
+    recompute   keep the step's input                                         run again up to the last saved tensor
+    invert      keep nothing, rebuild the input from the step's output        run again
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, cast, get_args, runtime_checkable
+
+from torch import nn
+
+from revzoo.errors import ScheduleError, did_you_mean
+
+Mode = Literal["store", "selective", "recompute", "invert"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@runtime_checkable
+class Applicable(Protocol):
+    """Something that gives a model its schedule, such as a `revzoo.Plan`."""
+
+    def apply(self, model: nn.Module) -> None:
+        """Set `model.schedule`."""
+
+
+def check_schedule(modes: Sequence[str] | str, names: Sequence[str], allowed: Sequence[str] = MODES) -> list[Mode]:
+    """Return one mode per name, from a list of modes or from one mode for all.
+
+    Args:
+        modes: what a user assigned to `schedule`.
+        names: names of the steps and nodes that have a mode, in order; for messages.
+        allowed: modes that these steps and nodes may have.
+    Raises:
+        ScheduleError: not a mode or a list, a wrong number of modes, or an unknown mode; names the entry, what is allowed and
+            the nearest match.
+    """
+    if not isinstance(modes, str | Sequence):
+        raise ScheduleError(f"A schedule is a mode ({', '.join(allowed)}) or a list of modes. Received: {modes!r}.")
+    modes = [modes] * len(names) if isinstance(modes, str) else list(modes)
+    if len(modes) != len(names):
+        raise ScheduleError(f"A schedule needs one mode for each of {len(names)} entries. Received: {len(modes)}.")
+    for mode, name in zip(modes, names, strict=True):
+        if mode not in allowed:
+            raise ScheduleError(
+                f"Unknown mode for {name}. Received: {mode!r}.{did_you_mean(str(mode), allowed)} Allowed: {', '.join(allowed)}."
+            )
+    return cast(list[Mode], modes)
+
+
+def limit_inverted_runs(modes: Sequence[Mode], longest: int | None) -> list[Mode]:
+    """Return the modes with at most `longest` inverted steps in a row; the step after such a run recomputes.
+
+    A recomputed step keeps its input (it is an *anchor*), so rounding errors do not add up beyond it.
+
+    Args:
+        modes: of all steps and nodes, in the order of forward. Only `invert` is ever replaced.
+        longest: largest number of consecutive inverted steps; None is no limit.
+    """
+    limited: list[Mode] = []
+    length = 0
+    for mode in modes:
+        length = length + 1 if mode == "invert" else 0
+        if longest is not None and length > longest:
+            mode, length = "recompute", 0
+        limited.append(mode)
+    return limited
