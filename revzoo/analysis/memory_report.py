@@ -111,10 +111,10 @@ def measured(
     with _allocator_peaks(model) as peaks, live:
         with _beginnings(model, units, live) as begins:
             outputs = call(model, batch)
-        behind = live.moment()
+        behind = live.now()
         loss = linear_loss(outputs)
         del outputs
-        forward = live.moment()
+        forward = live.now()
         loss.backward()
         gradients = live.watch(p.grad for p in model.parameters())
     lasting = weights | buffers | inputs | gradients
@@ -139,7 +139,7 @@ def _beginnings(model: nn.Module, units: Sequence[str], live: LiveBytes) -> Iter
     begins: dict[str, int] = {}
 
     def note(unit: str, *_: Any) -> None:
-        begins[unit] = live.moment()
+        begins[unit] = live.now()
 
     hooks = [model.get_submodule(unit).register_forward_pre_hook(partial(note, unit)) for unit in units]
     try:

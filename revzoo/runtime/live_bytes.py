@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
         """Return the bytes that these storages hold now."""
         return sum(self._sizes[storage] for storage in storages)
 
-    def moment(self) -> int:
+    def now(self) -> int:
         """Return a mark in the log, for `alive` and `alive_by_birth`."""
         return len(self.log)
 

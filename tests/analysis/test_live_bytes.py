@@ -137,15 +137,15 @@ def test_tensors_from_before_count_when_told():
 def test_moments_and_births():
     with LiveBytes() as live:
         x = torch.zeros(10)
-        first = live.moment()
+        first = live.now()
         y, z = torch.zeros(20), torch.zeros(30)
-        second = live.moment()
+        second = live.now()
         del x, z
     assert live.alive(at=first) == 40
     assert live.alive(at=second) == 240
     assert live.alive() == 80
     assert live.alive_by_birth([0, first, second], (), second) == [40, 200, 0]
-    assert live.alive_by_birth([0, first, second], (), live.moment()) == [0, 80, 0]
+    assert live.alive_by_birth([0, first, second], (), live.now()) == [0, 80, 0]
     assert live.alive_by_birth([first], live.watch(y), second) == [120]
 
 

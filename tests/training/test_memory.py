@@ -64,18 +64,18 @@ def counted(monkeypatch) -> list[tuple[int, int, int]]:
         live.watch([] if run.ema is None else [run.ema.module.parameters(), run.ema.module.buffers()])
         live.watch(run.optimizer.state_dict()["state"].values())
         examples = live.watch(t for t in vars(run.data._examples).values() if isinstance(t, torch.Tensor))
-        hook = run.model.register_forward_pre_hook(lambda *_: steps.append([live.moment()]))
+        hook = run.model.register_forward_pre_hook(lambda *_: steps.append([live.now()]))
         backward = run.accelerator.backward
 
         def to_the_end(loss):
             backward(loss)
-            steps[-1].append(live.moment())
+            steps[-1].append(live.now())
 
         with monkeypatch.context() as patch, live:
             patch.setattr(run.accelerator, "backward", to_the_end)
             signum = train_epoch(run, epoch, stop)
         hook.remove()
-        trained = live.moment()
+        trained = live.now()
         with live:
             loop.evaluate(run.evaluated, islice(run.test_loader, 1), run.accelerator)
         bytes_ = list(accumulate(0 if storage in examples else change for storage, change in live.log))
@@ -100,11 +100,11 @@ def test_training_takes_what_the_plan_says(setting, tmp_path, counted, unmeasure
     name, settings = SETTINGS[setting]
     run = set_up(load_recipe(name, [*settings, "memory.budget=1TiB"]), tmp_path / "wide", resumed=False)
     wide = put_to_work(run)
-    budget = (wide.least_bytes + wide.stored_bytes) // 2
+    budget = (wide.min_peak_bytes + wide.no_recompute_peak_bytes) // 2
     with interrupted_after(updates=3), pytest.raises(Interrupted):
         loop.train(load_recipe(name, [*settings, f"memory.budget={budget}"]), tmp_path / "run")
     plan = Plan.load(tmp_path / "run" / "plan.json")
-    assert plan.least_bytes <= plan.peak_bytes <= budget == plan.budget_bytes
+    assert plan.min_peak_bytes <= plan.peak_bytes <= budget == plan.budget_bytes
     steps, training, evaluation = counted[-1]
     # A plan leaves room for the statistics of all BatchNorms where they are computed in half precision.
     norms = [m for m in run.model.modules() if isinstance(m, torch.nn.BatchNorm2d) and "train.mixed_precision=bf16" in settings]
@@ -126,7 +126,7 @@ def test_a_plan_changes_no_weight(family, tmp_path, unmeasured):
     wide = Plan.load(tmp_path / "wide" / "plan.json")
     assert set(wide.schedule) == {"store"}
     assert_same_weights(tmp_path / "store", tmp_path / "wide")
-    narrow = [f"memory.budget={(wide.least_bytes + 2 * wide.stored_bytes) // 3}"]
+    narrow = [f"memory.budget={(wide.min_peak_bytes + 2 * wide.no_recompute_peak_bytes) // 3}"]
     with interrupted_after(updates=5), pytest.raises(Interrupted):
         loop.train(recipe(*narrow), tmp_path / "narrow")
     plan = Plan.load(tmp_path / "narrow" / "plan.json")
