@@ -1,4 +1,4 @@
-"""revzoo: a zoo of reversible networks whose activations are rebuilt in backward instead of stored."""
+"""revzoo: reversible networks, whose activations are reconstructed in backward instead of stored."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from revzoo.model.create import create
     from revzoo.model.network import Model
     from revzoo.planning.plan import Plan, plan, solve
-    from revzoo.planning.profile import Profile, profile
+    from revzoo.planning.profiling.profile import Profile, profile
     from revzoo.spec import Spec, list_models, load_spec
 
 __version__ = "0.1.0"
 
-# Public names and their homes. They are imported on first use, so that listing models does not import torch.
+# Public names, and the modules that define them. Each is imported on first use: listing models does not import torch.
 _HOMES = {
     "ConvertReport": "revzoo.conversion.report",
     "MemoryReport": "revzoo.analysis.memory_report",
     "Model": "revzoo.model.network",
     "Plan": "revzoo.planning.plan",
-    "Profile": "revzoo.planning.profile",
+    "Profile": "revzoo.planning.profiling.profile",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.model.builder",
@@ -35,7 +35,7 @@ _HOMES = {
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.memory_report",
     "plan": "revzoo.planning.plan",
-    "profile": "revzoo.planning.profile",
+    "profile": "revzoo.planning.profiling.profile",
     "solve": "revzoo.planning.plan",
     "verify": "revzoo.analysis.verify",
 }
@@ -67,9 +67,6 @@ def __getattr__(name: str) -> Any:
         return import_module(f"revzoo.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'revzoo' has no attribute {name!r}. Public names: {', '.join(__all__)}.")
-    if name == "load_spec":
-        for home in ("revzoo.parts", "revzoo.runtime"):  # they fill the registries, so that parts' arguments are checked too
-            import_module(home)
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

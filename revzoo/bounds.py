@@ -1,4 +1,4 @@
-"""Ranges of numbers that a spec, a recipe and the signatures of parts declare in their annotations."""
+"""Annotated types for numbers with a range, used by specs, recipes and the signatures of parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,12 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True)
 class Bound:
-    """A range, as a mark inside `Annotated`: `Annotated[int, Bound("an integer >= 1", lambda n: n >= 1)]`."""
+    """Metadata of an `Annotated` type that restricts its values: `Annotated[int, Bound("an integer >= 1", lambda n: n >= 1)]`.
+
+    Args:
+        allowed: which values are allowed, in words for a message.
+        holds: whether a value is allowed.
+    """
 
     allowed: str
     holds: Callable[[Any], object]

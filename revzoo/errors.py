@@ -1,4 +1,4 @@
-"""What revzoo raises when a person, not the program, has to change something.
+"""Errors that are addressed to the user: something in the input, not in the program, has to change.
 
 Every error says what was received, where, what is allowed and what to type instead. The command line prints any
 `RevzooError` without a traceback and exits with status 2.
@@ -23,20 +23,28 @@ class UnknownNameError(RevzooError, LookupError):
 
 @dataclass(frozen=True)
 class SpecProblem:
-    """One thing wrong in a spec or a recipe: where it stands, what was found, what is allowed."""
+    """One mistake in a spec or a recipe.
+
+    Args:
+        file: the file it was written in, or "override".
+        path: dotted path of the value, such as "stages.0.depth".
+        received: the value as it was written.
+        allowed: which values are allowed there.
+        hint: a sentence with what to type instead, with a leading blank; or empty.
+    """
 
     file: str
     path: str
-    found: str
+    received: str
     allowed: str
     hint: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.path}: found {self.found}; allowed: {self.allowed}.{self.hint}"
+        return f"{self.file}: {self.path}: found {self.received}; allowed: {self.allowed}.{self.hint}"
 
 
 class SpecError(RevzooError, ValueError):
-    """A spec or recipe with one or more problems, all of them reported at once."""
+    """A spec or recipe with mistakes; all of them are listed in one message and in `problems`."""
 
     def __init__(self, problems: Sequence[SpecProblem]):
         self.problems = tuple(problems)
@@ -46,39 +54,42 @@ class SpecError(RevzooError, ValueError):
 
 
 class PartArgumentError(RevzooError, ValueError):
-    """A part's argument that does not fit the place the part is built for; the builder turns it into a `SpecProblem`."""
+    """An argument of a part that does not fit the parts around it.
 
-    def __init__(self, argument: str, found: object, allowed: str):
-        self.argument, self.found, self.allowed = argument, found, allowed
-        super().__init__(f"{argument}: found {found!r}; allowed: {allowed}.")
+    A part raises it while it is built; the builder turns it into a `SpecProblem` by adding file and path.
+    """
+
+    def __init__(self, argument: str, received: object, allowed: str):
+        self.argument, self.received, self.allowed = argument, received, allowed
+        super().__init__(f"{argument}: found {received!r}; allowed: {allowed}.")
 
 
 class InputError(RevzooError, ValueError):
-    """A tensor or an argument given to a model or a chain that it cannot take."""
+    """A tensor or an argument that the called function, model or chain does not accept."""
 
 
 class ScheduleError(RevzooError, ValueError):
-    """A schedule that does not fit the chain or model it was given to."""
+    """A schedule that does not fit the model or chain it is assigned to."""
 
 
 class RecoveryError(RevzooError, RuntimeError):
-    """A step that cannot be recovered in backward, or not truthfully."""
+    """A step whose input cannot be reconstructed in backward, or only with other values than in forward."""
 
 
 class BudgetError(RevzooError, ValueError):
-    """A memory budget that no schedule fits."""
+    """A memory budget that is too small for every schedule."""
 
 
 class PlanError(RevzooError, ValueError):
-    """A plan that is damaged, or was made for something else."""
+    """A plan that is damaged, or was made for another model, batch or setting."""
 
 
 class ConversionError(RevzooError, ValueError):
-    """A network that cannot be converted, or weights that are not of the network they are said to be."""
+    """A network that cannot be converted, or weights that do not belong to the given network."""
 
 
 class CheckpointError(RevzooError, ValueError):
-    """A weights file that is damaged, foreign, or of another model."""
+    """A weights file that is damaged, in an unknown format, or of another model."""
 
 
 class DataError(RevzooError, ValueError):
@@ -86,17 +97,17 @@ class DataError(RevzooError, ValueError):
 
 
 def nearest(received: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name closest to `received`, or None when nothing is close."""
+    """Return the allowed name that is spelled most like `received`, or None if none is similar."""
     return next(iter(difflib.get_close_matches(received, list(allowed), n=1, cutoff=0.5)), None)
 
 
 def did_you_mean(received: str, allowed: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" with its leading blank, or an empty string."""
+    """Return " Did you mean 'x'?" (with the leading blank) for the nearest name, or an empty string if none is similar."""
     match = nearest(received, allowed)
     return f" Did you mean {match!r}?" if match else ""
 
 
 def listing(names: Sequence[str], most: int = 12) -> str:
-    """Return names joined by commas, shortened past `most`."""
+    """Return the names joined by commas: all of them, or the first `most` and their total number."""
     shown = ", ".join(names[:most])
     return f"{shown}, ... ({len(names)} in all)" if len(names) > most else shown or "none"

@@ -1,4 +1,4 @@
-"""Writing files completely or not at all."""
+"""Write a file completely or not at all."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +6,13 @@ from typing import Any
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call `write` with a temporary path in the same folder, then rename the result to `path`.
+    """Write a temporary file in the same folder, then rename it to `path`.
 
-    If `write` raises, the temporary file is removed and whatever was at `path` stays.
+    If writing fails, the temporary file is removed and a file that was at `path` stays as it was.
+
+    Args:
+        path: the file to write.
+        write: called with the path of the temporary file; writes all of its content.
     """
     partial = path.with_name(path.name + ".partial")
     try:

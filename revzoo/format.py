@@ -1,4 +1,4 @@
-"""Numbers as text for people: bytes, FLOPs, counts, seconds, shapes and losses."""
+"""Format bytes, FLOPs, counts, seconds, shapes and losses for people to read."""
 
 from math import log
 
@@ -33,13 +33,13 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_shape(shape: tuple[int, ...] | None) -> str:
-    """Return dimensions such as "56 x 8 x 8", or an empty string for None."""
+    """Return the dimensions of a shape, such as "56 x 8 x 8", or an empty string for None."""
     return "" if shape is None else " x ".join(map(str, shape))
 
 
-def format_bits(loss: float, unit: str, start: str) -> str:
-    """Return a language model's loss in bits, with `start` in front; of a classifier nothing."""
-    return f"{start}{loss / log(2):.3f} bits per {unit[:-1]}" if unit in ("tokens", "bytes") else ""
+def format_bits(loss: float, unit: str, prefix: str) -> str:
+    """Return a loss in nats as bits, such as "1.234 bits per byte", after `prefix`; empty unless `unit` is tokens or bytes."""
+    return f"{prefix}{loss / log(2):.3f} bits per {unit[:-1]}" if unit in ("tokens", "bytes") else ""
 
 
 def _scale(number: float, unit: str) -> str:

@@ -89,7 +89,7 @@ def outdated(table: Mapping[str, Row], specs: Mapping[str, Spec]) -> dict[str, s
 
 def statements(spec: Spec) -> Row:
     """Return what a row says without measuring anything."""
-    entry = index.index().get(spec.name)
+    entry = index.read_index().get(spec.name)
     return {
         "family": spec.family,
         "input": _input(spec.input),

@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from revzoo.errors import CheckpointError, listing
 from revzoo.file import write_atomically
-from revzoo.spec.parsing import plain
+from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import Spec
 from revzoo.spec.tree import join
 
@@ -27,7 +27,7 @@ _WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.
 _STATEMENTS = ("name", "sources", "expect", "twin", "block.f", "block.g")  # what a spec's digest leaves out
 
 
-def save(model: nn.Module, spec: Spec, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+def save_weights(model: nn.Module, spec: Spec, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write the model's state dict as safetensors, complete or not at all, with its spec in the metadata.
 
     Args:
@@ -39,7 +39,7 @@ def save(model: nn.Module, spec: Spec, path: str | Path, metadata: Mapping[str, 
     write_atomically(Path(path), lambda partial: save_file(tensors, partial, metadata=facts))
 
 
-def load(model: nn.Module, spec: Spec, path: str | Path) -> None:
+def load_weights(model: nn.Module, spec: Spec, path: str | Path) -> None:
     """Load a state dict into a model whose keys and shapes it matches exactly.
 
     Warns where the file holds the digest of another spec, and names what differs: heads or a coupling have no tensors.
@@ -52,7 +52,7 @@ def load(model: nn.Module, spec: Spec, path: str | Path) -> None:
     """
     path = Path(path)
     found, metadata = _contents(path)
-    tensors = without_wrappers(found)
+    tensors = strip_wrappers(found)
     own, shared = model.state_dict(), _shared(model)
     untied = [
         key for key, first in shared.items() if {key, first} <= tensors.keys() and not _same(tensors[key], tensors[first])
@@ -105,7 +105,7 @@ def _shared(model: nn.Module) -> dict[str, str]:
     return {key: first[id(t)] for key, t in tensors.items() if first.setdefault(id(t), key) != key}
 
 
-def read(path: str | Path) -> dict[str, Tensor]:
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file or of a pickled state dict, on the CPU.
 
     Raises:
@@ -142,7 +142,7 @@ def _differences(text: str, spec: Spec) -> list[str]:
         theirs = dict(_leaves(OmegaConf.to_container(OmegaConf.create(text))))
     except (OmegaConfBaseException, YAMLError):
         return []
-    ours = dict(_leaves(plain(spec)))
+    ours = dict(_leaves(to_plain(spec)))
     paths = [path for path in {**ours, **theirs} if (path in ours, ours.get(path)) != (path in theirs, theirs.get(path))]
     return [path for path in paths if not path.startswith(_STATEMENTS)]
 
@@ -168,7 +168,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         return dict(file.metadata() or {})
 
 
-def without_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def strip_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors without what wrappers (DistributedDataParallel, torch.compile) put in front of every key."""
     for prefix in _WRAPPERS * 2:  # either may be outermost
         if tensors and all(key.startswith(prefix) for key in tensors):

@@ -30,7 +30,7 @@ class WeightsEntry:
     command: str
 
 
-def index() -> dict[str, WeightsEntry]:
+def read_index() -> dict[str, WeightsEntry]:
     """Return the shipped weights by model name."""
     path = data_root() / "weights" / "index.yaml"
     rows = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
@@ -45,7 +45,7 @@ def shipped_weights(name: str) -> Path:
         UnknownNameError: none ship for this model.
         CheckpointError: the file is missing or not the one the index names.
     """
-    rows = index()
+    rows = read_index()
     if name not in rows:
         raise UnknownNameError("shipped weights", name, rows)
     path = data_root() / "weights" / rows[name].file

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from revzoo.checkpoint.files import save
+from revzoo.checkpoint.files import save_weights
 from revzoo.conversion.assign import assigned
 from revzoo.conversion.compare import compared, largest_state, without_past
 from revzoo.conversion.original import Original, find_original
@@ -28,7 +28,7 @@ from revzoo.display.figures.conversion import plot_conversion
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, listing
 from revzoo.model.builder import build
 from revzoo.model.network import Model
-from revzoo.spec.loading import spec_of
+from revzoo.spec.loading import parse_spec
 from revzoo.spec.names import CONVERTED_WEIGHTS
 
 _ROUNDING = 1e-4  # of logits, relative, at most: 1e-6 is usual
@@ -89,7 +89,7 @@ def convert(
             f"{original.name} is described by something that no {found.name} has ({type(error).__name__}: {error})."
         ) from error
     original = replace(original, description=description)
-    spec = spec_of({"name": _name(original.name, choice, found), **mapping}, original.name)
+    spec = parse_spec({"name": _name(original.name, choice, found), **mapping}, original.name)
     with torch.device("meta"):
         shapes = build(spec)
     rows, values, fitted = assigned(shapes, entries, found, tensors, original, partial)
@@ -221,7 +221,7 @@ def _write(folder: Path, model: Model, report: ConvertReport) -> None:
     writing = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         (writing / "spec.yaml").write_text(model.spec.to_yaml())
-        save(model, model.spec, writing / CONVERTED_WEIGHTS)
+        save_weights(model, model.spec, writing / CONVERTED_WEIGHTS)
         report.save(writing / "report.json")
         (writing / "report.txt").write_text(f"{report}\n")
         plot_conversion(report, writing / "report.png")

@@ -62,7 +62,7 @@ class Display:
     def end_epoch(self, record: dict[str, Any], best: float) -> None:
         """Print the line of an epoch."""
         self.top1 = f"{record['top1']:.2f} %"
-        loss = f"{record['loss']:.4f}{format_bits(record['loss'], self.unit, start=', ')}"
+        loss = f"{record['loss']:.4f}{format_bits(record['loss'], self.unit, prefix=', ')}"
         rate = f"{record[f'{self.things}_per_second']:.0f} {self.things}/s"
         self.console.print(
             f"epoch {record['epoch']:>{len(str(self.epochs))}}/{self.epochs}  train loss {record['train_loss']:.4f}  "

@@ -9,8 +9,7 @@ from revzoo.errors import InputError, PartArgumentError, RevzooError, SpecError,
 from revzoo.model.network import Block, Model, Stage
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
-from revzoo.spec import Input, Part, Spec, TextInput, plain
-from revzoo.spec import Stage as StageSpec
+from revzoo.spec import Input, Part, Spec, StageSpec, TextInput, to_plain
 
 
 def build(spec: Spec) -> Model:
@@ -80,12 +79,12 @@ class _Walk:
         try:
             return registry[part.type](*site, **part.arguments)
         except PartArgumentError as misfit:
-            self._note(f"{part.path}.{misfit.argument}", misfit.found, misfit.allowed)
+            self._note(f"{part.path}.{misfit.argument}", misfit.received, misfit.allowed)
         except RevzooError as error:
-            self._note(part.path, plain(part), str(error).rstrip("."))
+            self._note(part.path, to_plain(part), str(error).rstrip("."))
         except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:  # torch's own checks, which name no argument
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self._note(part.path, plain(part), f"a size that torch can build ({reason})")
+            self._note(part.path, to_plain(part), f"a size that torch can build ({reason})")
         return None
 
     def _note(self, path: str, found: object, allowed: str) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from revzoo.checkpoint.files import load
+from revzoo.checkpoint.files import load_weights
 from revzoo.checkpoint.index import converted_weights, shipped_weights
 from revzoo.errors import CheckpointError, InputError
 from revzoo.model.builder import build
-from revzoo.model.network import Model, checked_outputs
+from revzoo.model.network import Model, check_num_outputs
 from revzoo.runtime.exact import Grid
 from revzoo.spec.loading import load_spec
 
@@ -56,7 +56,7 @@ def create(
     if dtype is not None and dtype not in _DTYPES:
         raise InputError(f"dtype is one of {', '.join(map(str, _DTYPES))}. Received: {dtype!r}. Use dtype=torch.float32.")
     if num_outputs is not None:
-        checked_outputs(num_outputs)
+        check_num_outputs(num_outputs)
     home = _checked_device("cpu" if device is None else device)
     spec = load_spec(source, list(overrides or ()))
     file = shipped_weights(str(source)) if pretrained else checkpoint
@@ -68,7 +68,7 @@ def create(
     if model.coupling.is_exact:
         Grid(next(model.parameters()).dtype)  # refuses a dtype that has none
     if file is not None:
-        load(model, spec, file)
+        load_weights(model, spec, file)
     if num_outputs is not None and num_outputs != model.num_outputs:
         model.reset_head(num_outputs)
     model.schedule = schedule

@@ -1,23 +1,22 @@
-"""The spec language: what a YAML file may say, read and checked without torch."""
+"""Specs: YAML files that describe a network, read and checked.
 
-from revzoo.bounds import Bound, PositiveInt, Rate
+Reading them needs no torch. Checking the arguments of parts imports the parts, and with them torch.
+"""
+
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import data_root, list_models, list_recipes, recipe_file, spec_file
-from revzoo.spec.parsing import Part, parse, plain
-from revzoo.spec.schema import DropPath, ImageInput, Input, Spec, Stage, TextInput
+from revzoo.spec.parsing import Part, parse, to_plain
+from revzoo.spec.schema import DropPathSpec, ImageInput, Input, Spec, StageSpec, TextInput
 from revzoo.spec.tree import Node, apply_overrides, load_tree, merge
 
 __all__ = [
-    "Bound",
-    "DropPath",
+    "DropPathSpec",
     "ImageInput",
     "Input",
     "Node",
     "Part",
-    "PositiveInt",
-    "Rate",
     "Spec",
-    "Stage",
+    "StageSpec",
     "TextInput",
     "apply_overrides",
     "data_root",
@@ -27,7 +26,7 @@ __all__ = [
     "load_tree",
     "merge",
     "parse",
-    "plain",
     "recipe_file",
     "spec_file",
+    "to_plain",
 ]

@@ -1,16 +1,20 @@
-"""A spec with one thing changed, for a model that is changed after it was built."""
+"""Change a spec along with a model that was already built from it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from revzoo.errors import InputError, did_you_mean, listing
 from revzoo.registry import couplings
-from revzoo.spec.parsing import misfit
+from revzoo.spec.parsing import check_value
 from revzoo.spec.schema import Spec
 
 
 def with_coupling(spec: Spec, arguments: Mapping[str, object]) -> Spec:
-    """Return the spec with other arguments of its coupling; None is an argument's default, the others stay.
+    """Return a copy of the spec whose coupling has other arguments.
+
+    Args:
+        spec: the spec; it stays as it is.
+        arguments: new values by name; None resets an argument to its default. Arguments not named here keep their values.
 
     Raises:
         InputError: an argument that the coupling does not have, or a value that it does not allow.
@@ -21,12 +25,12 @@ def with_coupling(spec: Spec, arguments: Mapping[str, object]) -> Spec:
             raise InputError(
                 f"The coupling {part.type} has no {name!r}.{did_you_mean(name, known)} It has: {listing(list(known))}."
             )
-        if allowed := misfit(value, known[name].annotation):
+        if allowed := check_value(value, known[name].annotation):
             raise InputError(f"{name} of the coupling {part.type} is {allowed}. Received: {value!r}.")
     merged = {key: value for key, value in {**part.arguments, **arguments}.items() if value is not None}
     return replace(spec, block=replace(spec.block, coupling=replace(part, arguments=merged)))
 
 
 def with_outputs(spec: Spec, num_outputs: int) -> Spec:
-    """Return the spec with another number of outputs of its head."""
+    """Return a copy of the spec whose head has `num_outputs` outputs."""
     return replace(spec, head=replace(spec.head, arguments={**spec.head.arguments, "outputs": num_outputs}))

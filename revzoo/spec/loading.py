@@ -1,4 +1,4 @@
-"""From a name or a file to a checked spec."""
+"""Load a spec: read its file, apply inheritance and overrides, and check it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,17 +13,15 @@ from revzoo.spec.tree import Node, apply_overrides, load_tree, merge
 
 
 def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
-    """Read, resolve and check a spec.
-
-    The arguments of parts are checked against the registered signatures, as far as the parts have been imported.
+    """Load a spec from its file and check it, the arguments of all parts included.
 
     Args:
-        source: a model's name, a .yaml file, or a folder that holds spec.yaml (such as a run's).
-        overrides: dot lists laid over the spec, such as `stages.0.depth=6`.
+        source: a model's name, a .yaml file, or a folder with a spec.yaml (such as a training run's).
+        overrides: values to replace in the spec, such as `stages.0.depth=6`.
 
     Raises:
-        UnknownNameError: no model, file or folder is called so.
-        SpecError: the spec, its bases or the overrides have problems; all of them are listed.
+        UnknownNameError: no model, file or folder has this name.
+        SpecError: the spec, a spec it inherits from, or the overrides have problems; all of them are listed.
     """
     models = model_files()
     path = models.get(str(source)) or Path(source)
@@ -31,45 +29,48 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
         path = path / "spec.yaml"
     if not path.is_file():
         raise UnknownNameError("model or spec file", str(path), models)
-    return _checked(*apply_overrides(load_tree(path, models), overrides), str(path))
+    return _check(*apply_overrides(load_tree(path, models), overrides), str(path))
 
 
-def spec_of(mapping: Mapping[str, Any], file: str) -> Spec:
-    """Check a spec that a program has made of plain values.
+def parse_spec(mapping: Mapping[str, Any], file: str) -> Spec:
+    """Check a spec that a program wrote as plain dicts, lists and scalars.
 
     Args:
-        mapping: as YAML has it.
-        file: what messages call it.
+        mapping: the spec, with the keys and values it has in YAML.
+        file: name for the spec in messages.
 
     Raises:
-        SpecError: it has problems; all of them are listed.
+        SpecError: the spec has problems; all of them are listed.
     """
-    return _checked(Node.of(mapping, file), [], file)
+    return _check(Node.from_plain(mapping, file), [], file)
 
 
-def _checked(tree: Node, problems: Sequence[SpecProblem], file: str) -> Spec:
-    spec, found = parse(Spec, _fill_stages(tree))
+def _check(tree: Node, problems: Sequence[SpecProblem], file: str) -> Spec:
+    spec, more = parse(Spec, _fill_stages(tree))
     if spec is None or problems:
-        raise SpecError([*problems, *found])
+        raise SpecError([*problems, *more])
     return replace(spec, file=file)
 
 
 def _fill_stages(tree: Node) -> Node:
-    """Lay the `f` and `g` of every stage over the block's, where block and stages are what they should be."""
+    """Give every stage its complete `f` and `g`: the block's, with the stage's own merged over them.
+
+    A tree without a usable `block` or `stages` is returned as it is; `parse` reports what is wrong with it.
+    """
     block, stages = tree.value.get("block"), tree.value.get("stages")
     if block is None or not isinstance(block.value, dict) or stages is None or not isinstance(stages.value, list):
         return tree
-    # A missing f is the block's fault, once, not each stage's.
+    # A missing `f` is reported once, for the block, and not for every stage.
     shared = {"f": block.missing("f")} | {k: block.value[k] for k in "fg" if k in block.value}
-    filled = [_over(shared, stage) if isinstance(stage.value, dict) else stage for stage in stages.value]
+    filled = [_fill_stage(shared, stage) if isinstance(stage.value, dict) else stage for stage in stages.value]
     return replace(tree, value=tree.value | {"stages": replace(stages, value=filled)})
 
 
-def _over(shared: dict[str, Node], stage: Node) -> Node:
-    own = {k: merge(_spelled_out(node), _spelled_out(stage.value.get(k, node))) for k, node in shared.items()}
-    return replace(stage, value=stage.value | own)
+def _fill_stage(shared: dict[str, Node], stage: Node) -> Node:
+    branches = {k: merge(_expand_name(node), _expand_name(stage.value.get(k, node))) for k, node in shared.items()}
+    return replace(stage, value=stage.value | branches)
 
 
-def _spelled_out(part: Node) -> Node:
-    """Write a bare NAME as {type: NAME}, which a map can be laid over."""
+def _expand_name(part: Node) -> Node:
+    """Write a bare NAME as {type: NAME}, so that another mapping can be merged over it."""
     return replace(part, value={"type": part}) if isinstance(part.value, str) else part

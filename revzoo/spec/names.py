@@ -1,4 +1,4 @@
-"""Where specs, recipes and weights are, and what they are called."""
+"""Find shipped specs, recipes and weights by name."""
 
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -9,24 +9,24 @@ CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `re
 
 
 def data_root() -> Path:
-    """Return the folder that holds specs/ and weights/: inside an installed wheel, or the root of a checkout."""
+    """Return the folder with specs/ and weights/: in the installed package, or the root of a checkout."""
     package = Path(__file__).parents[1]
     packed = package / "_data"
     return packed if packed.is_dir() else package.parent
 
 
 def model_files() -> dict[str, Path]:
-    """Return the spec file of every model name, sorted by name.
+    """Return the spec file of every shipped model, sorted by name.
 
     Raises:
         SpecError: two families have a file of the same name.
     """
-    return _by_stem(data_root() / "specs" / "models", "*/*.yaml")
+    return _files_by_stem(data_root() / "specs" / "models", "*/*.yaml")
 
 
 def recipe_files() -> dict[str, Path]:
-    """Return the file of every training recipe, sorted by name."""
-    return _by_stem(data_root() / "specs" / "recipes", "*.yaml")
+    """Return the file of every shipped training recipe, sorted by name."""
+    return _files_by_stem(data_root() / "specs" / "recipes", "*.yaml")
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -40,24 +40,24 @@ def list_recipes(pattern: str = "*") -> list[str]:
 
 
 def spec_file(name: str) -> Path:
-    """Return the file of a model.
+    """Return the spec file of a shipped model.
 
     Raises:
         UnknownNameError: no model has this name.
     """
-    return _named("model", name, model_files())
+    return _look_up("model", name, model_files())
 
 
 def recipe_file(name: str) -> Path:
-    """Return the file of a recipe.
+    """Return the file of a shipped recipe.
 
     Raises:
         UnknownNameError: no recipe has this name.
     """
-    return _named("recipe", name, recipe_files())
+    return _look_up("recipe", name, recipe_files())
 
 
-def _by_stem(folder: Path, pattern: str) -> dict[str, Path]:
+def _files_by_stem(folder: Path, pattern: str) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for path in sorted(folder.glob(pattern), key=lambda path: (path.stem, path)):
         first = files.setdefault(path.stem, path)
@@ -66,7 +66,7 @@ def _by_stem(folder: Path, pattern: str) -> dict[str, Path]:
     return files
 
 
-def _named(kind: str, name: str, files: dict[str, Path]) -> Path:
+def _look_up(kind: str, name: str, files: dict[str, Path]) -> Path:
     if name not in files:
         raise UnknownNameError(kind, name, files)
     return files[name]

@@ -1,7 +1,7 @@
-"""Typed reading of a tree: what a dataclass or a part's signature declares is what YAML may say.
+"""Read a tree of YAML values as a dataclass: type annotations declare what may be written.
 
-One recursive walk over the annotations converts (lists to tuples, integers to floats where a float is declared) and
-collects every problem instead of stopping at the first.
+The annotations are those of a dataclass or of a part's signature. One recursive pass over them converts values (lists to
+tuples, integers to floats where a float is declared) and collects all problems instead of stopping at the first.
 """
 
 import inspect
@@ -12,30 +12,27 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from revzoo.bounds import Bound as Bound
-from revzoo.bounds import PositiveInt as PositiveInt
-from revzoo.bounds import Rate as Rate
+from revzoo.bounds import Bound
 from revzoo.errors import SpecProblem, did_you_mean, listing, nearest
 from revzoo.registry import Registry
 from revzoo.spec.tree import BOOLEAN_HINT, Node, join
 
 T = TypeVar("T")
-NOT_WRITTEN = {"written": False}  # metadata of a dataclass field that the program sets and YAML may not
-TEMPLATE = "template"  # mark of a part that others complete: arguments may be left out
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null", Any: "anything"}
+NOT_WRITTEN = {"written": False}  # metadata of a dataclass field that the program sets and YAML must not
+TEMPLATE = "template"  # marks an annotated Part that others are merged over: required arguments may be left out
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null", Any: "anything"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One `{type: NAME, ...arguments}` of a spec; a bare NAME is a part without arguments.
+    """A part named by a spec, written as `{type: NAME, ...arguments}`, or as a bare NAME if it has no arguments.
 
-    A field annotated `Annotated[Part, registry]` is checked against the registered signature; with an empty registry
-    (the parts are not imported) nothing is checked.
+    A field annotated `Annotated[Part, registry]` is checked against the signature registered under that name.
 
     Args:
         type: a registered name.
-        arguments: what the spec sets; the rest keeps the signature's defaults.
-        path: dotted place in the resolved spec, such as "stages.0.f".
+        arguments: the arguments that the spec sets; the others keep the signature's defaults.
+        path: dotted path in the resolved spec, such as "stages.0.f".
     """
 
     type: str
@@ -50,51 +47,52 @@ class _Member:
 
 
 def parse(cls: type[T], tree: Node, path: str = "") -> tuple[T | None, list[SpecProblem]]:
-    """Read a tree as a dataclass, with every problem it has.
+    """Read a tree as an instance of a dataclass, and collect every problem in it.
 
-    Understands int (true is none), float (integers too), bool, str, Literal, unions, tuples (YAML lists), nested
-    dataclasses and TypedDicts, Any, `Annotated[..., Bound]` and `Part`. A field with a default may be left out.
+    Fields may be annotated with int (true and false are not integers), float (integers are allowed), bool, str, Literal,
+    unions, tuples (lists in YAML), dataclasses, TypedDicts, Any, `Annotated[..., Bound]` and `Part`. A field with a
+    default may be left out.
 
     Args:
         cls: the dataclass.
-        tree: what `load_tree` and `apply_overrides` returned.
-        path: dotted path of the tree, put before the `path` of every `Part` in it.
+        tree: the tree, as `load_tree` or `apply_overrides` returns it.
+        path: prefix for the `path` of every `Part` in the instance.
 
     Returns:
-        The instance (None if there is any problem), and the problems, each once.
+        The instance (None if there is any problem), and the problems, each of them once.
     """
     problems: list[SpecProblem] = []
     instance = _read(tree, cls, path, problems)
     return (None if problems else instance), list(dict.fromkeys(problems))
 
 
-def plain(value: Any) -> Any:
-    """Return what `parse` read as dicts, lists and scalars again, defaults filled in."""
+def to_plain(value: Any) -> Any:
+    """Turn an instance that `parse` returned back into dicts, lists and scalars, with all defaults written out."""
     if isinstance(value, Part):
-        return {"type": value.type, **plain(value.arguments)}
+        return {"type": value.type, **to_plain(value.arguments)}
     if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.metadata != NOT_WRITTEN}
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if f.metadata != NOT_WRITTEN}
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, tuple | list) else value
+        return {key: to_plain(item) for key, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def fits(value: object, annotation: Any) -> bool:
-    """Whether a scalar is what a plain type or a Literal declares: true is no integer, an integer is a number."""
+def has_type(value: object, annotation: Any) -> bool:
+    """Return whether a scalar has a plain type or is among a Literal's values; a bool is no int, an int is also a float."""
     if get_origin(annotation) is Literal:
         return any(type(value) is type(choice) and value == choice for choice in get_args(annotation))
     return type(value) is annotation or (annotation is float and type(value) is int)
 
 
-def misfit(value: object, annotation: Any) -> str:
-    """Return what an annotation allows, in words, or "" where a plain value is that."""
+def check_value(value: object, annotation: Any) -> str | None:
+    """Return None if a plain value fits an annotation, else a description of what the annotation allows."""
     problems: list[SpecProblem] = []
-    _read(Node.of(value, ""), annotation, "", problems)
-    return problems[0].allowed if problems else ""
+    _read(Node.from_plain(value, ""), annotation, "", problems)
+    return problems[0].allowed if problems else None
 
 
 def describe(annotation: Any) -> str:
-    """Say in words what an annotation allows."""
+    """Describe in words which values an annotation allows."""
     origin, marks = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return next((mark.allowed for mark in marks if isinstance(mark, Bound)), describe(marks[0]))
@@ -108,11 +106,11 @@ def describe(annotation: Any) -> str:
         return f"a list of {len(marks)} ({', '.join(map(describe, marks))})"
     if annotation is Part:
         return "{type: NAME, ...} or a bare NAME"
-    return _NAMES.get(annotation) or f"a mapping with the keys {_keys(_members(annotation))}"
+    return _TYPE_NAMES.get(annotation) or f"a mapping with the keys {_keys(_members(annotation))}"
 
 
 def _read(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
-    """Return the node's value as the annotation wants it; after adding to `problems`, anything at all."""
+    """Return the node's value converted to the annotated type; if it has problems, add them and return any value."""
     origin, marks = get_origin(annotation), get_args(annotation)
     if origin is Annotated and marks[0] is Part:
         return _read_part(node, marks[1], TEMPLATE in marks, path, problems)
@@ -123,11 +121,11 @@ def _read(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -
     if origin is tuple:
         return _read_tuple(node, annotation, path, problems)
     if annotation in (Any, inspect.Parameter.empty):
-        return node.plain()
+        return node.to_plain()
     if is_dataclass(annotation) or is_typeddict(annotation):
         if isinstance(node.value, dict):
             return _read_mapping(node, annotation, path, problems)
-    elif fits(node.value, annotation):
+    elif has_type(node.value, annotation):
         return float(node.value) if annotation is float else node.value
     hint = did_you_mean(node.value, filter(_is_text, marks)) if _is_text(node.value) else ""
     problems.append(node.problem(describe(annotation), hint=hint))
@@ -136,11 +134,11 @@ def _read(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -
 
 def _read_bounded(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
     inner, *marks = get_args(annotation)
-    found: list[SpecProblem] = []
-    value = _read(node, inner, path, found)
-    if not found and not all(mark.holds(value) for mark in marks if isinstance(mark, Bound)):
-        found = [node.problem(describe(annotation))]
-    problems += [replace(p, allowed=describe(annotation)) if p.path == node.path else p for p in found]
+    own: list[SpecProblem] = []
+    value = _read(node, inner, path, own)
+    if not own and not all(mark.holds(value) for mark in marks if isinstance(mark, Bound)):
+        own = [node.problem(describe(annotation))]
+    problems += [replace(p, allowed=describe(annotation)) if p.path == node.path else p for p in own]
     return value
 
 
@@ -149,46 +147,46 @@ def _read_union(node: Node, annotation: Any, path: str, problems: list[SpecProbl
     if node.value is None and NoneType in get_args(annotation):
         return None
     if len(members) > 1 and all(map(is_dataclass, members)):
-        return _read_kind(node, members, path, problems)
-    found: list[SpecProblem] = []
+        return _read_tagged(node, members, path, problems)
+    own: list[SpecProblem] = []
     for member in members:
-        found.clear()
-        value = _read(node, member, path, found)
-        if not found:
+        own.clear()
+        value = _read(node, member, path, own)
+        if not own:
             return value
     if len(members) == 1:
-        problems += [replace(p, allowed=f"null or {p.allowed}") if p.path == node.path else p for p in found]
+        problems += [replace(p, allowed=f"null or {p.allowed}") if p.path == node.path else p for p in own]
     else:
         problems.append(node.problem(describe(annotation)))
     return None
 
 
-def _read_kind(node: Node, members: list[Any], path: str, problems: list[SpecProblem]) -> Any:
-    """Read one of several dataclasses: the one whose `kind` is written."""
+def _read_tagged(node: Node, members: list[Any], path: str, problems: list[SpecProblem]) -> Any:
+    """Read one of several dataclasses, chosen by the value of its key `kind`."""
     kinds = {get_args(_members(member)["kind"].annotation)[0]: member for member in members}
     if not isinstance(node.value, dict):
         problems.append(node.problem(f"a mapping with the key kind: {' or '.join(map(repr, kinds))}"))
         return None
     kind = node.value.get("kind", node.missing("kind"))
     if not _is_text(kind.value) or kind.value not in kinds:
-        meant = nearest(kind.value, kinds) if _is_text(kind.value) else None
-        hint = did_you_mean(kind.value, kinds) if meant else ""
+        guess = nearest(kind.value, kinds) if _is_text(kind.value) else None
+        hint = did_you_mean(kind.value, kinds) if guess else ""
         problems.append(kind.problem(" or ".join(map(repr, kinds)), hint=hint))
-        if meant is None:
+        if guess is None:
             return None
-        kind = replace(kind, value=meant)  # the other keys are probably meant for it
+        kind = replace(kind, value=guess)  # misspelled, so the other keys can still be checked
     return _read(replace(node, value=node.value | {"kind": kind}), kinds[kind.value], path, problems)
 
 
 def _read_tuple(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
-    kinds: tuple[Any, ...] = get_args(annotation)
+    types: tuple[Any, ...] = get_args(annotation)
     items = node.value
-    if isinstance(items, list) and kinds[-1] is Ellipsis:
-        kinds = (kinds[0],) * len(items)
-    if not isinstance(items, list) or len(items) != len(kinds):
+    if isinstance(items, list) and types[-1] is Ellipsis:
+        types = (types[0],) * len(items)
+    if not isinstance(items, list) or len(items) != len(types):
         problems.append(node.problem(describe(annotation)))
         return None
-    return tuple(_read(items[i], kind, join(path, i), problems) for i, kind in enumerate(kinds))
+    return tuple(_read(items[i], item_type, join(path, i), problems) for i, item_type in enumerate(types))
 
 
 def _read_mapping(node: Node, cls: Any, path: str, problems: list[SpecProblem]) -> Any:
@@ -200,32 +198,30 @@ def _read_mapping(node: Node, cls: Any, path: str, problems: list[SpecProblem]) 
 def _read_part(node: Node, registry: Registry, template: bool, path: str, problems: list[SpecProblem]) -> Any:
     names = list(registry)
     arguments = dict(node.value) if isinstance(node.value, dict) else {"type": node}
-    kind = arguments.pop("type", node.missing("type"))
-    if not _is_text(kind.value) or (names and kind.value not in registry):
-        allowed = f"one of {listing(names)}" if names else "a name"
-        if not _is_text(node.value) and kind is node:
+    name = arguments.pop("type", node.missing("type"))
+    if not _is_text(name.value) or name.value not in registry:
+        allowed = f"one of {listing(names)}"
+        if not _is_text(node.value) and name is node:
             allowed = f"{{type: NAME, ...}} or NAME, with NAME {allowed}"
-        hint = did_you_mean(kind.value, names) if _is_text(kind.value) else ""
-        problems.append(kind.problem(allowed, hint=hint))
+        hint = did_you_mean(name.value, names) if _is_text(name.value) else ""
+        problems.append(name.problem(allowed, hint=hint))
         return None
-    if not names:
-        return Part(kind.value, {key: item.plain() for key, item in arguments.items()}, path)
     members = {
-        name: _Member(parameter.annotation, parameter.default is parameter.empty and not template)
-        for name, parameter in registry.arguments(kind.value).items()
+        argument: _Member(parameter.annotation, parameter.default is parameter.empty and not template)
+        for argument, parameter in registry.arguments(name.value).items()
     }
-    return Part(kind.value, _read_members(node, arguments, members, path, problems), path)
+    return Part(name.value, _read_members(node, arguments, members, path, problems), path)
 
 
 def _read_members(
     node: Node, written: Mapping[Any, Node], members: Mapping[str, _Member], path: str, problems: list[SpecProblem]
 ) -> dict[str, Any]:
-    """Read a mapping key by key: the unknown, the missing and the wrong ones are all reported."""
+    """Read a mapping key by key, and report all unknown keys, missing keys and wrong values."""
     for key, item in written.items():
         if key not in members:
-            # At the top a misspelled `base` is known too, though `load_tree` has taken the right ones out.
-            near = {*members} if node.path else {*members, "base"} - {key}
-            hint = BOOLEAN_HINT if isinstance(key, bool) else did_you_mean(str(key), near)
+            # `load_tree` has removed `base`, but at the top level an unknown key may be a misspelling of it.
+            candidates = {*members} if node.path else {*members, "base"} - {key}
+            hint = BOOLEAN_HINT if isinstance(key, bool) else did_you_mean(str(key), candidates)
             problems.append(item.problem(_keys(members), f"the unknown key {key!r}", hint))
     values = {}
     for name, member in members.items():

@@ -1,8 +1,8 @@
-"""The grammar of a spec: every class here is a mapping in YAML, every field a key.
+"""The grammar of a spec: every class is a mapping in YAML, and its fields are the keys.
 
     stem -> split into two streams -> stages of reversible blocks, joined by transitions -> fuse -> head
 
-A spec is architecture only. What a part's arguments may be is declared by the part's own signature.
+A spec describes the architecture alone. Which arguments a part takes is declared by the part's own signature.
 """
 
 import hashlib
@@ -13,32 +13,36 @@ from typing import Annotated, Any, Literal, TypedDict
 from omegaconf import OmegaConf
 
 from revzoo import registry
-from revzoo.bounds import Bound, PositiveInt, Rate
-from revzoo.spec.parsing import NOT_WRITTEN, TEMPLATE, Part, plain
+from revzoo.bounds import Bound, NonNegativeInt, PositiveInt, Rate
+from revzoo.spec.parsing import NOT_WRITTEN, TEMPLATE, Part, to_plain
 
 Branch = Annotated[Part, registry.branches]
 Template = Annotated[Part, registry.branches, TEMPLATE]
 _NOT_ARCHITECTURE = {"name", "sources", "expect", "twin", "block"}
 
 
-class Source(TypedDict):
-    """Which numbers of the spec come from where."""
+class Citation(TypedDict):
+    """The publication or code that some of the spec's numbers are from.
+
+    `of` says which numbers, and `cite` where they are published.
+    """
 
     of: str
     cite: str
 
 
 class TwinName(TypedDict):
-    """Where to find an ordinary network."""
+    """The name of an ordinary (not reversible) network, and the library that has it."""
 
     library: str
     name: str
 
 
 class Twin(TwinName, total=False):
-    """The ordinary network that this one is the reversible version of.
+    """The ordinary network whose reversible version the spec describes.
 
-    `arguments` are those of `timm.create_model`, or fields of the Transformers configuration.
+    `arguments` are arguments of `timm.create_model`, or fields of the Transformers configuration; `parameters` is the number
+    of parameters.
     """
 
     arguments: Annotated[Any, Bound("a mapping", lambda value: isinstance(value, dict))]
@@ -46,17 +50,17 @@ class Twin(TwinName, total=False):
 
 
 class Expect(TypedDict, total=False):
-    """Facts that the tests check for every shipped spec."""
+    """Numbers that the built model must have; the tests check them for every shipped spec."""
 
     parameters: PositiveInt
     stream_shape: tuple[PositiveInt, ...]
     reversible_steps: PositiveInt
-    flops: PositiveInt | None  # of a forward pass of one example, a multiply-add counted once, as papers do
+    flops: PositiveInt | None  # of the forward pass of one example; a multiply-add counts once, as in papers
 
 
 @dataclass(frozen=True)
 class ImageInput:
-    """Images of one size: a batch is (B, channels, *size), floating."""
+    """Images of one size: a batch is a floating-point tensor (B, channels, *size)."""
 
     kind: Literal["image"]
     channels: PositiveInt
@@ -65,27 +69,31 @@ class ImageInput:
 
 @dataclass(frozen=True)
 class TextInput:
-    """Token ids: a batch is (B, N) integers from 0 to vocabulary - 1, N up to `length`.
+    """Token ids: a batch is an integer tensor (B, N) with values from 0 to vocabulary - 1.
 
     Args:
-        padding: the id that fills up short examples; nothing attends to it. None is no such id.
+        length: largest N, the number of tokens in an example.
+        vocabulary: number of different ids.
+        padding: the id that fills up short examples, and that no token attends to. None: there is no such id.
     """
 
     kind: Literal["text"]
     length: PositiveInt
     vocabulary: PositiveInt
-    padding: Annotated[int, Bound("an integer >= 0", lambda n: n >= 0)] | None = None
+    padding: NonNegativeInt | None = None
 
 
 Input = ImageInput | TextInput
 
 
 @dataclass(frozen=True)
-class DropPath:
-    """Stochastic depth: `linear` grows from 0 in the first block to `max` in the last, `constant` is `max` in all.
+class DropPathSpec:
+    """Stochastic depth: the probability of dropping a block's branches in training.
 
     Args:
-        transitions: whether transitions count as blocks, and are given their probability.
+        max: the largest probability, in [0, 1).
+        rule: `linear` grows from 0 in the first block to `max` in the last; `constant` is `max` in all blocks.
+        transitions: whether transitions are dropped too; each then counts as one more block.
     """
 
     max: Rate = 0.0
@@ -94,20 +102,32 @@ class DropPath:
 
 
 @dataclass(frozen=True)
-class Block:
-    """What all blocks share. `f` and `g` are templates: a stage's own are merged over them."""
+class BlockSpec:
+    """What all blocks have in common.
+
+    Args:
+        coupling: how every step's output joins the streams.
+        f: template of the first branch; a stage's own `f` is merged over it.
+        g: likewise of the second branch. None: a block is one step, unless a stage has a `g`.
+        drop_path: probabilities of dropping branches in training.
+    """
 
     coupling: Annotated[Part, registry.couplings]
     f: Template
     g: Template | None = None
-    drop_path: DropPath = DropPath()
+    drop_path: DropPathSpec = DropPathSpec()
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Consecutive blocks of one width [channels per stream], and the node before them.
+class StageSpec:
+    """Consecutive blocks of one width, and the transition in front of them.
 
-    `f` and `g` are complete: the block's templates with what the stage changes. Without `g` a block is one step.
+    Args:
+        depth: number of blocks.
+        width: channels per stream.
+        f: the first branch, complete: the template of `BlockSpec` with the stage's own arguments merged over it.
+        g: likewise the second branch. None: a block is one step.
+        transition: the part that changes width or size before the first block. None: there is none.
     """
 
     depth: Annotated[int, Bound("an integer from 1 to 10000", lambda n: 1 <= n <= 10_000)]
@@ -119,11 +139,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class Spec:
-    """A checked, resolved spec.
+    """A checked spec, with inheritance and overrides applied.
 
     Args:
-        name: the model's name; shipped specs are named as their file.
-        file: where the spec was read from.
+        name: the model's name; for a shipped spec, the name of its file.
+        family: name of the family; for a shipped spec, the name of its folder.
+        sources: where the numbers are from.
+        twin: the ordinary network whose reversible version this is, if there is one.
+        expect: numbers that the built model must have.
+        file: the file that the spec was read from.
     """
 
     name: str
@@ -131,12 +155,12 @@ class Spec:
     input: Input
     stem: Annotated[Part, registry.stems]
     split: Annotated[Part, registry.splits]
-    block: Block
-    stages: Annotated[tuple[Stage, ...], Bound("a list of at least one stage", len)]
+    block: BlockSpec
+    stages: Annotated[tuple[StageSpec, ...], Bound("a list of at least one stage", len)]
     fuse: Annotated[Part, registry.fuses]
     head: Annotated[Part, registry.heads]
     init: Annotated[Part, registry.inits] | None = None
-    sources: tuple[Source, ...] = ()
+    sources: tuple[Citation, ...] = ()
     twin: Twin | None = None
     expect: Expect = field(default_factory=Expect)
     file: str = field(default="", compare=False, metadata=NOT_WRITTEN)
@@ -147,27 +171,27 @@ class Spec:
         return self.block.coupling
 
     @property
-    def drop_path(self) -> DropPath:
-        """How likely branches are left out in training, over the depth of the model."""
+    def drop_path(self) -> DropPathSpec:
+        """The probabilities of dropping branches in training."""
         return self.block.drop_path
 
     def to_yaml(self) -> str:
-        """Return the spec as self-contained YAML: no base, no overrides, every default written."""
-        return OmegaConf.to_yaml(OmegaConf.create(plain(self)))
+        """Return the spec as self-contained YAML: without base and overrides, and with every default written out."""
+        return OmegaConf.to_yaml(OmegaConf.create(to_plain(self)))
 
     @property
     def digest(self) -> str:
-        """Identify the architecture: SHA-256, in hex, of everything but the name and the statements about it.
+        """SHA-256, in hex, of the architecture: of everything but name, sources, expect and twin.
 
-        Formatting, key order, inheritance, and `4` for `4.0` make no difference; an argument left to its default does.
+        Formatting, key order, inheritance and `4` instead of `4.0` do not change it. Writing out an argument's default does.
         """
-        facts = {key: value for key, value in plain(self).items() if key not in _NOT_ARCHITECTURE}
-        facts |= {"coupling": plain(self.coupling), "drop_path": plain(self.drop_path)}
+        facts = {key: value for key, value in to_plain(self).items() if key not in _NOT_ARCHITECTURE}
+        facts |= {"coupling": to_plain(self.coupling), "drop_path": to_plain(self.drop_path)}
         return hashlib.sha256(json.dumps(_canonical(facts), sort_keys=True).encode()).hexdigest()
 
 
 def _canonical(value: Any) -> Any:
-    """Write whole floats as integers: an argument is converted only once the parts have been imported."""
+    """Write whole floats as integers, so that 4 and 4.0 give the same digest."""
     if isinstance(value, dict):
         return {key: _canonical(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from revzoo.checkpoint.files import read, read_metadata
-from revzoo.checkpoint.index import WeightsEntry, index, shipped_weights
+from revzoo.checkpoint.files import read_metadata, read_tensors
+from revzoo.checkpoint.index import WeightsEntry, read_index, shipped_weights
 from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import needed_outputs
@@ -44,7 +44,7 @@ class Scores:
     unit: str = "images"
 
     def __str__(self) -> str:
-        loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.unit, start=', ')}"
+        loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.unit, prefix=', ')}"
         return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {loss} on {self.count} {self.unit}"
 
 
@@ -94,7 +94,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
             f"finetune model={path} data.root=IMAGES"
         )
     checkpoint = path / "best.safetensors" if path.is_dir() else path
-    read(checkpoint)  # says what is wrong with a missing or damaged file
+    read_tensors(checkpoint)  # says what is wrong with a missing or damaged file
     texts = read_metadata(checkpoint) if checkpoint.suffix == ".safetensors" else {}
     if not {"revzoo.spec", "revzoo.recipe"} <= texts.keys():
         raise CheckpointError(f"{checkpoint} was not saved by `revzoo train`: it does not say on which data to evaluate it.")
@@ -107,7 +107,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
 def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, WeightsEntry]:
     """Evaluate shipped weights on the data of the command that trained them; return their row of the index too."""
     shipped_weights(name)
-    entry = index()[name]
+    entry = read_index()[name]
     words = shlex.split(entry.command)  # revzoo train [RECIPE] [OVERRIDE...]
     words = words[words.index("train") + 1 :]
     source = next((word for word in words if "=" not in word), DEFAULT_RECIPE)

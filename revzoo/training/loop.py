@@ -114,9 +114,9 @@ def _load_state(run: Run) -> None:
     state = run.folder.state()
     run.couple(run.progress.updates)  # as the averaged weights were saved
     try:
-        files.load(run.model, run.model.spec, state / "model.safetensors")  # says what is wrong better than Accelerate
+        files.load_weights(run.model, run.model.spec, state / "model.safetensors")  # says what is wrong better than Accelerate
         if run.ema is not None:
-            files.load(run.ema.module, run.model.spec, state / "ema.safetensors")
+            files.load_weights(run.ema.module, run.model.spec, state / "ema.safetensors")
     except CheckpointError as error:
         raise run.folder.damaged(state, error) from error
     try:
@@ -215,9 +215,9 @@ def _finish_epoch(run: Run, epoch: int) -> None:
             facts["revzoo.classes"] = json.dumps(run.data.names)
         with _saving(run):
             run.folder.append(record)
-            files.save(run.evaluated, run.model.spec, run.folder.last, facts)
+            files.save_weights(run.evaluated, run.model.spec, run.folder.last, facts)
             if improved:
-                files.save(run.evaluated, run.model.spec, run.folder.best, facts)
+                files.save_weights(run.evaluated, run.model.spec, run.folder.best, facts)
     progress.loss_sums = [0.0] * len(loss_sums)
     progress.epoch, progress.batch, progress.examples, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
@@ -238,7 +238,7 @@ def save_state(run: Run) -> None:
     if run.accelerator.is_main_process:
         with _saving(run):
             if run.ema is not None:
-                files.save(run.ema.module, run.model.spec, writing / "ema.safetensors")
+                files.save_weights(run.ema.module, run.model.spec, writing / "ema.safetensors")
             run.folder.publish_state(writing, run.progress)
     run.accelerator.wait_for_everyone()
 

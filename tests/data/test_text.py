@@ -240,7 +240,7 @@ def test_a_run_is_resumed_and_evaluated(kind, tmp_path, story, tables, tokenizer
     )
     assert whole == cut
     assert len(whole) == 2
-    left, right = (files.read(tmp_path / run / "last.safetensors") for run in ("whole", "cut"))
+    left, right = (files.read_tensors(tmp_path / run / "last.safetensors") for run in ("whole", "cut"))
     assert left.keys() == right.keys()
     assert all(torch.equal(left[key], right[key]) for key in left)
     scores = evaluate_checkpoint(tmp_path / "cut" / "last.safetensors", ["data.batch_size=3"])
@@ -560,7 +560,7 @@ def test_too_few_outputs_for_the_vocabulary(tmp_path, story):
     train(load_recipe("text_reformer", [*FAST, *model, f"data.root={story}", "data.batch_size=8"]), tmp_path / "run")
     model = revzoo.create(tmp_path / "run", num_outputs=200)
     facts = files.read_metadata(tmp_path / "run" / "best.safetensors")
-    files.save(model, model.spec, tmp_path / "few.safetensors", {"revzoo.recipe": facts["revzoo.recipe"]})
+    files.save_weights(model, model.spec, tmp_path / "few.safetensors", {"revzoo.recipe": facts["revzoo.recipe"]})
     with pytest.raises(RevzooError, match="causal has 200 outputs and cannot tell the 256 ids of its vocabulary apart"):
         evaluate_checkpoint(tmp_path / "few.safetensors")
 
@@ -576,7 +576,7 @@ def test_fine_tuning_with_a_head_that_the_data_complete(tmp_path, tables, tokeni
         load_recipe("text_bert", [*FAST, *data, model, start, "optimizer.lr=1e-12", "schedule.sched=constant"]),
         tmp_path / "tuned",
     )
-    before, after = (files.read(tmp_path / run / "last.safetensors") for run in ("run", "tuned"))
+    before, after = (files.read_tensors(tmp_path / run / "last.safetensors") for run in ("run", "tuned"))
     for key in before:
         torch.testing.assert_close(before[key], after[key], rtol=0, atol=1e-6)
 
@@ -584,7 +584,7 @@ def test_fine_tuning_with_a_head_that_the_data_complete(tmp_path, tables, tokeni
 def test_settings_that_contradict(tmp_path):
     with pytest.raises(SpecError) as caught:
         load_recipe("text_roberta", [f"data.root={tmp_path}", "mixup={mixup_alpha: 0.8}"])
-    assert [(problem.path, problem.found) for problem in caught.value.problems] == [
+    assert [(problem.path, problem.received) for problem in caught.value.problems] == [
         ("data.text.tokenizer", "nothing"),
         ("mixup", "{'mixup_alpha': 0.8}"),
     ]

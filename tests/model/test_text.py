@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import revzoo
-from revzoo.checkpoint.files import load, read, save
+from revzoo.checkpoint.files import load_weights, read_tensors, save_weights
 from revzoo.display.tables.memory import memory_table
 from revzoo.errors import InputError
 
@@ -111,14 +111,14 @@ def test_the_embedding_is_one_parameter_wherever_it_goes(tmp_path):
     assert len(names) == len(list(model.parameters())) + 1 == 61
     assert model.num_outputs == 260
     assert model.stem.word_embeddings.weight[1].abs().max() == 0, "the head has not drawn it again"
-    save(model, model.spec, path := tmp_path / "tied.safetensors")
-    kept = read(path)
+    save_weights(model, model.spec, path := tmp_path / "tied.safetensors")
+    kept = read_tensors(path)
     assert len(kept) == 60
     assert kept["stem.word_embeddings.weight"].shape == (260, 64)
     assert "head.weight" not in kept
 
     other = revzoo.create(MASKED_LM)
-    load(other, other.spec, path)
+    load_weights(other, other.spec, path)
     on_meta = revzoo.create(MASKED_LM, device="meta", checkpoint=path)
     ids = padded(model)
     model.eval()

@@ -6,6 +6,8 @@ from typing import Literal
 
 import pytest
 
+import revzoo.parts
+import revzoo.runtime.coupling  # noqa: F401  likewise
 from revzoo import registry
 
 
@@ -13,7 +15,7 @@ def patches(site, *, width: int, patch: int | tuple[int, int]): ...
 def plain(site): ...
 def momentum(*, m: float): ...
 def attention(site, *, heads: int, bias: bool = True, norm: Literal["layer_norm", "none"] = "layer_norm"): ...
-def mlp(site, *, ratio: float = 4.0, act: str = "gelu", hidden: int | None = None): ...
+def mlp(site, *, ratio: float = 4.0, act: str = "gelu", hidden: int | None = None, gain: int | float = 1): ...
 def conv(site, *, kernel: tuple[int, ...] = (3, 3)): ...
 def linear(site, *, outputs: int): ...
 def normal(*, std: float): ...
@@ -36,13 +38,6 @@ def toys(monkeypatch):
     """Put the toy parts in place of whatever is registered."""
     for name, entries in TOYS.items():
         monkeypatch.setattr(getattr(registry, name), "_entries", entries)
-
-
-@pytest.fixture
-def no_parts(toys, monkeypatch):
-    """Empty every registry, as before the parts are imported."""
-    for name in TOYS:
-        monkeypatch.setattr(getattr(registry, name), "_entries", {})
 
 
 @pytest.fixture

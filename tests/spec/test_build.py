@@ -41,7 +41,7 @@ def test_drop_path_grows_linearly_over_the_whole_network():
 def problems(name: str, *overrides: str) -> list[str]:
     with pytest.raises(SpecError) as error:
         revzoo.create(name, overrides=overrides, device="meta")
-    return [f"{p.path}: found {p.found}; allowed: {p.allowed}" for p in error.value.problems]
+    return [f"{p.path}: found {p.received}; allowed: {p.allowed}" for p in error.value.problems]
 
 
 def test_parts_that_do_not_fit_are_all_named():

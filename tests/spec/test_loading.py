@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from revzoo.errors import RevzooError
-from revzoo.spec import DropPath, ImageInput, Part, Stage, list_models, load_spec, names, recipe_file, spec_file
+from revzoo.spec import DropPathSpec, ImageInput, Part, StageSpec, list_models, load_spec, names, recipe_file, spec_file
 
 pytestmark = pytest.mark.usefixtures("toys")
 
@@ -53,11 +53,11 @@ def test_spec_is_resolved(write):
     assert spec.input == ImageInput("image", 3, (32, 32))
     assert spec.stem == Part("patches", {"width": 8, "patch": 4})
     assert spec.coupling == Part("additive")
-    assert spec.drop_path == DropPath(0.1, "linear")
+    assert spec.drop_path == DropPathSpec(0.1, "linear")
     mlp = Part("mlp", {"ratio": 4.0})
     assert spec.stages == (
-        Stage(2, 8, Part("attention", {"heads": 2}), mlp),
-        Stage(3, 16, Part("attention", {"heads": 4}), mlp, Part("merging")),
+        StageSpec(2, 8, Part("attention", {"heads": 2}), mlp),
+        StageSpec(3, 16, Part("attention", {"heads": 4}), mlp, Part("merging")),
     )
     assert (spec.init, spec.twin, spec.expect) == (None, None, {})
     assert spec.stages[1].f.path == "stages.1.f"
@@ -93,7 +93,7 @@ def test_stages_may_complete_a_template(write):
         ("head.outputs=100", lambda spec: spec.head.arguments == {"outputs": 100}),
         ("block.coupling={type: momentum, m: 1}", lambda spec: spec.coupling == Part("momentum", {"m": 1.0})),
         ("block.g={type: conv, kernel: [1, 7]}", lambda spec: spec.stages[0].g == Part("conv", {"kernel": (1, 7)})),
-        ("block.drop_path.rule=constant", lambda spec: spec.drop_path == DropPath(0.1, "constant")),
+        ("block.drop_path.rule=constant", lambda spec: spec.drop_path == DropPathSpec(0.1, "constant")),
         ("init.type=normal", None),
         ("input.size=[8,16]", lambda spec: spec.input.size == (8, 16)),
         ("input.size.1=16", lambda spec: spec.input.size == (32, 16)),
@@ -148,7 +148,7 @@ def test_round_trip(write, overrides):
     assert load_spec("run") == spec
 
 
-def test_digest_is_of_the_architecture_alone(write, request):
+def test_digest_is_of_the_architecture_alone(write):
     digest = load_spec(write(SPEC)).digest
     assert len(digest) == 64
 
@@ -181,8 +181,9 @@ def test_digest_is_of_the_architecture_alone(write, request):
     ]
     assert len({digest, *(load_spec("toy.yaml", [other]).digest for other in others)}) == len(others) + 1
 
-    request.getfixturevalue("no_parts")
-    assert load_spec("toy.yaml").digest == digest, "must not depend on whether the parts have been imported"
+    whole, same = (load_spec("toy.yaml", [f"block.g={{type: mlp, gain: {gain}}}"]) for gain in ("2", "2.0"))
+    assert [type(spec.stages[0].g.arguments["gain"]) for spec in (whole, same)] == [int, float]
+    assert whole.digest == same.digest
 
 
 def test_base_maps_merge_lists_replace_and_another_type_replaces(write):
@@ -202,7 +203,7 @@ def test_base_maps_merge_lists_replace_and_another_type_replaces(write):
     assert (spec.name, spec.file) == ("leaf", "sub/leaf.yaml")
     assert spec.head.arguments == {"outputs": 5}
     assert spec.coupling == Part("momentum", {"m": 0.9})
-    assert spec.stages == (Stage(1, 4, Part("attention", {"heads": 2, "bias": False}), Part("conv")),)
+    assert spec.stages == (StageSpec(1, 4, Part("attention", {"heads": 2, "bias": False}), Part("conv")),)
 
 
 def test_inherited_problem_names_the_file_it_stands_in(write):
@@ -296,16 +297,6 @@ def test_unknown_source(write, monkeypatch):
     assert message(load_spec, "root") == "Unknown model or spec file 'root/spec.yaml'. Allowed: toy."
 
 
-@pytest.mark.usefixtures("no_parts")
-def test_structure_is_checked_before_the_parts_are_imported(write):
-    spec = load_spec(write(SPEC), ["head.anything=1"])
-    assert spec.head == Part("linear", {"outputs": 10, "anything": 1})
-    assert message(load_spec, "toy.yaml", ["stages.0.depth=0", "fuse=null"]) == (
-        "2 problems found:\n  override: stages.0.depth: found 0; allowed: an integer from 1 to 10000."
-        "\n  override: fuse: found null; allowed: {type: NAME, ...} or NAME, with NAME a name."
-    )
-
-
 def test_names(write, monkeypatch):
     for path in ["models/a/x_s", "models/a/x_b", "models/b/y", "recipes/quick"]:
         write(SPEC, f"root/specs/{path}.yaml")
@@ -328,7 +319,23 @@ def test_checkout_holds_the_specs():
     assert (names.data_root() / "specs" / "models").is_dir()
 
 
-def test_no_torch_is_imported():
-    code = "import sys, revzoo.spec; print(revzoo.spec.list_models('no such*'), 'torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "[] False\n"
+def test_a_new_process_checks_the_arguments_of_parts_and_imports_torch_only_for_that():
+    code = """
+import sys
+from revzoo.spec import list_models, load_spec
+print(len(list_models()), "torch" in sys.modules)
+try:
+    load_spec("rev_vit_b", ["block.coupling=additiv", "block.f.heads=three", "head.output=2"])
+except ValueError as error:
+    print(error)
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == [
+        "61 False",
+        "3 problems found:",
+        "  override: block.coupling: found 'additiv'; allowed: one of additive, dual_residual, leapfrog, midpoint, momentum."
+        " Did you mean 'additive'?",
+        "  override: block.f.heads: found 'three'; allowed: an integer >= 1.",
+        "  override: head.output: found the unknown key 'output';"
+        " allowed: outputs, pool, class_token, dropout, norm, fc_norm, momentum. Did you mean 'outputs'?",
+    ]

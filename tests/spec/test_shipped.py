@@ -2,7 +2,6 @@
 
 import pytest
 
-import revzoo.parts  # noqa: F401  fills the registries that the arguments are checked against
 from revzoo.spec import list_models, load_spec, spec_file
 
 MODELS = list_models()

@@ -68,7 +68,7 @@ def test_all_problems_at_once():
     ]
     with pytest.raises(SpecError) as caught:
         load_recipe("digits", wrong)
-    found = {(problem.path, problem.found) for problem in caught.value.problems}
+    found = {(problem.path, problem.received) for problem in caught.value.problems}
     assert found == {
         ("optimzer", "the unknown key 'optimzer'"),
         ("optimizer.opt", "'adamww'"),

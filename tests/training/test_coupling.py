@@ -62,7 +62,7 @@ def test_the_way_is_trained_saved_and_resumed(folder, tmp_path, monkeypatch):
     assert "kept_bits: 4" in read_metadata(last)["revzoo.spec"]
     assert (whole.folder / "curves.png").is_file()
     tuned = revzoo.create(whole.folder / "spec.yaml")
-    files.load(tuned, tuned.spec, whole.folder / "state" / "00002-0000000" / "model.safetensors")
+    files.load_weights(tuned, tuned.spec, whole.folder / "state" / "00002-0000000" / "model.safetensors")
     assert all(torch.equal(tuned.stem.state_dict()[key], tensor) for key, tensor in stem.items())
     asked = chain([0] * 4, [15], repeat(0))
     with monkeypatch.context() as patch:

@@ -48,7 +48,7 @@ def test_what_training_saved(recipe, tmp_path, ema):
 
 def test_foreign_checkpoints(tmp_path):
     model = revzoo.create("rev_vit_digits")
-    files.save(model, model.spec, tmp_path / "w.safetensors")
+    files.save_weights(model, model.spec, tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError, match="w.safetensors was not saved by `revzoo train`"):
         evaluate_checkpoint(tmp_path / "w.safetensors")
     torch.save({"a": torch.zeros(1)}, tmp_path / "w.pt")
@@ -64,7 +64,7 @@ def test_foreign_checkpoints(tmp_path):
 @pytest.mark.parametrize("command", ["revzoo train", "accelerate launch -m zoo_cli train digits data.batch_size=2000"])
 def test_the_command_of_the_index(monkeypatch, command):
     """The default recipe needs no name, and a batch for training needs not be filled."""
-    entries = {name: replace(entry, command=command) for name, entry in index.index().items()}
+    entries = {name: replace(entry, command=command) for name, entry in index.read_index().items()}
     monkeypatch.setattr("revzoo.training.evaluation.index", lambda: entries)
     scores, entry = evaluate_pretrained("rev_vit_digits")
     assert round(scores.top1, 2) == entry.metric["top1"]
@@ -76,10 +76,10 @@ def test_overrides_that_are_not_of_the_data():
 
 
 def test_shipped_weights_repeat_their_metric():
-    assert sorted(index.index()) == [
+    assert sorted(index.read_index()) == [
         *("irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"),
     ]
-    for name in index.index():
+    for name in index.read_index():
         scores, entry = evaluate_pretrained(name)
         assert round(scores.top1, 2) == entry.metric["top1"]
         assert scores.top1 >= 96

@@ -16,7 +16,7 @@ from revzoo.conversion.sources.base import Choice, Tensors
 from revzoo.errors import ConversionError, UnknownNameError, listing
 from revzoo.model.builder import build
 from revzoo.spec.loading import load_spec
-from revzoo.spec.parsing import plain
+from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import Spec
 
 _STATEMENTS = ("name", "sources", "twin", "expect")
@@ -53,7 +53,7 @@ class PublishedSource:
                 f"{self.name} publishes reversible networks, whose coupling is additive; with another one they would not be "
                 f"what was trained. Received: coupling={choice.name!r}. Use coupling='additive'."
             )
-        return {key: value for key, value in plain(found).items() if key not in _STATEMENTS and value is not None}
+        return {key: value for key, value in to_plain(found).items() if key not in _STATEMENTS and value is not None}
 
     def entries(self, original: Any) -> list[Entry]:
         """Return where every tensor goes: our names with the layers of all stages counted through, transitions included.
