@@ -1,14 +1,14 @@
-"""Counting arithmetic: what a forward and backward compute."""
+"""Count the arithmetic of a forward and backward."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from revzoo.analysis.dry_run import call, isolated, linear_loss
+from revzoo.runtime.operations import count_operation_flops
 
 
 def count_flops(model: nn.Module, batch: Any) -> int:
@@ -29,10 +29,10 @@ def count_flops(model: nn.Module, batch: Any) -> int:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Count the floating-point operations while active, those inside a backward apart from the others.
+    """Count the floating-point operations while active: those inside a backward in `backward`, all others in `forward`.
 
-    PyTorch's formulas, without what `FlopCounterMode` adds to them: it tracks modules, which keeps tensors alive, and
-    decomposes operations. So this can be active together with a `LiveBytes`.
+    The FLOPs of each operation are those of `revzoo.runtime.operations`. PyTorch's `FlopCounterMode` also tracks modules, which
+    keeps tensors alive, and decomposes operations; this one does neither, so it can be active together with a `LiveBytes`.
     """
 
     def __init__(self) -> None:
@@ -45,24 +45,9 @@ class FlopCounter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
-        if formula is not None:
-            count = formula(*args, **kwargs, out_val=out)
-            if torch._C._current_graph_task_id() == -1:
-                self.forward += count
-            else:
-                self.backward += count
+        count = count_operation_flops(func, args, kwargs, out)
+        if torch._C._current_graph_task_id() == -1:
+            self.forward += count
+        else:
+            self.backward += count
         return out
-
-
-def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any, out_val: Any) -> int:
-    """Each gradient takes the products of the forward; PyTorch's formula forgets the groups in that of the weight."""
-    *_, transposed, _, _, wanted = arguments
-    count: int = sum(wanted[:2]) * conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
-    return count
-
-
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    torch.ops.aten.convolution_backward: _convolution_backward,
-}

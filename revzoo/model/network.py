@@ -1,4 +1,4 @@
-"""The assembled network: stem, split, stages of reversible blocks joined by transitions, fuse, head."""
+"""The network as a module: stem, split into two streams, stages of reversible blocks with transitions, fuse, head."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, cast
@@ -10,8 +10,8 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.model import inputs
 from revzoo.registry import couplings
-from revzoo.runtime.chain import Pair, Step, invert_chain, run_chain
-from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.chain import Step, invert_chain, run_chain
+from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.node import run_node
@@ -21,22 +21,22 @@ from revzoo.spec.schema import Spec
 
 
 class Head(Protocol):
-    """What every head can do beside being called."""
+    """The interface of all heads."""
 
     @property
     def outputs(self) -> int:
-        """Size of the last dimension of what it returns."""
+        """Size of the last dimension of the logits."""
 
     def reset(self, outputs: int) -> None:
-        """Replace the last linear layer by a fresh one, or raise InputError where there is none to replace."""
+        """Replace the last linear layer by a new one with random weights; raise InputError if there is none to replace."""
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
 
 
 class Block(nn.Module):
-    """One reversible block: the step f and, unless the coupling works with one step a block, the step g.
+    """One reversible block: the step `f` and, in most families, a second step `g`.
 
-    The chain calls the steps; a block only gives them their names.
+    A block only gives the steps their names; the chain calls them directly.
     """
 
     def __init__(self, f: nn.Module, g: nn.Module | None):
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks of one width and, in front of them, what changes width or size: an ordinary module or a bijection."""
+    """Blocks of one width and, in front of them, the transition that changes width or size: a node or a bijection."""
 
     def __init__(self, transition: nn.Module | None, blocks: Sequence[Block]):
         super().__init__()
@@ -59,13 +59,13 @@ class Stage(nn.Module):
 class Model(nn.Module):
     """A reversible network built from a spec; make one with `revzoo.create` or `revzoo.build`.
 
-    The reversible steps between two transitions form one chain. Everything else is a node: stem, transitions, fuse and
-    head keep their activations unless their mode is `selective` or `recompute`. State-dict keys depend on the architecture
-    alone.
+    The reversible steps between two transitions form one chain. Stem, transitions, fuse and head are nodes: they keep their
+    saved tensors for backward unless their mode is `selective` or `recompute`. State-dict keys depend on the architecture
+    alone, not on the schedule.
 
-    Shapes: images (B, C, H, W) of the spec's channels and size, or ids (B, N) with N up to the spec's length, and an
-        attention mask (B, N), which is by default all that is not the spec's padding -> logits, (B, outputs) or
-        (B, N, outputs) as the head gives them.
+    Shapes: x: images (B, C, H, W) of the spec's channels and size, or ids (B, N) with N up to the spec's length.
+        attention_mask: (B, N), 1 or True for tokens; by default all ids but the spec's padding. Texts only.
+        Returns logits, (B, outputs) or (B, N, outputs), depending on the head.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Model(nn.Module):
         self.schedule = "invert"
 
     def layout(self) -> list[LayoutEntry]:
-        """Return every module that a forward pass calls, in order: stem, split, the stages, fuse, head."""
+        """Return every module that a forward pass calls, in order: stem, split, transitions and steps, fuse, head."""
         entries = [LayoutEntry("stem", self.stem, "node"), LayoutEntry("split", self.split, "split")]
         for i, stage in enumerate(self.stages):
             transition = getattr(stage, "transition", None)
@@ -107,20 +107,22 @@ class Model(nn.Module):
 
     @property
     def steps(self) -> list[nn.Module]:
-        """The reversible steps, in order; each has a `.name` and is called like a module."""
+        """The reversible steps in order, as modules; each has its path in the model as `.name`."""
         return [entry.module for entry in self.layout() if entry.kind == "step"]
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Names of all steps and nodes, in order: what `schedule` has one mode for."""
+        """Names of all steps and nodes in order; `schedule` has one mode for each."""
         return tuple(entry.name for entry in self.layout() if entry.is_unit)
 
     @property
     def schedule(self) -> list[Mode]:
-        """The mode of every unit. Assign a list, one mode a unit, a `revzoo.Plan`, or one name: of every step; nodes `store`.
+        """The mode of every unit: what it keeps for backward.
+
+        Assign a list with one mode for each of `units`, a `revzoo.Plan`, or one mode for all steps (nodes then `store`).
 
         Raises:
-            ScheduleError: wrong length, unknown mode, or `invert` for a node.
+            ScheduleError: a wrong number of modes, an unknown mode, or `invert` for a node.
         """
         return list(self._schedule)
 
@@ -138,7 +140,7 @@ class Model(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """Whether the streams are kept on a grid, which makes inversion exact; see `revzoo.runtime.exact`."""
+        """Whether the streams are rounded to a grid, which makes inversion exact; see `revzoo.runtime.exact`."""
         return self._exact
 
     @exact.setter
@@ -147,21 +149,24 @@ class Model(nn.Module):
             raise InputError(f"exact is True or False. Received: {exact!r}.")
         if exact:
             require_exact(self.coupling)
-            Grid(next(self.parameters()).dtype)  # refuses a dtype that has none
+            Grid(next(self.parameters()).dtype)  # raises for a dtype without a grid
         self._exact = exact
 
     @property
     def num_outputs(self) -> int:
-        """Number of classes of the head; for a language model, of ids."""
+        """Size of the logits' last dimension: the number of classes or, for a language model, of ids."""
         return cast(Head, self.head).outputs
 
     def set_coupling(self, **arguments: object) -> None:
-        """Give the coupling other arguments, such as `kept_bits=4`, in the spec too; None is its default, the others stay.
+        """Change arguments of the coupling, such as `kept_bits=4`, in the model and in its spec.
 
-        Weights stay; the function changes, as it does when a converted network is fine-tuned on a schedule.
+        The weights stay the same, but the function changes. Fine-tuning of a converted network moves its coupling this way.
+
+        Args:
+            **arguments: new values by name. None resets an argument to its default; arguments not given keep their values.
 
         Raises:
-            InputError: an argument that the coupling does not have, or a value that it refuses.
+            InputError: an argument that the coupling does not have, or a value that it does not allow.
         """
         spec = with_coupling(self.spec, arguments)
         try:
@@ -173,54 +178,64 @@ class Model(nn.Module):
         self.spec, self.coupling = spec, coupling
 
     def reset_head(self, num_outputs: int) -> None:
-        """Replace the last linear layer by a fresh one with `num_outputs` outputs, in the spec too.
+        """Replace the last linear layer by a new one with random weights and `num_outputs` outputs, in the spec too.
 
         Raises:
-            InputError: no integer >= 1, or a head whose outputs are the vocabulary.
+            InputError: `num_outputs` is not an integer >= 1, or the head's outputs are the ids of a vocabulary.
         """
         cast(Head, self.head).reset(check_num_outputs(num_outputs))
         self.spec = with_outputs(self.spec, num_outputs)
 
     def no_weight_decay(self) -> set[str]:
-        """Return names of the parameters that timm's `create_optimizer_v2` is not to decay: positions and class token."""
-        tables = {"pos_embed", "cls_token", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"}
-        return {name for name, _ in self.named_parameters() if name.rpartition(".")[2] in tables}
+        """Return names of parameters that should have no weight decay: position tables and class token.
+
+        timm's `create_optimizer_v2` calls this.
+        """
+        names = {"pos_embed", "cls_token", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"}
+        return {name for name, _ in self.named_parameters() if name.rpartition(".")[2] in names}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's description of how deep parameters lie, for layer-wise learning rates: stem, blocks, the rest."""
-        blocks = [(r"^stages\.(\d+)\.transition", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
-        return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else blocks}
+        """Return patterns that group parameters by depth: stem, blocks, the rest.
+
+        timm's `create_optimizer_v2` calls this for layer-wise learning rates.
+
+        Args:
+            coarse: one group for each stage instead of one for each block.
+        """
+        per_block = [(r"^stages\.(\d+)\.transition", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
+        return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else per_block}
 
     def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
         """Return a random batch: images (batch_size, C, H, W), or ids (batch_size, length) without padding."""
         reference = next(self.parameters())
-        return inputs.example(self.spec, batch_size, device or reference.device, reference.dtype)
+        return inputs.make_example(self.spec, batch_size, device or reference.device, reference.dtype)
 
     def forward_features(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return what the head receives: the fused, normalised streams before pooling.
+        """Return the input of the head: the fused and normalised streams, before pooling.
 
-        Shapes: as `Model` -> (B, N, D) or (B, C', H', W'), as the fuse gives it.
+        Shapes: x, attention_mask: as for the model. Returns (B, N, D) or (B, C', H', W'), depending on the fuse.
         Raises:
-            InputError: x is not a batch of the spec's input, of the parameters' dtype (autocast aside) and device, or the
-                mask does not fit it.
+            InputError: `x` is not a batch of the spec's input, or not on the parameters' device, or images have another dtype
+                than the parameters (without autocast), or the mask does not fit.
         """
-        return self._features(x, inputs.checked_mask(self.spec, x, attention_mask, next(self.parameters())))
+        return self._compute_features(x, inputs.make_mask(self.spec, x, attention_mask, next(self.parameters())))
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        mask = inputs.checked_mask(self.spec, x, attention_mask, next(self.parameters()))
-        features = self._features(x, mask)
+        mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
+        features = self._compute_features(x, mask)
         masks = () if mask is None else (mask,)
         return cast(Tensor, run_node(self.head, "head", self._schedule[-1], features, *masks))
 
     @torch.no_grad()
     def inverse(self, features: Tensor) -> Tensor:
-        """Return the input of a bijective network from its `forward_features`, to rounding, or exactly with `exact`.
+        """Compute the input of the network from its `forward_features`, if all of its parts are invertible.
 
-        Only in eval mode: random steps and BatchNorm in training mode are not replayed.
+        The result equals the input up to rounding errors, or bit for bit if `exact` is set. The features must have been
+        computed in eval mode, because dropout and BatchNorm in training mode cannot be repeated.
 
         Raises:
-            InputError: the model is in training mode, a part of it loses information (it is named), or what is given is not
-                what `forward_features` returns.
+            InputError: the model is in training mode, one of its parts has no inverse (it is named), or `features` has another
+                shape, dtype or device than `forward_features` returns.
         """
         if self.training:
             raise InputError("Features are inverted in eval mode, and must have been computed in it. Call model.eval() first.")
@@ -228,23 +243,23 @@ class Model(nn.Module):
         chain: list[Step | Bijection] = []
         for entry in self.layout():
             if entry.kind == "node" and entry.stage is not None:
-                raise self._loses(entry.name)
+                raise self._not_invertible(entry.name)
             if entry.kind in ("step", "bijection"):
-                chain.append(self._link(entry, modes))
-        fuse, split, stem = (self._inverse_of(name) for name in ("fuse", "split", "stem"))
-        self._require_features(features)
+                chain.append(self._chain_item(entry, modes))
+        fuse, split, stem = (self._get_inverse(name) for name in ("fuse", "split", "stem"))
+        self._check_features(features)
         return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
 
-    def _features(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _compute_features(self, x: Tensor, mask: Tensor | None) -> Tensor:
         modes = self._modes()
-        tensors: tuple[Tensor, ...] = (x,)  # behind the split the two streams
+        tensors: tuple[Tensor, ...] = (x,)  # after the split the two streams
         chain: list[Step | Bijection] | None = None  # steps since the split or the last node
-        del x
+        del x  # a reference here would keep it alive for the whole forward pass
         for entry in self.layout()[:-1]:
             if entry.kind == "split":
                 tensors, chain = self.split(*tensors), []
             elif chain is not None and entry.kind != "node":
-                chain.append(self._link(entry, modes))
+                chain.append(self._chain_item(entry, modes))
             else:
                 if chain is not None:
                     tensors = run_chain(chain, *cast(Pair, tensors), side=mask, exact=self.exact)
@@ -255,32 +270,33 @@ class Model(nn.Module):
         return tensors[0]
 
     def _modes(self) -> dict[str, Mode]:
+        """Return the mode of every unit by its name."""
         return dict(zip(self.units, self._schedule, strict=True))
 
-    def _link(self, entry: LayoutEntry, modes: dict[str, Mode]) -> Step | Bijection:
+    def _chain_item(self, entry: LayoutEntry, modes: dict[str, Mode]) -> Step | Bijection:
         """Return a step or a bijection as an item of a chain."""
         if isinstance(entry.module, Bijection):
             return entry.module
         return Step(entry.module, entry.name, self.coupling, modes[entry.name])
 
-    def _inverse_of(self, name: str) -> Callable[..., Any]:
+    def _get_inverse(self, name: str) -> Callable[..., Any]:
         inverse: Callable[..., Any] | None = getattr(getattr(self, name), "inverse", None)
         if inverse is None:
-            raise self._loses(name)
+            raise self._not_invertible(name)
         return inverse
 
-    def _require_features(self, features: object) -> None:
-        dims, own = cast(Any, self.fuse).out_shape.dims, next(self.parameters())
+    def _check_features(self, features: object) -> None:
+        dims, parameter = cast(Any, self.fuse).out_shape.dims, next(self.parameters())
         if not isinstance(features, Tensor):
             raise InputError(f"Features are what forward_features returns. Received: {type(features).__name__}.")
-        found = tuple(features.shape[1:]), features.dtype, features.device
-        if found != (dims, own.dtype, own.device):
+        received = tuple(features.shape[1:]), features.dtype, features.device
+        if received != (dims, parameter.dtype, parameter.device):
             raise InputError(
-                f"Features of {self.spec.name} are (B, {', '.join(map(str, dims))}), {own.dtype} on {own.device}, as "
+                f"Features of {self.spec.name} are (B, {', '.join(map(str, dims))}), {parameter.dtype} on {parameter.device}, as "
                 f"forward_features returns them. Received: {tuple(features.shape)}, {features.dtype} on {features.device}."
             )
 
-    def _loses(self, name: str) -> InputError:
+    def _not_invertible(self, name: str) -> InputError:
         kind = type(self.get_submodule(name)).__name__
         return InputError(
             f"{self.spec.name} cannot be inverted as a whole: its {name} ({kind}) loses information. Of the shipped models, "
@@ -289,7 +305,7 @@ class Model(nn.Module):
 
 
 def check_num_outputs(num_outputs: object) -> int:
-    """Return a number of outputs, or raise InputError unless it is an integer >= 1."""
+    """Return `num_outputs`, or raise InputError if it is not an integer >= 1."""
     if not isinstance(num_outputs, int) or isinstance(num_outputs, bool) or num_outputs < 1:
         raise InputError(f"num_outputs is an integer >= 1. Received: {num_outputs!r}.")
     return num_outputs

@@ -1,19 +1,20 @@
-"""A chain of reversible steps: ordinary forward, backward with activations that are rebuilt.
+"""A chain of reversible steps: an ordinary forward, and a backward that rebuilds activations.
 
     for k in range(n):   w[k+1] = a w[k] + b w[k-1] + c f_k(w[k])
 
 Inputs are (w[-1], w[0]) = (x1, x2), outputs (w[n-1], w[n]) = (y1, y2). A block of RevNet or Reformer,
 y1 = x1 + F(x2); y2 = x2 + G(y1), is two additive steps; a block of i-RevNet is one.
 
-The forward is a plain loop of autograd operations and is the truth; the mode of a step only decides what happens to the
-tensors that autograd saves inside its f (`tape.py`). Each step has a mode:
+The forward is a plain loop of autograd operations. The mode of a step (`schedule.py`) only decides what happens to the tensors
+that autograd saves inside its f (`tape.py`):
 
-    store       keep them                                  bytes of f      no extra work
-    selective   keep w[k] and the products of f            part of them    what is cheap in f (`selective.py`)
-    recompute   keep w[k], run f again up to the last one  one stream      most of a forward
-    invert      keep nothing                               nothing         one forward
+    mode        keeps in forward                                      computes again in backward
+    store       what autograd saves in f                              nothing
+    selective   w[k] and the compute-intensive outputs in f           what is cheap in f
+    recompute   w[k]                                                  f, up to the last saved tensor
+    invert      nothing, only one pair of states per run of steps     f
 
-Nothing about a call is stored on modules: any number of forwards may precede a backward.
+A call stores nothing on modules, so any number of forwards may precede a backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,34 +23,33 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.registry import couplings
-from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.compiling import not_compiled
+from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
-from revzoo.runtime.tape import Call, Kept, Run, Source, not_compiled
-
-Pair = tuple[Tensor, Tensor]
+from revzoo.runtime.tape import InvertedSegment, RecordedCall, Recoverer, SavedInputs
 
 
 class ReversibleChain(nn.Module):
     """Run reversible steps on two streams and rebuild their activations in backward.
 
-    Use it on your own modules: `ReversibleChain([f1, g1, f2, g2])(x1, x2)`. Not worth it for a handful of cheap steps,
-    or where weights and not activations fill the memory.
+    Use it on your own modules: `ReversibleChain([f1, g1, f2, g2])(x1, x2)`. It is not worth it for a handful of cheap steps,
+    or where weights rather than activations fill the memory.
 
-    Shapes: x1, x2: any floating shape that the steps map onto each other, same dtype and device; f_k(w[k]) has the
-        shape of w[k-1]. Returns y1, y2 shaped like x1, x2 for an even number of steps.
+    Shapes: x1, x2: any floating shape, same dtype and device; f_k(w[k]) has the shape of w[k-1]. Returns y1, y2 shaped like
+        x1, x2 for an even number of steps.
     Args:
-        steps: modules f_k, called as f(w), or f(w, side) when `side` is given; `Bijection`s may stand between them.
+        steps: modules f_k, called as f(w), or as f(w, side) when `side` is given; `Bijection`s may stand between them.
         coupling: a registered name, a `Coupling`, or a sequence of couplings, one per step.
-        exact: keep the streams on a grid, so that inversion is exact and gradients are bit-identical in every mode.
-            float32 and float64 streams; couplings with |b| = 1, or with kept bits, which are exact in any case.
+        exact: whether to round the streams to a grid, so that inversion is exact and gradients are bit-identical in every
+            mode. Needs float32 or float64 streams and |b| = 1. A coupling with kept bits is exact whatever is given here.
     Raises:
         InputError: a step is not a module, or the coupling cannot be exact.
         UnknownNameError: no such coupling.
@@ -77,7 +77,7 @@ class ReversibleChain(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """Whether the streams are kept on a grid, which makes inversion exact."""
+        """Whether the streams are rounded to a grid, which makes inversion exact."""
         return self._exact
 
     @exact.setter
@@ -90,7 +90,7 @@ class ReversibleChain(nn.Module):
 
     @property
     def schedule(self) -> list[Mode]:
-        """The mode of every step, bijections not counted. Assign a list, one mode name or a `revzoo.Plan`."""
+        """The mode of every step; bijections have none. Assign a list, the name of one mode for all, or a `revzoo.Plan`."""
         return list(self._schedule)
 
     @schedule.setter
@@ -106,10 +106,10 @@ class ReversibleChain(nn.Module):
     def inverse(self, y1: Tensor, y2: Tensor, side: Any = None) -> Pair:
         """Return (x1, x2) from (y1, y2), up to rounding, or exactly with `exact=True`.
 
-        Random steps and BatchNorm in training mode are not replayed: call it in eval mode.
+        Call it in eval mode: dropout and BatchNorm's batch statistics are not those of the forward.
 
         Raises:
-            InputError: the coupling keeps bits, which only backward has.
+            InputError: the coupling keeps bits, which are available in backward only.
         """
         return invert_chain(self._links(), y1, y2, side=side, exact=self.exact)
 
@@ -136,7 +136,7 @@ class ReversibleChain(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a chain: its function, and how this forward call is to treat it."""
+    """One step of a chain: its function, and its coupling and mode in this forward call."""
 
     f: Callable[..., Tensor]
     name: str
@@ -145,7 +145,7 @@ class Step:
 
 
 def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side: Any = None, exact: bool = False) -> Pair:
-    """Run a chain given as a list; see `ReversibleChain`, which is this function as a module.
+    """Run a chain given as a list of steps and bijections; `ReversibleChain` is this function as a module.
 
     Raises:
         InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
@@ -154,7 +154,7 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
     if not (isinstance(x1, Tensor) and isinstance(x2, Tensor)):
         raise InputError(f"A chain takes two tensors. Received: {type(x1).__name__} and {type(x2).__name__}.")
     if not x1.is_meta and torch.is_autocast_enabled(x1.device.type):
-        # Convolutions in front give half precision; streams need every bit.
+        # Under autocast, a convolution before the chain returns half precision, in which inversion loses too much.
         x1, x2 = (x.float() if x.dtype in HALF else x for x in (x1, x2))
     if x1.dtype != x2.dtype or x1.device != x2.device or not x1.is_floating_point():
         raise InputError(
@@ -171,40 +171,42 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
     """Undo `run_chain` without gradients.
 
     Raises:
-        InputError: a coupling keeps bits, which are there for backward alone, or has b = 0.
+        InputError: a coupling keeps bits, which are available in backward only, or has b = 0.
     """
     if any(isinstance(link, Step) and link.coupling.kept_bits for link in links):
-        raise InputError("The inverse needs the bits that forward kept, which are there for backward alone.")
+        raise InputError("The inverse needs the bits that forward kept, which are available in backward only.")
     if any(isinstance(link, Step) and link.coupling.b == 0 for link in links):
         raise InputError("A coupling with b = 0 has no inverse: it forgets the older stream.")
     grid, pair = _start(links, y1, y2, exact)
     for link in reversed(links):
         out = _call(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
-        pair = _Turn(link, grid).invert(pair, out)
+        pair = _LinkUpdate(link, grid).invert(pair, out)
     return pair
 
 
-class _Turn:
-    """How one link turns a pair of states into the next and back, on the grid of exact arithmetic where there is one.
+class _LinkUpdate:
+    """How one step or bijection updates the pair of states, and how to undo that; on the grid if arithmetic is exact.
 
     Args:
-        keeps: whether to keep, from each turn forward to the next one back, the bits that the coupling loses.
+        link: the step or bijection.
+        grid: the grid of this forward call, None in floating point.
+        keep_bits: whether `advance` keeps the bits that the coupling loses until the next `invert`.
     """
 
-    def __init__(self, link: Step | Bijection, grid: Grid | None, keeps: bool = False):
+    def __init__(self, link: Step | Bijection, grid: Grid | None, keep_bits: bool = False):
         self._link = link
         self._grid = grid
-        self._keeps = keeps
-        self._kept: list[Tensor] = []
+        self._keep_bits = keep_bits
+        self._lost_bits: list[Tensor] = []
 
     def advance(self, pair: Pair, out: Tensor | None) -> Pair:
         if isinstance(self._link, Bijection):
             return self._link(pair[0]), self._link(pair[1])
         out, coupling = cast(Tensor, out), self._link.coupling
         if self._grid is None:
-            return pair[1], coupling.advance(*pair, _fitting(out, pair[0]))
-        if self._keeps:
-            self._kept = self._grid.lost(coupling, pair[0])
+            return pair[1], coupling.advance(*pair, _match_dtype(out, pair[0]))
+        if self._keep_bits:
+            self._lost_bits = self._grid.pack_lost_bits(coupling, pair[0])
         return pair[1], self._grid.advance(coupling, *pair, out)
 
     def invert(self, pair: Pair, out: Tensor | None) -> Pair:
@@ -212,23 +214,23 @@ class _Turn:
             return self._link.inverse(pair[0]), self._link.inverse(pair[1])
         out, coupling = cast(Tensor, out), self._link.coupling
         if self._grid is None:
-            return coupling.invert(pair[1], pair[0], _fitting(out, pair[1])), pair[0]
-        kept, self._kept = self._kept, []
-        return self._grid.invert(coupling, pair[1], pair[0], out, kept), pair[0]
+            return coupling.invert(pair[1], pair[0], _match_dtype(out, pair[1])), pair[0]
+        bits, self._lost_bits = self._lost_bits, []
+        return self._grid.invert(coupling, pair[1], pair[0], out, bits), pair[0]
 
 
-def _fitting(out: Tensor, stream: Tensor) -> Tensor:
-    """Return what f returned in the precision of the streams: f may compute in less (autocast), and must not change theirs."""
+def _match_dtype(out: Tensor, stream: Tensor) -> Tensor:
+    """Cast the output of f down to the streams' dtype where it has a wider one: adding it must not change theirs."""
     return out if torch.promote_types(out.dtype, stream.dtype) == stream.dtype else out.to(stream.dtype)
 
 
 def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
     grid, pair = _start(links, x1, x2, exact)
     for link in links:
-        out = None  # else that of the link before stays alive during this one
+        out = None  # free the output of the previous step before this one runs
         if isinstance(link, Step):
             out = _call(link, pair, side)
-        pair = _Turn(link, grid).advance(pair, out)
+        pair = _LinkUpdate(link, grid).advance(pair, out)
         _watch(grid, pair)
     if grid is not None:
         grid.check()
@@ -237,33 +239,34 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
 
 @not_compiled
 def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
-    """Run forward with a tape."""
+    """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     grid, pair = _start(links, x1, x2, exact)
-    drift = _drift(links, x1)
-    run, growth = cast(Run | None, None), Growth()
+    drift = _pending_drift(links, x1)
+    segment, growth = cast(InvertedSegment | None, None), Growth()
     for link in links:
-        call, out, turn = None, None, _Turn(link, grid, keeps=run is not None)  # before its first step no run goes back
+        # A bijection before the first inverted step is never undone, so its update keeps no bits.
+        call, out, update = None, None, _LinkUpdate(link, grid, keep_bits=segment is not None)
         if isinstance(link, Step):
-            if link.mode != "invert" and run is not None:
-                run.end(pair)
-                run = None
-            elif link.mode == "invert" and run is None:
-                run, growth = Run(), Growth()
+            if link.mode != "invert" and segment is not None:
+                segment.end(pair)
+                segment = None
+            elif link.mode == "invert" and segment is None:
+                segment, growth = InvertedSegment(), Growth()
             if link.mode == "invert" and grid is None:
                 growth.add(link.coupling, link.name, x1.dtype)
             if link.mode != "store":
-                call = Call(link.f, link.name, side, selective=link.mode == "selective")
-            out = _call(link, pair, side, call, run or Kept(pair[1:]))
-        before, pair = pair, turn.advance(pair, out)
-        if run is not None:
-            run.append(turn, call)
+                call = RecordedCall(link.f, link.name, side, selective=link.mode == "selective")
+            out = _call(link, pair, side, call, segment or SavedInputs(pair[1:]))
+        before, pair = pair, update.advance(pair, out)
+        if segment is not None:
+            segment.append(update, call)
             if drift is not None and call is not None:
                 with torch.no_grad():
-                    drift.add(before[0], turn.invert(pair, out)[0])
+                    drift.add(before[0], update.invert(pair, out)[0])
         _watch(grid, pair)
         del before
-    if run is not None:
-        run.end(pair)
+    if segment is not None:
+        segment.end(pair)
     if grid is not None:
         grid.check()
     if drift is not None:
@@ -271,12 +274,12 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
     return pair
 
 
-def _drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift | None:
-    """Return a meter where a warning is due and not yet given."""
+def _pending_drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift | None:
+    """Return a Drift meter unless there is nothing to measure or this chain has already been warned about."""
     if stream.dtype not in HALF or not has_value(stream):
         return None
-    found = Drift(stream.dtype, [link.f for link in links if isinstance(link, Step) and link.mode == "invert"])
-    return found if found.is_due else None
+    drift = Drift(stream.dtype, [link.f for link in links if isinstance(link, Step) and link.mode == "invert"])
+    return drift if drift.is_due else None
 
 
 def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool) -> tuple[Grid | None, Pair]:
@@ -290,7 +293,7 @@ def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: boo
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return x without gaps in memory, as inversion will return it: compiled steps rely on the strides they first saw."""
+    """Return x without gaps in memory, as inversion will return it: a compiled step relies on the strides of its first run."""
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -304,17 +307,17 @@ def _watch(grid: Grid | None, pair: Pair) -> None:
         grid.watch(pair[1])
 
 
-def _call(step: Step, pair: Pair, side: Any, call: Call | None = None, source: Source | None = None) -> Tensor:
-    """Return f(w[k]), recorded by `call` where there is one, checked against the stream it is added to."""
-    unwatched = torch.compiler.is_compiling() or pair[1].is_inference()  # neither has versions
-    version = None if unwatched else pair[1]._version
+def _call(step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, recoverer: Recoverer | None = None) -> Tensor:
+    """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
+    unversioned = torch.compiler.is_compiling() or pair[1].is_inference()
+    version = None if unversioned else pair[1]._version
     try:
-        if call is not None and source is not None:
-            out = call.first(source, pair[1])
+        if call is not None and recoverer is not None:
+            out = call.first_run(recoverer, pair[1])
         else:
             out = step.f(pair[1]) if side is None else step.f(pair[1], side)
     except RuntimeError as error:
-        if "DTensor" in str(error) and _is_sharded(step.f):
+        if "DTensor" in str(error) and isinstance(step.f, nn.Module) and is_sharded(*step.f.parameters()):
             raise RecoveryError(
                 f"{step.name} has sharded parameters that nobody gathers: the chain calls each step itself, so shard every "
                 "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
@@ -332,10 +335,6 @@ def _call(step: Step, pair: Pair, side: Any, call: Call | None = None, source: S
             f"Received: {received}."
         )
     return out
-
-
-def _is_sharded(f: Callable[..., Tensor]) -> bool:
-    return isinstance(f, nn.Module) and any(isinstance(p, DTensor) for p in f.parameters())
 
 
 def _per_step(coupling: str | Coupling | Sequence[Coupling], count: int) -> tuple[Coupling, ...]:

@@ -19,6 +19,8 @@ from revzoo.bounds import FiniteFloat, FractionBits, KeptBits, NonZeroFloat, Rat
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.registry import couplings
 
+Pair = tuple[Tensor, Tensor]  # (w[k-1], w[k])
+
 
 @dataclass(frozen=True)
 class Coupling:

@@ -112,7 +112,7 @@ class Grid:
             return following
         return _advanced(previous, current, out, coupling, self.scale)
 
-    def lost(self, coupling: Coupling, previous: Tensor) -> list[Tensor]:
+    def pack_lost_bits(self, coupling: Coupling, previous: Tensor) -> list[Tensor]:
         """Return the bits of w[k-1] that `advance` loses, packed."""
         if not coupling.kept_bits:
             return []

@@ -1,21 +1,30 @@
-"""Ordinary, non-invertible modules between chains: stems, transitions, heads."""
+"""Nodes: the ordinary, non-invertible modules between chains, such as stems, transitions and heads."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from revzoo.runtime.compiling import not_compiled
 from revzoo.runtime.schedule import Mode
-from revzoo.runtime.tape import Call, Kept, not_compiled
+from revzoo.runtime.tape import RecordedCall, SavedInputs
 
 
 def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
-    """Call a module, keeping what autograd saves (`store`), its inputs (`recompute`), or these and products (`selective`)."""
+    """Call a module and keep what its mode needs for backward.
+
+    Args:
+        module: the node.
+        name: its name, for messages.
+        mode: `store` keeps what autograd saves, `recompute` the inputs, `selective` the inputs and the outputs of
+            compute-intensive operations.
+        inputs: arguments of the module.
+    """
     if mode == "store" or not torch.is_grad_enabled() or torch.compiler.is_exporting():
         return module(*inputs)
-    return _recorded(module, name, mode, *inputs)
+    return _run_recorded(module, name, mode, *inputs)
 
 
 @not_compiled
-def _recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
-    return Call(module, name, selective=mode == "selective").first(Kept(inputs), *inputs)
+def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
+    return RecordedCall(module, name, selective=mode == "selective").first_run(SavedInputs(inputs), *inputs)

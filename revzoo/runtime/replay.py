@@ -1,10 +1,11 @@
-"""Running a function a second time as if it were the first.
+"""Running a function again under the conditions of its first run.
 
-What a call of f depends on besides its inputs: the autocast state, the random stream, and its buffers and parameters.
-`Replay` notes them during the first run and puts them back around every later one, leaving the user's random stream,
-autocast state and BatchNorm statistics as if nothing had been run.
+Besides its inputs, a call of f depends on the autocast state, the random stream, and its buffers and parameters. `Replay`
+records them at the first run and restores them around every later one. The user's random stream, autocast state and BatchNorm
+statistics are the same before and after.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from ctypes import string_at
@@ -13,24 +14,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.nested import tensors_in
 
-# Recoveries in different threads (autograd has one per device) take turns in setting a shared random stream.
-_random_turn = RLock()
+# Autograd has one thread per device. Recoveries in different threads must not set a shared random stream at the same time.
+_random_lock = RLock()
 
 
 class Replay:
-    """The surroundings of one call of `f`.
+    """The conditions under which `f` is called, besides its inputs.
 
     Args:
-        f: the function about to be called; buffers, parameters and training flags are looked after if it is a module.
-        device: of its input; random streams of this device and of the CPU are looked after.
-        name: of the step, for messages.
-        side: what else f is given; tensors in it are looked after.
+        f: the function about to be called; if it is a module, its buffers, parameters and training flags are recorded.
+        device: device of its input; the random streams of this device and of the CPU are recorded.
+        name: name of the step, for messages.
+        side: second argument of f; a tensor in it that is changed in place before backward is refused.
     """
 
     def __init__(self, f: Callable[..., Any], device: torch.device, name: str, side: Any = None):
@@ -47,7 +47,11 @@ class Replay:
         self._random = [(generator, generator.get_state()) for generator in _generators(device)]
 
     def first_run_ended(self) -> None:
-        """Forget the random streams f did not draw from; refuse an f whose second run would see other buffers."""
+        """Discard the random streams that f did not draw from.
+
+        Raises:
+            RecoveryError: f changed a buffer or parameter of its own, so a second run would not repeat the first.
+        """
         self._random = [(g, state) for g, state in self._random if not _same(state, g.get_state())]
         if changed := self._changed():
             raise RecoveryError(
@@ -57,7 +61,7 @@ class Replay:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Surround a further run of f.
+        """Restore the recorded conditions inside the context, and the present ones after it.
 
         Raises:
             RecoveryError: a parameter, buffer or side input was changed in place or replaced since the first run.
@@ -76,7 +80,7 @@ class Replay:
             for autocast in self._autocast:
                 stack.enter_context(torch.autocast(**autocast))
             if self._random:
-                stack.enter_context(_random_turn)
+                stack.enter_context(_random_lock)
             for generator, state in self._random:
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
@@ -98,9 +102,9 @@ class Replay:
         return next((key for key, t, version in self._versions if t._version != version), None)
 
     def _replaced(self) -> str | None:
-        """Return the first entry that is another tensor now; FSDP swaps shards and whole tensors, which are the same."""
+        """Return the first entry that is another tensor now. FSDP exchanges shards and whole tensors of the same parameter."""
         pairs = ((key, self._state[key], t) for key, t in self._state_now() if key in self._state)
-        return next((key for key, then, now in pairs if then is not now and not _sharded(then, now)), None)
+        return next((key for key, then, now in pairs if then is not now and not is_sharded(then, now)), None)
 
 
 def _autocast_state(kind: str) -> dict[str, Any]:
@@ -114,10 +118,10 @@ def _autocast_state(kind: str) -> dict[str, Any]:
 
 def _generators(device: torch.device) -> list[torch.Generator]:
     """Return the default generators that an f on `device` can draw from."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     if device.type not in ("cpu", "meta") and (module := torch.get_device_module(device)).is_available():
-        found.append(module.default_generators[device.index or 0])
-    return found
+        generators.append(module.default_generators[device.index or 0])
+    return generators
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
@@ -125,5 +129,8 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return string_at(left.data_ptr(), left.nbytes) == string_at(right.data_ptr(), right.nbytes)
 
 
-def _sharded(*tensors: Tensor) -> bool:
-    return any(isinstance(t, DTensor) for t in tensors)
+def is_sharded(*tensors: Tensor) -> bool:
+    """Return whether one of the tensors is a DTensor."""
+    # Importing DTensor takes half a second, and there is none before somebody else has imported it.
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and any(isinstance(t, distributed.DTensor) for t in tensors)

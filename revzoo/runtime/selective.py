@@ -1,14 +1,14 @@
-"""Keeping what is expensive to compute: the products of a call, between its first run and the next.
+"""Mode `selective`: keep the outputs of a call's compute-intensive operations from its first run to the second.
 
-Matrix products, convolutions and attention are nearly all of a step's work, but only a part of what autograd saves in it:
-norms, activations and dropout save their own inputs and outputs beside them. A call in mode `selective` keeps the products
-that what it dropped was made from, and has everything else computed again.
+Matrix products, convolutions and attention are nearly all of a step's work (`operations.py`), but only a part of what autograd
+saves in it: norms, activations and dropout save their own inputs and outputs too. A selective call keeps those outputs of
+compute-intensive operations that its saved tensors were computed from, and computes everything else again.
 
 As in PyTorch's selective checkpointing (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), one dispatch mode
-notes outputs and another hands them out. Two things differ. Every storage knows the products that its contents were made
-from, so a product behind which autograd saves nothing (the last layer of nearly every branch, the convolution of a shortcut)
-is not kept, and zeros stand in for it in the second run: 10 instead of 12 streams for a block of a transformer. And a further
-backward through a retained graph computes everything anew.
+keeps outputs in the first run and another returns them in the second. Two things differ. For every storage it is known which
+compute-intensive outputs its contents were computed from. So an output is not kept when no saved tensor depends on it (the last
+layer of nearly every branch, the convolution of a shortcut): the second run gets zeros in its place, and a transformer block
+keeps 10 streams instead of 12. And a further backward through a retained graph computes everything again.
 """
 
 from collections import Counter, defaultdict
@@ -19,123 +19,127 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.operations import is_compute_intensive
 
-_PRODUCTS = frozenset(flop_registry)  # what PyTorch counts FLOPs for
+OperationCall = tuple[Any, int]  # (op, n): the n-th call of op within a run
+_NONE = frozenset[OperationCall]()
+# A tensor whose value decides what is computed next (`if x.max() > 1`, boolean indexing): zeros cannot stand in for it.
+_CONTROL_FLOW = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
-Number = tuple[Any, int]  # an operation, and the how manieth of its calls
-_NONE = frozenset[Number]()
-_DECIDING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # what is computed next
 
+class KeptOutputs:
+    """The outputs of the compute-intensive operations in one call of a step or node.
 
-class Products:
-    """The products of one call.
+    Use: the first run inside `record()`, `mark_needed` for every tensor that autograd saves in it, then `discard_unneeded()`.
+    Each later run inside `replay()`.
 
     Args:
-        name: of the call, for messages.
+        name: name of the step or node, for messages.
     """
 
     def __init__(self, name: str):
         self._name = name
-        self._outputs: dict[Number, tuple[Any, list[int]]] = {}  # with their versions
-        self._unneeded: dict[Number, Any] = {}  # what their outputs look like
+        self._outputs: dict[OperationCall, tuple[Any, list[int]]] = {}  # outputs, and the version of each of their tensors
+        self._discarded: dict[OperationCall, Any] = {}  # outputs that no saved tensor depends on, without their contents
         self._calls: Counter[Any] = Counter()
-        self._runs = 0
-        # During the first run:
-        self._sources: dict[int, frozenset[Number]] = {}  # products that the contents of a storage were made from
-        self._inputs: dict[Number, frozenset[Number]] = {}  # and those that each product was made from
-        self._joins: list[Number] = []  # operations that are no products, on several of them
-        self._needed: set[Number] = set()
-        self._homes: dict[int, list[Number]] = defaultdict(list)  # what is kept in a storage
-        self._changed: set[Number] = set()  # what was changed in place, which not every version counter sees
+        self._replays = 0
+        # Used during the first run only:
+        self._computed_from: dict[int, frozenset[OperationCall]] = {}  # by storage: the kept outputs behind its contents
+        self._inputs: dict[OperationCall, frozenset[OperationCall]] = {}  # the kept outputs behind the inputs of each
+        self._joins: list[OperationCall] = []  # cheap operations on several kept outputs
+        self._needed: set[OperationCall] = set()
+        self._kept_in: dict[int, list[OperationCall]] = defaultdict(list)  # by storage: the kept outputs in it
+        self._modified: set[OperationCall] = set()  # modified in place; version counters do not see every such operation
 
-    def keeping(self) -> TorchDispatchMode:
-        """Return a mode for the first run, that keeps every product."""
-        return _Mode(self._keep)
+    def record(self) -> TorchDispatchMode:
+        """Return a dispatch mode for the first run, which keeps every compute-intensive output."""
+        return _Dispatch(self._run_and_keep)
 
-    def returning(self) -> TorchDispatchMode:
-        """Return a mode for a further run; the first of these is handed what is kept."""
+    def replay(self) -> TorchDispatchMode:
+        """Return a dispatch mode for a later run. The first of these uses up the kept outputs; others compute everything."""
         self._calls.clear()
-        self._runs += 1
-        return _Mode(self._give)
+        self._replays += 1
+        return _Dispatch(self._return_kept)
 
-    def saved(self, tensor: Tensor) -> None:
-        """Note that autograd saved a tensor: what it was made from is needed."""
-        self._needed |= self._sources.get(_key(tensor), _NONE)
+    def mark_needed(self, saved: Tensor) -> None:
+        """Keep the outputs that a tensor saved by autograd was computed from."""
+        self._needed |= self._computed_from.get(_key(saved), _NONE)
 
-    def trim(self) -> None:
-        """Let go what is not needed, and what is made again of what is."""
+    def discard_unneeded(self) -> None:
+        """Free the outputs that no saved tensor depends on, and those that are cheap to compute from others that are kept."""
         self._needed &= self._outputs.keys()
         waiting = list(self._needed)
-        while waiting:
-            number = waiting.pop()
-            if number in self._changed:
-                waiting += self._inputs[number] - self._needed
-                self._needed |= self._inputs[number]
-        for number in self._joins:
-            if number in self._needed and self._inputs[number] <= self._needed:
-                del self._outputs[number]
-        for number, (kept, _) in list(self._outputs.items()):
-            if number not in self._needed:
-                self._unneeded[number] = tree_map_only(Tensor, _Blank, kept)
-            if number not in self._needed or number in self._changed:
-                del self._outputs[number]
-        self._sources.clear()
+        while waiting:  # an output that was modified in place is computed again, for which its own inputs are needed
+            call = waiting.pop()
+            if call in self._modified:
+                waiting += self._inputs[call] - self._needed
+                self._needed |= self._inputs[call]
+        for call in self._joins:
+            if call in self._needed and self._inputs[call] <= self._needed:
+                del self._outputs[call]
+        for call, (kept, _) in list(self._outputs.items()):
+            if call not in self._needed:
+                self._discarded[call] = tree_map_only(Tensor, _Blank, kept)
+            if call not in self._needed or call in self._modified:
+                del self._outputs[call]
+        self._computed_from.clear()
         self._inputs.clear()
-        self._homes.clear()
+        self._kept_in.clear()
 
-    def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_and_keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        number = self._number(func)
-        given = list(tensors_in((args, kwargs)))
-        sources = _NONE.union(*(self._sources.get(_key(t), _NONE) for t in given))
+        call = self._next_call(func)
+        inputs = list(tensors_in((args, kwargs)))
+        behind = _NONE.union(*(self._computed_from.get(_key(t), _NONE) for t in inputs))
         out = func(*args, **kwargs)
-        made = list(tensors_in(out))
-        changed = [t for argument, value in _arguments(func, args, kwargs) if _is_written(argument) for t in tensors_in(value)]
-        for t in changed:
-            self._changed.update(self._homes[_key(t)])
-        product = _is_product(func)
-        if (product or (len(sources) > 1 and made and not changed)) and not _draws(func, args, kwargs):
+        outputs = list(tensors_in(out))
+        modified = [t for argument, value in _arguments(func, args, kwargs) if _is_written(argument) for t in tensors_in(value)]
+        for t in modified:
+            self._modified.update(self._kept_in[_key(t)])
+        intensive = is_compute_intensive(func)
+        # The result of a cheap operation on several kept outputs (a residual sum) may be what is worth keeping instead of them.
+        joins = len(behind) > 1 and outputs and not modified
+        if (intensive or joins) and not _draws_random_numbers(func, args, kwargs):
             kept = tree_map_only(Tensor, _alias, out)
-            self._outputs[number] = kept, _versions(kept)
-            self._inputs[number] = sources
+            self._outputs[call] = kept, _versions(kept)
+            self._inputs[call] = behind
             for t in tensors_in(kept):
-                self._homes[_key(t)].append(number)
-            if not product:
-                self._joins.append(number)
-            sources = frozenset([number])
-        if not _DECIDING.isdisjoint(func.tags):
-            self._needed |= sources
-        for t in (*made, *changed):
-            self._sources[_key(t)] = sources
+                self._kept_in[_key(t)].append(call)
+            if not intensive:
+                self._joins.append(call)
+            behind = frozenset([call])
+        if not _CONTROL_FLOW.isdisjoint(func.tags):
+            self._needed |= behind
+        for t in (*outputs, *modified):
+            self._computed_from[_key(t)] = behind
         return out
 
-    def _give(self, func: Any, args: Any, kwargs: Any) -> Any:
-        number = self._number(func)
-        if self._runs > 1 or (number not in self._unneeded and number not in self._outputs):
+    def _return_kept(self, func: Any, args: Any, kwargs: Any) -> Any:
+        call = self._next_call(func)
+        if self._replays > 1 or (call not in self._discarded and call not in self._outputs):
             return func(*args, **kwargs)
-        if number in self._unneeded:
-            return tree_map_only(_Blank, _Blank.zeros, self._unneeded[number])
-        kept, versions = self._outputs.pop(number)
+        if call in self._discarded:
+            return tree_map_only(_Blank, _Blank.zeros, self._discarded[call])
+        kept, versions = self._outputs.pop(call)
         if _versions(kept) != versions:
             raise RecoveryError(
-                f"A product that {self._name} keeps was modified in place after forward. Replace the in-place operation, or "
-                f"set the schedule of {self._name} to 'recompute' or 'store'."
+                f"The output of {func} that {self._name} keeps was modified in place after forward. Replace the in-place "
+                f"operation, or set the schedule of {self._name} to 'recompute' or 'store'."
             )
         return kept
 
-    def _number(self, func: Any) -> Number:
+    def _next_call(self, func: Any) -> OperationCall:
         self._calls[func] += 1
         return func, self._calls[func]
 
 
-class _Mode(TorchDispatchMode):
-    """Hand every operation to `handle`."""
+class _Dispatch(TorchDispatchMode):
+    """Pass every operation to `handle`."""
 
     def __init__(self, handle: Callable[[Any, Any, Any], Any]):
         super().__init__()
@@ -150,31 +154,27 @@ class _Mode(TorchDispatchMode):
 
 
 class _Blank:
-    """What is left of a tensor whose contents nobody needs."""
+    """Shape, strides, dtype and device of a tensor whose contents are not needed."""
 
     def __init__(self, tensor: Tensor):
         self._layout = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
     def zeros(self) -> Tensor:
-        """Return zeros in its place."""
+        """Return zeros with that layout."""
         size, stride, dtype, device = self._layout
         return torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
 
 
-def _is_product(func: Any) -> bool:
-    return getattr(func, "_overloadpacket", None) in _PRODUCTS
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation moves the random stream, as attention with dropout does: it has to do so every time."""
+def _draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation advances the random stream, as attention with dropout does: it has to in every run."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = {argument.name: value for argument, value in _arguments(func, args, kwargs)}
-    return bool(given.get("dropout_p", 1))
+    values = {argument.name: value for argument, value in _arguments(func, args, kwargs)}
+    return bool(values.get("dropout_p", 1))
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what an operation's schema says of each argument, and its value."""
+    """Yield each argument as the operation's schema describes it, and its value."""
     for i, argument in enumerate(func._schema.arguments):
         yield argument, args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
 

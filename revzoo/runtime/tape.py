@@ -1,18 +1,17 @@
-"""What one forward call leaves behind so that backward can rebuild the tensors it dropped.
+"""What a forward call records so that backward can rebuild the tensors that were dropped.
 
-The forward of a step runs as ordinary autograd code under `saved_tensors_hooks`: the pack hook drops each tensor that
-autograd wants to save and leaves a `Handle`. The first handle that autograd unpacks in backward has the call run again;
-that one run refills every handle of the call and, for an inverted step, also yields the state before it. The graph
-stays PyTorch's own, so gradients land where they always do: `torch.autograd.grad`, `retain_graph`, hooks, DDP and FSDP
-see nothing unusual.
+The forward of a step runs as ordinary autograd code under `saved_tensors_hooks`: the pack hook drops each tensor that autograd
+wants to save and leaves a `Handle` in its place. When backward unpacks the first handle of a call, the call is run again. That
+second run refills all handles of the call and, for an inverted step, also gives the state before it. The graph stays PyTorch's
+own, so gradients go where they always go: `torch.autograd.grad`, `retain_graph`, hooks, DDP and FSDP see nothing unusual.
 
-    Call      one call of one function, its dropped tensors, and how to run it again (`replay.py`)
-    Kept      recovers a call from its own inputs, which it keeps           (modes `recompute` and `selective`)
-    Run       recovers the calls of consecutive inverted steps from one pair of states (mode `invert`)
+    RecordedCall     one call of one function, the tensors it dropped, and how to run it again (`replay.py`)
+    SavedInputs      recovers one call from its own inputs, which it keeps        (modes `recompute` and `selective`)
+    InvertedSegment  recovers the calls of consecutive inverted steps from one pair of states         (mode `invert`)
 
-References point one way, graph -> Handle -> (Kept | Run) -> Call, so everything is freed with the graph, without the
-garbage collector. A run of inverted steps holds exactly one pair of states at any time: after forward the last one,
-which are the chain's own outputs where the run ends the chain; in backward the newest one recovered.
+References point one way, graph -> Handle -> (SavedInputs | InvertedSegment) -> RecordedCall, so everything is freed with the
+graph, without the garbage collector. A segment of inverted steps holds exactly one pair of states at any time: after forward
+the last pair, which is the chain's own output if the segment ends the chain; in backward the pair recovered last.
 
 Known inefficiency: a second backward through a retained graph runs the chain forward again to get back to its end.
 
@@ -25,101 +24,102 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo.errors import RecoveryError
+from revzoo.runtime.compiling import is_compiled
+from revzoo.runtime.coupling import Pair
 from revzoo.runtime.replay import Replay
-from revzoo.runtime.selective import Products
-
-# Around whatever records a Call when somebody compiles the whole model. Backward runs outside the compiled region and calls
-# f as it is; a first run that the compiler had traced would have saved other tensors. A step compiled by itself
-# (`step.compile()`) runs compiled both times.
-not_compiled = torch.compiler.disable(reason="it decides what autograd keeps; compile each step instead: step.compile()")
+from revzoo.runtime.selective import KeptOutputs
 
 
-class _Enough(Exception):
-    """Raised inside a second run, by the pack hook, once every dropped tensor has been refilled."""
+class _AllRefilled(Exception):
+    """Raised by the pack hook to end a second run early, once every dropped tensor has been refilled."""
 
 
-class Call:
+class RecordedCall:
     """One call of `f` under hooks that drop what autograd saves.
 
     Args:
         f: the step or node.
-        name: for messages.
+        name: its name, for messages.
         side: read-only second argument of f, or None for an f without one.
-        selective: keep the products of the first run for the second. Compiled code hides them, and keeps nothing.
+        selective: keep the outputs of compute-intensive operations from the first run to the second. Has no effect where f is
+            compiled: its operations cannot be observed.
     """
 
     def __init__(self, f: Callable[..., Any], name: str, side: Any = None, *, selective: bool = False):
         self._f = f
         self.name = name
         self._side = side
-        self._products = Products(name) if selective and not _is_compiled(f) else None
+        self._kept_outputs = KeptOutputs(name) if selective and not is_compiled(f) else None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
-        self._refilled: dict[int, tuple[Tensor, int]] = {}  # with its version
-        self._wants_grad: list[bool] = []
+        self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
+        self._requires_grad: list[bool] = []
 
-    def first(self, source: "Source", *inputs: Tensor) -> Any:
-        """Run f on `inputs`, dropping what autograd saves; `source` will be asked to recover this call."""
-        self._wants_grad = [x.requires_grad for x in inputs]
+    def first_run(self, recoverer: "Recoverer", *inputs: Tensor) -> Any:
+        """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call."""
+        self._requires_grad = [x.requires_grad for x in inputs]
         self._replay = Replay(self._f, inputs[0].device, self.name, self._side)
 
         def pack(tensor: Tensor) -> Handle:
             self._dropped.append((tensor.shape, tensor.dtype))
-            if self._products is not None:
-                self._products.saved(tensor)
-            return Handle(source, self, len(self._dropped) - 1)
+            if self._kept_outputs is not None:
+                self._kept_outputs.mark_needed(tensor)
+            return Handle(recoverer, self, len(self._dropped) - 1)
 
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, Handle.unpack),
-            nullcontext() if self._products is None else self._products.keeping(),
+            nullcontext() if self._kept_outputs is None else self._kept_outputs.record(),
         ):
             out = self._run(*inputs)
-        if self._products is not None:
-            self._products.trim()
+        if self._kept_outputs is not None:
+            self._kept_outputs.discard_unneeded()
         self._replay.first_run_ended()
         return out
 
-    def again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False) -> Any:
+    def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False) -> Any:
         """Run f once more on detached `inputs`, refilling the handles; return its detached output.
 
-        With `stop_early` the run ends when the last dropped tensor has been refilled, and nothing is returned.
+        Args:
+            inputs: the inputs of the first run, recovered.
+            refill: whether to keep the tensors that autograd saves for the handles. False where only the output is needed.
+            stop_early: end the run when the last dropped tensor has been refilled, and return None.
         """
         seen = 0
 
         def pack(tensor: Tensor) -> None:
             nonlocal seen
             if seen >= len(self._dropped) or self._dropped[seen] != (tensor.shape, tensor.dtype):
-                raise self._differs(seen, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
+                raise self._runs_differently(seen, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
             if refill:
                 self._refilled[seen] = tensor.detach(), tensor._version
             seen += 1
             if stop_early and seen == len(self._dropped):
-                raise _Enough
+                raise _AllRefilled
 
         def unpack(_: None) -> Tensor:
-            raise _differentiates(self.name)
+            raise _differentiates_inside(self.name)
 
-        inputs = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, self._wants_grad, strict=True))
+        inputs = tuple(x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True))
         try:
             with (
                 self._replay.again(),
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(pack, unpack),
-                nullcontext() if self._products is None else self._products.returning(),
+                nullcontext() if self._kept_outputs is None else self._kept_outputs.replay(),
             ):
                 out = self._run(*inputs)
-        except _Enough:
+        except _AllRefilled:
             return None
         if seen != len(self._dropped):
-            raise self._differs(seen, "nothing")
+            raise self._runs_differently(seen, "nothing")
         return None if stop_early else out.detach()
 
-    def take(self, slot: int, source: "Source") -> Tensor:
-        """Return the tensor dropped as number `slot`, recovering the call when it is not at hand."""
+    def unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
+        """Return the tensor dropped as number `slot`; recover the call first if it has not been refilled."""
         if slot not in self._refilled:
-            source.recover(self)
+            recoverer.recover(self)
         tensor, version = self._refilled.pop(slot)
         if tensor._version != version:
             raise RecoveryError(
@@ -128,43 +128,37 @@ class Call:
             )
         return tensor
 
+    def free_refilled(self) -> None:
+        """Free the refilled tensors that were not unpacked; they can be recovered again."""
+        self._refilled.clear()
+
     def _run(self, *inputs: Tensor) -> Any:
         return self._f(*inputs) if self._side is None else self._f(*inputs, self._side)
 
-    def forget(self) -> None:
-        """Free what was refilled and not taken; it can be recovered again."""
-        self._refilled.clear()
-
-    def _differs(self, slot: int, found: str) -> RecoveryError:
+    def _runs_differently(self, slot: int, saved: str) -> RecoveryError:
         expected = "nothing more"
         if slot < len(self._dropped):
             shape, dtype = self._dropped[slot]
             expected = f"a tensor {tuple(shape)} of {dtype}"
         return RecoveryError(
-            f"{self.name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {found} "
+            f"{self.name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {saved} "
             f"in recovery. Its function must depend on its input, parameters and torch's random stream alone, and "
             f"requires_grad must not change in between; otherwise set its schedule to 'store'."
         )
 
 
-def _is_compiled(f: Callable[..., Any]) -> bool:
-    """Return whether some of f is compiled: it would write into what is kept, or run uncompiled where a mode looks on."""
-    modules = f.modules() if isinstance(f, nn.Module) else ()
-    return any(m._compiled_call_impl is not None or isinstance(m, torch._dynamo.OptimizedModule) for m in modules)
+class Recoverer(Protocol):
+    """Gets the inputs of a recorded call back and runs it again."""
 
-
-class Source(Protocol):
-    """Whatever can get a call's inputs back."""
-
-    def recover(self, call: Call) -> None:
+    def recover(self, call: RecordedCall) -> None:
         """Refill every handle of `call`."""
 
 
 class Handle(NamedTuple):
     """What autograd keeps in place of a dropped tensor."""
 
-    source: Source
-    call: Call
+    recoverer: Recoverer
+    call: RecordedCall
     slot: int
 
     def unpack(self) -> Tensor:
@@ -173,11 +167,11 @@ class Handle(NamedTuple):
                 f"create_graph=True needs the tensors that {self.call.name} dropped as part of a graph. Set the schedule of "
                 "every step and node you differentiate twice to 'store'."
             )
-        return self.call.take(self.slot, self.source)
+        return self.call.unpack(self.slot, self.recoverer)
 
 
 class State:
-    """A tensor kept for recovery, watched for changes in place.
+    """A tensor kept for recovery, with a check that nobody modified it in place.
 
     It is detached, so that it holds no graph (a chain's output would otherwise keep itself alive), and shares storage
     and version counter with the original.
@@ -202,91 +196,92 @@ class State:
         return self._tensor
 
 
-class Kept:
-    """Recovers one call from the inputs it keeps, stopping as soon as the last dropped tensor is back.
+class SavedInputs:
+    """Recovers one call from its inputs, which it keeps.
 
-    Cost: the inputs, and one forward less whatever follows the last saved tensor (for a linear layer, the layer itself).
+    Cost: the inputs, and one more forward of the call up to the last tensor that autograd saves in it (for a linear layer,
+    which saves only its input, nothing is computed).
     """
 
     def __init__(self, inputs: Sequence[Tensor]):
         self._inputs = [State(x) for x in inputs]
 
-    def recover(self, call: Call) -> None:
-        call.again(*(x.get() for x in self._inputs), stop_early=True)
+    def recover(self, call: RecordedCall) -> None:
+        call.run_again(*(x.get() for x in self._inputs), stop_early=True)
 
 
-class Link(Protocol):
-    """One item of a chain, as a `Run` sees it: pairs of states in, pairs of states out."""
+class PairUpdate(Protocol):
+    """One step or bijection as an `InvertedSegment` sees it: how it changes the pair of states, and how to undo that."""
 
-    def advance(self, pair: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]: ...
+    def advance(self, pair: Pair, out: Tensor | None) -> Pair: ...
 
-    def invert(self, pair: tuple[Tensor, Tensor], out: Tensor | None) -> tuple[Tensor, Tensor]: ...
+    def invert(self, pair: Pair, out: Tensor | None) -> Pair: ...
 
 
-class Run:
-    """Recovers consecutive inverted steps from one pair of states that moves along the chain.
+class InvertedSegment:
+    """Recovers the calls of consecutive inverted steps from one pair of states, which moves along the chain.
 
-    Position i is the boundary before link i, so `_pair` is (w[i-1], w[i]) there. Recovery of link i moves from boundary
-    i + 1 to i. When a call is asked for that lies elsewhere, the pair walks there first, down by inverting and up by
-    running forward.
+    Boundary i is in front of item i of the segment, so `_pair` is (w[i-1], w[i]) there. To recover the call of item i, the pair
+    moves from boundary i + 1 to i. If backward asks for a call elsewhere, the pair first moves to it: towards the input by
+    inverting, towards the output by running forward.
 
     Cost: one pair of states, one extra forward of each step.
     """
 
     def __init__(self) -> None:
-        self._links: list[tuple[Link, Call | None]] = []  # a bijection has no call
+        self._items: list[tuple[PairUpdate, RecordedCall | None]] = []  # a bijection has no call
         self._pair: tuple[State, State] | None = None
         self._at = 0
-        self._current: Call | None = None
+        self._current: RecordedCall | None = None
 
-    def append(self, link: Link, call: Call | None) -> None:
-        """Note the next link of the run as forward passes it."""
-        self._links.append((link, call))
+    def append(self, update: PairUpdate, call: RecordedCall | None) -> None:
+        """Add the next step or bijection, in the order of forward."""
+        self._items.append((update, call))
 
-    def end(self, pair: tuple[Tensor, Tensor]) -> None:
-        """Note the states after the last link."""
-        self._pair, self._at = (State(pair[0]), State(pair[1])), len(self._links)
+    def end(self, pair: Pair) -> None:
+        """Keep the states after the last step, from which recovery will start."""
+        self._pair, self._at = (State(pair[0]), State(pair[1])), len(self._items)
 
-    def recover(self, call: Call) -> None:
-        """Refill `call`, and move to the boundary before it unless it is the first of the run."""
-        goal = next((i for i, (_, other) in enumerate(self._links) if other is call), None)
+    def recover(self, call: RecordedCall) -> None:
+        """Refill `call`, and move the pair to the boundary before it, unless it is the first of the segment."""
+        goal = next((i for i, (_, other) in enumerate(self._items) if other is call), None)
         if goal is None:
-            raise _differentiates(call.name)
+            raise _differentiates_inside(call.name)
         if self._current is not None and self._current is not call:
-            self._current.forget()
+            self._current.free_refilled()
         self._current = call
         while self._at > goal + 1:
-            self._down(refill=False)
+            self._invert(refill=False)
         while self._at < goal:
-            self._up()
+            self._advance()
         if self._at == goal:
-            call.again(self._states()[1], stop_early=True)
+            call.run_again(self._states()[1], stop_early=True)
         elif goal == 0:
-            call.again(self._states()[0], stop_early=True)  # nobody needs the state before the first step
+            call.run_again(self._states()[0], stop_early=True)  # the state before the first step is not needed
         else:
-            self._down(refill=True)
+            self._invert(refill=True)
 
-    def _down(self, refill: bool) -> None:
-        link, call = self._links[self._at - 1]
+    def _invert(self, refill: bool) -> None:
+        update, call = self._items[self._at - 1]
         pair = self._states()
-        out = None if call is None else call.again(pair[0], refill=refill)
-        self._move(link.invert(pair, out), -1)
+        out = None if call is None else call.run_again(pair[0], refill=refill)
+        self._move(update.invert(pair, out), -1)
 
-    def _up(self) -> None:
-        link, call = self._links[self._at]
+    def _advance(self) -> None:
+        update, call = self._items[self._at]
         pair = self._states()
-        out = None if call is None else call.again(pair[1], refill=False)
-        self._move(link.advance(pair, out), +1)
+        out = None if call is None else call.run_again(pair[1], refill=False)
+        self._move(update.advance(pair, out), +1)
 
-    def _move(self, pair: tuple[Tensor, Tensor], by: int) -> None:
+    def _move(self, pair: Pair, by: int) -> None:
         self._pair, self._at = (State(pair[0]), State(pair[1])), self._at + by
 
-    def _states(self) -> tuple[Tensor, Tensor]:
+    def _states(self) -> Pair:
         assert self._pair is not None, "recovery before the end of forward"
         return self._pair[0].get(), self._pair[1].get()
 
 
-def _differentiates(name: str) -> RecoveryError:
+def _differentiates_inside(name: str) -> RecoveryError:
     return RecoveryError(
         f"{name} differentiates inside its own forward, before backward can recover anything. Set its schedule to 'store'."
     )
