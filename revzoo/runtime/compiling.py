@@ -1,0 +1,41 @@
+"""What the runtime has to know of torch.compile, without importing the compiler, which takes longer than PyTorch itself."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_COMPILER = "torch._dynamo"
+
+
+def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function run as it is where somebody compiles the whole model.
+
+    For whatever records a call: backward runs outside the compiled region and calls f as it is; a first run that the compiler
+    had traced would have saved other tensors. A step compiled by itself (`step.compile()`) runs compiled both times.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or _COMPILER in sys.modules:
+            from revzoo.runtime.uncompiled import call_uncompiled
+
+            out: R = call_uncompiled(function, *args, **kwargs)
+            return out
+        return function(*args, **kwargs)
+
+    return call
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or a module in it, was compiled by itself."""
+    compiler = sys.modules.get(_COMPILER)
+    if compiler is None or not isinstance(function, nn.Module):
+        return False
+    return any(m._compiled_call_impl is not None or isinstance(m, compiler.OptimizedModule) for m in function.modules())
