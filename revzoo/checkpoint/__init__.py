@@ -1,1 +1,1 @@
-"""Weights on disk: reading and writing files, and the index of those that ship."""
+"""Weights on disk: files of weights, the index of shipped weights, and checkpoints of other libraries."""

@@ -1,4 +1,4 @@
-"""Which weights there are: those that ship with revzoo, and those in a folder that `revzoo convert` wrote."""
+"""Find weights: those that ship with revzoo, and those in a folder that `revzoo convert` wrote."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from revzoo.spec.names import CONVERTED_WEIGHTS, data_root, model_files
 
 @dataclass(frozen=True)
 class WeightsEntry:
-    """One row of the weights index.
+    """One entry of the index of shipped weights.
 
     Args:
-        file: name in the weights folder.
-        sha256: of the file, in hex.
-        digest: of the spec the weights were trained for.
-        metric: name and value of what `revzoo eval --pretrained` repeats, for example {"top1": 98.9} [%].
-        command: what trained them.
+        file: file name in the weights folder.
+        sha256: checksum of the file, in hex.
+        digest: digest of the spec that the weights were trained with.
+        metric: name and value that `revzoo eval --pretrained` must reproduce, for example {"top1": 98.9} [%].
+        command: the command that trained the weights.
     """
 
     file: str
@@ -31,7 +31,7 @@ class WeightsEntry:
 
 
 def read_index() -> dict[str, WeightsEntry]:
-    """Return the shipped weights by model name."""
+    """Read the index of shipped weights: one entry by model name."""
     path = data_root() / "weights" / "index.yaml"
     rows = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
     assert isinstance(rows, dict)
@@ -39,11 +39,11 @@ def read_index() -> dict[str, WeightsEntry]:
 
 
 def shipped_weights(name: str) -> Path:
-    """Return the file of a model's shipped weights, its checksum verified.
+    """Return the file of a model's shipped weights, after checking its checksum.
 
     Raises:
-        UnknownNameError: none ship for this model.
-        CheckpointError: the file is missing or not the one the index names.
+        UnknownNameError: no weights ship for this model.
+        CheckpointError: the file is missing, or its checksum is not the one in the index.
     """
     rows = read_index()
     if name not in rows:
@@ -60,7 +60,7 @@ def converted_weights(source: str | Path) -> Path | None:
     """Return the weights beside the spec of a folder that `revzoo convert` wrote, or None for any other source.
 
     Raises:
-        CheckpointError: they are missing.
+        CheckpointError: `revzoo convert` wrote the folder, but the weights are missing.
     """
     folder = Path(source)
     file = folder / CONVERTED_WEIGHTS

@@ -1,1 +1,1 @@
-"""The network that a spec describes: its layout, its inputs, and how one is built or created."""
+"""The network that a spec describes: the module itself, building it from a spec, and creating it with weights."""

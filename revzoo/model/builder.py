@@ -1,4 +1,8 @@
-"""From a checked spec to a network: one walk that carries the shape, with no branch per family."""
+"""Build a network from a checked spec.
+
+One pass over the spec builds part after part, and hands the shape that each one returns on to the next. Nothing here depends
+on the family.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,97 +17,97 @@ from revzoo.spec import Input, Part, Spec, StageSpec, TextInput, to_plain
 
 
 def build(spec: Spec) -> Model:
-    """Return the network that a spec describes, with fresh weights from torch's random stream.
+    """Build the network that a spec describes, with random initial weights (`torch.manual_seed` makes them repeatable).
 
     Raises:
-        InputError: not a spec.
-        SpecError: parts that cannot be built or do not fit each other; all at once, each with its path in the spec.
+        InputError: `spec` is not a spec.
+        SpecError: parts cannot be built or do not fit each other; all of them are listed, each with its path in the spec.
     """
     if not isinstance(spec, Spec):
         raise InputError(
             f"build takes what revzoo.load_spec returns. Received: {spec!r}. Use revzoo.create(name), or "
             "revzoo.build(revzoo.load_spec(name))."
         )
-    return _Walk(spec).model()
+    return _Builder(spec).build()
 
 
-class _Walk:
-    """One pass over a spec, remembering every problem so that it can go on to the next part."""
+class _Builder:
+    """One pass over a spec. A part that cannot be built is noted, and the pass goes on, so that all problems are reported."""
 
     def __init__(self, spec: Spec):
         self._spec = spec
-        self._problems: dict[str, SpecProblem] = {}  # by path, the first of each
+        self._problems: dict[str, SpecProblem] = {}  # by path, the first of each path
 
-    def model(self) -> Model:
+    def build(self) -> Model:
         spec = self._spec
-        stem = self._make(stems, spec.stem, _entrance(spec.input))
-        self._stop_if_wrong()  # without a stem there is no shape to go on with
+        stem = self._make(stems, spec.stem, _stem_context(spec.input))
+        self._raise_problems()  # without a stem there is no shape to build the rest for
         split = self._make(splits, spec.split, BuildContext(stem.out_shape, stem.out_shape.width))
-        self._stop_if_wrong()
+        self._raise_problems()
         rates = _drop_path_rates(spec)
         shape, stages = split.out_shape, []
         for i, stage in enumerate(spec.stages):
-            shape, built = self._stage(i, stage, shape, rates)
-            stages.append(built)
+            shape, module = self._build_stage(i, stage, shape, rates)
+            stages.append(module)
         fuse = self._make(fuses, spec.fuse, BuildContext(shape, shape.width))
         fused = fuse.out_shape if fuse is not None else shape
         head = self._make(heads, spec.head, BuildContext(fused, fused.width, embedding=getattr(stem, "embedding", None)))
         coupling = self._make(couplings, spec.coupling)
         init = self._make(inits, spec.init) if spec.init is not None else None
-        self._stop_if_wrong()
+        self._raise_problems()
         model = Model(spec, coupling, stem, split, stages, fuse, head)
         return model if init is None else model.apply(init)
 
-    def _stage(self, i: int, stage: StageSpec, shape: Shape, rates: Iterator[float]) -> tuple[Shape, Stage]:
+    def _build_stage(self, i: int, stage: StageSpec, shape: Shape, rates: Iterator[float]) -> tuple[Shape, Stage]:
         transition = None
         if stage.transition is not None:
             rate = next(rates) if self._spec.drop_path.transitions else 0.0
             transition = self._make(transitions, stage.transition, BuildContext(shape, stage.width, drop_path=rate))
             shape = transition.out_shape if transition is not None else replace(shape, width=stage.width)
         elif stage.width != shape.width:
-            allowed = f"{shape.width}, which the part before hands over, or a transition that changes it"
-            self._note(f"stages.{i}.width", stage.width, allowed)
+            allowed = f"{shape.width}, the width of the part before it, or a transition that changes it"
+            self._add_problem(f"stages.{i}.width", stage.width, allowed)
             shape = replace(shape, width=stage.width)
         blocks = []
         for index in range(stage.depth):
             folded = transition if index == 0 and isinstance(transition, SpaceToDepth) else None
-            site = BuildContext(shape, stage.width, index, next(rates), folded)
-            f = self._make(branches, stage.f, site)
-            g = self._make(branches, stage.g, site) if stage.g is not None else None
+            context = BuildContext(shape, stage.width, index, next(rates), folded)
+            f = self._make(branches, stage.f, context)
+            g = self._make(branches, stage.g, context) if stage.g is not None else None
             if f is not None:
                 blocks.append(Block(f, g))
         return shape, Stage(transition, blocks)
 
-    def _make(self, registry: Registry, part: Part, *site: BuildContext) -> Any:
-        """Return the built part, or None after noting why it cannot be built."""
+    def _make(self, registry: Registry, part: Part, *context: BuildContext) -> Any:
+        """Return the built part, or None if it cannot be built; the reason is then among the problems."""
         try:
-            return registry[part.type](*site, **part.arguments)
-        except PartArgumentError as misfit:
-            self._note(f"{part.path}.{misfit.argument}", misfit.received, misfit.allowed)
+            return registry[part.type](*context, **part.arguments)
+        except PartArgumentError as error:
+            self._add_problem(f"{part.path}.{error.argument}", error.received, error.allowed)
         except RevzooError as error:
-            self._note(part.path, to_plain(part), str(error).rstrip("."))
-        except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:  # torch's own checks, which name no argument
+            self._add_problem(part.path, to_plain(part), str(error).rstrip("."))
+        except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:  # torch does not say which argument is wrong
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self._note(part.path, to_plain(part), f"a size that torch can build ({reason})")
+            self._add_problem(part.path, to_plain(part), f"a size that torch can build ({reason})")
         return None
 
-    def _note(self, path: str, found: object, allowed: str) -> None:
-        self._problems.setdefault(path, SpecProblem(self._spec.file, path, repr(found), allowed))
+    def _add_problem(self, path: str, received: object, allowed: str) -> None:
+        self._problems.setdefault(path, SpecProblem(self._spec.file, path, repr(received), allowed))
 
-    def _stop_if_wrong(self) -> None:
+    def _raise_problems(self) -> None:
         if self._problems:
             raise SpecError(list(self._problems.values()))
 
 
-def _entrance(input: Input) -> BuildContext:
-    """Return where the stem is built."""
+def _stem_context(input: Input) -> BuildContext:
+    """Return the context of the stem: the shape of the network's input."""
     if isinstance(input, TextInput):
         return BuildContext(Shape(input.vocabulary, (input.length,), "text"), input.vocabulary, padding=input.padding)
     return BuildContext(Shape(input.channels, tuple(input.size), "image"), input.channels)
 
 
 def _drop_path_rates(spec: Spec) -> Iterator[float]:
-    """Yield one probability per block of the whole network, transitions included where the spec counts them."""
+    """Yield the drop path probability of every block in order, and of transitions if the spec drops them too."""
     drop_path = spec.drop_path
     depth = sum(stage.depth + (drop_path.transitions and stage.transition is not None) for stage in spec.stages)
     for i in range(depth):

@@ -1,4 +1,4 @@
-"""Creating a model: from a name, a file or a folder to a network with weights."""
+"""Create a network with weights from a model name, a spec file or a folder."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,25 +28,26 @@ def create(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Model:
-    """Return a reversible network, in training mode like any new module.
+    """Create a reversible network. It is in training mode, like any new module.
 
     Args:
-        source: a model name (`revzoo.list_models()`), a spec file, or a folder with spec.yaml (such as a run's). One that
-            `revzoo convert` wrote brings its weights, which are loaded except on the meta device.
-        pretrained: load the weights that ship with revzoo for this name.
-        checkpoint: load this file instead: safetensors, or a pickled state dict (read with `weights_only`).
-        num_outputs: number of classes; where it differs from the spec's, the head starts fresh after loading.
-        overrides: dot lists laid over the spec, such as `["stages.0.depth=6"]`.
-        schedule: a mode name for all steps, or one mode for each of `model.units`.
-        exact: keep the streams on a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
-        device: where parameters are made; "meta" allocates none.
-        dtype: of the parameters, and so of the streams; float32 unless given.
+        source: a model name (`revzoo.list_models()`), a spec file, or a folder with a spec.yaml, such as a training run's.
+            The weights in a folder that `revzoo convert` wrote are loaded too, except on the meta device.
+        pretrained: load the weights that ship with revzoo for this model.
+        checkpoint: file with the weights to load: safetensors, or a pickled state dict (read with `weights_only=True`).
+        num_outputs: number of classes. If it is not the spec's number, the last linear layer is replaced by a new one with
+            random weights, after loading. None: the spec's number.
+        overrides: values to replace in the spec, such as `["stages.0.depth=6"]`.
+        schedule: one mode for all steps, or a list with one mode for each of `model.units`.
+        exact: round the streams to a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
+        device: device of the parameters. On "meta" no memory is allocated. None: the CPU.
+        dtype: data type of the parameters, and so of the streams. None: float32.
 
     Raises:
-        UnknownNameError: no such model, or no shipped weights for it.
+        UnknownNameError: there is no such model, or no weights ship for it.
         SpecError: the spec or the overrides have problems.
-        InputError: another argument is not what it must be.
-        CheckpointError: the weights do not fit.
+        InputError: another argument has a value that is not allowed.
+        CheckpointError: the weights do not fit the model.
         ScheduleError: the schedule does not fit the model.
     """
     if pretrained and checkpoint is not None:
@@ -57,16 +58,16 @@ def create(
         raise InputError(f"dtype is one of {', '.join(map(str, _DTYPES))}. Received: {dtype!r}. Use dtype=torch.float32.")
     if num_outputs is not None:
         check_num_outputs(num_outputs)
-    home = _checked_device("cpu" if device is None else device)
+    target = _check_device("cpu" if device is None else device)
     spec = load_spec(source, list(overrides or ()))
     file = shipped_weights(str(source)) if pretrained else checkpoint
-    if file is None and home.type != "meta":
+    if file is None and target.type != "meta":
         file = converted_weights(source)
-    with home:
+    with target:
         model = build(spec)
     model.to(dtype)
     if model.coupling.is_exact:
-        Grid(next(model.parameters()).dtype)  # refuses a dtype that has none
+        Grid(next(model.parameters()).dtype)  # raises for a dtype without a grid
     if file is not None:
         load_weights(model, spec, file)
     if num_outputs is not None and num_outputs != model.num_outputs:
@@ -76,10 +77,11 @@ def create(
     return model
 
 
-def _checked_device(device: torch.device | str) -> torch.device:
+def _check_device(device: torch.device | str) -> torch.device:
+    """Return the device, or raise InputError if torch cannot make a tensor on it."""
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:  # torch has one for each backend
+    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:  # which one depends on the backend
         reason = str(error).partition("\n")[0]
         raise InputError(
             f"device is one that torch can use here, such as cpu or meta. Received: {device!r} ({reason})."

@@ -1,4 +1,4 @@
-"""What a network takes: examples of its spec's input, and the checks in front of the stem."""
+"""The input of a network: make random batches, check given ones, and make the attention mask."""
 
 import torch
 from torch import Tensor
@@ -9,30 +9,38 @@ from revzoo.errors import InputError
 from revzoo.spec.schema import ImageInput, Spec, TextInput
 
 
-def example(spec: Spec, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """Return a random batch: images (B, C, H, W) of `dtype`, or ids (B, length) without padding."""
+def make_example(spec: Spec, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Return a random batch: images (batch_size, C, H, W) of `dtype`, or ids (batch_size, length) without padding."""
     if isinstance(spec.input, ImageInput):
         return torch.randn(batch_size, spec.input.channels, *spec.input.size, device=device, dtype=dtype)
     text = spec.input
-    words = text.vocabulary - (text.padding is not None)
-    ids = torch.randint(words, (batch_size, text.length), device=device)
+    num_ids = text.vocabulary - (text.padding is not None)
+    ids = torch.randint(num_ids, (batch_size, text.length), device=device)
     return ids if text.padding is None else ids + (ids >= text.padding)
 
 
-def checked_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, weight: Tensor) -> Tensor | None:
-    """Return (B, N), True where a token is, or None where all are tokens: no mask is given and the spec has no padding.
+def make_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """Check a batch and return its attention mask.
 
-    The values of ids and masks are looked at on the CPU only: elsewhere that would make the host wait.
+    The values of ids and masks are checked on the CPU only: reading them on another device would make the host wait for it.
+
+    Args:
+        spec: the network's spec.
+        x: the batch: images or ids.
+        attention_mask: the mask that the caller gave, (B, N), 1 or True for tokens; None: all ids but the spec's padding.
+        parameter: any parameter of the network; its device and dtype are what images must have.
+
+    Returns:
+        (B, N), True for tokens. None if all ids are tokens (no mask was given and the spec has no padding), and for images.
 
     Raises:
-        InputError: x is not a batch of the spec's input that a network with such a parameter can take, or the mask is not one
-            of its tokens, or leaves an example without any.
+        InputError: the network cannot take the batch, or the mask does not fit it or leaves an example without a token.
     """
     if not torch.compiler.is_compiling():
-        _check_kind(spec, x, weight)
+        _check_type(spec, x, parameter)
     if isinstance(spec.input, TextInput):
         _check_ids(spec.name, spec.input, x)
-        return _token_mask(spec.input, x, attention_mask)
+        return _make_token_mask(spec.input, x, attention_mask)
     expected = (spec.input.channels, *spec.input.size)
     if tuple(x.shape[1:]) != expected:
         raise InputError(
@@ -44,48 +52,50 @@ def checked_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, weight: T
     return None
 
 
-def _token_mask(text: TextInput, x: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+def _make_token_mask(text: TextInput, x: Tensor, attention_mask: Tensor | None) -> Tensor | None:
     if attention_mask is None:
         if text.padding is None:
             return None
         mask = x != text.padding
     else:
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != x.shape:
-            found = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            received = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             raise InputError(
-                f"The attention mask has one entry per token, {tuple(x.shape)}, 1 or True for tokens. Received: {found}."
+                f"The attention mask has one entry per token, {tuple(x.shape)}, 1 or True for tokens. Received: {received}."
             )
         if attention_mask.device != x.device:
             raise InputError(
                 f"The ids are on {x.device}. Received: an attention mask on {attention_mask.device}. Move it there."
             )
         mask = attention_mask.bool()
-        if _readable(mask) and not torch.equal(mask.to(attention_mask.dtype), attention_mask):
+        if _can_read(mask) and not torch.equal(mask.to(attention_mask.dtype), attention_mask):
             raise InputError(
-                "The attention mask is 1 or True for tokens and 0 or False elsewhere. Received: other numbers. A mask that is "
-                "added to scores is not taken; use ids != padding."
+                "The attention mask is 1 or True for tokens and 0 or False elsewhere. Received: other numbers. A mask of "
+                "numbers to be added to the attention scores is not accepted; use ids != padding."
             )
-    if _readable(mask) and not bool(mask.any(1).all()):
+    if _can_read(mask) and not bool(mask.any(1).all()):
         raise InputError(f"Example {int(mask.any(1).int().argmin())} of the batch has no token, only padding. Leave it out.")
     return mask
 
 
-def _check_kind(spec: Spec, x: object, own: Tensor) -> None:
+def _check_type(spec: Spec, x: object, parameter: Tensor) -> None:
     text = isinstance(spec.input, TextInput)
-    wanted, things = ("token ids (int64 or int32)", "ids") if text else ("floating-point images", "images")
+    expected, noun = ("token ids (int64 or int32)", "ids") if text else ("floating-point images", "images")
     if not isinstance(x, Tensor) or (x.dtype not in (torch.int64, torch.int32) if text else not x.is_floating_point()):
         received = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"{spec.name} takes a tensor of {wanted}. Received: {received}.")
-    if isinstance(own, DTensor) or own.is_meta:  # FSDP and Accelerate's offloading bring parameters when they are used
+        raise InputError(f"{spec.name} takes a tensor of {expected}. Received: {received}.")
+    # FSDP and Accelerate's offloading bring a parameter to its device only when it is used.
+    if isinstance(parameter, DTensor) or parameter.is_meta:
         return
-    if x.device != own.device:
+    if x.device != parameter.device:
         raise InputError(
-            f"{spec.name} is on {own.device}. Received: {things} on {x.device}. Move them with x.to('{own.device}')."
+            f"{spec.name} is on {parameter.device}. Received: {noun} on {x.device}. Move them with x.to('{parameter.device}')."
         )
-    mixed = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # meta has no autocast
-    if not text and x.dtype != own.dtype and not mixed:
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # the meta device has no autocast
+    if not text and x.dtype != parameter.dtype and not autocast:
         raise InputError(
-            f"{spec.name} has {own.dtype} parameters. Received: {x.dtype} images. Use x.to({own.dtype}) or autocast."
+            f"{spec.name} has {parameter.dtype} parameters. Received: {x.dtype} images. "
+            f"Use x.to({parameter.dtype}) or autocast."
         )
 
 
@@ -99,17 +109,17 @@ def _check_ids(name: str, text: TextInput, ids: Tensor) -> None:
             f"{name} takes ids (B, N) of 1 to {text.length} tokens. Received: {tuple(ids.shape)}. Truncate them, or make the "
             "model for longer texts with overrides=['input.length=N']."
         )
-    if not _readable(ids) or not ids.numel():
+    if not _can_read(ids) or not ids.numel():
         return
     low, high = (int(bound) for bound in ids.aminmax())
     if low < 0 or high >= text.vocabulary:
         wrong = low if low < 0 else high
         raise InputError(
             f"{name} has a vocabulary of {text.vocabulary} ids, 0 to {text.vocabulary - 1}. Received: id {wrong}. Is this the "
-            "tokenizer it was made for? Another vocabulary is set with overrides=['input.vocabulary=N']."
+            "tokenizer that the model was made for? Another vocabulary is set with overrides=['input.vocabulary=N']."
         )
 
 
-def _readable(x: Tensor) -> bool:
-    """Return whether there are values, and looking at them makes neither a device nor a compiler wait."""
+def _can_read(x: Tensor) -> bool:
+    """Return whether a tensor has values that can be read without waiting for a device or breaking a compiled graph."""
     return x.device.type == "cpu" and not isinstance(x, FakeTensor) and not torch.compiler.is_compiling()

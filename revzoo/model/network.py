@@ -289,10 +289,10 @@ class Model(nn.Module):
         dims, parameter = cast(Any, self.fuse).out_shape.dims, next(self.parameters())
         if not isinstance(features, Tensor):
             raise InputError(f"Features are what forward_features returns. Received: {type(features).__name__}.")
-        received = tuple(features.shape[1:]), features.dtype, features.device
-        if received != (dims, parameter.dtype, parameter.device):
+        dtype, device = parameter.dtype, parameter.device
+        if (tuple(features.shape[1:]), features.dtype, features.device) != (dims, dtype, device):
             raise InputError(
-                f"Features of {self.spec.name} are (B, {', '.join(map(str, dims))}), {parameter.dtype} on {parameter.device}, as "
+                f"Features of {self.spec.name} are (B, {', '.join(map(str, dims))}), {dtype} on {device}, as "
                 f"forward_features returns them. Received: {tuple(features.shape)}, {features.dtype} on {features.device}."
             )
 

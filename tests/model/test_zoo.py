@@ -7,10 +7,10 @@ import torch
 
 import revzoo
 import zoo_cli
-from revzoo.analysis.zoo import read
+from revzoo.analysis.zoo import read_table
 from revzoo.format import format_bytes
 
-TABLE = read(Path(__file__).parents[2] / "docs" / "zoo.json")  # tests/analysis/test_zoo.py sees that it is of these specs
+TABLE = read_table(Path(__file__).parents[2] / "docs" / "zoo.json")  # tests/analysis/test_zoo.py sees that it is of these specs
 
 # The member that trains in seconds, and the one with the most layers or parameters.
 FAMILIES = {
@@ -68,8 +68,8 @@ def test_exact_gradients_are_bit_identical_in_float32(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_check_passes(name, capsys):
-    assert zoo_cli.main(["check", name]) == 0
+def test_verifying_passes(name, capsys):
+    assert zoo_cli.main(["verify", name]) == 0
     assert "Safe to train in float32" in capsys.readouterr().out
 
 

@@ -46,7 +46,7 @@ def problems(name: str, *overrides: str) -> list[str]:
 
 def test_parts_that_do_not_fit_are_all_named():
     assert problems("rev_vit_digits", "stages.0.width=60", "block.f.heads=7") == [
-        "stages.0.width: found 60; allowed: 64, which the part before hands over, or a transition that changes it",
+        "stages.0.width: found 60; allowed: 64, the width of the part before it, or a transition that changes it",
         "stages.0.f.heads: found 7; allowed: a divisor of the width 60",
     ]
     assert problems("rev_vit_s", "input.size=[225,224]") == [

@@ -1,4 +1,4 @@
-"""Weights files: everything or nothing, and every fault named."""
+"""Files of weights: loaded completely or not at all, and every problem named."""
 
 import pickle
 
