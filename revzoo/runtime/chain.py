@@ -163,7 +163,7 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
         )
     drops = any(isinstance(link, Step) and link.mode != "store" for link in links)
     if drops and torch.is_grad_enabled() and not torch.compiler.is_exporting():
-        return cast(Pair, _run_recorded(links, x1, x2, side, exact))
+        return _run_recorded(links, x1, x2, side, exact)
     return _run_plain(links, x1, x2, side, exact)
 
 

@@ -74,7 +74,8 @@ def _count_convolution_of(x: Tensor, weight: Tensor, out: Tensor, transposed: bo
 def _count_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *arguments: Any, **_: Any) -> int:
     """Count as much as the forward for the gradient of the input and for that of the weight, where they are wanted."""
     *_before, transposed, _output_padding, _groups, wanted = arguments
-    return sum(wanted[:2]) * _count_convolution_of(x, weight, grad, transposed)
+    count: int = sum(wanted[:2]) * _count_convolution_of(x, weight, grad, transposed)
+    return count
 
 
 def _count_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
