@@ -42,7 +42,7 @@ from revzoo.data.base import IGNORED
 from revzoo.format import format_bytes
 from revzoo.model.network import Model
 from revzoo.training.coupling_schedule import CouplingSchedule
-from revzoo.training.recipe import CouplingOptions
+from revzoo.training.options import CouplingOptions
 
 SEEDS = (10, 11, 12)  # others than the default was chosen with
 POINTS = 0.5  # of accuracy, that a converted network may be below its original
@@ -170,7 +170,7 @@ def _train(
         begin = time.perf_counter()
         network.train()
         if moves is not None:
-            moves.set(update, network)
+            moves.apply(update, network)
         x, labels = task.batch(dice)
         loss = F.cross_entropy(_logits(network, x).flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
@@ -209,7 +209,7 @@ def _logits(network: nn.Module, x: Tensor) -> Tensor:
 
 def _activation_bytes(network: nn.Module, task: Task, moves: CouplingSchedule | None, update: int) -> int:
     if moves is not None and isinstance(network, Model):
-        moves.set(update, network)
+        moves.apply(update, network)
     x, _ = task.batch(torch.Generator().manual_seed(0))
     return revzoo.measure_memory(network.train(), x).activation_bytes
 

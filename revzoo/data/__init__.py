@@ -1,1 +1,1 @@
-"""Examples to train on: images, digits and texts, loaded so that every random choice can be repeated."""
+"""Data sets for training: images, digits and texts, loaded so that every random choice can be repeated."""

@@ -1,7 +1,7 @@
-"""Data whose every random choice is a function of the seed, the epoch and the example.
+"""Loaders in which every random choice is a function of the seed, the epoch and the example.
 
-Order and augmentation never draw from the process's own random streams. So a run that was interrupted and resumed sees
-exactly what the uninterrupted one sees, with any number of loader processes, and in the middle of an epoch too.
+Order and augmentation never draw from the global random generators. A run that was interrupted and resumed therefore sees
+exactly the batches of an uninterrupted one, with any number of loader processes, and from the middle of an epoch too.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,24 +12,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from revzoo.data.options import DataOptions
-from revzoo.data.random import generator
+from revzoo.data.random import make_generator
 
-IGNORED = -100  # the label of a token that need not be predicted, as torch's cross-entropy has it
+IGNORED = -100  # the label of a token that is not to be predicted: the default `ignore_index` of torch's cross-entropy
 
 
 class Examples(Protocol):
-    """What a loader draws from: a data set whose augmentation is chosen by `start_epoch`.
+    """A map-style data set that is told which epoch begins, so that it can choose that epoch's augmentation.
 
-    Not `set_epoch`: Accelerate calls that with a count of its own, which starts at 0 in a resumed run.
+    The method is not called `set_epoch`: Accelerate calls that with a count of its own, which starts at 0 in a resumed run.
     """
 
     @property
-    def classes(self) -> int | None:
-        """Number of classes; None where labels are ids of the text."""
+    def num_classes(self) -> int | None:
+        """Number of classes; None for a language model's data, whose labels are ids of the text."""
 
     @property
-    def unit(self) -> str:
-        """What has a label: images, texts, tokens or bytes."""
+    def label_noun(self) -> str:
+        """What one label belongs to: "images", "texts", "tokens" or "bytes"."""
 
     def __len__(self) -> int: ...
 
@@ -37,37 +37,40 @@ class Examples(Protocol):
 
 
 class Data:
-    """Loaders of (images, labels) or (ids, labels) for training and test.
+    """Loaders of (images, labels) or (ids, labels), `train` for training and `test` for evaluation.
 
-    Labels are classes (B,), or for a language model the ids (B, N) it should say, IGNORED where it need not say any.
+    Labels are classes (B,), or for a language model the ids (B, N) to predict, IGNORED at positions where there is none.
+    `example_noun` and `label_noun` say what an example and what the owner of a label is called; `num_classes` is None for a
+    language model; `class_names` is None where the data set does not name its classes.
 
     Args:
-        train: examples to learn from; an incomplete last batch is left out.
-        test: examples to evaluate on, all of them, in order.
+        train: examples for training; an incomplete last batch is left out.
+        test: examples for evaluation, all of them, in order.
         options: batch size per process and number of loader processes.
-        seed: of order and augmentation.
+        seed: determines order and augmentation.
     """
 
     def __init__(self, train: Examples, test: Examples, options: DataOptions, seed: int):
-        self.classes, self.unit, self.things = train.classes, train.unit, example_noun(train)
-        self.names: list[str] | None = getattr(train, "names", None)  # of the classes, where the data say them
+        self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, example_noun(train)
+        self.class_names: list[str] | None = getattr(train, "class_names", None)
         self._examples = train
         self._sampler = EpochSampler(len(train), seed)
-        self.train = _loader(train, options, sampler=self._sampler, drop_last=True)
-        self.test = _loader(test, options)
+        self.train = _make_loader(train, options, sampler=self._sampler, drop_last=True)
+        self.test = _make_loader(test, options)
 
     def start_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Choose the order and augmentation of an epoch, before `train` is iterated over.
+        """Choose order and augmentation of an epoch; call it before iterating over `train`.
 
         Args:
-            skip: examples to leave out at the start, over all processes: what an interrupted run has already seen.
+            epoch: number of the epoch, from 0.
+            skip: examples to leave out at the start, counted over all processes: those an interrupted run has already used.
         """
         self._sampler.epoch, self._sampler.skip = epoch, skip
         self._examples.start_epoch(epoch)
 
 
 class EpochSampler(Sampler[int]):
-    """A permutation drawn from the seed and `epoch`, of which the first `skip` indices are left out."""
+    """A permutation that depends on the seed and on `epoch`, without its first `skip` indices."""
 
     def __init__(self, length: int, seed: int):
         self.length, self.seed = length, seed
@@ -77,28 +80,28 @@ class EpochSampler(Sampler[int]):
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.length, generator=generator(self.seed, self.epoch))
+        order = torch.randperm(self.length, generator=make_generator(self.seed, self.epoch))
         return iter(order[self.skip :].tolist())
 
 
 def example_noun(examples: Examples) -> str:
-    """Return what one calls the examples of a data set: images or texts."""
-    return "images" if examples.unit == "images" else "texts"
+    """Return what the examples of a data set are called: "images" or "texts"."""
+    return "images" if examples.label_noun == "images" else "texts"
 
 
-def _loader(examples: Any, options: DataOptions, **order: Any) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Workers start anew every epoch, because they hold copies of the examples and so the epoch they were told."""
-    collate: Callable[[Any], Any] = _as_is if hasattr(examples, "__getitems__") else default_collate
+def _make_loader(examples: Any, options: DataOptions, **order: Any) -> DataLoader[tuple[Tensor, Tensor]]:
+    # Workers are not persistent: they hold copies of the examples, which would stay in the epoch they were started in.
+    collate: Callable[[Any], Any] = _keep_batch if hasattr(examples, "__getitems__") else default_collate
     return DataLoader(
         examples,
         batch_size=options.batch_size,
         num_workers=options.num_workers,
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # else every epoch would draw a number from the process's stream
+        generator=torch.Generator(),  # otherwise every epoch would draw a number from the global generator
         **order,
     )
 
 
-def _as_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _keep_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch

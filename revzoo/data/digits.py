@@ -1,7 +1,7 @@
-"""scikit-learn's handwritten digits: 1797 grey images of 8x8 pixels in ten classes, which need no download.
+"""scikit-learn's handwritten digits: 1797 grey images of 8x8 pixels in ten classes, without a download.
 
-The split is fixed: every fifth image of each class, in scikit-learn's order, is for testing (355 images), the other
-1442 are for training. Pixels are scaled by the training images' mean and standard deviation.
+The split is fixed: every fifth image of each class, in scikit-learn's order, is for testing (355 images); the other
+1442 are for training. Pixels are normalised by the mean and standard deviation of the training images.
 """
 
 import numpy as np
@@ -11,20 +11,21 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from revzoo.data.options import DataOptions
-from revzoo.data.random import generator
+from revzoo.data.random import make_generator
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Digits that are moved by up to `shift` pixels, differently in every epoch; served a whole batch at a time.
+    """Digits shifted by up to `shift` pixels in each direction, anew in every epoch; returned a whole batch at a time.
 
     Shapes: images (n, 1, 8, 8), labels (n,).
     """
 
+    num_classes, label_noun = 10, "images"
+
     def __init__(self, images: Tensor, labels: Tensor, shift: int, seed: int):
         self.labels, self.shift, self.seed = labels, shift, seed
-        self.classes, self.unit = 10, "images"
         self.padded = nn.functional.pad(images, [shift] * 4, value=float(images.min()))
         self.start_epoch(0)
 
@@ -32,9 +33,9 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def start_epoch(self, epoch: int) -> None:
-        """Draw how far each digit is moved in this epoch."""
+        """Draw by how much each digit is shifted in this epoch."""
         size = (len(self), 2)
-        self.corners = torch.randint(0, 2 * self.shift + 1, size, generator=generator(self.seed, epoch, 1))
+        self.corners = torch.randint(0, 2 * self.shift + 1, size, generator=make_generator(self.seed, epoch, 1))
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         which = torch.tensor(indices)
@@ -45,10 +46,10 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load_digits(options: DataOptions, input: ImageInput, seed: int) -> tuple[Digits, Digits]:
-    """Return the training and the test digits.
+    """Return the training digits and the test digits.
 
     Raises:
-        DataError: the model does not take 8x8 images of one channel, or nothing of an image would be left after the shift.
+        DataError: the model does not take 8x8 images of one channel, or the shift is as large as an image.
     """
     if (input.channels, *input.size) != (1, 8, 8):
         size = "x".join(map(str, input.size))
@@ -61,7 +62,7 @@ def load_digits(options: DataOptions, input: ImageInput, seed: int) -> tuple[Dig
     pixels, classes = datasets.load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).to(torch.float32).view(-1, 1, 8, 8)
     labels = torch.from_numpy(classes).to(torch.int64)
-    rank = np.array([np.sum(classes[:i] == label) for i, label in enumerate(classes)])  # the how-manieth of its class
+    rank = np.array([np.sum(classes[:i] == label) for i, label in enumerate(classes)])  # index within the sample's class
     test = torch.from_numpy(rank % 5 == 4)
     images = (images - images[~test].mean()) / images[~test].std()
     return Digits(images[~test], labels[~test], options.shift, seed), Digits(images[test], labels[test], 0, seed)

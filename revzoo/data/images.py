@@ -1,7 +1,7 @@
 """Images from folders, CIFAR-10/100 and ImageNet, through timm's data sets and transforms.
 
-timm's loader is not used: on a GPU it erases patches with the training process's random stream, one batch ahead of
-training, and a resumed run would then differ. Images are loaded and augmented by the same transforms either way.
+timm's loader is not used: on a GPU it draws random erasing from the global generator of the training process, one batch ahead
+of training, so that a resumed run would differ. The transforms are those that timm's loader would use.
 """
 
 from dataclasses import fields
@@ -20,7 +20,7 @@ from revzoo.data.random import seeded
 from revzoo.errors import DataError, listing
 from revzoo.spec.schema import ImageInput
 
-# timm looks for these names too; if there is none, though, it takes the root folder itself, for both splits.
+# timm looks for the same names, but where none exists it takes the root folder itself, for both splits.
 _SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation", "eval", "evaluation", "test")}
 _CIFAR = {
     "cifar10": ("cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
@@ -29,21 +29,24 @@ _CIFAR = {
 
 
 class BrokenImageError(DataError):
-    """An image that cannot be decoded. A loader process hands its message on inside a traceback, which is taken off."""
+    """An image that cannot be decoded.
+
+    A loader process passes the error on with its traceback inside the message; only the message proper is kept.
+    """
 
     def __init__(self, message: str):
         super().__init__(message.rpartition("BrokenImageError: ")[2].strip())
 
 
 class Folders(ImageDataset):
-    """timm's folders of images; timm replaces an image that is broken by the next one, here it is an error."""
+    """timm's folders of images, but a broken image is an error; timm would replace it by the next one."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         try:
             file, label = self.reader[index]
             with file:
                 image = Image.open(file).convert(self.input_img_mode)
-        except Exception as error:  # decoders answer damaged bytes with whatever they stumble over
+        except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
             path = self.filename(index, absolute=True)
             raise BrokenImageError(f"The image {path} cannot be read ({error}). Replace or remove it.") from error
         return self.transform(image), label
@@ -52,17 +55,18 @@ class Folders(ImageDataset):
 class Images(Dataset[tuple[Tensor, int]]):
     """A timm data set whose augmentation is a function of the seed, the epoch and the image."""
 
-    def __init__(self, source: Any, classes: int, seed: int):
-        self.source, self.classes, self.seed = source, classes, seed
-        self.unit = "images"
-        self.names = list(source.reader.class_to_idx) if isinstance(source, Folders) else None
+    label_noun = "images"
+
+    def __init__(self, source: Any, num_classes: int, seed: int):
+        self.source, self.num_classes, self.seed = source, num_classes, seed
+        self.class_names = list(source.reader.class_to_idx) if isinstance(source, Folders) else None
         self.epoch = 0
 
     def __len__(self) -> int:
         return len(self.source)
 
     def start_epoch(self, epoch: int) -> None:
-        """Choose which augmentation the images get."""
+        """Choose the epoch, which determines the augmentation."""
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -75,20 +79,20 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     """Return the training and the validation images (CIFAR's test images).
 
     Raises:
-        DataError: the folder, a split or its classes are missing, or there is no image.
+        DataError: the folder, a split or its classes are missing, there is no image, or images do not fit the model.
     """
     root = Path(options.root or "")
     if not root.is_dir():
         raise DataError(f"There is no folder {root}. Set data.root to where the data are.")
-    usual: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+    defaults: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     if options.name in _CIFAR:
-        usual = _CIFAR[options.name][1:]
-        train, test, classes = _open_cifar(options.name, root, input)
+        defaults = _CIFAR[options.name][1:]
+        train, test, num_classes = _open_cifar(options.name, root, input)
     else:
-        train, test, classes = _open_folders(options.name, root, "L" if input.channels == 1 else "RGB")
+        train, test, num_classes = _open_folders(options.name, root, "L" if input.channels == 1 else "RGB")
     if input.channels == 1:
-        usual = (sum(usual[0]) / 3,), (sum(usual[1]) / 3,)
-    mean, std = options.augment.mean or usual[0], options.augment.std or usual[1]
+        defaults = (sum(defaults[0]) / 3,), (sum(defaults[1]) / 3,)
+    mean, std = options.augment.mean or defaults[0], options.augment.std or defaults[1]
     if not len(mean) == len(std) == input.channels:
         raise DataError(
             f"One mean and std per channel is needed, and the model takes {input.channels}. Received: data.augment.mean="
@@ -100,14 +104,14 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
             f"Padding has to be smaller than an image. Received: data.augment.padding={options.augment.padding} for images of "
             f"{height}x{width} pixels."
         )
-    train.transform = _train_transform(options.augment, (height, width), mean, std)
+    train.transform = _make_train_transform(options.augment, (height, width), mean, std)
     crop_pct = options.augment.crop_pct or (1.0 if options.name in _CIFAR else 0.875)
     plain: dict[str, Any] = {"interpolation": "bicubic", "crop_pct": crop_pct, "mean": mean, "std": std}
     test.transform = create_transform((height, width), **plain)
-    return Images(train, classes, seed), Images(test, classes, seed)
+    return Images(train, num_classes, seed), Images(test, num_classes, seed)
 
 
-def _train_transform(
+def _make_train_transform(
     augment: AugmentOptions, size: tuple[int, int], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> transforms.Compose:
     """Return timm's training transform; with `padding`, its random resized crop is replaced by a crop of the padded image."""
@@ -134,26 +138,26 @@ def _open_cifar(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, int
 
 
 def _open_folders(name: str, root: Path, mode: str) -> tuple[Any, Any, int]:
-    folders = {split: _split_folder(root, split) for split in _SPLITS}
+    folders = {split: _find_split(root, split) for split in _SPLITS}
     train = _open_split(folders["train"], mode)
-    known = train.reader.class_to_idx
-    if len(known) < 2:
-        raise DataError(f"{folders['train']} has one class: {listing(list(known))}. Classification needs two or more.")
-    if name == "imagenet" and len(known) != 1000:
+    classes = train.reader.class_to_idx
+    if len(classes) < 2:
+        raise DataError(f"{folders['train']} has one class: {listing(list(classes))}. Classification needs two or more.")
+    if name == "imagenet" and len(classes) != 1000:
         raise DataError(
-            f"{folders['train']} should hold ImageNet's 1000 class folders. Received: {len(known)}. "
+            f"{folders['train']} should hold ImageNet's 1000 class folders. Received: {len(classes)}. "
             "For other images use data.name=folder."
         )
     validation = _open_split(folders["validation"], mode)
-    found = validation.reader.class_to_idx
-    if unknown := sorted(set(found) - set(known)):
-        raise DataError(f"{folders['validation']} has classes that {folders['train']} has not: {listing(unknown)}.")
-    if found != known:  # some class has no validation images, which moved the labels of those after it
-        validation = _open_split(folders["validation"], mode, known)
-    return train, validation, len(known)
+    own_classes = validation.reader.class_to_idx
+    if unknown := sorted(set(own_classes) - set(classes)):
+        raise DataError(f"{folders['validation']} has classes that {folders['train']} does not have: {listing(unknown)}.")
+    if own_classes != classes:  # a class without validation images shifted the labels of those after it
+        validation = _open_split(folders["validation"], mode, classes)
+    return train, validation, len(classes)
 
 
-def _split_folder(root: Path, split: str) -> Path:
+def _find_split(root: Path, split: str) -> Path:
     for name in _SPLITS[split]:
         if (root / name).is_dir():
             return root / name
@@ -164,9 +168,9 @@ def _split_folder(root: Path, split: str) -> Path:
 
 
 def _open_split(folder: Path, mode: str, classes: dict[str, int] | None = None) -> Any:
-    """Open a folder of class folders; labels are those of `classes`, by default the folders' own order."""
-    found = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    if not found:
+    """Open a folder of class folders; `classes` maps their names to labels, by default in alphabetical order."""
+    names = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    if not names:
         raise DataError(f"{folder} has no classes: looked for one folder of images per class.")
     try:
         dataset = Folders(str(folder), class_map=classes, input_img_mode=mode)
@@ -174,6 +178,6 @@ def _open_split(folder: Path, mode: str, classes: dict[str, int] | None = None) 
         raise DataError(f"The class folders in {folder} hold no images: looked for .png, .jpg and .jpeg.") from error
     if "" in dataset.reader.class_to_idx:
         raise DataError(f"There are images directly in {folder}, outside of any class folder. Move or remove them.")
-    if empty := sorted(found - set(dataset.reader.class_to_idx)):
+    if empty := sorted(names - set(dataset.reader.class_to_idx)):
         raise DataError(f"Class folders in {folder} without images in them: {listing(empty)}. Fill or remove them.")
     return dataset

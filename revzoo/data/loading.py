@@ -1,4 +1,4 @@
-"""Opening the data that a recipe names, for a model's input."""
+"""Load the data set that a recipe names, for a model's input."""
 
 from revzoo.data.base import Data, Examples, example_noun
 from revzoo.data.digits import load_digits
@@ -10,18 +10,21 @@ from revzoo.spec.schema import ImageInput, Input, TextInput
 
 
 def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1) -> Data:
-    """Open the training and test data for a model's input.
+    """Load training and test data for a model's input.
 
     Args:
-        processes: that share every epoch of training; 0 is no training.
+        options: the `data` section of a recipe.
+        input: what the model takes, from its spec: images of a size, or ids of a vocabulary.
+        seed: determines order and augmentation.
+        processes: number of training processes that share every epoch; 0 if the data are only evaluated on.
 
     Raises:
-        DataError: the data are missing, empty, without classes, not what the model takes, or less than a batch for each
+        DataError: the data are missing, empty, without classes, not what the model takes, or fewer than a batch for each
             process.
     """
     train: Examples
     test: Examples
-    _check_kind(options.name, input)
+    _require_fitting_input(options.name, input)
     if isinstance(input, TextInput):
         train, test = load_text(options, input, seed)
     elif options.name == "digits":
@@ -36,7 +39,7 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     return Data(train, test, options, seed)
 
 
-def _check_kind(name: str, input: Input) -> None:
+def _require_fitting_input(name: str, input: Input) -> None:
     if isinstance(input, TextInput) and name not in TEXTS:
         fitting = f"data.name={' or '.join(TEXTS)}, or a model for images such as model.name=rev_vit_digits"
         raise DataError(f"data.name={name} is images. Received: a model for text. Use {fitting}.")

@@ -1,4 +1,4 @@
-"""The part of a recipe that says where examples come from and how they become tensors."""
+"""The `data` section of a recipe: which data set, and how its examples become tensors."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,16 +13,17 @@ from revzoo.bounds import (
     UnitInterval,
 )
 
-TEXTS = ("characters", "text_classification", "masked_lm")  # the names of data that are no images
+TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts; the others are images
 
 
 @dataclass(frozen=True)
 class AugmentOptions:
-    """How images become tensors: arguments of timm's `create_transform`, and `padding`.
+    """How images are augmented and normalised: arguments of timm's `create_transform`, and `padding`.
 
     Args:
-        padding: crop the image, padded by so many pixels on each side, instead of timm's random resized crop.
-        mean: per channel; None is the data set's own, where known, else ImageNet's. `std` likewise.
+        padding: pad the image by this many pixels on each side and crop it at random; None: timm's random resized crop.
+        mean: subtracted from each channel; None: that of the data set where known, else ImageNet's.
+        std: each channel is divided by it; None: as for `mean`.
     """
 
     padding: PositiveInt | None = None
@@ -43,12 +44,12 @@ class AugmentOptions:
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How tables of texts are read.
+    """How tables of texts are read and tokenized.
 
     Args:
-        tokenizer: file of a tokenizer, as `revzoo tokenizer` writes it; None is bytes, for the texts that need no root.
-        column: name of the column with the texts.
-        label: name of the column with the classes, for text_classification.
+        tokenizer: tokenizer file, as `revzoo tokenizer` writes it; None: ids are bytes, which is allowed without `data.root`.
+        column: name of the column that holds the texts.
+        label: name of the column that holds the classes, for `text_classification`.
     """
 
     tokenizer: str | None = None
@@ -58,13 +59,16 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where examples come from.
+    """Which data set is trained on, and how it is loaded.
 
     Args:
-        root: folder or file of the data; digits come with scikit-learn and need none, texts are Python's documentation then.
-        batch_size: per process.
-        num_workers: processes that load images, per training process; 0 loads in the training process itself.
-        shift: digits are moved by up to so many pixels in training.
+        name: the data set, or the kind of files in `root`.
+        batch_size: examples per batch and process.
+        root: folder or file of the data; None: digits come with scikit-learn, and texts are Python's own documentation.
+        num_workers: loader processes per training process; 0 loads in the training process itself.
+        shift: largest shift of a digit in training [pixels].
+        augment: augmentation of images.
+        text: columns and tokenizer of texts.
     """
 
     name: Literal["digits", "folder", "cifar10", "cifar100", "imagenet", "characters", "text_classification", "masked_lm"]

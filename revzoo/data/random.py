@@ -1,4 +1,4 @@
-"""Random numbers that are a function of a key (seed, epoch, example, ...) and of nothing else."""
+"""Random numbers that depend only on a key, such as (seed, epoch, index of the example)."""
 
 import random
 from collections.abc import Iterator
@@ -8,19 +8,19 @@ import numpy as np
 import torch
 
 
-def number(*key: int) -> int:
-    """Return a 64-bit seed that is a function of the key, unrelated for neighbouring keys."""
+def derive_seed(*key: int) -> int:
+    """Return a 64-bit seed computed from the key; neighbouring keys give unrelated seeds."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
 
-def generator(*key: int) -> torch.Generator:
+def make_generator(*key: int) -> torch.Generator:
     """Return a CPU generator seeded with the key."""
-    return torch.Generator().manual_seed(number(*key))
+    return torch.Generator().manual_seed(derive_seed(*key))
 
 
 def reseed(*key: int) -> None:
-    """Seed the process's random streams (Python, NumPy, torch on all devices) with the key."""
-    seed = number(*key)
+    """Seed the global generators of Python, NumPy and torch (on all devices) with the key."""
+    seed = derive_seed(*key)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -28,9 +28,9 @@ def reseed(*key: int) -> None:
 
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
-    """Seed the process's CPU streams with the key inside, and have them untouched outside."""
+    """Seed the global CPU generators with the key inside the block, and restore their states afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    seed = number(*key)
+    seed = derive_seed(*key)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would seed the accelerators as well

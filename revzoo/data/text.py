@@ -1,6 +1,6 @@
-"""Texts as examples: windows of bytes for next-byte prediction, labelled texts, and texts with masked tokens.
+"""Examples of texts: windows of bytes for next-byte prediction, labelled texts, and texts with masked tokens.
 
-Batches are (ids, labels). Ids are padded to the longest text of a batch, by the id from which the model makes its mask.
+Batches are (ids, labels). Ids are padded to the longest text of the batch with the id that the model masks out.
 
 B texts, N ids.
 """
@@ -14,30 +14,35 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from revzoo.data.base import IGNORED, Examples
-from revzoo.data.corpus import Texts, read_files, read_texts, standard_text, standard_texts
+from revzoo.data.corpus import Texts, read_files, standard_text, standard_texts
 from revzoo.data.options import DataOptions
-from revzoo.data.random import generator
+from revzoo.data.random import make_generator
+from revzoo.data.table import read_texts
 from revzoo.data.tokenizer import Tokenizer, open_tokenizer
 from revzoo.errors import DataError, listing
 from revzoo.spec.schema import TextInput
 
-_MASKED, _AS_MASK, _AS_OTHER = 0.15, 0.8, 0.1  # of the tokens; of these, the mask token, any other; the rest stays (BERT)
+# Share of the tokens to predict; of these, the shares that become the mask token and any other token. The rest stays (BERT).
+_TO_PREDICT, _AS_MASK, _AS_OTHER = 0.15, 0.8, 0.1
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a text, each labelled with itself one byte later.
+    """Windows of a text; the label of each byte is the byte that follows it.
 
-    In training they begin anywhere, elsewhere in every epoch; as many as the text has room for side by side. In testing they
-    lie side by side, the last at the text's end, and every byte but the first is a label once.
+    In training they begin at random places, drawn anew in every epoch; there are as many as fit into the text side by side.
+    In testing they lie side by side, the last one at the end of the text, and every byte but the first is a label once.
 
     Shapes: ids (B, N), labels (B, N).
     Args:
-        seed: of where windows begin; None for testing.
+        text: the bytes (n,), uint8.
+        length: N.
+        seed: determines where windows begin; None for testing.
     """
+
+    num_classes, label_noun = None, "bytes"
 
     def __init__(self, text: Tensor, length: int, seed: int | None):
         self.text, self.length, self.seed = text, length, seed
-        self.classes, self.unit = None, "bytes"
         self._last = len(text) - length - 1
         self.begins = torch.arange(0, self._last + length, length).clamp(max=self._last)
         self.start_epoch(0)
@@ -49,15 +54,15 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         """Draw where the windows of this epoch begin."""
         if self.seed is not None:
             size = (len(self.begins),)
-            self.begins = torch.randint(0, self._last + 1, size, generator=generator(self.seed, epoch, 1))
+            self.begins = torch.randint(0, self._last + 1, size, generator=make_generator(self.seed, epoch, 1))
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        places = self.begins[indices][:, None] + torch.arange(self.length + 1)
-        window = self.text[places].long()
+        positions = self.begins[indices][:, None] + torch.arange(self.length + 1)
+        window = self.text[positions].long()
         labels = window[:, 1:].clone()
-        if self.seed is None:  # the last window begins inside the one before it
+        if self.seed is None:  # the last window overlaps the one before it
             seen = torch.tensor(indices)[:, None] * self.length
-            labels[places[:, 1:] <= seen] = IGNORED
+            labels[positions[:, 1:] <= seen] = IGNORED
         return window[:, :-1].contiguous(), labels
 
 
@@ -66,17 +71,22 @@ class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
 
     Shapes: ids (B, N), labels (B,).
     Args:
-        known: the labels, in the order of their classes.
+        texts: texts with labels.
+        tokenizer: turns them into ids.
+        length: largest N.
+        class_names: the label of each class, in order.
     """
 
-    def __init__(self, texts: Texts, tokenizer: Tokenizer, length: int, known: list[str]):
-        self.ids, self.padding = _encoded(texts, tokenizer, length), tokenizer.padding
-        self.names, self.classes, self.unit = known, len(known), "texts"
-        classes = {label: i for i, label in enumerate(known)}
+    label_noun = "texts"
+
+    def __init__(self, texts: Texts, tokenizer: Tokenizer, length: int, class_names: list[str]):
+        self.ids, self.padding = _encode(texts, tokenizer, length), tokenizer.padding
+        self.class_names, self.num_classes = class_names, len(class_names)
+        classes = {label: i for i, label in enumerate(class_names)}
         for row, label in zip(texts.rows, texts.labels or (), strict=True):
             if label not in classes:
                 raise DataError(
-                    f"{texts.source}, row {row}: the training texts have no label {label!r}. They have: {listing(known)}."
+                    f"{texts.source}, row {row}: the training texts have no label {label!r}. They have: {listing(class_names)}."
                 )
         self.labels = torch.tensor([classes[label] for label in texts.labels or ()])
 
@@ -84,29 +94,34 @@ class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
         return len(self.ids)
 
     def start_epoch(self, epoch: int) -> None:
-        """Texts are the same in every epoch."""
+        """Do nothing: texts are the same in every epoch."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return _padded([self.ids[i] for i in indices], self.padding), self.labels[indices]
+        return _pad([self.ids[i] for i in indices], self.padding), self.labels[indices]
 
 
 class MaskedTexts(Dataset[tuple[Tensor, Tensor]]):
-    """Texts of which 15 % of the tokens, at least one, are labels: 80 % of these are masked, 10 % replaced by others.
+    """Texts in which 15 % of the tokens, at least one, are to be predicted: 80 % of these are masked, 10 % replaced by others.
 
-    Which ones follows from seed, epoch and text; in testing they are always the same.
+    Which tokens these are depends on seed, epoch and text; in testing they are always the same.
 
     Shapes: ids (B, N), labels (B, N).
     Args:
-        seed: None for testing.
+        texts: texts; their labels are not used.
+        tokenizer: turns them into ids; it needs a mask token.
+        length: largest N.
+        seed: determines which tokens are masked; None for testing.
     """
+
+    num_classes = None
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer, length: int, seed: int | None):
         if tokenizer.mask is None:
             raise DataError(f"The tokenizer {tokenizer.source} has no mask token: neither <mask> nor [MASK].")
-        self.ids, self.padding, self.mask = _encoded(texts, tokenizer, length), tokenizer.padding, tokenizer.mask
-        self.classes, self.unit = None, tokenizer.unit
+        self.ids, self.padding, self.mask = _encode(texts, tokenizer, length), tokenizer.padding, tokenizer.mask
+        self.label_noun = tokenizer.label_noun
         self.special = torch.tensor(sorted(tokenizer.special))
-        self.others = torch.tensor([i for i in range(tokenizer.size) if i not in tokenizer.special])
+        self.ordinary = torch.tensor([i for i in range(tokenizer.size) if i not in tokenizer.special])
         for row, ids in zip(texts.rows, self.ids, strict=True):
             if torch.isin(ids, self.special).all():
                 raise DataError(f"{texts.source}, row {row}: none of its tokens is in the vocabulary of {tokenizer.source}.")
@@ -116,30 +131,30 @@ class MaskedTexts(Dataset[tuple[Tensor, Tensor]]):
         return len(self.ids)
 
     def start_epoch(self, epoch: int) -> None:
-        """Choose which tokens are masked."""
+        """Choose the epoch, which determines the tokens that are masked."""
         self.epoch = epoch
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        ids, labels = zip(*map(self._masked, indices), strict=True)
-        return _padded(ids, self.padding), _padded(labels, IGNORED)
+        ids, labels = zip(*map(self._mask, indices), strict=True)
+        return _pad(ids, self.padding), _pad(labels, IGNORED)
 
-    def _masked(self, index: int) -> tuple[Tensor, Tensor]:
+    def _mask(self, index: int) -> tuple[Tensor, Tensor]:
         ids = self.ids[index].long()
-        dice = generator(self.seed or 0, self.epoch, index, 2 if self.seed is None else 1)
-        draw, fate = torch.rand(2, len(ids), generator=dice)
-        other = self.others[torch.randint(len(self.others), ids.shape, generator=dice)]
-        draw[torch.isin(ids, self.special)] = 2.0
-        chosen = draw <= max(_MASKED, draw.min().item())
+        rng = make_generator(self.seed or 0, self.epoch, index, 2 if self.seed is None else 1)
+        draw, replacement = torch.rand(2, len(ids), generator=rng)
+        other = self.ordinary[torch.randint(len(self.ordinary), ids.shape, generator=rng)]
+        draw[torch.isin(ids, self.special)] = 2.0  # never chosen
+        chosen = draw <= max(_TO_PREDICT, draw.min().item())
         labels = ids.masked_fill(~chosen, IGNORED)
-        ids = ids.masked_fill(chosen & (fate < _AS_MASK), self.mask)
-        return torch.where(chosen & (fate >= 1 - _AS_OTHER), other, ids), labels
+        ids = ids.masked_fill(chosen & (replacement < _AS_MASK), self.mask)
+        return torch.where(chosen & (replacement >= 1 - _AS_OTHER), other, ids), labels
 
 
 def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Examples, Examples]:
-    """Return the training and the test texts.
+    """Return the training texts and the test texts.
 
     Raises:
-        DataError: they are missing, empty, cannot be read or do not fit the model.
+        DataError: the texts are missing, empty or unreadable, or do not fit the model.
     """
     if options.name == "characters":
         return _load_windows(options, input, seed)
@@ -155,14 +170,15 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
         )
     if not labelled:
         return MaskedTexts(train, tokenizer, input.length, seed), MaskedTexts(test, tokenizer, input.length, None)
-    known = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
-    if len(known) < 2:
-        raise DataError(f"{train.source} has one label: {listing(known)}. Classification needs two or more.")
-    return LabelledTexts(train, tokenizer, input.length, known), LabelledTexts(test, tokenizer, input.length, known)
+    class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
+    if len(class_names) < 2:
+        raise DataError(f"{train.source} has one label: {listing(class_names)}. Classification needs two or more.")
+    train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
+    return train_texts, test_texts
 
 
 def _load_windows(options: DataOptions, input: TextInput, seed: int) -> tuple[Windows, Windows]:
-    """Return windows of the first nine tenths of the bytes, and of the last."""
+    """Return windows of the first nine tenths of the bytes, and of the last tenth."""
     content = standard_text().encode() if options.root is None else read_files(Path(options.root))
     if input.vocabulary < 256:
         raise DataError(
@@ -184,9 +200,9 @@ def _load_windows(options: DataOptions, input: TextInput, seed: int) -> tuple[Wi
     return Windows(text[:-held_out], input.length, seed), Windows(text[-held_out:], input.length, None)
 
 
-def _encoded(texts: Texts, tokenizer: Tokenizer, length: int) -> list[Tensor]:
+def _encode(texts: Texts, tokenizer: Tokenizer, length: int) -> list[Tensor]:
     return [torch.tensor(ids, dtype=torch.int32) for ids in tokenizer.encode(texts.texts, length)]
 
 
-def _padded(rows: list[Tensor] | tuple[Tensor, ...], value: int) -> Tensor:
+def _pad(rows: list[Tensor] | tuple[Tensor, ...], value: int) -> Tensor:
     return pad_sequence([row.long() for row in rows], batch_first=True, padding_value=value)

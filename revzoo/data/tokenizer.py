@@ -1,33 +1,40 @@
-"""From texts to ids: a tokenizer from a file, made by `revzoo tokenizer` or elsewhere, or plain bytes."""
+"""Tokenizers: plain bytes, or a file of Hugging Face's tokenizers, which `revzoo tokenizer` can train."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from revzoo.data.corpus import read_table, read_utf8, text_extra
+from revzoo.data.corpus import read_utf8
+from revzoo.data.table import FORMATS, explain_missing, read_table
 from revzoo.errors import DataError, InputError, listing
 from revzoo.spec.schema import TextInput
 
 Kind = Literal["bytes", "wordpiece"]
-_SPECIAL = {  # by kind, at ids 0 to 4, as RoBERTa and BERT have them
+_SPECIAL = {  # ids 0 to 4, with the names that RoBERTa and BERT use
     "bytes": ("<s>", "<pad>", "</s>", "<unk>", "<mask>"),
     "wordpiece": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
 }
-_LEAST = 256 + 5
+_MIN_VOCABULARY = 256 + 5  # every byte and the special tokens
 
 
 class Tokenizer(Protocol):
-    """What turns texts into ids.
+    """Turns texts into ids.
 
-    `special` ids are never masked, nor put in place of masked ones; `mask` is None where there is no such token; `around` is
-    how many special ids stand around each text.
+    Attributes:
+        source: file of the tokenizer, or "bytes", for messages.
+        label_noun: what one id stands for: "tokens" or "bytes".
+        size: number of ids.
+        padding: id that pads.
+        mask: id of the mask token; None where there is none.
+        special: ids that are never masked and never replace a masked id.
+        num_around: number of special ids put around each text.
     """
 
     @property
     def source(self) -> str: ...
     @property
-    def unit(self) -> str: ...
+    def label_noun(self) -> str: ...
     @property
     def size(self) -> int: ...
     @property
@@ -37,63 +44,63 @@ class Tokenizer(Protocol):
     @property
     def special(self) -> frozenset[int]: ...
     @property
-    def around(self) -> int: ...
+    def num_around(self) -> int: ...
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
-        """Return the ids of each text, special ones included, truncated to `length`."""
+        """Return the ids of each text, at most `length` of them, special ids included."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """UTF-8 bytes: b is id 4 + b. In front are <s> <pad> </s> <mask>, or [PAD] [CLS] [SEP] [MASK] where padding is 0."""
+    """UTF-8 bytes: byte b has id 4 + b. Ids 0 to 3 are <s> <pad> </s> <mask>, or [PAD] [CLS] [SEP] [MASK] if padding is 0."""
 
     padding: int
     source: str = "bytes"
-    unit: str = "bytes"
+    label_noun: str = "bytes"
     size: int = 260
     mask: int | None = 3
     special: frozenset[int] = frozenset(range(4))
-    around: int = 2
+    num_around: int = 2
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
         start, end = (0, 2) if self.padding == 1 else (1, 2)
-        return [[start, *(byte + 4 for byte in text.encode()[: length - self.around]), end] for text in texts]
+        return [[start, *(byte + 4 for byte in text.encode()[: length - self.num_around]), end] for text in texts]
 
 
 class TokenizerFile:
     """A tokenizer of Hugging Face's tokenizers.
 
     Args:
-        file: its JSON.
+        file: the tokenizer's JSON file.
 
     Raises:
-        DataError: there is no such file, it is no tokenizer, or has no token for padding.
+        DataError: the file does not exist, is not a tokenizer, or has no padding token.
     """
 
-    unit = "tokens"
+    label_noun = "tokens"
 
     def __init__(self, file: Path):
         if not file.is_file():
             raise DataError(f"There is no tokenizer {file}. Make it with revzoo tokenizer FILES... --out {file}.")
-        with text_extra():
+        with explain_missing("tokenizers"):
             import tokenizers
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # that is what it raises
-            raise DataError(f"{file} is no tokenizer of Hugging Face's tokenizers ({error}).") from error
-        found = self._tokenizer.padding
-        padding = found["pad_id"] if found else self._id("<pad>", "[PAD]")
+        except Exception as error:  # it raises nothing more specific
+            raise DataError(f"{file} is not a tokenizer of Hugging Face's tokenizers ({error}).") from error
+        settings = self._tokenizer.padding
+        padding = settings["pad_id"] if settings else self._find_id("<pad>", "[PAD]")
         if padding is None:
-            raise DataError(f"The tokenizer {file} has no padding token: neither <pad> nor [PAD], nor one that it pads with.")
-        self.source, self.padding, self.mask = str(file), int(padding), self._id("<mask>", "[MASK]")
+            raise DataError(f"The tokenizer {file} has no padding token: neither <pad> nor [PAD], nor a padding setting.")
+        self.source, self.padding, self.mask = str(file), int(padding), self._find_id("<mask>", "[MASK]")
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if not self.size:
             raise DataError(f"The tokenizer {file} has no tokens.")
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
-        self.around = int(self._tokenizer.num_special_tokens_to_add(is_pair=False))
+        self.num_around = int(self._tokenizer.num_special_tokens_to_add(is_pair=False))
 
-    def _id(self, *tokens: str) -> int | None:
+    def _find_id(self, *tokens: str) -> int | None:
         return next((i for token in tokens if (i := self._tokenizer.token_to_id(token)) is not None), None)
 
     def encode(self, texts: Sequence[str], length: int) -> list[list[int]]:
@@ -101,33 +108,38 @@ class TokenizerFile:
         self._tokenizer.enable_truncation(length)
         try:
             return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
-        except Exception as error:  # of a token for the unknown that its vocabulary lacks, for example
+        except Exception as error:  # for example, its vocabulary lacks the token for unknown words
             raise DataError(f"The tokenizer {self.source} cannot encode these texts ({error}).") from error
 
 
 def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:
-    """Return a tokenizer that fits a model's input; without a file, bytes.
+    """Return the tokenizer for a model's input, checked against it.
+
+    Args:
+        file: tokenizer file; None: ids are bytes.
+        input: vocabulary, length and padding id of the model.
 
     Raises:
-        DataError: its padding is not the model's, it has more tokens than the model, or it leaves no room for the text.
+        DataError: its padding is not the model's, it has more tokens than the model, or its special ids leave no room for the
+            text.
     """
     padding = input.padding if input.padding in (0, 1) else 1
     tokenizer: Tokenizer = Bytes(padding) if file is None else TokenizerFile(Path(file))
-    wrong = []
+    overrides = []
     if tokenizer.padding != input.padding:
-        wrong.append(f"input.padding={tokenizer.padding}")
+        overrides.append(f"input.padding={tokenizer.padding}")
     if (ids := max(tokenizer.size, tokenizer.padding + 1)) > input.vocabulary:
-        wrong.append(f"input.vocabulary={ids}")
-    if input.length <= tokenizer.around:
+        overrides.append(f"input.vocabulary={ids}")
+    if input.length <= tokenizer.num_around:
         raise DataError(
-            f"The tokenizer ({tokenizer.source}) puts {tokenizer.around} special ids around a text. Received: a model for "
-            f"{input.length} ids. Use model.overrides=[input.length={tokenizer.around + 1}] or more."
+            f"The tokenizer ({tokenizer.source}) puts {tokenizer.num_around} special ids around a text. Received: a model for "
+            f"{input.length} ids. Use model.overrides=[input.length={tokenizer.num_around + 1}] or more."
         )
-    if wrong:
+    if overrides:
         raise DataError(
             f"The tokenizer ({tokenizer.source}) pads with id {tokenizer.padding} and has {tokenizer.size} tokens. Received: a "
-            f"model that has {input.padding} for padding and a vocabulary of {input.vocabulary}. Use "
-            f"model.overrides=[{','.join(wrong)}]."
+            f"model that pads with {input.padding} and has a vocabulary of {input.vocabulary}. Use "
+            f"model.overrides=[{','.join(overrides)}]."
         )
     return tokenizer
 
@@ -135,30 +147,33 @@ def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:
 def train_tokenizer(
     files: Sequence[Path], vocabulary: int, out: Path, kind: Kind = "bytes", column: str = "text"
 ) -> tuple[int, int]:
-    """Train a tokenizer and write it; return the number of its tokens, at most `vocabulary`, and the id that pads.
+    """Train a tokenizer and write it to a file; return its number of tokens and its padding id.
 
-    `bytes` is byte-level BPE with RoBERTa's special tokens, `wordpiece` is uncased and has BERT's. Two runs number the pieces
-    of `wordpiece` differently, so the file belongs to whatever is trained with it.
+    Two runs number the pieces of `wordpiece` differently, so keep the file with the models that are trained with it.
 
     Args:
         files: text files, or tables (.csv, .jsonl, .json, .parquet) with the texts in `column`.
+        vocabulary: largest number of tokens, at least 261.
+        out: file to write; it must not exist yet.
+        kind: "bytes" is byte-level BPE with RoBERTa's special tokens; "wordpiece" is uncased, with BERT's special tokens.
+        column: name of the column that holds the texts of a table.
 
     Raises:
-        InputError: the vocabulary is smaller than the bytes and special tokens, or there is a file at `out`.
+        InputError: the vocabulary is smaller than the bytes and special tokens, or `out` exists or has no folder.
         DataError: a file cannot be read.
     """
-    if vocabulary < _LEAST:
+    if vocabulary < _MIN_VOCABULARY:
         raise InputError(
-            f"A tokenizer has 256 bytes and 5 special tokens. Received: {vocabulary} tokens. Use {_LEAST} or more."
+            f"A tokenizer has 256 bytes and 5 special tokens. Received: {vocabulary} tokens. Use {_MIN_VOCABULARY} or more."
         )
     if out.exists():
-        raise InputError(f"There is {out} already: models trained with it need it. Name another.")
+        raise InputError(f"{out} exists already, and models trained with it need it. Name another file.")
     if not out.parent.is_dir():
-        raise InputError(f"There is no folder {out.parent} to write {out.name} into. Make it, or name another.")
+        raise InputError(f"There is no folder {out.parent} to write {out.name} into. Make the folder, or name another.")
     if missing := [str(file) for file in files if not file.is_file()]:
-        raise InputError(f"No such text files or tables: {listing(missing)}. A folder is named as FOLDER/*.txt.")
-    texts = [text for file in files for text in _texts(file, column)]
-    with text_extra():
+        raise InputError(f"No such text files or tables: {listing(missing)}. For all files of a folder use FOLDER/*.txt.")
+    texts = [text for file in files for text in _read_lines(file, column)]
+    with explain_missing("tokenizers"):
         import tokenizers
         from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
     special = _SPECIAL[kind]
@@ -183,8 +198,8 @@ def train_tokenizer(
     return int(tokenizer.get_vocab_size()), padding
 
 
-def _texts(file: Path, column: str) -> Iterator[str]:
-    if file.suffix in (".csv", ".jsonl", ".json", ".parquet"):
+def _read_lines(file: Path, column: str) -> Iterator[str]:
+    if file.suffix in FORMATS:
         yield from read_table(file, column, None).texts
     else:
         yield from read_utf8(file).decode(errors="ignore").splitlines()

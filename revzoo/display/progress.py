@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line per epoch, and a moving bar on a terminal."""
+"""Progress of a training run on the console: one line per epoch, and a progress bar on a terminal."""
 
 import time
 from typing import Any
@@ -11,21 +11,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from revzoo.format import format_bits, format_bytes
 
 
-class Display:
-    """Shows training on the console of the main process, and nothing in the others.
+class TrainingDisplay:
+    """Shows training on the console of the main process; in the other processes it prints nothing.
 
     Args:
-        shown: whether this process shows anything.
-        batches: per epoch.
+        shown: whether this process prints anything.
+        epochs: epochs of the whole training.
+        batches: batches per epoch.
         batch_size: examples of one batch over all processes.
-        things: what the examples are: images or texts.
-        unit: what has a label: images, texts, tokens or bytes.
+        example_noun: what the examples are: "images" or "texts".
+        label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
     """
 
-    def __init__(self, shown: bool, epochs: int, batches: int, batch_size: int, things: str, unit: str):
+    def __init__(self, shown: bool, epochs: int, batches: int, batch_size: int, example_noun: str, label_noun: str):
         self.console = Console(quiet=not shown, highlight=False, soft_wrap=True)
         self.epochs, self.batches, self.batch_size = epochs, batches, batch_size
-        self.things, self.unit = things, unit
+        self.example_noun, self.label_noun = example_noun, label_noun
         self.top1 = "-"
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -37,7 +38,7 @@ class Display:
             transient=True,
         )
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> "TrainingDisplay":
         self._bar.start()
         return self
 
@@ -45,7 +46,12 @@ class Display:
         self._bar.stop()
 
     def start_epoch(self, epoch: int, done: int) -> None:
-        """Begin a bar at `done` batches."""
+        """Start the bar of an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            done: batches of it that are done already.
+        """
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
         self._first, self._began = done, time.perf_counter()
@@ -53,17 +59,27 @@ class Display:
         self._task = self._bar.add_task(title, total=self.batches, completed=done, numbers="")
 
     def step(self, done: int, loss: float) -> None:
-        """Move the bar to `done` batches."""
+        """Move the bar.
+
+        Args:
+            done: batches of the epoch that are done.
+            loss: mean training loss of the epoch so far.
+        """
         rate = (done - self._first) * self.batch_size / (time.perf_counter() - self._began)
         memory = format_bytes(memory_bytes())
-        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} {self.things}/s {memory}"
+        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} {self.example_noun}/s {memory}"
         self._bar.update(self._task, completed=done, numbers=numbers)
 
     def end_epoch(self, record: dict[str, Any], best: float) -> None:
-        """Print the line of an epoch."""
+        """Print the line of an epoch.
+
+        Args:
+            record: its metrics, as in metrics.jsonl.
+            best: best top-1 of all epochs [%].
+        """
         self.top1 = f"{record['top1']:.2f} %"
-        loss = f"{record['loss']:.4f}{format_bits(record['loss'], self.unit, prefix=', ')}"
-        rate = f"{record[f'{self.things}_per_second']:.0f} {self.things}/s"
+        loss = f"{record['loss']:.4f}{format_bits(record['loss'], self.label_noun, prefix=', ')}"
+        rate = f"{record[f'{self.example_noun}_per_second']:.0f} {self.example_noun}/s"
         self.console.print(
             f"epoch {record['epoch']:>{len(str(self.epochs))}}/{self.epochs}  train loss {record['train_loss']:.4f}  "
             f"test loss {loss}  top-1 {self.top1} (best {best:.2f})  "
@@ -72,5 +88,5 @@ class Display:
 
 
 def memory_bytes() -> int:
-    """Return the most that CUDA tensors have occupied; without CUDA, what the process occupies now."""
+    """Return the peak of allocated CUDA memory; without CUDA, the current resident memory of the process."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss

@@ -1,1 +1,1 @@
-"""Training and evaluation: a recipe, a data pipeline, one loop."""
+"""Training and evaluation of a model by a recipe: one loop for one process or many."""

@@ -1,15 +1,14 @@
-"""A plan for a run: the fastest schedule with which its training steps stay within the recipe's memory budget.
+"""Plan a run: find the fastest schedule with which training stays within the recipe's memory budget.
 
-What is planned is the step that training makes: its batch (of texts, the longest there may be), its autocast, its loss. What is
-alive beside it counts too: state of the optimizer, averaged weights, labels, the batch that is loaded ahead on a CPU, the
-gradients of earlier batches where an update takes several, and the buckets in which several processes exchange them.
+The planned step is the one that training makes: its batch (for texts, of the greatest length), its autocast, its loss. Whatever
+is alive besides the step counts too: the optimizer's state, averaged weights, labels, on a CPU the next batch, which is loaded
+ahead, with gradient accumulation the gradients of earlier batches, and the buckets in which processes exchange gradients.
 
-The main process makes the plan and all use it, so nothing here may wait for another process.
+The main process makes the plan for all of them. The others wait for it, so nothing here may wait for another process.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,93 +16,115 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revzoo.analysis.memory_report import state_bytes
+from revzoo.analysis.memory_report import count_optimizer_bytes
 from revzoo.data.random import seeded
 from revzoo.errors import PlanError
 from revzoo.file import write_atomically
 from revzoo.format import format_bytes
 from revzoo.planning.budget import budget_bytes
-from revzoo.planning.count import counted_peak
-from revzoo.planning.plan import Plan, checked, solve
-from revzoo.planning.profile import held_bytes, profile
-from revzoo.planning.setting import Setting, setting
+from revzoo.planning.plan import Plan
+from revzoo.planning.planner import profile_and_plan
+from revzoo.planning.profiling.count import count_peak
+from revzoo.planning.profiling.profile import held_bytes
+from revzoo.planning.setting import Setting, read_setting
 from revzoo.training.setup import Run
 
-_SCALAR_BYTES = 2 * 4  # the sum of an epoch's losses, and a loss beside its share of an update
-# Of each channel: two statistics that BatchNorm's kernel keeps in float32, and its fake in half precision (`isolated`).
+_SCALAR_BYTES = 2 * 4  # the sum of an epoch's losses; a batch's loss beside the same divided by the batches of an update
+# Per channel: BatchNorm's kernel keeps two statistics in float32, and counting on fake tensors sees them in half precision.
 _MISSED_BYTES = 2 * 2
 
 
-def put_to_work(run: Run) -> Plan | None:
-    """Give the model of every process the run's plan and return it; None where the recipe has no budget.
+def apply_plan(run: Run) -> Plan | None:
+    """Give the model of every process the schedule of the run's plan and return the plan; None if there is no budget.
 
-    The folder's plan is taken where it has one, else one is made; weights, gradients, buffers and random streams stay as they
-    were.
+    The plan is read from the run's folder if it has one, else made. Weights, gradients, buffers and the states of the random
+    generators are left unchanged.
 
     Raises:
-        BudgetError: nothing fits the budget.
+        BudgetError: no schedule fits the budget.
         PlanError: the plan in the folder was made for something else.
-        InputError: a budget that this device cannot be asked for.
-        RecoveryError: a step does not repeat itself.
+        InputError: the budget cannot be determined on this device.
+        RecoveryError: a step does not give the same result twice.
     """
     if run.recipe.memory.budget is None:
         return None
-    plan = broadcast_object_list([_found(run) if run.accelerator.is_main_process else None])[0]
-    if isinstance(plan, Exception):
-        raise plan
-    assert isinstance(plan, Plan)
-    with run.accelerator.autocast():
-        plan.apply(run.model)
+    with _first_coupling(run):
+        plan = broadcast_object_list([_plan_or_error(run) if run.accelerator.is_main_process else None])[0]
+        if isinstance(plan, Exception):
+            raise plan
+        assert isinstance(plan, Plan)
+        with run.accelerator.autocast():
+            plan.apply(run.model)
     return plan
 
 
-def keep(run: Run, plan: Plan | None) -> None:
-    """Save the plan in the run's folder, from where a resumed run takes it."""
+def save_plan(run: Run, plan: Plan | None) -> None:
+    """Save the plan in the run's folder, where a resumed run looks for it."""
     if plan is not None and run.accelerator.is_main_process:
         write_atomically(run.folder.plan, plan.save)
 
 
-def _found(run: Run) -> Plan | Exception:
-    """Return the plan, or why there is none, for all processes: the others wait for either."""
+@contextmanager
+def _first_coupling(run: Run) -> Iterator[None]:
+    """Give the models the coupling of the first update inside the block, for which every plan is made.
+
+    With a budget only kept bits can move, and only downwards, so that no later update takes more memory.
+    """
+    run.set_coupling(0)
     try:
-        return _read(run) if run.folder.plan.exists() else _made(run)
+        yield
+    finally:
+        run.set_coupling(run.progress.updates)
+
+
+def _plan_or_error(run: Run) -> Plan | Exception:
+    """Return the plan or, instead of raising it, the error: the other processes wait for one of the two."""
+    try:
+        return _read_plan(run) if run.folder.plan.exists() else _make_plan(run)
     except Exception as error:
         return error
 
 
-def _made(run: Run) -> Plan:
+def _make_plan(run: Run) -> Plan:
     options, device, step = run.recipe.memory, run.accelerator.device, _Step(run)
     assert options.budget is not None
     limit = budget_bytes(options.budget, device, step.present_bytes)
-    with step.counted():
-        found = profile(run.model, step.batch, run.optimizer, loss=step.loss, other_bytes=step.other_bytes)
-        found = replace(found, setting=step.setting)
-        plan = checked(run.model, step.batch, found, solve(found, limit, options.solver), step.loss)
-    if device.type == "cuda":  # what profiling has taken is not what training takes
+    with step.accumulated_gradients():
+        _, plan = profile_and_plan(
+            run.model,
+            step.batch,
+            limit,
+            solver=options.solver,
+            optimizer=run.optimizer,
+            loss=step.loss,
+            other_bytes=step.other_bytes,
+            setting=step.setting,
+        )
+    if device.type == "cuda":  # the peak of profiling is not the peak of training
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return plan
 
 
-def _read(run: Run) -> Plan:
+def _read_plan(run: Run) -> Plan:
     """Return the plan in the folder.
 
     Raises:
-        PlanError: it is damaged, or not for this run as it is now.
+        PlanError: it is damaged, or was made for another model, batch, device or budget.
     """
-    way = f"Put back what was changed, or delete {run.folder.plan} to have it planned again, or start a new run."
+    remedy = f"Put back what was changed, or delete {run.folder.plan} to have it planned again, or start a new run."
     try:
         plan = Plan.load(run.folder.plan)
     except PlanError as error:
-        raise PlanError(f"{error} {way}") from error
-    reasons = list(plan.setting.differences(_Step(run).setting)) or list(_changes(run, plan))
+        raise PlanError(f"{error} {remedy}") from error
+    reasons = list(plan.setting.differences(_Step(run).setting)) or list(_list_changes(run, plan))
     if reasons:
-        raise PlanError(f"{run.folder.plan} is for {'; '.join(reasons)}. {way}")
+        raise PlanError(f"{run.folder.plan} is for {'; '.join(reasons)}. {remedy}")
     return plan
 
 
-def _changes(run: Run, plan: Plan) -> Iterator[str]:
-    """Yield, in words, what the recipe asks for otherwise than the plan was made for."""
+def _list_changes(run: Run, plan: Plan) -> Iterator[str]:
+    """Yield, in words, each difference between what the plan was made for and what the recipe asks for now."""
     options, step = run.recipe.memory, _Step(run)
     assert options.budget is not None
     limit = plan.budget_bytes if options.budget == "auto" else budget_bytes(options.budget, run.accelerator.device)
@@ -114,18 +135,18 @@ def _changes(run: Run, plan: Plan) -> Iterator[str]:
     if plan.units != run.model.units:
         yield "other units than the model has"
         return
-    with step.counted():
-        state = state_bytes(run.model, run.optimizer)
-        peak = counted_peak(run.model, step.batch, plan.schedule, step.loss, step.other_bytes + state)
+    with step.accumulated_gradients():
+        state = count_optimizer_bytes(run.model, run.optimizer)
+        peak = count_peak(run.model, step.batch, plan.schedule, step.loss, step.other_bytes + state)
     if peak > max(plan.peak_bytes, plan.budget_bytes):
         yield f"steps of {format_bytes(plan.peak_bytes)} and not {format_bytes(peak)}, which is above the budget"
 
 
 class _Step:
-    """What a training step of the run is made of.
+    """The training step of a run: batch, loss, and the bytes that are alive besides what the step itself allocates.
 
     Args:
-        run: all that it is about.
+        run: the run.
     """
 
     def __init__(self, run: Run):
@@ -133,39 +154,39 @@ class _Step:
         recipe, device = run.recipe, run.accelerator.device
         with seeded(recipe.train.seed):
             self.batch = run.model.example_input(recipe.data.batch_size, "cpu")
-            # A language model's labels are as many as its ids, here in the one row that the loss makes of them.
-            labels = torch.zeros(self.batch.numel() if run.data.classes is None else len(self.batch), dtype=torch.int64)
+            # A language model has one label for each id; the loss flattens them as they are here.
+            labels = torch.zeros(self.batch.numel() if run.data.num_classes is None else len(self.batch), dtype=torch.int64)
             targets = run.mix(self.batch.clone(), labels)[1]
         self.batch, self._targets = self.batch.to(device), targets.to(device)
         gradients = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
-        self._adds_up = recipe.train.accumulate > 1
+        self._accumulates = recipe.train.accumulate > 1
         averaged = 0 if run.ema is None else held_bytes(run.ema.module)
         buckets = gradients if run.accelerator.num_processes > 1 else 0
         ahead = self.batch.nbytes + labels.nbytes if device.type == "cpu" else 0
         soft = 0 if targets is labels else targets.nbytes
         norms = [m for m in run.model.modules() if isinstance(m, _BatchNorm) and recipe.train.mixed_precision != "no"]
-        missed = sum(norm.num_features for norm in norms) * _MISSED_BYTES
-        self.other_bytes = averaged + buckets + ahead + labels.nbytes + soft + missed + _SCALAR_BYTES
-        state = state_bytes(run.model, run.optimizer) if run.optimizer.state else 0
+        batch_norm_bytes = sum(norm.num_features for norm in norms) * _MISSED_BYTES
+        self.other_bytes = averaged + buckets + ahead + labels.nbytes + soft + batch_norm_bytes + _SCALAR_BYTES
+        state = count_optimizer_bytes(run.model, run.optimizer) if run.optimizer.state else 0
         self.present_bytes = held_bytes(run.model) + averaged + buckets + state  # on the device already
         with run.accelerator.autocast():
-            self.setting: Setting = setting(run.model, self.batch)
+            self.setting: Setting = read_setting(run.model, self.batch)
 
     def loss(self, outputs: Any) -> Tensor:
-        """Return the run's loss of what the model returns."""
+        """Return the run's loss for the model's outputs."""
         loss: Tensor = self._loss(outputs, self._targets)
         return loss
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Have every step that is looked at begin with the gradients that training has at its beginning."""
-        handle = self._model.register_forward_pre_hook(self._begin)
+    def accumulated_gradients(self) -> Iterator[None]:
+        """Let every step inside the block begin with the gradients of earlier batches, as it does with accumulation."""
+        handle = self._model.register_forward_pre_hook(self._add_gradients)
         try:
             yield
         finally:
             handle.remove()
 
-    def _begin(self, model: nn.Module, inputs: Any) -> None:
-        for p in model.parameters() if self._adds_up else ():
+    def _add_gradients(self, model: nn.Module, inputs: Any) -> None:
+        for p in model.parameters() if self._accumulates else ():
             if p.requires_grad:
                 p.grad = torch.zeros_like(p)

@@ -1,7 +1,9 @@
-"""The coupling's way during fine-tuning, from a faithful start to a lean or robust end.
+"""Schedule of the coupling coefficients during fine-tuning.
 
-With kept bits every step of the way is exactly invertible, and the way only makes the network leaner. In floating point a
-small b rounds nearly everything away, so few steps in a row can be inverted; the others keep their input, fewer as b grows.
+A converted network starts with a coupling under which it computes nearly what the original computes, and moves to one that
+takes less memory. With kept bits, every step can be inverted exactly at every update; fewer bits only take less memory. In
+floating point, inverting with a small |b| amplifies rounding errors so much that only short runs of steps can be inverted;
+the steps between such runs recompute. The runs get longer as |b| grows.
 
 Source: Dr2Net (Zhao et al. 2024) moves alpha and beta in floating point ("dynamic fine-tuning"); its schedule is not published.
 """
@@ -15,63 +17,69 @@ from revzoo.model.network import Model
 from revzoo.registry import couplings
 from revzoo.runtime.drift import count_invertible_steps
 from revzoo.runtime.schedule import Mode, limit_inverted_runs
-from revzoo.training.recipe import CouplingOptions, Recipe
+from revzoo.training.options import CouplingOptions, Recipe
 
-_ERROR = 1e-4  # of a rebuilt state, relative, at most: gradients are then within 1e-3 of stored ones
+_MAX_ERROR = 1e-4  # relative, of a reconstructed state; gradients then differ from stored ones by at most 1e-3
 
 
 class CouplingSchedule:
-    """What the coupling's arguments are at every update.
+    """The arguments of the coupling at every update.
 
     Args:
-        options: of the recipe.
-        updates: of the whole training.
-        modes: of the units, where no inversion rounds too much away.
+        options: first and last values, and the share of the updates between them.
+        updates: optimizer updates of the whole training.
+        modes: the model's schedule as it would be if any number of steps could be inverted in a row.
     """
 
     def __init__(self, options: CouplingOptions, updates: int, modes: Sequence[Mode]):
-        self._moving = {key: value for key, value in asdict(options).items() if key != "share" and value is not None}
-        self._last = max(1, round(updates * options.share))
+        self._ranges = {key: value for key, value in asdict(options).items() if key != "share" and value is not None}
+        self._last_update = max(1, round(updates * options.share))
         self._modes = modes
-        self.exact = options.kept_bits is not None
+        self.is_exact = options.kept_bits is not None
 
     def at(self, update: int) -> dict[str, Any]:
-        """Return the arguments for an update, counted from 0."""
-        way = min(1.0, update / self._last)
-        if self.exact:
-            first, last = self._moving["kept_bits"]
+        """Return the coupling's arguments for an update, counted from 0."""
+        progress = min(1.0, update / self._last_update)
+        if self.is_exact:
+            first, last = self._ranges["kept_bits"]
             levels = abs(last - first) + 1
-            level = min(int(way * levels), levels - 1)
+            level = min(int(progress * levels), levels - 1)
             return {"kept_bits": first + (level if last > first else -level)}
-        return {key: first + (last - first) * way for key, (first, last) in self._moving.items()}
+        return {key: first + (last - first) * progress for key, (first, last) in self._ranges.items()}
 
-    def set(self, update: int, *models: Model) -> None:
-        """Give models the coupling of an update; in floating point, invert only as many steps in a row as it allows."""
+    def apply(self, update: int, *models: Model) -> None:
+        """Set the coupling of models to that of an update; in floating point, limit their runs of inverted steps too."""
         arguments = self.at(update)
         for model in models:
             if any(model.spec.coupling.arguments.get(key) != value for key, value in arguments.items()):
                 model.set_coupling(**arguments)
-            if not self.exact:
-                run = count_invertible_steps([model.coupling] * len(model.steps), next(model.parameters()).dtype, _ERROR)
-                model.schedule = limit_inverted_runs(self._modes, run)
+            if not self.is_exact:
+                dtype = next(model.parameters()).dtype
+                longest = count_invertible_steps([model.coupling] * len(model.steps), dtype, _MAX_ERROR)
+                model.schedule = limit_inverted_runs(self._modes, longest)
 
 
-def coupling_schedule(recipe: Recipe, model: Model, updates: int) -> CouplingSchedule | None:
-    """Return the recipe's schedule for a model, or None where nothing moves and nothing has to be anchored.
+def make_coupling_schedule(recipe: Recipe, model: Model, updates: int) -> CouplingSchedule | None:
+    """Return the recipe's coupling schedule for a model; None where neither the coupling nor the modes have to change.
+
+    Args:
+        recipe: the recipe; without a `coupling` section the coupling stays, but runs of inverted steps may need a limit.
+        model: the model, with the schedule that the recipe sets.
+        updates: optimizer updates of the whole training.
 
     Raises:
-        SpecError: the model's coupling has no such arguments, or is of the other arithmetic.
+        SpecError: the model's coupling does not have the arguments, or has kept bits where the recipe has none or vice versa.
     """
     if recipe.coupling is None:
-        anchors = not model.coupling.is_exact and abs(model.coupling.b) < 1 and recipe.memory.budget is None
-        return CouplingSchedule(CouplingOptions(), updates, model.schedule) if anchors else None
+        needs_limit = not model.coupling.is_exact and abs(model.coupling.b) < 1 and recipe.memory.budget is None
+        return CouplingSchedule(CouplingOptions(), updates, model.schedule) if needs_limit else None
     schedule = CouplingSchedule(recipe.coupling, updates, model.schedule)
     part, known = model.spec.coupling, list(couplings.arguments(model.spec.coupling.type))
     for key in schedule.at(0):
         if key not in known:
             allowed = f"what the coupling of {model.spec.name} has ({part.type}: {listing(known)}), or null"
             raise SpecError([SpecProblem(recipe.file, f"coupling.{key}", "a schedule", allowed)])
-    if schedule.exact != (model.coupling.kept_bits is not None):
-        allowed = "m, alpha or beta for a network converted with a strength, kept_bits for one with kept bits"
+    if schedule.is_exact != (model.coupling.kept_bits is not None):
+        allowed = "m, alpha or beta for a network converted with m or beta, kept_bits for one converted with kept bits"
         raise SpecError([SpecProblem(recipe.file, "coupling", str(sorted(schedule.at(0))), allowed)])
     return schedule

@@ -1,4 +1,4 @@
-"""Top-1, top-5 and loss over a data set, each example counted exactly once, however many processes share the work."""
+"""Top-1, top-5 and loss on a data set. Each example counts exactly once, however many processes share the work."""
 
 import json
 import re
@@ -17,47 +17,49 @@ from revzoo.checkpoint.files import read_metadata, read_tensors
 from revzoo.checkpoint.index import WeightsEntry, read_index, shipped_weights
 from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
-from revzoo.data.requirement import needed_outputs
+from revzoo.data.requirement import required_outputs
 from revzoo.errors import CheckpointError, InputError, listing
 from revzoo.format import format_bits
 from revzoo.model.create import create
 from revzoo.spec.names import CONVERTED_WEIGHTS
-from revzoo.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
+from revzoo.training.options import Recipe
+from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How well a model classifies, or how well it says the ids of texts.
+    """Accuracy and loss of a classifier or a language model on a data set.
 
     Args:
-        top1: labels that got the highest logit [%].
-        top5: labels among the five highest logits [%].
+        top1: share of labels that have the highest logit [%].
+        top5: share of labels among the five highest logits [%].
         loss: mean cross-entropy [nats], without label smoothing.
         count: number of labels.
-        unit: what has a label: images, texts, tokens or bytes.
+        label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
     """
 
     top1: float
     top5: float
     loss: float
     count: int
-    unit: str = "images"
+    label_noun: str = "images"
 
     def __str__(self) -> str:
-        loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.unit, prefix=', ')}"
-        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {loss} on {self.count} {self.unit}"
+        loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
+        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {loss} on {self.count} {self.label_noun}"
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], accelerator: Accelerator, unit: str = "images"
+    model: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], accelerator: Accelerator, label_noun: str = "images"
 ) -> Scores:
-    """Classify everything the loader gives, or predict the ids it asks for; labels that are IGNORED count nowhere.
+    """Compute the scores of a model on everything a loader yields; labels that are IGNORED do not count.
 
     Args:
-        model: on the accelerator's device; its training flag is put back.
-        loader: prepared by the accelerator.
-        unit: what has a label.
+        model: on the accelerator's device. It is evaluated in eval mode and then put back into the mode it was in.
+        loader: yields (images or ids, labels); prepared by the accelerator.
+        accelerator: gathers the scores of all processes.
+        label_noun: what one label belongs to, for the scores' text.
     """
     training = model.training
     model.eval()
@@ -68,55 +70,56 @@ def evaluate(
         losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
         best = logits.topk(min(5, logits.shape[-1])).indices == labels[..., None]
         parts = losses.view_as(labels), best[..., 0], best.any(-1), labels != IGNORED
-        # Added up for each example, because batches of texts differ in length from process to process.
+        # Summed for each example before gathering, because the lengths of batches of texts differ between processes.
         rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
         sums += accelerator.gather_for_metrics(rows).sum(0).cpu()
     model.train(training)
     loss, hits1, hits5, count = sums.tolist()
-    return Scores(100 * hits1 / count, 100 * hits5 / count, loss / count, int(count), unit)
+    return Scores(100 * hits1 / count, 100 * hits5 / count, loss / count, int(count), label_noun)
 
 
 def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
-    """Evaluate what training has saved, on the test data it was evaluated on.
+    """Evaluate a checkpoint that training has saved, on the test data of its recipe.
 
     Args:
-        path: a run folder, of which the best weights are taken, or a checkpoint: it holds its spec and recipe.
-        overrides: of `data` and `train.mixed_precision`, laid over the recipe, such as `data.root=/elsewhere`.
+        path: folder of a run, whose best weights are evaluated, or a checkpoint, which holds its spec and recipe.
+        overrides: changes to `data` and `train.mixed_precision` of the recipe, such as `data.root=/elsewhere`.
 
     Raises:
-        InputError: another override, which would have no effect, or data of other classes than it was trained on.
-        CheckpointError: no such checkpoint, damaged, or not one that training has saved.
+        InputError: another override, which would have no effect, or data with other classes than the model was trained on.
+        CheckpointError: the checkpoint does not exist, is damaged, or was not saved by training.
     """
-    overrides = _of_data(overrides)
+    overrides = _require_data_overrides(overrides)
     if (path / CONVERTED_WEIGHTS).is_file():
         raise CheckpointError(
             f"{path} was converted and not trained: it does not say on which data to evaluate it. Train it first: revzoo train "
             f"finetune model={path} data.root=IMAGES"
         )
     checkpoint = path / "best.safetensors" if path.is_dir() else path
-    read_tensors(checkpoint)  # says what is wrong with a missing or damaged file
+    read_tensors(checkpoint)  # reports a missing or damaged file
     texts = read_metadata(checkpoint) if checkpoint.suffix == ".safetensors" else {}
     if not {"revzoo.spec", "revzoo.recipe"} <= texts.keys():
         raise CheckpointError(f"{checkpoint} was not saved by `revzoo train`: it does not say on which data to evaluate it.")
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key])
-        return _evaluated(load_recipe(folder, overrides), folder, texts.get("revzoo.classes"), checkpoint=checkpoint)
+        return _load_and_evaluate(load_recipe(folder, overrides), folder, texts.get("revzoo.classes"), checkpoint=checkpoint)
 
 
 def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, WeightsEntry]:
-    """Evaluate shipped weights on the data of the command that trained them; return their row of the index too."""
+    """Evaluate shipped weights on the test data of the command that trained them; return their index entry too."""
     shipped_weights(name)
     entry = read_index()[name]
     words = shlex.split(entry.command)  # revzoo train [RECIPE] [OVERRIDE...]
     words = words[words.index("train") + 1 :]
     source = next((word for word in words if "=" not in word), DEFAULT_RECIPE)
     trained = [word for word in words if "=" in word]
-    return _evaluated(load_recipe(source, [*trained, *_of_data(overrides)]), name, pretrained=True), entry
+    recipe = load_recipe(source, [*trained, *_require_data_overrides(overrides)])
+    return _load_and_evaluate(recipe, name, pretrained=True), entry
 
 
-def _of_data(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides if all of them matter to an evaluation."""
+def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides, or raise InputError if one of them has no effect on an evaluation."""
     overrides = list(overrides)
     for override in overrides:
         if not re.match(r"data\b|train\.mixed_precision\b", override):
@@ -127,20 +130,20 @@ def _of_data(overrides: Iterable[str]) -> list[str]:
     return overrides
 
 
-def _evaluated(recipe: Recipe, source: str, classes: str | None = None, **weights: Any) -> Scores:
+def _load_and_evaluate(recipe: Recipe, source: str, classes: str | None = None, **weights: Any) -> Scores:
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
-    if model.num_outputs < (needed := needed_outputs(model.spec, data, recipe.data.name)):
-        apart = f"{needed} classes" if data.classes else f"the {needed} ids of its vocabulary"
+    if model.num_outputs < (needed := required_outputs(model.spec, data, recipe.data.name)):
+        targets = f"{needed} classes" if data.num_classes else f"the {needed} ids of its vocabulary"
         raise InputError(
-            f"{model.spec.name} has {model.num_outputs} outputs and cannot tell {apart} apart. Received: "
+            f"{model.spec.name} has {model.num_outputs} outputs, too few for {targets}. Received: "
             f"data.name={recipe.data.name}, data.root={recipe.data.root}."
         )
     known: list[str] | None = None if classes is None else json.loads(classes)
-    if known is not None and data.names is not None and data.names != known:
+    if known is not None and data.class_names is not None and data.class_names != known:
         raise InputError(
-            f"{model.spec.name} was trained to tell these {len(known)} classes apart: {listing(known)}. Received: data of "
-            f"{len(data.names)}: {listing(data.names)}. Evaluate it on data with the same classes."
+            f"{model.spec.name} was trained on these {len(known)} classes: {listing(known)}. Received: data of "
+            f"{len(data.class_names)} classes: {listing(data.class_names)}. Evaluate it on data with the same classes."
         )
-    return evaluate(model, accelerator.prepare(data.test), accelerator, data.unit)
+    return evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)

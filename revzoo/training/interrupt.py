@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that training answers at its next update, when everything can be saved."""
+"""Ctrl-C and SIGTERM as a request to stop, which training answers after the current update, when everything can be saved."""
 
 import signal
 import threading
@@ -11,22 +11,22 @@ from accelerate import Accelerator
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was stopped from outside and can be resumed.
+    """Training was stopped by a signal and can be resumed.
 
     Args:
-        folder: of the run.
-        signum: the signal that stopped it.
+        folder: folder of the run.
+        signum: the signal.
     """
 
     def __init__(self, folder: Path, signum: int):
         self.folder, self.signum = folder, signum
-        super().__init__(f"Stopped, everything is saved. Go on with: revzoo train --resume {folder}")
+        super().__init__(f"Stopped, everything is saved. Resume with: revzoo train --resume {folder}")
 
 
 class StopSignal:
-    """Notes the first SIGINT or SIGTERM; the second acts as if nobody had noted the first.
+    """Record the first SIGINT or SIGTERM inside the block; a second one reaches the previous handler.
 
-    In another thread than the main one signals cannot be caught, and nothing is noted.
+    Signals can only be caught in the main thread: in any other, nothing is recorded.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -36,7 +36,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM)}
+            self._handlers = {signum: signal.signal(signum, self._record) for signum in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -44,13 +44,13 @@ class StopSignal:
             signal.signal(signum, handler)
         self._handlers = {}
 
-    def received(self) -> int:
-        """Return the signal, or 0; the same in all processes, which have to ask at the same places."""
+    def poll(self) -> int:
+        """Return the signal that any process has received, or 0; all processes must call this at the same points."""
         if self._accelerator.num_processes == 1:
             return self._received
         signums = self._accelerator.gather(torch.tensor([self._received], device=self._accelerator.device))
         return int(signums.max())
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _record(self, signum: int, frame: FrameType | None) -> None:
         self._received = signum
         self.__exit__()

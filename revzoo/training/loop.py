@@ -1,11 +1,11 @@
-"""Train a reversible network: one loop for one process or many, that can be stopped and resumed anywhere.
+"""Train a reversible network: one loop for one process or many, which can be stopped and resumed after any update.
 
     revzoo train digits                                                 one process
     accelerate launch --num_processes 8 -m zoo_cli train RECIPE ...     several, each with a GPU
 
-Every random number of a batch follows from (seed, epoch, batch, process), so a state needs no random streams, and a
-resumed run ends with the weights and metrics of an uninterrupted one: bit for bit where the kernels themselves repeat,
-as on CPUs. A signal saves a state after the update under way; a killed run goes on from its last complete epoch.
+Every random number of a batch depends only on (seed, epoch, batch, process), so no state of a random generator is saved, and a
+resumed run ends with the weights and metrics of an uninterrupted one: bit for bit where the kernels are deterministic, as on
+CPUs. After a signal the current update is finished and a state is saved; a killed run resumes after its last complete epoch.
 """
 
 import json
@@ -26,26 +26,35 @@ from revzoo.checkpoint import files
 from revzoo.data.random import reseed
 from revzoo.display.figures.curves import draw_curves
 from revzoo.display.progress import memory_bytes
-from revzoo.display.tables.memory import memory_table
+from revzoo.display.tables.memory import tabulate_memory
 from revzoo.errors import CheckpointError, RevzooError
 from revzoo.file import write_atomically
-from revzoo.training.budget import keep, put_to_work
+from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.evaluation import evaluate
 from revzoo.training.interrupt import Interrupted, StopSignal
-from revzoo.training.recipe import Recipe, load_recipe, notes
-from revzoo.training.run_folder import FILES
-from revzoo.training.setup import Run, set_up
+from revzoo.training.options import Recipe
+from revzoo.training.recipe import load_recipe
+from revzoo.training.recipe_check import find_ineffective_settings
+from revzoo.training.run_folder import REQUIRED_FILES
+from revzoo.training.setup import Run, build_run
 
-_LOOK_EVERY = 10  # updates between two looks at the loss: each makes the host wait for the GPU
+_CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
 
 
 class DivergedError(RevzooError, ArithmeticError):
-    """The loss is no longer a number."""
+    """The training loss is infinite or not a number."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended: top-1 [%] after its last epoch and in its best one, and where everything is."""
+    """How a run ended.
+
+    Args:
+        folder: folder of the run.
+        top1: top-1 after the last epoch [%].
+        best_top1: best top-1 of all epochs [%].
+        best_epoch: first epoch that reached it, from 1.
+    """
 
     folder: Path
     top1: float
@@ -62,70 +71,77 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     """Train from the beginning.
 
     Args:
-        out: folder of the run, new or empty; None is runs/<recipe>, numbered if there is one already.
+        recipe: what to train, on which data, how.
+        out: folder of the run, new or empty; None: runs/<recipe>, with a number appended if that exists.
 
     Raises:
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
-        BudgetError: nothing fits the recipe's memory budget; the folder is not made then.
+        BudgetError: no schedule fits the recipe's memory budget; the folder is then not made.
         DivergedError: the loss is not finite.
-        Interrupted: stopped by a signal, with everything saved.
+        Interrupted: stopped by a signal, after everything was saved.
     """
-    run = set_up(recipe, out, resumed=False)
-    for line in notes(recipe):
+    run = build_run(recipe, out, resumed=False)
+    for line in find_ineffective_settings(recipe):
         run.display.console.print(f"Note: {line}.")
-    run.couple(0)
-    plan = put_to_work(run)  # before there is a folder: a budget that is too small leaves none
+    plan = apply_plan(run)  # before the folder is made: a budget that is too small leaves none
     if run.accelerator.is_main_process:
-        run.folder.start({"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()})
-    keep(run, plan)
+        run.folder.create({"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()})
+    save_plan(run, plan)
     if run.accelerator.is_main_process:
         batch = run.model.example_input(recipe.data.batch_size)
-        run.display.console.print(memory_table(run.model, batch, run.optimizer))
+        run.display.console.print(tabulate_memory(run.model, batch, run.optimizer))
     if plan is not None:
         run.display.console.print(f"The plan: {plan}", markup=False)
     save_state(run)
-    return _epochs(run)
+    return _train_epochs(run)
 
 
 def resume(folder: Path) -> Summary:
-    """Go on with a run from its newest state, with the recipe and spec in its folder; raises as `train` does.
+    """Resume a run from its newest state, with the recipe and spec in its folder; raises as `train` does.
+
+    Args:
+        folder: folder of the run.
 
     Raises:
         CheckpointError: the folder is not that of a run, has no state, or something in it is damaged.
     """
-    for name in FILES:
+    for name in REQUIRED_FILES:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is not the folder of a run: there is no {name} in it.")
-    run = set_up(load_recipe(folder / "config.yaml"), folder, resumed=True)
-    _load_state(run)
-    run.couple(0)  # as it was planned
-    plan = put_to_work(run)
-    keep(run, plan)
+    run = build_run(load_recipe(folder / "config.yaml"), folder, resumed=True)
+    load_state(run)
+    plan = apply_plan(run)
+    save_plan(run, plan)
     if run.accelerator.is_main_process:
-        run.folder.forget_after(run.progress.epoch)
-    run.display.console.print(f"Going on after {run.progress.epoch} epochs and {run.progress.batch} batches: {folder}")
+        run.folder.drop_records_after(run.progress.epoch)
+    run.display.console.print(f"Resuming after {run.progress.epoch} epochs and {run.progress.batch} batches: {folder}")
     if plan is not None:
         run.display.console.print(f"The plan: {plan}", markup=False)
-    return _epochs(run)
+    return _train_epochs(run)
 
 
-def _load_state(run: Run) -> None:
-    state = run.folder.state()
-    run.couple(run.progress.updates)  # as the averaged weights were saved
+def load_state(run: Run) -> None:
+    """Load weights, their running average and the optimizer's state from the newest state of the run's folder.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or of another model.
+    """
+    state = run.folder.find_state()
     try:
-        files.load_weights(run.model, run.model.spec, state / "model.safetensors")  # says what is wrong better than Accelerate
+        # Accelerate loads the weights once more; this reports what is wrong with the file.
+        files.load_weights(run.model, run.model.spec, state / "model.safetensors")
         if run.ema is not None:
             files.load_weights(run.ema.module, run.model.spec, state / "ema.safetensors")
     except CheckpointError as error:
-        raise run.folder.damaged(state, error) from error
+        raise run.folder.explain_damage(state, error) from error
     try:
         run.accelerator.load_state(str(state))
-    except Exception as error:  # the reader answers damaged bytes with whatever it stumbles over
-        raise run.folder.damaged(state / "optimizer.bin", error) from error
+    except Exception as error:  # damaged files make the reader raise all kinds of exceptions
+        raise run.folder.explain_damage(state / "optimizer.bin", error) from error
 
 
-def _epochs(run: Run) -> Summary:
+def _train_epochs(run: Run) -> Summary:
     progress = run.progress
     with run.display, StopSignal(run.accelerator) as stop:
         for epoch in range(progress.epoch, run.recipe.train.epochs):
@@ -135,17 +151,17 @@ def _epochs(run: Run) -> Summary:
             signum = _train_epoch(run, epoch, stop)
             if signum:
                 save_state(run)
-                _draw(run)
+                _save_curves(run)
                 raise Interrupted(run.folder.path, signum)
             _finish_epoch(run, epoch)
-    _draw(run)
+    _save_curves(run)
     summary = Summary(run.folder.path, progress.top1, progress.best_top1, progress.best_epoch)
     run.display.console.print(str(summary))
     return summary
 
 
 def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
-    """Train to the end of the epoch, or to a signal, which is returned."""
+    """Train until the end of the epoch or until a signal; return the signal, or 0."""
     options, accelerator, progress = run.recipe.train, run.accelerator, run.progress
     rank = accelerator.process_index
     loss_sum = torch.tensor(progress.loss_sums[rank], device=accelerator.device)
@@ -153,7 +169,6 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     run.wrapped.train()
     for batch, labels in run.train_loader:
         reseed(options.seed, epoch, progress.batch, rank)
-        run.couple(progress.updates)
         with accelerator.accumulate(run.wrapped):
             batch, targets = run.mix(batch, labels)
             loss = run.loss(run.wrapped(batch), targets)
@@ -168,11 +183,12 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         if not accelerator.sync_gradients:
             continue
         progress.updates += 1
+        run.set_coupling(progress.updates)
         run.scheduler.step_update(progress.updates)
         if run.ema is not None:
             run.ema.update(run.model, progress.updates)
-        signum = stop.received()
-        if signum or progress.updates % _LOOK_EVERY == 0 or progress.batch == len(run.train_loader):
+        signum = stop.poll()
+        if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.train_loader):
             progress.loss_sums[rank] = loss_sum.item()
             _check_finite(run, epoch)
             run.display.step(progress.batch, progress.loss_sums[rank] / progress.examples)
@@ -183,13 +199,12 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
 
 
 def _finish_epoch(run: Run, epoch: int) -> None:
-    """Evaluate, write down, save."""
+    """Evaluate the model, write the metrics, save weights and state."""
     accelerator, progress = run.accelerator, run.progress
-    run.couple(progress.updates)  # what is evaluated and saved is where the next epoch begins
     if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes
         distribute_bn(run.evaluated, accelerator.num_processes, reduce=False)
-    scores = evaluate(run.evaluated, run.test_loader, accelerator, run.data.unit)
-    loss_sums = _gathered_losses(run)
+    scores = evaluate(run.evaluated, run.test_loader, accelerator, run.data.label_noun)
+    loss_sums = _gather_losses(run)
     examples = progress.examples * len(loss_sums)
     record = {
         "epoch": epoch + 1,
@@ -200,7 +215,7 @@ def _finish_epoch(run: Run, epoch: int) -> None:
         "top1": scores.top1,
         "top5": scores.top5,
         "seconds": progress.seconds,
-        f"{run.data.things}_per_second": examples / progress.seconds,
+        f"{run.data.example_noun}_per_second": examples / progress.seconds,
         "memory_bytes": memory_bytes(),
     }
     if run.coupling is not None:
@@ -210,14 +225,14 @@ def _finish_epoch(run: Run, epoch: int) -> None:
     if improved:
         progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
     if accelerator.is_main_process:
-        facts = {"revzoo.recipe": run.recipe.to_yaml(), "revzoo.epoch": str(epoch + 1), "revzoo.top1": repr(scores.top1)}
-        if run.data.names is not None:
-            facts["revzoo.classes"] = json.dumps(run.data.names)
+        metadata = {"revzoo.recipe": run.recipe.to_yaml(), "revzoo.epoch": str(epoch + 1), "revzoo.top1": repr(scores.top1)}
+        if run.data.class_names is not None:
+            metadata["revzoo.classes"] = json.dumps(run.data.class_names)
         with _saving(run):
-            run.folder.append(record)
-            files.save_weights(run.evaluated, run.model.spec, run.folder.last, facts)
+            run.folder.append_record(record)
+            files.save_weights(run.evaluated, run.model.spec, run.folder.last, metadata)
             if improved:
-                files.save_weights(run.evaluated, run.model.spec, run.folder.best, facts)
+                files.save_weights(run.evaluated, run.model.spec, run.folder.best, metadata)
     progress.loss_sums = [0.0] * len(loss_sums)
     progress.epoch, progress.batch, progress.examples, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
@@ -225,14 +240,13 @@ def _finish_epoch(run: Run, epoch: int) -> None:
 
 
 def save_state(run: Run) -> None:
-    """Save everything needed to go on from here; until it is complete, the state before it stays the newest."""
-    run.couple(run.progress.updates)  # so that averaged weights are saved with the coupling they go on with
+    """Save everything needed to resume from here; until that is complete, the previous state stays the newest."""
     writing = run.folder.states / "writing"
     if run.accelerator.is_main_process:
         shutil.rmtree(writing, ignore_errors=True)
     run.accelerator.wait_for_everyone()
-    run.progress.loss_sums = _gathered_losses(run)
-    with _saving(run), _tied_tensors_expected():
+    run.progress.loss_sums = _gather_losses(run)
+    with _saving(run), _quiet_about_tied_tensors():
         run.accelerator.save_state(str(writing))
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
@@ -247,36 +261,36 @@ def save_state(run: Run) -> None:
 def _saving(run: Run) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # all three are what a full disk looks like
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk raises any of these
         raise RevzooError(
             f"Nothing more can be saved in {run.folder.path} ({error}). Is the disk full? What was saved before is complete: "
-            f"make room and go on with revzoo train --resume {run.folder.path}"
+            f"make room and resume with revzoo train --resume {run.folder.path}"
         ) from error
 
 
 @contextmanager
-def _tied_tensors_expected() -> Iterator[None]:
-    """Have Accelerate not warn of a tied embedding, which it saves once, as it should."""
+def _quiet_about_tied_tensors() -> Iterator[None]:
+    """Silence Accelerate's warning about a tied embedding, which it rightly saves only once."""
     logger = logging.getLogger("accelerate.utils.other")
-    logger.addFilter(_other_than_tied)
+    logger.addFilter(_is_not_about_tied_tensors)
     try:
         yield
     finally:
-        logger.removeFilter(_other_than_tied)
+        logger.removeFilter(_is_not_about_tied_tensors)
 
 
-def _other_than_tied(record: logging.LogRecord) -> bool:
+def _is_not_about_tied_tensors(record: logging.LogRecord) -> bool:
     return "Removed shared tensor" not in record.getMessage()
 
 
-def _gathered_losses(run: Run) -> list[float]:
+def _gather_losses(run: Run) -> list[float]:
     own = torch.tensor([run.progress.loss_sums[run.accelerator.process_index]], device=run.accelerator.device)
     losses: list[float] = run.accelerator.gather(own).tolist()
     return losses
 
 
-def _draw(run: Run) -> None:
-    records = run.folder.records()
+def _save_curves(run: Run) -> None:
+    records = run.folder.read_records()
     if run.accelerator.is_main_process and records:
         write_atomically(run.folder.curves, lambda path: draw_curves(records, path))
 
@@ -287,8 +301,8 @@ def _check_finite(run: Run, epoch: int) -> None:
         options = run.recipe
         raise DivergedError(
             f"The training loss is {loss_sum} in epoch {epoch + 1}, by update {run.progress.updates}; nothing was "
-            f"saved since {run.folder.state()}. Try a smaller optimizer.lr (it is {options.optimizer.lr:g}), a longer "
+            f"saved since {run.folder.find_state()}. Try a smaller optimizer.lr (it is {options.optimizer.lr:g}), a longer "
             f"schedule.warmup_epochs ({options.schedule.warmup_epochs}), train.clip_grad=1 ({options.train.clip_grad}) or "
-            f"train.mixed_precision=no ({options.train.mixed_precision}); revzoo check {options.model.name} tells whether the "
-            "gradients are right."
+            f"train.mixed_precision=no ({options.train.mixed_precision}); revzoo verify {options.model.name} "
+            "checks the gradients."
         )

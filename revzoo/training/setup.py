@@ -1,4 +1,4 @@
-"""Everything a run consists of, made from its recipe."""
+"""Build everything a run consists of from its recipe: data, model, optimizer, learning-rate and coupling schedules."""
 
 import math
 from collections.abc import Callable
@@ -19,27 +19,27 @@ from revzoo.checkpoint.index import converted_weights
 from revzoo.data.base import IGNORED, Data
 from revzoo.data.loading import load_data
 from revzoo.data.random import reseed
-from revzoo.data.requirement import needed_outputs
-from revzoo.display.progress import Display
+from revzoo.data.requirement import required_outputs
+from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, SpecError, SpecProblem, listing
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.registry import heads
 from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
-from revzoo.training.coupling_schedule import CouplingSchedule, coupling_schedule
-from revzoo.training.recipe import ModelOptions, OptimizerOptions, Recipe
-from revzoo.training.run_folder import Progress, RunFolder, free_folder
+from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
+from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
+from revzoo.training.run_folder import Progress, RunFolder, find_free_folder
 
 
 class Loss(nn.Module):
     """Mean cross-entropy over the labels of a batch that are not IGNORED.
 
-    The gradient of an update is the mean over its batches, whatever number of labels each has.
+    The gradient of an update is the mean of its batches' gradients, however many labels each batch has.
 
     Shapes: logits (B, C), targets (B,) or (B, C) of probabilities; or (B, N, C) and (B, N).
     Args:
-        smoothing: of the labels.
+        smoothing: label smoothing, in [0, 1); 0 where the targets are smoothed already.
     """
 
     def __init__(self, smoothing: float):
@@ -54,13 +54,28 @@ class Loss(nn.Module):
 
 @dataclass
 class Run:
-    """What the loop works with.
+    """What the training loop works with.
+
+    The coupling of the models is at all times that of the next update, `progress.updates`: `build_run` sets it, and the loop
+    sets it again after every update.
 
     Args:
-        model: the bare model; `wrapped` is what is called in training.
-        evaluated: the model whose weights are evaluated and saved: the average over updates if there is one.
-        mix: turns a batch and its labels into what the loss is computed on.
-        coupling: how the coupling moves, if it does.
+        recipe: the recipe.
+        folder: where the run is saved.
+        accelerator: Accelerate's object for device, processes and precision.
+        data: the data set, which chooses order and augmentation of every epoch.
+        train_loader: loader of training batches for this process.
+        test_loader: loader of test batches for this process.
+        model: the bare model.
+        wrapped: the model as it is called in training, for example inside DistributedDataParallel.
+        optimizer: the optimizer, prepared by Accelerate.
+        scheduler: the learning-rate schedule, stepped once per update.
+        ema: running average of the weights over updates; None where the recipe has none.
+        mix: turns a batch and its labels into what the loss is computed on (mixup); returns both as they are without mixup.
+        loss: the training loss.
+        coupling: schedule of the coupling; None where the coupling stays.
+        progress: how far the run has come.
+        display: what is printed.
     """
 
     recipe: Recipe
@@ -78,56 +93,65 @@ class Run:
     loss: nn.Module
     coupling: CouplingSchedule | None
     progress: Progress
-    display: Display
+    display: TrainingDisplay
 
     @property
     def evaluated(self) -> Model:
+        """The model whose weights are evaluated and saved: the running average where there is one."""
         return self.model if self.ema is None else self.ema.module
 
-    def couple(self, update: int) -> None:
-        """Give the models the coupling of an update."""
+    def set_coupling(self, update: int) -> None:
+        """Give the model and its running average the coupling of an update."""
         if self.coupling is not None:
-            self.coupling.set(update, *(self.model,) if self.ema is None else (self.model, self.ema.module))
+            self.coupling.apply(update, *(self.model,) if self.ema is None else (self.model, self.ema.module))
 
 
-def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
-    """Make a run, on the device and among the processes that Accelerate finds.
+def build_run(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
+    """Build a run on the device, and among the processes, that Accelerate finds.
 
     Args:
-        folder: of the run; None is a free one under runs/.
-        resumed: the folder holds the run already; the model is then made from the spec in it.
+        recipe: the recipe.
+        folder: folder of the run; None: the first free one under runs/.
+        resumed: the folder already holds the run. The model is made from the spec in it; weights and optimizer state are not
+            loaded yet.
+
+    Raises:
+        SpecError: recipe, spec and data contradict one another.
+        DataError: the data cannot be used.
+        InputError: the folder is in use, or a resumed run had another number of processes.
+        CheckpointError: a resumed run has no usable state.
     """
     options = recipe.train
-    accelerator = _accelerator(recipe)
-    place = RunFolder(_agreed(folder or free_folder(Path("runs"), Path(recipe.file).stem)))
+    accelerator = _make_accelerator(recipe)
+    run_folder = RunFolder(_broadcast_path(folder or find_free_folder(Path("runs"), Path(recipe.file).stem)))
     if not resumed:
-        place.check_free()
-    progress = place.read_progress() if resumed else Progress(loss_sums=[0.0] * accelerator.num_processes)
+        run_folder.require_free()
+    progress = run_folder.read_progress() if resumed else Progress(loss_sums=[0.0] * accelerator.num_processes)
     if (processes := len(progress.loss_sums)) != accelerator.num_processes:
         raise InputError(
             f"This run was made by {processes} processes. Received: {accelerator.num_processes}. Resume it with "
-            f"{_command(processes, accelerator.device)} --resume {place.path}"
+            f"{_launch_command(processes, accelerator.device)} --resume {run_folder.path}"
         )
     reseed(options.seed)
-    chosen = recipe.model
-    if resumed:  # its weights are in the state
-        chosen = ModelOptions(str(place.path / "spec.yaml"), schedule=chosen.schedule, exact=chosen.exact)
-    spec, is_open = _spec(chosen)
+    model_options = recipe.model
+    if resumed:  # the weights come from the state
+        spec_file = str(run_folder.path / "spec.yaml")
+        model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
+    spec, is_open = _load_model_spec(model_options)
     data = load_data(recipe.data, spec.input, options.seed, accelerator.num_processes)
-    model = _model(chosen, spec, is_open, data, recipe)
+    model = _make_model(model_options, spec, is_open, data, recipe)
     _freeze(model, recipe)
-    optimizer = _optimizer(recipe.optimizer, model, recipe.file)
+    optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
     ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
-    if ema is not None:  # made of the bare model: a copy of the prepared one would run the original's weights
+    if ema is not None:  # a copy of the bare model: a copy of the prepared one would run the original's weights
         ema.to(accelerator.device)
     wrapped, prepared, train_loader, test_loader = accelerator.prepare(model, optimizer, data.train, data.test)
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     examples = recipe.data.batch_size * accelerator.num_processes
-    coupling = coupling_schedule(recipe, model, recipe.train.epochs * updates_per_epoch)
-    smoothing = 0.0 if recipe.mixup else options.label_smoothing  # with mixup it is in the targets already
-    return Run(
+    smoothing = 0.0 if recipe.mixup else options.label_smoothing  # mixup has smoothed the targets already
+    run = Run(
         recipe=recipe,
-        folder=place,
+        folder=run_folder,
         accelerator=accelerator,
         data=data,
         train_loader=train_loader,
@@ -135,17 +159,21 @@ def set_up(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
         model=model,
         wrapped=wrapped,
         optimizer=prepared,
-        scheduler=_scheduler(recipe, optimizer, updates_per_epoch),
+        scheduler=_make_scheduler(recipe, optimizer, updates_per_epoch),
         ema=ema,
-        mix=_mixup(recipe, model.num_outputs),
+        mix=_make_mixup(recipe, model.num_outputs),
         loss=Loss(smoothing),
-        coupling=coupling,
+        coupling=make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch),
         progress=progress,
-        display=Display(accelerator.is_main_process, options.epochs, len(train_loader), examples, data.things, data.unit),
+        display=TrainingDisplay(
+            accelerator.is_main_process, options.epochs, len(train_loader), examples, data.example_noun, data.label_noun
+        ),
     )
+    run.set_coupling(progress.updates)
+    return run
 
 
-def _accelerator(recipe: Recipe) -> Accelerator:
+def _make_accelerator(recipe: Recipe) -> Accelerator:
     precision = recipe.train.mixed_precision
     if precision == "fp16" and not torch.accelerator.is_available():
         problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
@@ -153,7 +181,7 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     return Accelerator(mixed_precision=precision, gradient_accumulation_steps=recipe.train.accumulate)
 
 
-def _command(processes: int, device: torch.device) -> str:
+def _launch_command(processes: int, device: torch.device) -> str:
     if processes == 1:
         return "revzoo train"
     several = f"--num_processes {processes} -m zoo_cli train"
@@ -162,13 +190,13 @@ def _command(processes: int, device: torch.device) -> str:
     return f"accelerate launch {several}"
 
 
-def _agreed(path: Path) -> Path:
-    """Return the main process's choice: another may look for a free folder when the main one has made it already."""
+def _broadcast_path(path: Path) -> Path:
+    """Return the main process's path: another process may look for a free folder after the main one has made it."""
     return Path(broadcast_object_list([str(path)])[0])
 
 
-def _spec(options: ModelOptions) -> tuple[Spec, bool]:
-    """Return the model's spec, and whether a head that an override brings leaves its number of outputs to the data."""
+def _load_model_spec(options: ModelOptions) -> tuple[Spec, bool]:
+    """Return the model's spec, and whether an override sets a head without its number of outputs, which the data then fix."""
     try:
         return load_spec(options.name, options.overrides), False
     except SpecError as error:
@@ -177,15 +205,16 @@ def _spec(options: ModelOptions) -> tuple[Spec, bool]:
         return load_spec(options.name, [*options.overrides, "head.outputs=1"]), True
 
 
-def _model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe: Recipe) -> Model:
-    needed = needed_outputs(spec, data, recipe.data.name)
+def _make_model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe: Recipe) -> Model:
+    needed = required_outputs(spec, data, recipe.data.name)
     outputs, overrides = options.num_outputs, options.overrides
     if outputs is not None and outputs < needed:
-        allowed = f"at least {needed}, the {'classes in the data' if data.classes else 'vocabulary'}"
+        allowed = f"at least {needed}, the {'classes in the data' if data.num_classes else 'vocabulary'}"
         raise SpecError([SpecProblem(recipe.file, "model.num_outputs", str(outputs), allowed)])
-    if "outputs" in heads.arguments(spec.head.type):  # the others have the vocabulary's
+    if "outputs" in heads.arguments(spec.head.type):  # other heads have one output for each id of the vocabulary
         outputs = outputs or needed
-        # Weights to start from may have another head; without them it is better to have the spec's own initialisation.
+        # Pretrained weights may have another head, which is replaced after loading. Without them the head is built with the
+        # right size, so that it has the initialisation that the spec asks for.
         fine_tuned = options.pretrained or options.checkpoint is not None or converted_weights(options.name) is not None
         overrides = overrides if fine_tuned and not is_open else (*overrides, f"head.outputs={outputs}")
     return create(
@@ -200,7 +229,7 @@ def _model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe:
 
 
 def _freeze(model: Model, recipe: Recipe) -> None:
-    """Have the parts that the recipe names keep their values."""
+    """Exclude the parts that the recipe names from training."""
     known = [name for name, _ in model.named_modules() if name]
     for name in recipe.train.freeze:
         if name not in known:
@@ -213,7 +242,7 @@ def _freeze(model: Model, recipe: Recipe) -> None:
         raise SpecError([SpecProblem(recipe.file, "train.freeze", str(list(recipe.train.freeze)), "parts, not everything")])
 
 
-def _optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:
+def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:
     info = get_optimizer_info(options.opt)
     arguments = {
         name: getattr(options, name)
@@ -231,7 +260,7 @@ def _optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.opti
         ) from error
 
 
-def _scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:
+def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:
     options = recipe.schedule
     optional: dict[str, Any] = {"decay_epochs": options.decay_epochs, "decay_rate": options.decay_rate}
     scheduler, _ = create_scheduler_v2(
@@ -249,7 +278,7 @@ def _scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epo
     return scheduler
 
 
-def _mixup(recipe: Recipe, outputs: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _make_mixup(recipe: Recipe, outputs: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     options = recipe.mixup
     if options is None:
         return lambda images, labels: (images, labels)

@@ -1,0 +1,178 @@
+"""Tables of texts on this machine: CSV, JSON lines and parquet. What cannot be read is named, with its row.
+
+Nothing is downloaded, and no cache is left behind.
+"""
+
+import csv
+import json
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from revzoo.data.corpus import Texts, read_utf8
+from revzoo.errors import DataError, RevzooError, did_you_mean, listing
+
+FORMATS = {".csv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_SPLITS = {"training": ("train", "training"), "test": ("test", "validation", "valid", "val", "dev")}
+
+
+def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts]:
+    """Return the texts for training and those for testing.
+
+    Args:
+        root: a folder with train.csv (or .jsonl, .json, .parquet) and test.csv (or validation, valid, val, dev); or one file,
+            of which every tenth row of each label is for testing.
+        column: name of the column that holds the texts.
+        label: name of the column that holds the labels; None: read no labels.
+
+    Raises:
+        DataError: something is missing, empty or unreadable; file and row are named.
+    """
+    if not root.is_dir():
+        return read_table(root, column, label).split()
+    train, test = (_find_split(root, split) for split in _SPLITS)
+    return read_table(train, column, label), read_table(test, column, label)
+
+
+def read_table(file: Path, column: str, label: str | None) -> Texts:
+    """Return the texts of one table; arguments and errors as in `read_texts`."""
+    table = _read_columns(file)
+    if not any(table.values()):
+        raise DataError(f"{file} has no rows.")
+    for name, option in ((column, "column"), (label, "label")):
+        if name is not None and name not in table:
+            raise DataError(
+                f"{file} has no column {name!r}.{did_you_mean(name, table)} Received: {listing(list(table))}. Name one with "
+                f"data.text.{option}=..."
+            )
+    texts = table[column]
+    for row, text in enumerate(texts, 1):
+        if not isinstance(text, str) or not text.strip():
+            problem = "is empty" if text is None or isinstance(text, str) else f"is {text!r}, which is not a text"
+            raise DataError(f"{file}, row {row}: the column {column!r} {problem}. Correct or remove the row.")
+    if label is None:
+        return Texts(str(file), list(range(1, len(texts) + 1)), texts)
+    for row, value in enumerate(table[label], 1):
+        blank = value is None or (isinstance(value, str) and not value.strip())
+        if blank or not isinstance(value, str | int):
+            problem = "has no label" if blank else f"is {value!r}, which is neither a text nor an integer"
+            raise DataError(f"{file}, row {row}: the column {label!r} {problem}. Correct or remove the row.")
+    return Texts(str(file), list(range(1, len(texts) + 1)), texts, [str(value) for value in table[label]])
+
+
+def _find_split(root: Path, split: str) -> Path:
+    names = [name + suffix for name in _SPLITS[split] for suffix in FORMATS]
+    for name in names:
+        if (root / name).is_file():
+            return root / name
+    raise DataError(
+        f"No {split} texts in {root}: looked for {' or '.join(_SPLITS[split])} with the ending {' or '.join(FORMATS)}. "
+        f"Received: {listing(sorted(path.name for path in root.iterdir()))}."
+    )
+
+
+def _read_columns(file: Path) -> dict[str, list[Any]]:
+    if not file.exists():
+        raise DataError(f"There is no file or folder {file}. Set data.root to where the texts are.")
+    if file.suffix not in FORMATS:
+        raise DataError(
+            f"{file} is not a table: the name of one ends with {' or '.join(FORMATS)}. Texts without columns are for "
+            "data.name=characters."
+        )
+    content = "" if file.suffix == ".parquet" else read_utf8(file).decode(errors="replace")
+    return _read_csv(file, content) if file.suffix == ".csv" else _read_dataset(file, content)
+
+
+def _read_csv(file: Path, content: str) -> dict[str, list[Any]]:
+    """Return the columns of a CSV file as strings: a label 007 is not 7, and NA is a text like any other."""
+    reader = csv.reader(StringIO(content.removeprefix("\ufeff"), newline=""), strict=True)
+    try:
+        with _long_fields():
+            header, *rows = [row for row in reader if row]  # without blank lines
+    except csv.Error as error:
+        raise DataError(f"{file} cannot be read: line {reader.line_num}: {error}. Correct it.") from error
+    for name in header:
+        if not name.strip():
+            raise DataError(f"{file} has a column without a name. Received: {','.join(header)}. Name or remove it.")
+        if header.count(name) > 1:
+            raise DataError(f"{file} has more than one column {name!r}. Received: {','.join(header)}. Rename or remove one.")
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(header):
+            raise DataError(
+                f"{file}, row {number}: there are {len(row)} fields, and the header names {len(header)}. Put a text that "
+                "contains a comma in quotation marks. Correct the row."
+            )
+    return {name: [row[i] for row in rows] for i, name in enumerate(header)}
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Lift csv's limit of 131,072 characters per field inside the block."""
+    limit = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _read_dataset(file: Path, content: str) -> dict[str, list[Any]]:
+    """Return the columns of a table read by Hugging Face's datasets, whose cache is deleted afterwards."""
+    with explain_missing("datasets"):
+        import datasets
+    try:
+        with TemporaryDirectory() as cache, _quiet(datasets):
+            tables = datasets.load_dataset(FORMATS[file.suffix], data_files=[str(file)], cache_dir=cache, keep_in_memory=True)
+            columns: dict[str, list[Any]] = tables["train"][:] if "train" in tables else {}
+            return columns
+    except Exception as error:  # a damaged file makes the reader raise all kinds of exceptions
+        if "corresponds to no data" in str(error):
+            raise DataError(f"{file} has no rows.") from error
+        reason = _find_bad_line(content) if file.suffix == ".jsonl" else ""
+        reason = reason or textwrap.shorten(str(error.__cause__ or error), 200)
+        raise DataError(f"{file} cannot be read: {reason}. Correct it.") from error
+
+
+def _find_bad_line(content: str) -> str:
+    for row, line in enumerate(content.splitlines(), 1):
+        try:
+            json.loads(line)
+        except ValueError as error:
+            return f"row {row} is not JSON ({error})"
+    return ""
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Keep progress bars and the logging of exceptions, which are raised anyway, off the console."""
+    shown, level = datasets.utils.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not shown:
+            datasets.enable_progress_bars()
+
+
+@contextmanager
+def explain_missing(package: str) -> Iterator[None]:
+    """Turn an ImportError inside the block into an error that names the package to install.
+
+    Args:
+        package: the one that is imported; what is missing may also be a dependency of it, such as pyarrow.
+    """
+    try:
+        yield
+    except ImportError as error:
+        # An ImportError that a package raises itself has no name, such as that of a module built against another NumPy.
+        names = [e.name for e in (error, error.__cause__, error.__context__) if isinstance(e, ImportError) and e.name]
+        missing = names[0].partition(".")[0] if names else package
+        reason = "" if names else f", which cannot be imported ({textwrap.shorten(str(error), 200)})"
+        raise RevzooError(
+            f"Tables and tokenizers of texts need the package {missing}{reason}. Install it: pip install {missing}"
+        ) from error

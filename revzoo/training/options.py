@@ -1,0 +1,199 @@
+"""The grammar of a recipe: every class here is a mapping in YAML and every field a key, which `optimizer.lr=1e-3` sets.
+
+A setting that is passed on to timm has timm's name and meaning.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from omegaconf import OmegaConf
+
+from revzoo.bounds import (
+    Bound,
+    FiniteFloat,
+    KeptBits,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Rate,
+    UnitInterval,
+)
+from revzoo.data.options import DataOptions
+from revzoo.errors import InputError
+from revzoo.planning.budget import budget_bytes
+from revzoo.planning.plan import Solver
+from revzoo.runtime.schedule import Mode
+from revzoo.spec.parsing import NOT_WRITTEN, to_plain
+
+
+def _is_budget(size: int | float | str) -> bool:
+    try:
+        budget_bytes(size, "cpu")
+    except InputError:
+        return False
+    return True
+
+
+Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a share such as '60%', or 'auto'", _is_budget)]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is trained: arguments of `revzoo.create`.
+
+    Args:
+        name: a model name, a spec file or a folder with spec.yaml. `model=NAME` sets it and resets the other options.
+        overrides: changes to the spec, such as `stages.0.depth=3`.
+        pretrained: start from the shipped weights.
+        checkpoint: start from this weights file.
+        num_outputs: outputs of the head; None: the number of classes in the data.
+        schedule: mode of all steps, or a list with one mode per unit.
+        exact: keep the streams on a grid, on which inversion is exact.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    pretrained: bool = False
+    checkpoint: str | None = None
+    num_outputs: PositiveInt | None = None
+    schedule: Mode | tuple[Mode, ...] = "invert"
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Arguments of timm's `create_optimizer_v2`; None: the optimizer's default. Biases and norms have no weight decay."""
+
+    opt: str
+    lr: PositiveFloat
+    weight_decay: NonNegativeFloat = 0.0
+    momentum: Rate | None = None
+    betas: tuple[Rate, Rate] | tuple[Rate, Rate, Rate] | None = None
+    eps: PositiveFloat | None = None
+    layer_decay: PositiveFloat | None = None
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """The learning-rate schedule: arguments of timm's `create_scheduler_v2`. Stepped once per update."""
+
+    sched: Literal["cosine", "multistep", "step", "poly", "constant"] = "cosine"
+    warmup_epochs: NonNegativeInt = 0
+    warmup_lr: NonNegativeFloat = 0.0
+    min_lr: NonNegativeFloat = 0.0
+    decay_milestones: tuple[PositiveInt, ...] = ()
+    decay_epochs: PositiveInt | None = None
+    decay_rate: PositiveFloat | None = None
+
+
+@dataclass(frozen=True)
+class MixupOptions:
+    """Arguments of timm's `Mixup`."""
+
+    mixup_alpha: NonNegativeFloat = 0.0
+    cutmix_alpha: NonNegativeFloat = 0.0
+    prob: Probability = 1.0
+    switch_prob: Probability = 0.5
+    mode: Literal["batch", "pair", "elem"] = "batch"
+
+
+@dataclass(frozen=True)
+class EmaOptions:
+    """A running average of the weights, which is what is evaluated and saved: arguments of timm's `ModelEmaV3`."""
+
+    decay: Rate
+    use_warmup: bool = False
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How long and how a model is trained.
+
+    Args:
+        epochs: number of epochs.
+        accumulate: batches per optimizer update.
+        clip_grad: largest norm of the gradient; None: no clipping.
+        label_smoothing: probability mass that is spread over all classes.
+        mixed_precision: autocast dtype of the steps; "no" is float32.
+        seed: of initialisation, order, augmentation and dropout.
+        freeze: modules of the model that are not trained, such as stem or stages.0.
+    """
+
+    epochs: PositiveInt
+    accumulate: PositiveInt = 1
+    clip_grad: PositiveFloat | None = None
+    label_smoothing: Rate = 0.0
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    seed: NonNegativeInt = 0
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """How much memory a training step may take; with a budget the schedule is planned instead of `model.schedule`.
+
+    Args:
+        budget: limit for the peak of all memory together, per process: bytes, a size such as "8GiB", a share of the device's
+            memory such as "60%", or "auto" for nine tenths of what is free. None: `model.schedule` is used.
+        solver: "timeline" or "knapsack", as for `revzoo.solve`.
+    """
+
+    budget: Budget | None = None
+    solver: Solver = "timeline"
+
+
+@dataclass(frozen=True)
+class CouplingOptions:
+    """How the coupling of a converted network changes during fine-tuning; every option is a pair (first value, last value).
+
+    m, alpha and beta change linearly, in floating point; where inverting many steps in a row would lose too much to rounding,
+    some of them recompute instead.
+
+    Args:
+        kept_bits: changes by whole bits, each value for equally many updates; the network stays exactly invertible.
+        m: coefficient of a momentum coupling.
+        alpha: coefficient of a dual_residual coupling.
+        beta: coefficient of a dual_residual coupling.
+        share: share of all updates during which the values change; afterwards they keep their last value.
+    """
+
+    kept_bits: tuple[KeptBits, KeptBits] | None = None
+    m: tuple[Rate, Rate] | None = None
+    alpha: tuple[FiniteFloat, FiniteFloat] | None = None
+    beta: tuple[FiniteFloat, FiniteFloat] | None = None
+    share: UnitInterval = 0.5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked, resolved recipe.
+
+    Args:
+        model: what is trained.
+        data: on which data.
+        optimizer: the optimizer.
+        train: how long and how.
+        schedule: the learning-rate schedule.
+        mixup: mixup and cutmix; None: neither.
+        ema: running average of the weights; None: none.
+        memory: budget for memory.
+        coupling: how the coupling changes; None: it stays.
+        file: file the recipe was read from.
+    """
+
+    model: ModelOptions
+    data: DataOptions
+    optimizer: OptimizerOptions
+    train: TrainOptions
+    schedule: ScheduleOptions = ScheduleOptions()
+    mixup: MixupOptions | None = None
+    ema: EmaOptions | None = None
+    memory: MemoryOptions = MemoryOptions()
+    coupling: CouplingOptions | None = None
+    file: str = field(default="", compare=False, metadata=NOT_WRITTEN)
+
+    def to_yaml(self) -> str:
+        """Return the recipe as self-contained YAML: no base, no overrides, every default written out."""
+        return OmegaConf.to_yaml(OmegaConf.create(to_plain(self)))

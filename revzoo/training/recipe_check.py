@@ -1,0 +1,135 @@
+"""Checks of a recipe beyond the types of its values: settings that contradict each other, or have no effect together."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+from revzoo.data.options import TEXTS
+from revzoo.errors import SpecProblem, did_you_mean, listing
+from revzoo.spec.tree import MISSING, Node, apply_overrides
+from revzoo.training.options import Recipe
+
+# Options of `data` that a data set does not read; the data sets of images that are not listed read all but `shift` and `text`.
+_UNREAD_BY_DATA = {
+    "digits": {"root", "augment", "text"},
+    "characters": {"shift", "augment", "text"},
+    "text_classification": {"shift", "augment"},
+    "masked_lm": {"shift", "augment"},
+}
+# Options of `schedule`, besides warm-up, that a learning-rate schedule reads.
+_READ_BY_SCHEDULE = {
+    "cosine": {"min_lr"},
+    "multistep": {"decay_milestones", "decay_rate"},
+    "step": {"decay_epochs", "decay_rate"},
+    "poly": {"min_lr", "decay_rate"},
+    "constant": set[str](),
+}
+
+
+def find_ineffective_settings(recipe: Recipe) -> list[str]:
+    """Return a line for each setting that has no effect because of another one, or not the effect it seems to have."""
+    from timm.optim import get_optimizer_info
+
+    info = get_optimizer_info(recipe.optimizer.opt)
+    accepted = {"momentum": info.has_momentum, "betas": info.has_betas, "eps": info.has_eps}
+    decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ_BY_SCHEDULE[recipe.schedule.sched]
+    ruled_out = {
+        ("data", recipe.data.name): _UNREAD_BY_DATA.get(recipe.data.name, {"shift", "text"}),
+        ("data.text", recipe.data.name): {"label"} if recipe.data.name == "masked_lm" else set(),
+        ("optimizer", recipe.optimizer.opt): {name for name, accepts in accepted.items() if not accepts},
+        ("schedule", recipe.schedule.sched): decay,
+        ("model", "memory.budget"): set() if recipe.memory.budget is None else {"schedule"},
+        ("memory", "budget: null"): {"solver"} if recipe.memory.budget is None else set(),
+    }
+    lines = [
+        f"{section}.{f.name} has no effect with {choice}"
+        for (section, choice), names in ruled_out.items()
+        for options in [attrgetter(section)(recipe)]
+        for f in fields(options)
+        if f.name in names and getattr(options, f.name) != f.default
+    ]
+    if recipe.schedule.warmup_epochs >= recipe.train.epochs:
+        lines.append(f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} lasts all {recipe.train.epochs} epochs")
+    return lines
+
+
+def find_contradictions(tree: Node) -> Iterator[SpecProblem]:
+    """Yield the problems of values that are each of the right type but do not go together, or that only timm knows."""
+    from timm.optim import get_optimizer_info, list_optimizers
+
+    opt, optimizers = _node(tree, "optimizer.opt"), [str(name) for name in list_optimizers()]
+    if isinstance(opt.value, str) and opt.value not in optimizers:
+        hint = did_you_mean(opt.value, optimizers)
+        yield opt.problem(f"the name of a timm optimizer ({listing(optimizers)})", hint=hint)
+    elif isinstance(opt.value, str) and get_optimizer_info(opt.value).second_order:
+        yield opt.problem("a first-order optimizer: this one needs the computation graph of the gradient")
+    name = _value(tree, "data.name")
+    if name in ("folder", "cifar10", "cifar100", "imagenet") and _value(tree, "data.root") is None:
+        yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}")
+    if name in ("text_classification", "masked_lm") and _value(tree, "data.root") and not _value(tree, "data.text.tokenizer"):
+        allowed = "a tokenizer file, for texts of your own: revzoo tokenizer FILES... --out tokenizer.json makes one"
+        yield _node(tree, "data.text.tokenizer").problem(allowed)
+    if name in TEXTS and isinstance(_value(tree, "mixup"), dict):
+        yield _node(tree, "mixup").problem(f"null, for name: {name}: ids cannot be mixed")
+    policy = _value(tree, "data.augment.auto_augment")
+    if isinstance(policy, str) and not _is_policy(policy):
+        yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
+    if _value(tree, "model.pretrained") is True and _value(tree, "model.checkpoint") is not None:
+        yield _node(tree, "model.checkpoint").problem("null where model.pretrained is true: weights come from one place")
+    overrides = _value(tree, "model.overrides")
+    fresh = not (_value(tree, "model.pretrained") or _value(tree, "model.checkpoint"))  # a checkpoint may need its own head
+    if fresh and isinstance(overrides, list) and _sets_outputs(overrides):
+        yield _node(tree, "model.overrides").problem("no head.outputs: use model.num_outputs")
+    for key in ("scale", "ratio"):
+        match _value(tree, f"data.augment.{key}"):
+            case [int() | float() as low, int() | float() as high] if low > high:
+                yield _node(tree, f"data.augment.{key}").problem("the smaller number first")
+    sched = _value(tree, "schedule.sched")
+    for needed, key in (("multistep", "decay_milestones"), ("step", "decay_epochs")):
+        if sched == needed and not _value(tree, f"schedule.{key}"):
+            yield _node(tree, f"schedule.{key}").problem(f"a value, for sched: {needed}")
+    batch_size = _value(tree, "data.batch_size")
+    if isinstance(_value(tree, "mixup"), dict) and isinstance(batch_size, int) and batch_size % 2:
+        yield _node(tree, "data.batch_size").problem("an even number: mixup pairs the images of a batch")
+    moving = [key for key in ("m", "alpha", "beta") if _value(tree, f"coupling.{key}") is not None]
+    bits = _value(tree, "coupling.kept_bits")
+    if isinstance(_value(tree, "coupling"), dict) and bits is None and not moving:
+        yield _node(tree, "coupling").problem("kept_bits, or m, alpha or beta, or null for a coupling that stays")
+    if isinstance(bits, list) and _value(tree, "memory.budget") is not None and bits != sorted(bits, reverse=True):
+        yield _node(tree, "coupling.kept_bits").problem(
+            "the larger number first with memory.budget: the plan is made for the first"
+        )
+    if moving and _value(tree, "coupling.kept_bits") is not None:
+        yield _node(tree, f"coupling.{moving[0]}").problem("null beside coupling.kept_bits, which determines it")
+    if moving and _value(tree, "memory.budget") is not None:
+        yield _node(tree, f"coupling.{moving[0]}").problem("null with memory.budget: the plan would have to change with it")
+    if isinstance(_value(tree, "mixup"), dict) and not any(_value(tree, f"mixup.{a}_alpha") for a in ("mixup", "cutmix")):
+        yield _node(tree, "mixup").problem("mixup_alpha or cutmix_alpha above 0, or null for neither")
+
+
+def _sets_outputs(overrides: list[Any]) -> bool:
+    spec, _ = apply_overrides(Node({}, ""), [item for item in overrides if isinstance(item, str)])
+    return _value(spec, "head.outputs") is not None
+
+
+def _is_policy(name: str) -> bool:
+    from timm.data import create_transform
+
+    try:
+        create_transform(32, is_training=True, auto_augment=name)
+    except (AssertionError, LookupError, ValueError):
+        return False
+    return True
+
+
+def _node(tree: Node, path: str) -> Node:
+    """Return the node at a dotted path, or a node for the missing value if there is none."""
+    for key in path.split("."):
+        tree = (tree.value if isinstance(tree.value, dict) else {}).get(key) or tree.missing(key)
+    return tree
+
+
+def _value(tree: Node, path: str) -> Any:
+    value = _node(tree, path).to_plain()
+    return None if value is MISSING else value
