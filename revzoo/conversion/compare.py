@@ -1,4 +1,4 @@
-"""An original and its reversible conversion on the same examples."""
+"""Compare the outputs of an original and of its reversible conversion on the same examples."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,33 +7,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revzoo.conversion.choice import B_ARGUMENTS
 from revzoo.conversion.report import Comparison
-from revzoo.conversion.sources.base import STRENGTHS
 from revzoo.errors import ConversionError, InputError
 from revzoo.model.network import Model
 from revzoo.runtime.nested import tensors_in
 
-_EXAMPLES = 8  # random ones, where none are given
-_POINTS = 400  # of logits, for the picture
+_EXAMPLES = 8  # random ones, if no batch is given
+_POINTS = 400  # pairs of logits for the figure
+_OUTPUT_NAMES = ("logits", "prediction_logits", "pooler_output", "last_hidden_state")  # of Transformers' models
 
 
 @torch.no_grad()
-def compared(what: str, original: nn.Module, model: Model, batch: Any, note: str) -> Comparison:
-    """Return how far the outputs of two networks in eval mode are apart.
+def compare(what: str, original: nn.Module, model: Model, batch: Any, note: str) -> Comparison:
+    """Compare the outputs of two networks in eval mode.
 
     Args:
-        what: the two are called.
-        note: what the difference is due to.
-        batch: images (B, C, H, W), ids (B, N), or a mapping with input_ids and attention_mask; None: random ones, of texts
+        what: names of the two networks.
+        batch: images (B, C, H, W), ids (B, N), or a mapping with input_ids and attention_mask; None: random examples, of texts
             every other one padded.
+        note: what causes the difference.
     """
-    inputs, mask = _inputs(model, batch)
+    inputs, mask = _make_inputs(model, batch)
     what = f"{what}, on random examples" if batch is None else what
     model.schedule = "store"
     ours = model(inputs) if mask is None else model(inputs, mask.bool())
-    theirs = _outputs(original(inputs) if mask is None else original(input_ids=inputs, attention_mask=mask), ours)
+    theirs = _select_output(original(inputs) if mask is None else original(input_ids=inputs, attention_mask=mask), ours)
     ours, theirs = (x.double().flatten(0, -2) if x.dim() > 1 else x.double()[:, None] for x in (ours, theirs))
-    if mask is not None and len(ours) == mask.numel():  # what stands at padding is nobody's business
+    if mask is not None and len(ours) == mask.numel():  # ignore padded positions
         ours, theirs = ours[mask.flatten().bool()], theirs[mask.flatten().bool()]
     chosen = torch.linspace(0, ours.numel() - 1, min(_POINTS, ours.numel())).long()
     pairs = zip(theirs.flatten()[chosen].tolist(), ours.flatten()[chosen].tolist(), strict=True)
@@ -49,51 +50,52 @@ def compared(what: str, original: nn.Module, model: Model, batch: Any, note: str
 
 
 @torch.no_grad()
-def largest_state(model: Model, batch: Any) -> float:
-    """Return the largest magnitude of the streams in a forward of the network, computed as if b = 0 and in floating point."""
-    found: list[Tensor] = []
+def measure_largest_state(model: Model, batch: Any) -> float:
+    """Return the largest magnitude in the streams during a forward pass with b = 0, in floating point."""
+    magnitudes: list[Tensor] = []
 
-    def look(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        found.extend(x.abs().amax() for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
+    def record(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        magnitudes.extend(x.abs().amax() for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
 
-    inputs, mask = _inputs(model, batch)
-    handles = [part.register_forward_pre_hook(look) for part in (*model.steps, model.fuse)]
+    inputs, mask = _make_inputs(model, batch)
+    handles = [module.register_forward_pre_hook(record) for module in (*model.steps, model.fuse)]
     try:
         model.schedule = "store"
-        with without_past(model):
+        with zero_b(model):
             model(inputs) if mask is None else model(inputs, mask.bool())
     finally:
         for handle in handles:
             handle.remove()
-    return float(torch.stack(found).max())
+    return float(torch.stack(magnitudes).max())
 
 
 @contextmanager
-def without_past(model: Model) -> Iterator[None]:
-    """Let a converted network be the original's function, b = 0, for a while."""
-    kept = model.spec, model.coupling
-    model.set_coupling(kept_bits=None, **{STRENGTHS[model.spec.coupling.type]: 0.0})
+def zero_b(model: Model) -> Iterator[None]:
+    """Set b of the coupling to 0 for a while, which makes a converted network the original's function."""
+    before = model.spec, model.coupling
+    model.set_coupling(kept_bits=None, **{B_ARGUMENTS[model.spec.coupling.type]: 0.0})
     try:
         yield
     finally:
-        model.spec, model.coupling = kept
+        model.spec, model.coupling = before
 
 
-def _inputs(model: Model, batch: Any) -> tuple[Tensor, Tensor | None]:
+def _make_inputs(model: Model, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Return images and None, or ids and their attention mask."""
     if isinstance(batch, Mapping) and "input_ids" in batch:
         ids = batch["input_ids"]
         return ids, batch.get("attention_mask", torch.ones_like(ids))
     if batch is not None and (not isinstance(batch, Tensor) or not len(batch)):
         raise InputError(f"A batch is images, ids, or a mapping with input_ids. Received: {type(batch).__name__}.")
-    found = batch if isinstance(batch, Tensor) else _examples(model)
-    if found.is_floating_point():
-        return found, None
+    inputs = batch if isinstance(batch, Tensor) else _make_examples(model)
+    if inputs.is_floating_point():
+        return inputs, None
     padding = getattr(model.spec.input, "padding", None)
-    mask = torch.ones_like(found) if padding is None else (found != padding).long()
-    return found, mask
+    mask = torch.ones_like(inputs) if padding is None else (inputs != padding).long()
+    return inputs, mask
 
 
-def _examples(model: Model) -> Tensor:
+def _make_examples(model: Model) -> Tensor:
     examples = model.example_input(_EXAMPLES)
     padding = getattr(model.spec.input, "padding", None)
     if padding is not None and not examples.is_floating_point():
@@ -102,10 +104,10 @@ def _examples(model: Model) -> Tensor:
     return examples
 
 
-def _outputs(found: Any, like: Tensor) -> Tensor:
-    """Return, of what a library's model returned, the tensor that ours corresponds to: the first of its shape."""
-    named = [getattr(found, name, None) for name in ("logits", "prediction_logits", "pooler_output", "last_hidden_state")]
-    fitting = [t for t in (*named, *tensors_in(found)) if isinstance(t, Tensor) and t.shape == like.shape]
+def _select_output(outputs: Any, like: Tensor) -> Tensor:
+    """Return the tensor that corresponds to ours among the outputs of a library's model: the first of its shape."""
+    named = [getattr(outputs, name, None) for name in _OUTPUT_NAMES]
+    fitting = [t for t in (*named, *tensors_in(outputs)) if isinstance(t, Tensor) and t.shape == like.shape]
     if not fitting:
         raise ConversionError(f"The original returns nothing of shape {tuple(like.shape)}, as the converted network does.")
     return fitting[0]
