@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes: counted, exactly, on any device or on none."""
+"""Count the memory of a training step: weights, gradients, batch and activations, to the byte, with or without a device."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.dry_run import call, chains, isolated, linear_loss, require_module, scheduled
+from revzoo.analysis.dry_run import call, find_chains, isolated, linear_loss, preserve_schedules, require_module
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.runtime.drift import growth_unchecked
@@ -26,15 +26,20 @@ class MemoryReport:
     """Bytes of one forward and backward.
 
     Args:
-        peak_bytes: everything alive at the peak: weights, buffers, those gradients that exist by then, the optimizer's
-            state if given, batch and activations.
-        activation_bytes: the peak of everything above weights, buffers, parameter gradients, optimizer state and batch:
-            activations, their gradients and temporaries. The only part that a schedule changes.
-        after_forward_bytes: what of that waits for backward between the two (the outputs are in the loss by then).
-        gradient_bytes: all parameter gradients, as after backward.
-        optimizer_bytes: the optimizer's state, as after a step; 0 when none was given.
-        allocator_peak_bytes: the CUDA allocator's own peak, with kernel workspaces and whatever else is on the card.
-        allocator_reserved_bytes: the CUDA allocator's peak of memory taken from the driver, which `nvidia-smi` shows.
+        peak_bytes: peak of all memory: weights, buffers, the gradients that exist by then, the optimizer's state if one was
+            given, batch and activations.
+        activation_bytes: peak of everything but weights, buffers, parameter gradients, optimizer state and batch. These are
+            activations, their gradients and temporaries, the only memory that depends on the schedule.
+        after_forward_bytes: activations that are kept from forward to backward, with the loss; the outputs are freed by then.
+        weight_bytes: all parameters, shared ones once.
+        buffer_bytes: all buffers.
+        gradient_bytes: gradients of all parameters, as after backward.
+        optimizer_bytes: the optimizer's state, as after a step; 0 without an optimizer.
+        batch_bytes: the tensors of the batch.
+        allocator_peak_bytes: the CUDA allocator's own peak. It includes workspaces of kernels, and all else that the process
+            has on the GPU. None without CUDA.
+        allocator_reserved_bytes: the most memory that the CUDA allocator has taken from the driver, which `nvidia-smi` shows.
+            None without CUDA.
     """
 
     peak_bytes: int
@@ -73,45 +78,49 @@ LABELS = {
 
 
 def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
-    """Count what one forward and backward of the model holds in memory.
+    """Run one forward and backward of the model and count the memory of it.
 
-    The loss is the sum of all outputs, which saves nothing, with a gradient of its own as a real loss has; the outputs
-    are let go before backward. The step is run as the model is now (schedule, training flag, surrounding autocast) and
-    leaves no trace: gradients, buffers and random streams are put back; on CUDA the allocator's peak is reset.
+    The loss is the sum of all outputs: it saves nothing for backward, and the outputs are freed before backward begins. The
+    model runs as it is now: its schedule, its training flag, and autocast if it is active. Afterwards gradients, buffers and
+    random generators are as before; only the peak statistics of the CUDA allocator are reset.
 
     Args:
-        model: any module. With FakeTensor or meta parameters nothing is allocated: the step runs under `FakeTensorMode`.
+        model: any module. If its parameters are FakeTensors or on the meta device, it runs under `FakeTensorMode`, and nothing
+            is allocated.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
-        optimizer: counts its state too, foreseen without allocating it when no step has been made yet. Its step itself is
+        optimizer: its state is counted too; before its first step, the state that this step will create. The step itself is
             not run, so temporaries of the update are not in the peak.
     Raises:
-        InputError: not a module, an unusable batch, nothing to differentiate, or an optimizer that is of other parameters
-            or whose state cannot be foreseen.
+        InputError: the model is no module; the batch has no tensor or no example; nothing requires a gradient; or the
+            optimizer has other parameters than the model's, or a state that cannot be predicted.
     """
-    state = state_bytes(model, optimizer)
+    optimizer_bytes = count_optimizer_bytes(model, optimizer)
     with isolated(model, batch) as inputs:
-        return measured(model, inputs, state)[0]
+        return run_and_measure(model, inputs, optimizer_bytes)[0]
 
 
-def measured(
+def run_and_measure(
     model: nn.Module, batch: Any, optimizer_bytes: int = 0, units: Sequence[str] = ()
 ) -> tuple[MemoryReport, dict[str, int]]:
-    """Run a forward and backward of a isolated model; return its report, and what each unit leaves waiting for backward.
+    """Run a forward and backward inside `isolated`; return the report, and the bytes that each unit keeps for backward.
 
-    Additions that follow a unit count to it, as do the streams that a chain of inverted steps ends with; a mask that is
-    made before the first unit counts to that.
+    Every tensor counts for the unit that was called last when it was created: additions behind a unit count for it, and so
+    do the final streams of a run of inverted steps. What is created before the first unit counts for the first.
 
     Args:
-        units: modules of the model that are called one after the other, the first of them first.
+        model: the module to run.
+        batch: as yielded by `isolated`.
+        optimizer_bytes: bytes of the optimizer's state, part of the peak.
+        units: names of submodules, in the order of their calls.
     """
     live = LiveBytes()
     weights = live.watch(model.parameters())
     buffers = live.watch(model.buffers()) - weights
     inputs = live.watch(batch) - weights - buffers
-    with _allocator_peaks(model) as peaks, live:
-        with _beginnings(model, units, live) as begins:
+    with _record_allocator_peaks(model) as peaks, live:
+        with _record_starts(model, units, live) as starts:
             outputs = call(model, batch)
-        behind = live.now()
+        end = live.now()
         loss = linear_loss(outputs)
         del outputs
         forward = live.now()
@@ -129,21 +138,21 @@ def measured(
         batch_bytes=live.size(inputs),
         **peaks,
     )
-    kept = live.alive_by_birth([0, *list(begins.values())[1:], behind], without=lasting, at=forward)
-    return report, dict(zip(begins, kept, strict=False))  # behind the last unit there is the loss
+    kept = live.alive_by_birth([0, *list(starts.values())[1:], end], without=lasting, at=forward)
+    return report, dict(zip(starts, kept, strict=False))  # the last entry of `kept` is the loss
 
 
 @contextmanager
-def _beginnings(model: nn.Module, units: Sequence[str], live: LiveBytes) -> Iterator[dict[str, int]]:
-    """Yield a mapping that gets the moment at which each unit is called."""
-    begins: dict[str, int] = {}
+def _record_starts(model: nn.Module, units: Sequence[str], live: LiveBytes) -> Iterator[dict[str, int]]:
+    """Yield a mapping to which each unit adds, when it is called, its position in the log of `live`."""
+    starts: dict[str, int] = {}
 
-    def note(unit: str, *_: Any) -> None:
-        begins[unit] = live.now()
+    def record(unit: str, *_: Any) -> None:
+        starts[unit] = live.now()
 
-    hooks = [model.get_submodule(unit).register_forward_pre_hook(partial(note, unit)) for unit in units]
+    hooks = [model.get_submodule(unit).register_forward_pre_hook(partial(record, unit)) for unit in units]
     try:
-        yield begins
+        yield starts
     finally:
         for hook in hooks:
             hook.remove()
@@ -152,33 +161,38 @@ def _beginnings(model: nn.Module, units: Sequence[str], live: LiveBytes) -> Iter
 def measure_modes(
     model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[dict[str, MemoryReport], str | None]:
-    """Measure a training step in every mode without allocating anything, so that `store` is measured even if it cannot run.
+    """Measure a training step in every mode without allocating anything: also in modes that do not fit the device.
 
-    Args: as `measure_memory`.
-    Returns: a report for each mode ("as it is" for a model without a schedule), and the mode in force (None: mixed).
+    Args: as for `measure_memory`.
+    Returns: a report for each mode (one report, "as it is", for a model without a schedule), and the model's present mode
+        (None: its schedule mixes modes).
     """
-    state = state_bytes(model, optimizer)
-    in_force = [chain.schedule for chain in chains(model).values()]
+    optimizer_bytes = count_optimizer_bytes(model, optimizer)
+    present = [chain.schedule for chain in find_chains(model).values()]
     reports: dict[str, MemoryReport] = {}
     current: str | None = None
-    with scheduled(model) as assign:
-        for mode in MODES if in_force else ():
+    with preserve_schedules(model) as assign:
+        for mode in MODES if present else ():
             assign(mode)
-            current = mode if [chain.schedule for chain in chains(model).values()] == in_force else current
+            current = mode if [chain.schedule for chain in find_chains(model).values()] == present else current
             with isolated(model, batch, fake=True) as inputs, growth_unchecked():
-                reports[mode], _ = measured(model, inputs, state)
-    if not in_force:
+                reports[mode], _ = run_and_measure(model, inputs, optimizer_bytes)
+    if not present:
         with isolated(model, batch, fake=True) as inputs:
-            reports["as it is"], _ = measured(model, inputs, state)
+            reports["as it is"], _ = run_and_measure(model, inputs, optimizer_bytes)
     return reports, current
 
 
-def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of an optimizer's state; before its first step, of the state that step will make."""
+def count_optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of an optimizer's state; before its first step, of the state that this step will create.
+
+    Raises:
+        InputError: not an optimizer, parameters that are not the model's, or a state that cannot be predicted.
+    """
     require_module(model)
     if optimizer is None:
         return 0
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # out of Accelerate's wrapper
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"The optimizer must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}.")
     if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(map(id, model.parameters())):
@@ -186,31 +200,36 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> in
     if optimizer.state:
         return _total_bytes(optimizer.state.values())
     with torch.random.fork_rng(devices=[]):
-        return sum(_foreseen_bytes(optimizer, group) for group in optimizer.param_groups)
+        return sum(_predict_bytes(optimizer, group) for group in optimizer.param_groups)
 
 
-def _foreseen_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    """Try a step on one real stand-in for each kind of parameter (many optimizers cannot step on FakeTensors)."""
+def _predict_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """Return the bytes of the state that the first step creates for a group of parameters.
+
+    A copy of the optimizer makes a step with one zero tensor per distinct (shape, dtype, device). The tensors are real,
+    because many optimizers cannot step on FakeTensors.
+    """
     total = 0
-    nobody = nn.Parameter(torch.empty(0))
-    memo = {id(p): nobody for g in optimizer.param_groups for p in g["params"]}  # deepcopy copies no parameter
-    for (shape, dtype, device), count in Counter(_kind(p) for p in group["params"] if p.requires_grad).items():
-        twin = copy.deepcopy(optimizer, dict(memo))
+    empty = nn.Parameter(torch.empty(0))
+    memo = {id(p): empty for g in optimizer.param_groups for p in g["params"]}  # so that deepcopy copies no parameter
+    signatures = Counter(_signature(p) for p in group["params"] if p.requires_grad)
+    for (shape, dtype, device), count in signatures.items():
+        trial = copy.deepcopy(optimizer, dict(memo))
         p = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         p.grad = torch.ones_like(p)
-        twin.param_groups = [{**group, "params": [p]}]
+        trial.param_groups = [{**group, "params": [p]}]
         try:
-            twin.step()
+            trial.step()
         except Exception as error:
             raise InputError(
-                f"The state of {type(optimizer).__name__} cannot be foreseen ({type(error).__name__}: {error}). Measure "
+                f"The state of {type(optimizer).__name__} cannot be predicted ({type(error).__name__}: {error}). Measure "
                 "without the optimizer, or after its first step."
             ) from error
-        total += count * _total_bytes(twin.state.values())
+        total += count * _total_bytes(trial.state.values())
     return total
 
 
-def _kind(p: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def _signature(p: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return p.shape, p.dtype, torch.device("cpu") if p.is_meta or isinstance(p, FakeTensor) else p.device
 
 
@@ -220,13 +239,13 @@ def _total_bytes(tensors: Any) -> int:
 
 
 @contextmanager
-def _allocator_peaks(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Yield a mapping that holds the CUDA allocator's peaks at the end; it stays empty elsewhere."""
+def _record_allocator_peaks(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Yield a mapping to which the CUDA allocator's peaks are added at the end; without CUDA it stays empty."""
     peaks: dict[str, int] = {}
     devices = {p.device for p in model.parameters() if p.is_cuda and not isinstance(p, FakeTensor)}
     for device in devices:
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # else what earlier work left reserved is counted
+        torch.cuda.empty_cache()  # else memory that earlier work left reserved is counted
         torch.cuda.reset_peak_memory_stats(device)
     yield peaks
     if devices:

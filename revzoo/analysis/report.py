@@ -1,4 +1,4 @@
-"""The facts about a model, measured once: what `revzoo show` prints, plots and hands out as JSON."""
+"""Everything that `revzoo show` prints, draws and writes as JSON, measured once."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import isolated, scheduled
+from revzoo.analysis.dry_run import isolated, preserve_schedules
 from revzoo.analysis.flops import FlopCounter
-from revzoo.analysis.memory_report import MemoryReport, measured
+from revzoo.analysis.memory_report import MemoryReport, run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.bijection import Bijection
 from revzoo.checkpoint import index
@@ -22,10 +22,14 @@ class PartReport:
     """One node, the blocks of one stage, or a bijection between two stages.
 
     Args:
-        steps: reversible steps in it.
-        shape: what it hands on of one example: up to the last stage one of the two streams; None behind the head.
-        parameters: those of an earlier part that it shares (a tied embedding) are not counted again.
-        kept_bytes: what it leaves waiting for backward, by mode of the steps; nodes store.
+        name: path in the model, such as "stages.0".
+        kind: which of the three it is.
+        what: the registered names of its parts, such as "3 blocks: attention + mlp".
+        steps: number of reversible steps in it.
+        shape: shape of its output for one example, without the batch dimension; up to the last stage, of one of the two
+            streams. None for the head.
+        parameters: number of parameters; those that it shares with an earlier part (a tied embedding) are not counted again.
+        kept_bytes: bytes that it keeps from forward to backward, by mode.
     """
 
     name: str
@@ -39,10 +43,15 @@ class PartReport:
 
 @dataclass(frozen=True)
 class TwinReport:
-    """The ordinary network beside the model, on the same batch.
+    """The ordinary network of which the model is the reversible version, measured with the same batch.
 
     Args:
-        problem: why it could not be built, and so not be measured; else None.
+        library: where it is defined, such as "timm".
+        name: its name there.
+        parameters: number of parameters; this and the next two are None if it could not be built or run.
+        flops: of a forward of one example, as in `ModelReport`.
+        memory: of a training step.
+        problem: why it could not be built or run, else None.
     """
 
     library: str
@@ -55,16 +64,28 @@ class TwinReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What a model is and costs.
+    """What a model consists of, and the memory and FLOPs of a training step.
 
     Args:
+        name: of the model.
+        family: of the model.
         digest: of the spec.
-        batch_size: examples for which bytes are given.
-        step_parameters: how many of the parameters are in reversible steps.
-        flops: of a forward of one example, a multiply-add counted once, as papers do; norms and activations are left out.
-        flop_ratios: of a forward and backward, to that of `store`, by mode.
-        memory: of a training step, by mode.
-        weights: file, metric and command of the shipped weights, None without.
+        input: kind and sizes of an example.
+        outputs: number of outputs of the head.
+        coupling: registered name of the coupling.
+        steps: number of reversible steps.
+        batch_size: number of examples for which bytes are given.
+        parameters: number of parameters.
+        step_parameters: number of parameters in reversible steps.
+        flops: FLOPs of a forward of one example, where a multiply-add counts once, as in papers; norms and activations are
+            left out.
+        flop_ratios: FLOPs of a forward and backward relative to those of `store`, by mode.
+        parts: the parts in the order of forward.
+        memory: memory of a training step, by mode.
+        twin: the ordinary network, None if the spec names none.
+        sources: of the spec.
+        expect: of the spec.
+        weights: file, metric and command of the weights that ship, None without.
     """
 
     name: str
@@ -92,33 +113,33 @@ class ModelReport:
 
     @property
     def example(self) -> str:
-        """What one example is called."""
+        """The noun for one example: image or text."""
         return "image" if self.input["kind"] == "image" else "text"
 
 
-def usual_batch(input: Input) -> int:
-    """Return the batch size that bytes are given for unless another is asked for."""
+def default_batch_size(input: Input) -> int:
+    """Return the number of examples to measure a model with where none is given."""
     return 32 if isinstance(input, ImageInput) else 8
 
 
-def report(model: Model, batch_size: int | None = None) -> ModelReport:
-    """Measure a model in every mode, and its twin.
+def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
+    """Measure a training step of the model in every mode, and of its twin.
 
-    Everything runs under `FakeTensorMode`, one forward and backward a mode: make the model on the meta device, and no size
-    is too large.
+    Everything runs under `FakeTensorMode`, so models on the meta device of any size can be measured.
 
     Args:
-        batch_size: of the training step; None is `usual_batch`.
+        model: the model, on any device.
+        batch_size: number of examples in the training step; None is `default_batch_size`.
     """
     spec = model.spec
-    batch = model.example_input(batch_size or usual_batch(spec.input), device="meta")
+    batch = model.example_input(batch_size or default_batch_size(spec.input), device="meta")
     memory: dict[str, MemoryReport] = {}
     kept: dict[str, dict[str, int]] = {}
     flops: dict[str, FlopCounter] = {}
-    with scheduled(model) as assign:
+    with preserve_schedules(model) as assign:
         for mode in MODES:
             assign(mode)
-            memory[mode], kept[mode], flops[mode] = _trial(model, batch, model.units)
+            memory[mode], kept[mode], flops[mode] = _measure(model, batch, model.units)
     totals = {mode: count.forward + count.backward for mode, count in flops.items()}
     entry = index.read_index().get(spec.name)
     return ModelReport(
@@ -134,19 +155,20 @@ def report(model: Model, batch_size: int | None = None) -> ModelReport:
         step_parameters=sum(p.numel() for step in model.steps for p in step.parameters()),
         flops=_per_example(flops["store"], batch),
         flop_ratios={mode: total / totals["store"] for mode, total in totals.items()},
-        parts=tuple(_parts(model, kept)),
+        parts=tuple(_report_parts(model, kept)),
         memory=memory,
-        twin=_twin(model, batch),
+        twin=_measure_twin(model, batch),
         sources=to_plain(spec.sources),
         expect=to_plain(spec.expect),
         weights=None if entry is None else {"file": entry.file, "metric": dict(entry.metric), "command": entry.command},
     )
 
 
-def _trial(model: nn.Module, batch: Tensor, units: tuple[str, ...] = ()) -> tuple[MemoryReport, dict[str, int], FlopCounter]:
+def _measure(model: nn.Module, batch: Tensor, units: tuple[str, ...] = ()) -> tuple[MemoryReport, dict[str, int], FlopCounter]:
+    """Return the memory of a training step, the bytes kept by each unit, and the FLOPs."""
     flops = FlopCounter()
     with isolated(model, batch, fake=True) as inputs, flops:
-        memory, kept = measured(model, inputs, units=units)
+        memory, kept = run_and_measure(model, inputs, units=units)
     return memory, kept, flops
 
 
@@ -154,17 +176,21 @@ def _per_example(flops: FlopCounter, batch: Tensor) -> int:
     return flops.forward // 2 // len(batch)
 
 
-def _parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[PartReport]:
-    """Yield the parts in order; what a unit keeps is summed over the units of a part."""
+def _report_parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[PartReport]:
+    """Yield the parts in order.
+
+    Args:
+        kept: bytes that each unit keeps, by mode and name.
+    """
     spec, known = model.spec, set[int]()
 
     def part(
         name: str, what: str, shape: tuple[int, ...] | None, units: list[str], kind: Literal["node", "stage"] = "node"
     ) -> PartReport:
-        found = {id(p): p.numel() for unit in units for p in model.get_submodule(unit).parameters() if id(p) not in known}
-        known.update(found)
+        new = {id(p): p.numel() for unit in units for p in model.get_submodule(unit).parameters() if id(p) not in known}
+        known.update(new)
         sizes = {mode: sum(bytes_of[unit] for unit in units) for mode, bytes_of in kept.items()}
-        return PartReport(name, kind, what, len(units) if kind == "stage" else 0, shape, sum(found.values()), sizes)
+        return PartReport(name, kind, what, len(units) if kind == "stage" else 0, shape, sum(new.values()), sizes)
 
     shape = _dims(model.split)
     yield part("stem", f"{spec.stem.type}, then {spec.split.type}", shape, ["stem"])
@@ -179,12 +205,12 @@ def _parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[PartReport
                 yield part(name, stage.transition.type, shape, [name])
         branches = " + ".join(branch.type for branch in (stage.f, stage.g) if branch is not None)
         units = [entry.name for entry in model.layout() if entry.kind == "step" and entry.stage == i]
-        yield part(f"stages.{i}", f"{_counted(stage.depth, 'block')}: {branches}", shape, units, "stage")
+        yield part(f"stages.{i}", f"{_pluralise(stage.depth, 'block')}: {branches}", shape, units, "stage")
     yield part("fuse", spec.fuse.type, _dims(model.fuse), ["fuse"])
     yield part("head", spec.head.type, None, ["head"])
 
 
-def _twin(model: Model, batch: Tensor) -> TwinReport | None:
+def _measure_twin(model: Model, batch: Tensor) -> TwinReport | None:
     twin = model.spec.twin
     if twin is None:
         return None
@@ -192,8 +218,8 @@ def _twin(model: Model, batch: Tensor) -> TwinReport | None:
     if isinstance(built, str):
         return TwinReport(twin["library"], twin["name"], problem=built)
     try:
-        memory, _, flops = _trial(built, batch)
-    except Exception as error:  # somebody else's network, with somebody's arguments
+        memory, _, flops = _measure(built, batch)
+    except Exception as error:  # a library's network with the spec's arguments may raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return TwinReport(twin["library"], twin["name"], problem=f"it does not take the model's input ({reason})")
     return TwinReport(
@@ -206,5 +232,5 @@ def _dims(part: Any) -> tuple[int, ...]:
     return dims
 
 
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+def _pluralise(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

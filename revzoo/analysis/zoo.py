@@ -1,11 +1,11 @@
-"""The table of all models in the documentation: measured rows as JSON, and the page that is made from them."""
+"""The table of all models in the documentation: docs/zoo.json holds what is measured, docs/zoo.md is made from it."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from revzoo.analysis.report import report
+from revzoo.analysis.report import report_model
 from revzoo.checkpoint import index
 from revzoo.errors import InputError
 from revzoo.format import format_bytes, format_flops, format_shape
@@ -14,19 +14,20 @@ from revzoo.spec import ImageInput, Input, Spec, list_models, load_spec
 
 Row = dict[str, Any]
 
-_MODES = ("store", "recompute", "invert")  # of the page
+_MODES = ("store", "recompute", "invert")  # columns of the page
 _PAGE = """\
 # The zoo
 
-Written by `revzoo list --table docs`, which measures the models whose spec or twin is not that of the row in `docs/zoo.json`.
-Delete that file to measure all again. `revzoo show NAME` says more about one model.
+`revzoo list --docs docs` writes this page. It measures a model if the row in `docs/zoo.json` belongs to another spec or twin;
+delete that file to measure all models again. `revzoo show NAME` says more about one model.
 
-FLOPs are of a forward of one example, a multiply-add counted once; norms and activations are left out. Bytes are the peak of
-activations in a training step in float32, above weights, gradients and batch, for 32 images or 8 texts: counted, on no device.
-With `recompute` and `invert` stem, transitions, fuse and head still store theirs, which is much of a network with few blocks a
-stage: set them to `recompute` as well, and RevNet-104 goes from 0.46 of what it stores to 0.21. Attention with dropout keeps
-its weights, as PyTorch does on CPUs; fused GPU kernels do not. The twin is the ordinary network that the
-model is the reversible version of, with the activations it stores for the same batch.
+FLOPs are those of a forward of one example, where a multiply-add counts once; norms and activation functions are left out.
+Memory is the peak of all activations in a training step in float32, without weights, gradients and batch, for 32 images or 8
+texts. It is counted on the meta device. In the columns `recompute` and `invert` the stem, transitions, fuse and head still
+store their activations, a large share in a network with few blocks per stage. With these set to `recompute` too, RevNet-104
+needs 0.21 of the memory of `store` instead of 0.46. Attention with dropout keeps its attention weights, as PyTorch does on
+CPUs; fused GPU kernels do not. The twin is the ordinary network of which the model is the reversible version, with the memory
+that it needs for the same batch.
 
 | model | input | parameters | FLOPs | store | recompute | invert | twin | source | weights |
 |---|---|---:|---:|---:|---:|---:|---|---|---|
@@ -34,32 +35,33 @@ model is the reversible version of, with the activations it stores for the same 
 
 
 def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[[str], object] = print) -> None:
-    """Bring zoo.json and zoo.md in a folder up to date.
+    """Update zoo.json and zoo.md in a folder.
 
-    Each row is written as soon as it is measured, so that what was done is kept when the run is stopped.
+    Each row is written as soon as it is measured: a run that is stopped loses nothing.
 
     Args:
-        names: the models that may be measured; None is all.
-        announce: told the name of each model that is being measured.
+        folder: where both files are, or are to be.
+        names: models to measure if their row is outdated; None is all.
+        announce: called with the name of each model before it is measured.
     """
-    file, specs = folder / "zoo.json", shipped_specs()
-    table = {name: row for name, row in read(file).items() if name in specs}
-    _write(file, table)  # fails at once where it cannot be written
+    file, specs = folder / "zoo.json", load_shipped_specs()
+    table = {name: row for name, row in read_table(file).items() if name in specs}
+    _write(file, table)  # fails here, before anything is measured, if it cannot be written
     for name in specs if names is None else names:
-        if _misses(table.get(name), specs[name]):
+        if _reason_to_measure(table.get(name), specs[name]):
             announce(name)
-            table[name] = _measured(name)
+            table[name] = _measure(name)
             _write(file, table)
-    table = {name: row | statements(specs[name]) for name, row in table.items()}
+    table = {name: row | describe_spec(specs[name]) for name, row in table.items()}
     _write(file, table)
-    (folder / "zoo.md").write_text(page(table), encoding="utf-8")
+    (folder / "zoo.md").write_text(format_page(table), encoding="utf-8")
 
 
-def read(file: Path) -> dict[str, Row]:
-    """Return the rows of a zoo.json by model; none where there is no such file.
+def read_table(file: Path) -> dict[str, Row]:
+    """Return the rows of a zoo.json by model; none if there is no such file.
 
     Raises:
-        InputError: it is not what `update` writes.
+        InputError: the file was not written by `update`, or is damaged.
     """
     try:
         rows: dict[str, Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -70,84 +72,84 @@ def read(file: Path) -> dict[str, Row]:
     raise InputError(f"{file} is damaged: it holds no table of models. Delete it, and all models are measured again.")
 
 
-def shipped_specs() -> dict[str, Spec]:
+def load_shipped_specs() -> dict[str, Spec]:
     """Return the spec of every model by name."""
     return {name: load_spec(name) for name in list_models()}
 
 
-def outdated(table: Mapping[str, Row], specs: Mapping[str, Spec]) -> dict[str, str]:
-    """Return the models whose row is missing, wrong or of no model at all, each with what is the matter."""
+def find_outdated(table: Mapping[str, Row], specs: Mapping[str, Spec]) -> dict[str, str]:
+    """Return the reason for every model whose row is missing or outdated, and for every row without a model."""
     problems = {name: "has a row, but is no model" for name in table if name not in specs}
     for name, spec in specs.items():
         row = table.get(name)
-        if problem := _misses(row, spec):
+        if problem := _reason_to_measure(row, spec):
             problems[name] = problem
-        elif row is not None and row | statements(spec) != row:
-            problems[name] = "states something else now"
+        elif row is not None and row | describe_spec(spec) != row:
+            problems[name] = "has another source, family, input or weights now"
     return problems
 
 
-def statements(spec: Spec) -> Row:
-    """Return what a row says without measuring anything."""
+def describe_spec(spec: Spec) -> Row:
+    """Return the entries of a row for which nothing has to be measured."""
     entry = index.read_index().get(spec.name)
     return {
         "family": spec.family,
-        "input": _input(spec.input),
+        "input": _describe_input(spec.input),
         "source": spec.sources[0]["cite"] if spec.sources else "none",
         "weights": None if entry is None else dict(entry.metric),
     }
 
 
-def _input(input: Input) -> str:
+def _describe_input(input: Input) -> str:
     return format_shape((input.channels, *input.size)) if isinstance(input, ImageInput) else f"{input.length} ids"
 
 
-def _misses(row: Row | None, spec: Spec) -> str | None:
-    """Return why a model has to be measured, None where its row is of this spec and twin."""
+def _reason_to_measure(row: Row | None, spec: Spec) -> str | None:
+    """Return why a model has to be measured, None if its row belongs to this spec and twin."""
     if row is None:
         return "has no row"
     if row["digest"] != spec.digest:
         return "was measured with another spec"
-    return "was measured beside another twin" if row["twin"] != _twin(spec) else None
+    return "was measured with another twin" if row["twin"] != _describe_twin(spec) else None
 
 
-def _measured(name: str) -> Row:
+def _measure(name: str) -> Row:
     model = create(name, device="meta")
-    found = report(model)
-    twin = found.twin
+    report = report_model(model)
+    twin = report.twin
     return {
-        **statements(model.spec),
-        "digest": found.digest,
-        "batch_size": found.batch_size,
-        "parameters": found.parameters,
-        "flops": found.flops,
-        "activation_bytes": {mode: found.memory[mode].activation_bytes for mode in _MODES},
-        "twin": _twin(model.spec),
+        **describe_spec(model.spec),
+        "digest": report.digest,
+        "batch_size": report.batch_size,
+        "parameters": report.parameters,
+        "flops": report.flops,
+        "activation_bytes": {mode: report.memory[mode].activation_bytes for mode in _MODES},
+        "twin": _describe_twin(model.spec),
         "twin_parameters": None if twin is None else twin.parameters,
         "twin_activation_bytes": None if twin is None or twin.memory is None else twin.memory.activation_bytes,
     }
 
 
-def page(table: Mapping[str, Row]) -> str:
+def format_page(table: Mapping[str, Row]) -> str:
     """Return the page in Markdown: the models by family, small ones first."""
     names = sorted(table, key=lambda name: (table[name]["family"], table[name]["parameters"], name))
-    return _PAGE + "".join(f"| {' | '.join(_cells(name, table[name]))} |\n" for name in names)
+    return _PAGE + "".join(f"| {' | '.join(_format_cells(name, table[name]))} |\n" for name in names)
 
 
-def _cells(name: str, row: Row) -> list[str]:
+def _format_cells(name: str, row: Row) -> list[str]:
     return [
         f"[{name}](../specs/models/{row['family']}/{name}.yaml)",
         row["input"],
         f"{row['parameters']:,}",
         format_flops(row["flops"]),
         *(format_bytes(row["activation_bytes"][mode]) for mode in _MODES),
-        _twin_cell(row),
+        _format_twin(row),
         row["source"].replace("|", "\\|"),
         "none" if row["weights"] is None else ", ".join(f"{metric} {value:g}" for metric, value in row["weights"].items()),
     ]
 
 
-def _twin_cell(row: Row) -> str:
+def _format_twin(row: Row) -> str:
     if row["twin"] is None:
         return "none"
     name = f"{row['twin']['library']} {row['twin']['name']}"
@@ -155,7 +157,7 @@ def _twin_cell(row: Row) -> str:
     return f"{name}: not measured" if size is None else f"{name}: {row['twin_parameters']:,}, {format_bytes(size)}"
 
 
-def _twin(spec: Spec) -> Row | None:
+def _describe_twin(spec: Spec) -> Row | None:
     return None if spec.twin is None else {key: value for key, value in spec.twin.items() if key != "parameters"}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import revzoo
-from revzoo.display.tables.memory import memory_table
+from revzoo.display.tables.memory import tabulate_memory
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.runtime import ReversibleChain
@@ -96,7 +96,7 @@ def test_the_model_is_left_as_found(convolutions, training, fake):
     grads = {name: p.grad for name, p in convolutions.named_parameters()}
     tensors = {name: (id(t), t._version, t.clone()) for name, t in convolutions.state_dict(keep_vars=True).items()}
     random = torch.get_rng_state()
-    (memory_table if fake else revzoo.measure_memory)(convolutions, x)
+    (tabulate_memory if fake else revzoo.measure_memory)(convolutions, x)
     after = convolutions.state_dict(keep_vars=True)
     assert tensors.keys() == after.keys()
     for name, (identity, version, value) in tensors.items():
@@ -143,15 +143,15 @@ def test_batches_of_every_form_and_nested_outputs():
         (lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=False), 12, 4),
     ],
 )
-def test_optimizer_state_is_foreseen_and_then_counted(make, bytes_per_weight, bytes_per_tensor):
+def test_optimizer_state_is_predicted_and_then_counted(make, bytes_per_weight, bytes_per_tensor):
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 3)).requires_grad_()
     model[0].bias.requires_grad_(False)
     optimizer, x = make(model.parameters()), torch.randn(2, 16)
     expected = bytes_per_weight * (128 + 24 + 3) + bytes_per_tensor * 3
-    foreseen = revzoo.measure_memory(model, x, optimizer)
-    assert foreseen.optimizer_bytes == expected
+    predicted = revzoo.measure_memory(model, x, optimizer)
+    assert predicted.optimizer_bytes == expected
     assert not optimizer.state
-    assert foreseen.peak_bytes == revzoo.measure_memory(model, x).peak_bytes + expected
+    assert predicted.peak_bytes == revzoo.measure_memory(model, x).peak_bytes + expected
     model(x).sum().backward()
     optimizer.step()
     assert revzoo.measure_memory(model, x, optimizer).optimizer_bytes == expected
@@ -163,7 +163,7 @@ def test_optimizer_of_a_model_on_meta():
     assert revzoo.measure_memory(model, torch.randn(2, 16), torch.optim.AdamW(model.parameters())).optimizer_bytes == 1096
 
 
-def test_foreseeing_copies_no_parameter(monkeypatch):
+def test_predicting_copies_no_parameter(monkeypatch):
     def refuse(parameter, memo):
         raise AssertionError("a parameter is being copied")
 
@@ -172,9 +172,9 @@ def test_foreseeing_copies_no_parameter(monkeypatch):
     assert revzoo.measure_memory(model, torch.zeros(2, 16), torch.optim.AdamW(model.parameters())).optimizer_bytes == 1096
 
 
-def test_an_optimizer_that_cannot_be_foreseen_is_refused():
+def test_an_optimizer_that_cannot_be_predicted_is_refused():
     model = nn.Linear(4, 4)
-    with pytest.raises(InputError, match=r"state of LBFGS cannot be foreseen .* Measure without the optimizer"):
+    with pytest.raises(InputError, match=r"state of LBFGS cannot be predicted .* Measure without the optimizer"):
         revzoo.measure_memory(model, torch.randn(2, 4), torch.optim.LBFGS(model.parameters()))
 
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_measured_is_said(model, batch, message):
         (torch.optim.SGD(nn.Linear(4, 4).parameters()), "parameters that are not the model's"),
     ],
 )
-@pytest.mark.parametrize("measure", [revzoo.measure_memory, memory_table])
+@pytest.mark.parametrize("measure", [revzoo.measure_memory, tabulate_memory])
 def test_an_optimizer_of_something_else_is_said(measure, optimizer, message):
     with pytest.raises(InputError, match=message):
         measure(nn.Linear(4, 4), torch.zeros(2, 4), optimizer)
@@ -219,7 +219,7 @@ def test_an_output_without_gradient_is_said():
 def test_memory_table_has_every_mode_and_restores_the_schedule():
     chain = ReversibleChain([mlp() for _ in range(6)])
     x, optimizer = tuple(torch.randn(2, 5, 9, 16).unbind()), torch.optim.AdamW(chain.parameters())
-    table = memory_table(chain, x, optimizer)
+    table = tabulate_memory(chain, x, optimizer)
     assert table.current == "invert"
     for mode, report in table.reports.items():
         chain.schedule = mode
@@ -227,14 +227,14 @@ def test_memory_table_has_every_mode_and_restores_the_schedule():
     assert list(table.reports) == ["store", "selective", "recompute", "invert"]
     mixed = ["store", "invert"] * 3
     chain.schedule = mixed
-    assert memory_table(chain, x).current is None
+    assert tabulate_memory(chain, x).current is None
     assert chain.schedule == mixed
 
 
 def test_memory_table_allocates_nothing():
     with torch.device("meta"):
         chain = ReversibleChain([mlp(4096) for _ in range(4)])
-    table = memory_table(chain, [torch.empty(64, 4096, device="meta") for _ in range(2)])
+    table = tabulate_memory(chain, [torch.empty(64, 4096, device="meta") for _ in range(2)])
     assert table.reports["store"].weight_bytes == 4 * (2 * 4 * 4096**2 + (2 + 4 + 1) * 4096) * 4
 
 
@@ -242,16 +242,16 @@ def test_memory_table_allocates_nothing():
 def test_autocast_and_half_precision_count_alike_without_values(name):
     model = revzoo.create(name, overrides=["stages.0.depth=1"])
     x = model.example_input(64)
-    full = memory_table(model, x).reports["invert"]
+    full = tabulate_memory(model, x).reports["invert"]
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = memory_table(model, x).reports["invert"]
+        mixed = tabulate_memory(model, x).reports["invert"]
     with torch.autocast("cpu", torch.bfloat16):
         missing = revzoo.measure_memory(model, x).activation_bytes - mixed.activation_bytes
     # PyTorch's fake BatchNorm returns statistics of half-precision inputs in half precision, the kernel in float32.
     assert missing == 0 if name == "rev_vit_digits" else 0 < missing < mixed.activation_bytes / 1000
     assert mixed.weight_bytes == full.weight_bytes
     assert mixed.activation_bytes < full.activation_bytes
-    half = memory_table(model.bfloat16(), x.bfloat16()).reports["invert"]
+    half = tabulate_memory(model.bfloat16(), x.bfloat16()).reports["invert"]
     assert half.weight_bytes * 2 == full.weight_bytes
     assert half.activation_bytes < full.activation_bytes
 
@@ -259,11 +259,11 @@ def test_autocast_and_half_precision_count_alike_without_values(name):
 def test_memory_table_prints_what_a_schedule_changes():
     console = Console(width=100, record=True, file=io.StringIO())
     chain = ReversibleChain([mlp() for _ in range(6)])
-    console.print(memory_table(chain, tuple(torch.randn(2, 5, 9, 16).unbind())))
+    console.print(tabulate_memory(chain, tuple(torch.randn(2, 5, 9, 16).unbind())))
     text = console.export_text()
     assert all(word in text for word in ("store", "invert *", "recompute", "weights", "gradients", "activations at the peak"))
-    assert "The schedule changes activations only" in text
-    console.print(memory_table(nn.Linear(4, 4), torch.zeros(2, 4)))
+    assert "The mode changes the memory of activations only." in text
+    console.print(tabulate_memory(nn.Linear(4, 4), torch.zeros(2, 4)))
     assert "as it is" in console.export_text()
 
 

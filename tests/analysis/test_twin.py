@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import revzoo
-from revzoo.analysis.report import report
+from revzoo.analysis.report import report_model
 from revzoo.analysis.resnet import RESNETS, ResNet
 from revzoo.analysis.twin import build_twin
 
@@ -73,7 +73,7 @@ def test_why_there_is_no_twin(monkeypatch):
 def test_a_twin_that_does_not_take_the_input_is_no_reason_to_stop():
     spec = revzoo.load_spec("rev_vit_digits", ["twin={library: timm, name: resnet18, arguments: {in_chans: 3}}"])
     with torch.device("meta"):
-        twin = report(revzoo.build(spec), batch_size=1).twin
+        twin = report_model(revzoo.build(spec), batch_size=1).twin
     assert (twin.parameters, twin.memory) == (None, None)
     assert twin.problem.startswith("it does not take the model's input (RuntimeError: ")
 

@@ -172,8 +172,8 @@ def test_a_parameter_without_use_has_no_gradient_in_either_run():
 def test_a_function_that_counts_its_calls_is_found():
     report = revzoo.verify(ReversibleChain([mlp(), Counting(), mlp(), mlp()]), streams())
     assert not report.ok
-    assert "does not repeat itself: two stored runs with the same seed differ" in str(report)
-    assert "states are rebuilt with an error above 1e-04, the worst at steps.0" in str(report)
+    assert "does not repeat itself: the gradients of two runs with the same seed, both storing all activations, differ by" in str(report)
+    assert "states are reconstructed with an error above 1e-04, the worst at steps.0" in str(report)
     assert "Single gradients differ by more than 1e-01: steps.1" in str(report)
     assert report.reconstruction_errors["steps.0"] > 1e-2
     assert report.reconstruction_errors["steps.1"] < 1e-6  # its own input is right, its output is not
@@ -190,12 +190,12 @@ def test_a_fault_in_the_second_run_alone_is_found():
 def test_a_second_run_that_gives_nan_is_found():
     report = revzoo.verify(Faulty(lambda y: y * torch.nan), streams())
     assert not report.ok
-    assert any("The gradients differ from the stored ones by nan" in problem for problem in report.problems)
+    assert any("The gradients differ from those of storing everything by nan" in problem for problem in report.problems)
 
 
 def test_a_second_run_that_draws_random_numbers_is_found():
     report = revzoo.verify(Faulty(lambda y: y + 0 * torch.rand(1)), streams())
-    assert report.problems == ("The run leaves torch's random stream elsewhere than the stored run.",)
+    assert report.problems == ("The run uses another amount of torch's random numbers than when everything is stored.",)
 
 
 def test_a_second_run_that_moves_a_buffer_is_found():
@@ -206,7 +206,7 @@ def test_a_second_run_that_moves_a_buffer_is_found():
     model = Faulty(count)
     model.register_buffer("seen", torch.zeros(()))
     report = revzoo.verify(model, streams())
-    assert report.problems == ("Buffers end otherwise than in the stored run, as if counted twice: seen.",)
+    assert report.problems == ("Buffers end with other values than when everything is stored, as if updated twice: seen.",)
     assert model.seen == 0
 
 
@@ -230,7 +230,7 @@ def test_nan_in_the_stored_run_is_not_blamed_on_the_schedule():
         chain.steps[0][1].weight[0, 0] = torch.nan
     report = revzoo.verify(chain, streams())
     assert len(report.problems) == 1
-    assert "The stored run itself gives gradients that are not finite" in report.problems[0]
+    assert "With all activations stored the gradients are not finite" in report.problems[0]
 
 
 def test_a_step_that_the_runtime_refuses_is_reported():
@@ -261,7 +261,7 @@ def test_a_coupling_that_loses_too_much_in_this_precision_is_found():
     report = revzoo.verify(chain, streams())
     assert not report.ok
     assert report.reconstruction_errors["steps.0"] > 1e-4
-    assert "Set the schedule of steps behind it to 'recompute' or 'store'" in str(report)
+    assert "Set the schedule of later steps to 'recompute' or 'store'" in str(report)
 
 
 def test_half_precision_streams_are_judged_by_what_they_lose():

@@ -11,69 +11,69 @@ from revzoo.analysis import zoo
 from revzoo.errors import InputError
 
 DOCS = Path(__file__).parents[2] / "docs"
-COMMAND = "Run `revzoo list --table docs` in the checkout."
+COMMAND = "Run `revzoo list --docs docs` in the checkout."
 SMALL = ["rev_bert_mini", "revnet_38"]  # the second has a twin
 
 
 @pytest.fixture(scope="module")
 def specs() -> dict[str, revzoo.Spec]:
-    return zoo.shipped_specs()
+    return zoo.load_shipped_specs()
 
 
 @pytest.fixture
 def table() -> dict[str, zoo.Row]:
-    return zoo.read(DOCS / "zoo.json")
+    return zoo.read_table(DOCS / "zoo.json")
 
 
 @pytest.fixture
 def measured(monkeypatch, specs) -> list[str]:
     """Return the list of models that are measured; their rows are those of the documentation, marked."""
-    names, rows = [], zoo.read(DOCS / "zoo.json")
+    names, rows = [], zoo.read_table(DOCS / "zoo.json")
 
     def note(name):
         names.append(name)
         return rows[name] | {"flops": 0}
 
-    monkeypatch.setattr(zoo, "_measured", note)
-    monkeypatch.setattr(zoo, "shipped_specs", lambda: specs)
+    monkeypatch.setattr(zoo, "_measure", note)
+    monkeypatch.setattr(zoo, "load_shipped_specs", lambda: specs)
     return names
 
 
 def test_the_table_is_up_to_date(table, specs):
-    assert zoo.outdated(table, specs) == {}, COMMAND
+    assert zoo.find_outdated(table, specs) == {}, COMMAND
     assert set(table) == set(specs) == set(revzoo.list_models()), COMMAND
 
 
 def test_the_page_is_what_the_rows_say(table):
-    assert (DOCS / "zoo.md").read_text() == zoo.page(table), COMMAND
+    assert (DOCS / "zoo.md").read_text() == zoo.format_page(table), COMMAND
     assert (DOCS / "zoo.md").read_text().count("\n| [") == len(table)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_measuring_again_gives_the_same_row(name, table):
-    assert zoo._measured(name) == table[name], COMMAND
+    assert zoo._measure(name) == table[name], COMMAND
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         ({"digest": "0" * 64}, "was measured with another spec"),
-        ({"twin": {"library": "timm", "name": "resnet18"}}, "was measured beside another twin"),
-        ({"source": "hearsay"}, "states something else now"),
-        ({"weights": {"top1": 100.0}}, "states something else now"),
+        ({"twin": {"library": "timm", "name": "resnet18"}}, "was measured with another twin"),
+        ({"source": "hearsay"}, "has another source, family, input or weights now"),
+        ({"weights": {"top1": 100.0}}, "has another source, family, input or weights now"),
     ],
 )
 def test_a_stale_row_is_found(change, problem, table, specs):
     stale = copy.deepcopy(table)
-    before = zoo.outdated(stale, specs)
+    before = zoo.find_outdated(stale, specs)
     stale["revnet_digits"] |= change
-    assert zoo.outdated(stale, specs) == before | {"revnet_digits": problem}
+    assert zoo.find_outdated(stale, specs) == before | {"revnet_digits": problem}
 
 
 def test_missing_and_surplus_rows_are_found(table, specs):
-    before = zoo.outdated(table, specs)
+    before = zoo.find_outdated(table, specs)
     table["revnet_9"] = table.pop("revnet_digits")
-    assert zoo.outdated(table, specs) == before | {"revnet_digits": "has no row", "revnet_9": "has a row, but is no model"}
+    assert zoo.find_outdated(table, specs) == before | {"revnet_digits": "has no row", "revnet_9": "has a row, but is no model"}
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"rev_swin_digits": 3}', '{"rev_swin_digits": {}}'])
@@ -93,17 +93,17 @@ def test_only_what_is_outdated_is_measured(table, measured, tmp_path):
     told = []
     zoo.update(tmp_path, ["rev_vit_digits", "revnet_38", "revnet_digits"], told.append)
     assert measured == told == ["rev_vit_digits", "revnet_digits"]
-    found = zoo.read(tmp_path / "zoo.json")
+    found = zoo.read_table(tmp_path / "zoo.json")
     assert {name for name in found if found[name] != table[name]} == set(measured)
     assert set(found) == set(table)
-    assert (tmp_path / "zoo.md").read_text() == zoo.page(found)
+    assert (tmp_path / "zoo.md").read_text() == zoo.format_page(found)
 
 
 def test_the_command_measures_what_the_pattern_names(measured, tmp_path, capsys):
-    assert zoo_cli.main(["list", "*net_digits", "--table", str(tmp_path)]) == 0
+    assert zoo_cli.main(["list", "*net_digits", "--docs", str(tmp_path)]) == 0
     assert capsys.readouterr().out.split() == measured
-    assert measured == ["irevnet_digits", "revnet_digits"] == sorted(zoo.read(tmp_path / "zoo.json"))
-    assert zoo_cli.main(["list", "--table", str(tmp_path / "nowhere")]) == 2
+    assert measured == ["irevnet_digits", "revnet_digits"] == sorted(zoo.read_table(tmp_path / "zoo.json"))
+    assert zoo_cli.main(["list", "--docs", str(tmp_path / "nowhere")]) == 2
     assert "nowhere/zoo.json: No such file or directory" in capsys.readouterr().err
 
 
@@ -114,7 +114,7 @@ def test_a_stopped_run_keeps_what_it_has_measured(measured, tmp_path, monkeypatc
 
     with pytest.raises(KeyboardInterrupt):
         zoo.update(tmp_path, ["rev_vit_digits", "revnet_digits"], stop)
-    assert list(zoo.read(tmp_path / "zoo.json")) == ["rev_vit_digits"]
+    assert list(zoo.read_table(tmp_path / "zoo.json")) == ["rev_vit_digits"]
 
 
 def test_a_row_reads_well(table):
@@ -127,9 +127,9 @@ def test_a_row_reads_well(table):
         "flops": 4_917_888,
         "activation_bytes": {"store": 2**24, "invert": 2**20, "recompute": 2**21},
     }
-    assert zoo.page({"rev_vit_digits": row}).splitlines()[-1] == (
+    assert zoo.format_page({"rev_vit_digits": row}).splitlines()[-1] == (
         "| [rev_vit_digits](../specs/models/rev_vit/rev_vit_digits.yaml) | 1 x 8 x 8 | 302,794 | 4.92 MFLOP | 16.0 MiB "
         "| 2.0 MiB | 1.0 MiB | timm vit: 1,234,567, 3.0 MiB | a paper \\| its code | top1 98.87 |"
     )
     unknown = row | {"twin_parameters": None, "twin_activation_bytes": None}
-    assert "| timm vit: not measured |" in zoo.page({"rev_vit_digits": unknown})
+    assert "| timm vit: not measured |" in zoo.format_page({"rev_vit_digits": unknown})

@@ -13,10 +13,10 @@ from torch import nn
 import revzoo
 import zoo_cli
 from revzoo.analysis.flops import count_flops
-from revzoo.analysis.report import ModelReport, report
-from revzoo.display.figures.model import plot
-from revzoo.display.tables.memory import memory_table
-from revzoo.display.tables.model import show
+from revzoo.analysis.report import ModelReport, report_model
+from revzoo.display.figures.model import plot_model
+from revzoo.display.tables.memory import tabulate_memory
+from revzoo.display.tables.model import show_model
 from revzoo.format import format_count, format_flops
 from revzoo.runtime.schedule import MODES
 
@@ -26,7 +26,7 @@ TINY = ["stages.0.depth=1"]
 
 @cache
 def shipped(name: str) -> ModelReport:
-    return report(revzoo.create(name, device="meta"))
+    return report_model(revzoo.create(name, device="meta"))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def tiny() -> revzoo.Model:
 
 def text_of(found: ModelReport) -> str:
     console = Console(width=180, record=True, file=io.StringIO())
-    console.print(show(found))
+    console.print(show_model(found))
     return console.export_text()
 
 
@@ -59,8 +59,8 @@ def test_parts_add_up(name):
 
 
 def test_measuring_together_is_measuring_alone(tiny):
-    found, batch = report(tiny, 4), tiny.example_input(4)
-    assert found.memory == memory_table(tiny, batch).reports
+    found, batch = report_model(tiny, 4), tiny.example_input(4)
+    assert found.memory == tabulate_memory(tiny, batch).reports
     flops = {}
     for mode in MODES:
         tiny.schedule = mode
@@ -72,7 +72,7 @@ def test_measuring_together_is_measuring_alone(tiny):
 def test_parts_by_hand(depth):
     B, N, D = 4, 16, 64
     model = revzoo.create("rev_vit_digits", overrides=[f"stages.0.depth={depth}"], device="meta")
-    found = {part.name: part for part in report(model, B).parts}
+    found = {part.name: part for part in report_model(model, B).parts}
     assert list(found) == ["stem", "stages.0", "fuse", "head"]
     assert [part.shape for part in found.values()] == [(N, D), (N, D), (N, 2 * D), None]
     stream = B * N * D * 4
@@ -90,7 +90,7 @@ def test_parts_by_hand(depth):
 def test_flops_of_one_example_by_hand(tiny):
     N, D = 16, 64
     tokens = N * (4 * D + 12 * D * D) + 2 * N * N * D  # patches, linear layers of a block, attention
-    assert report(tiny, 3).flops == tokens + 2 * D * 10
+    assert report_model(tiny, 3).flops == tokens + 2 * D * 10
 
 
 def test_a_bijection_is_no_unit_and_stores_nothing():
@@ -114,10 +114,10 @@ def test_inverted_steps_keep_one_pair_of_streams_a_chain():
 def test_show_answers_the_questions():
     model = revzoo.create("revnet_digits", overrides=[f"stages.{i}.depth=1" for i in range(3)])
     before = {key: t.clone() for key, t in model.state_dict().items()}
-    text = text_of(report(model, 8))
+    text = text_of(report_model(model, 8))
     for answer in (
         "revnet_digits (revnet)",
-        f"{sum(p.numel() for p in model.parameters()):,}, of them",
+        f"{sum(p.numel() for p in model.parameters()):,}, ",
         f"{len(model.steps)}, coupling additive",
         "What is kept for backward, batch of 8 images",
         "node: residual_pair",
@@ -144,14 +144,14 @@ def test_texts_are_called_texts():
 
 def test_a_model_without_shipped_weights_says_none():
     model = revzoo.create("rev_vit_digits", overrides=["name=mine", *TINY], device="meta")
-    lines = text_of(report(model, 2)).splitlines()
+    lines = text_of(report_model(model, 2)).splitlines()
     (line,) = (line for line in lines if line.lstrip().startswith("weights ") and "iB" not in line)
     assert line.split() == ["weights", "none"]
 
 
 def test_names_are_no_markup_and_no_batch_is_allocated():
     model = revzoo.create("rev_vit_digits", overrides=["name='[/red]'", "family='[bold]'", *TINY])
-    text = text_of(report(model, 10**9))
+    text = text_of(report_model(model, 10**9))
     assert "[/red] ([bold])" in text
     assert "batch of 1000000000 images" in text
 
@@ -161,7 +161,7 @@ def test_the_twin_stands_beside_it(monkeypatch):
         twin = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Sigmoid(), nn.Linear(32, 10, bias=False))
     with_twin(monkeypatch, twin)
     model = revzoo.create("rev_vit_digits", overrides=[*TINY, *twin_of("plain")], device="meta")
-    beside = report(model, 5)
+    beside = report_model(model, 5)
     found = beside.twin
     assert (found.parameters, found.flops, found.problem) == (64 * 32 + 32 + 320, 64 * 32 + 320, None)
     assert found.memory.after_forward_bytes == 5 * 32 * 4 + 4  # the sigmoid's output, and the loss
@@ -174,7 +174,7 @@ def test_the_twin_stands_beside_it(monkeypatch):
 def test_a_twin_that_cannot_be_built_says_why(monkeypatch):
     with_twin(monkeypatch, "timm has no such model")
     model = revzoo.create("rev_vit_digits", overrides=[*TINY, *twin_of("plain")], device="meta")
-    beside = report(model, 2)
+    beside = report_model(model, 2)
     assert "timm plain: not measured, timm has no such model" in text_of(beside)
     assert (beside.twin.memory, beside.twin.parameters) == (None, None)
 
@@ -184,7 +184,7 @@ def test_json_is_the_report_and_nothing_else(tiny, tmp_path, capsys):
     file.write_text(tiny.spec.to_yaml())
     assert zoo_cli.main(["show", str(file), "--json", "--batch", "3"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    found = report(tiny, 3)
+    found = report_model(tiny, 3)
     assert printed == json.loads(json.dumps(found.to_dict()))
     assert printed["digest"] == tiny.spec.digest
     assert printed["memory"]["invert"] == found.memory["invert"].to_dict()
@@ -196,7 +196,7 @@ def test_json_is_the_report_and_nothing_else(tiny, tmp_path, capsys):
 def test_the_picture_is_a_png_and_repeats(name, tmp_path):
     found = shipped(name)
     for file in ("a.png", "b.png"):
-        plot(found, tmp_path / file)
+        plot_model(found, tmp_path / file)
     picture = (tmp_path / "a.png").read_bytes()
     assert picture == (tmp_path / "b.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"

@@ -32,7 +32,7 @@ def test_two_processes(tmp_path):
     assert found.returncode == 0, found.stderr
     run = tmp_path / "runs" / "digits_revnet"
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits_revnet"]
-    assert found.stdout.count("Where memory goes") == found.stdout.count("epoch 1/2") == found.stdout.count("top-1") - 2 == 1
+    assert found.stdout.count("Memory of a training step") == found.stdout.count("epoch 1/2") == found.stdout.count("top-1") - 2 == 1
     assert sorted(path.name for path in run.iterdir()) == [
         "best.safetensors",
         "config.yaml",

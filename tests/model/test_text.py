@@ -8,7 +8,7 @@ import torch
 
 import revzoo
 from revzoo.checkpoint.files import load_weights, read_tensors, save_weights
-from revzoo.display.tables.memory import memory_table
+from revzoo.display.tables.memory import tabulate_memory
 from revzoo.errors import InputError
 
 MASKED_LM, CLASSIFIER = "rev_roberta_mini", "rev_bert_mini"
@@ -151,7 +151,7 @@ def test_analysis_takes_ids_with_a_mask(name):
         assert report.ok, report
         assert report.gradient_error < 1e-6
     measured = revzoo.measure_memory(model, (ids, mask))
-    table = memory_table(model, (ids, mask)).reports
+    table = tabulate_memory(model, (ids, mask)).reports
     assert measured == table["invert"]
     assert measured.batch_bytes == 3 * 64 * (8 + 1)
     assert measured.weight_bytes == 4 * model.spec.expect["parameters"]

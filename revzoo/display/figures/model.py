@@ -1,43 +1,40 @@
-"""The report of a model as a picture: its parts in a row, and under each what it keeps for backward."""
+"""The report of a model as a picture: its parts in a row, and below each part the bytes that it keeps for backward."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from revzoo.analysis.report import ModelReport, PartReport
-from revzoo.display.style import MODE_COLORS
+from revzoo.display.figures.base import draw_heading, label_bytes, new_figure, save, simplify_axes
+from revzoo.display.style import BLUE, INK, LIGHT_BLUE, LIGHT_GREY, MODE_COLORS, PALE
 from revzoo.display.tables.model import describe_twin
 from revzoo.format import format_bytes, format_count, format_flops, format_shape
 
 _INCHES = {"stage": 1.75, "node": 1.35, "bijection": 1.3}  # width of a column
-_FILL = {"stage": "#d9e8f5", "node": "#ececec", "bijection": "#ffffff"}
-_EDGE = {"stage": "#3b78b0", "node": "#8a8a8a", "bijection": "#3b78b0"}
-_INK, _RAIL = "#222222", "#3b78b0"
+_FILL = {"stage": LIGHT_BLUE, "node": LIGHT_GREY, "bijection": "white"}
+_EDGE = {"stage": BLUE, "node": PALE, "bijection": BLUE}
 _MARGIN, _HEIGHT = 1.0, 6.6  # [inch]
-_TOP, _BOTTOM, _BOX = 0.98, -0.98, (-0.62, 0.62)  # of the diagram; the streams run at +-0.3
+_TOP, _BOTTOM, _BOX = 0.98, -0.98, (-0.62, 0.62)  # y in the diagram; the two streams are lines at +-0.3
 
 
-def plot(report: ModelReport, path: str | Path) -> None:
-    """Draw the network and the bytes that each of its parts keeps in each mode; write a PNG."""
+def plot_model(report: ModelReport, path: str | Path) -> None:
+    """Draw the network, and the bytes that each of its parts keeps in every mode; write a PNG."""
     widths = [_INCHES[part.kind] for part in report.parts]
     width = max(sum(widths) + _MARGIN + 0.3, 8.5)
-    figure = Figure(figsize=(width, _HEIGHT), dpi=120, facecolor="white")
+    figure = new_figure(width, _HEIGHT)
     span = (width - _MARGIN - 0.3) / width
     diagram = figure.add_axes((_MARGIN / width, 0.47, span, 0.37))
     bars = figure.add_axes((_MARGIN / width, 0.09, span, 0.34))
     centers = [sum(widths[:i]) + w / 2 for i, w in enumerate(widths)]
-    _draw_heading(figure, report, _MARGIN / width)
+    draw_heading(figure, report.name, _summarise(report), _MARGIN)
     _draw_network(diagram, report, centers, widths)
     _draw_bars(bars, report.parts, centers, sum(widths))
-    figure.savefig(path, format="png", metadata={"Software": None})  # the same bytes whatever the version
+    save(figure, path)
 
 
-def _draw_heading(figure: Figure, report: ModelReport, left: float) -> None:
-    figure.text(left, 0.945, report.name, fontsize=17, fontweight="bold", color=_INK, parse_math=False)
+def _summarise(report: ModelReport) -> list[str]:
     peaks = ", ".join(f"{format_bytes(report.memory[mode].activation_bytes)} {mode}" for mode in MODE_COLORS)
     lines = [
         f"{report.parameters:,} parameters, {format_flops(report.flops)} per {report.example}, {report.steps} reversible steps",
@@ -46,21 +43,21 @@ def _draw_heading(figure: Figure, report: ModelReport, left: float) -> None:
     if report.twin is not None and report.twin.memory is not None:
         peak = format_bytes(report.twin.memory.activation_bytes)
         lines.append(f"ordinary twin {describe_twin(report.twin, report.example)}, {peak}")
-    figure.text(left, 0.93, "\n".join(lines), fontsize=9, color=_INK, va="top", parse_math=False, linespacing=1.5)
+    return lines
 
 
 def _draw_network(axes: Axes, report: ModelReport, centers: Sequence[float], widths: Sequence[float]) -> None:
     axes.set(xlim=(0, sum(widths)), ylim=(_BOTTOM, _TOP))
     axes.axis("off")
-    first, last = centers[0], centers[-2]  # from the split in the stem to the fuse there are two streams
+    first, last = centers[0], centers[-2]  # two streams from the split, drawn in the stem, to the fuse
     for y in (-0.3, 0.3):
-        axes.plot([first, last], [y, y], color=_RAIL, lw=2.2, zorder=1, solid_capstyle="round")
+        axes.plot([first, last], [y, y], color=BLUE, lw=2.2, zorder=1, solid_capstyle="round")
     axes.annotate("", (centers[-1], 0), (last, 0), arrowprops={"arrowstyle": "-", "color": _EDGE["node"], "lw": 2.2}, zorder=1)
     for part, x, width in zip(report.parts, centers, widths, strict=True):
         _draw_part(axes, part, x, width - 0.3)
         below = "" if part.shape is None else format_shape(part.shape)
-        axes.text(x, _BOX[0] - 0.08, below, fontsize=8, color=_RAIL, ha="center", va="top")
-        axes.text(x, _BOX[1] + 0.07, _title(part), fontsize=9, fontweight="bold", color=_INK, ha="center", va="bottom")
+        axes.text(x, _BOX[0] - 0.08, below, fontsize=8, color=BLUE, ha="center", va="top")
+        axes.text(x, _BOX[1] + 0.07, _title(part), fontsize=9, fontweight="bold", color=INK, ha="center", va="bottom")
 
 
 def _draw_part(axes: Axes, part: PartReport, x: float, width: float) -> None:
@@ -79,25 +76,25 @@ def _draw_part(axes: Axes, part: PartReport, x: float, width: float) -> None:
             zorder=2,
         )
     )
-    axes.text(x, 0, "\n".join(_words(part)), fontsize=8, color=_INK, ha="center", va="center", zorder=3, linespacing=1.35)
+    axes.text(x, 0, "\n".join(_box_lines(part)), fontsize=8, color=INK, ha="center", va="center", zorder=3, linespacing=1.35)
 
 
 def _title(part: PartReport) -> str:
     return part.name.split(".")[-1] if part.kind != "stage" else f"stage {part.name.split('.')[-1]}"
 
 
-def _words(part: PartReport) -> list[str]:
-    """Return what is written in a box, a line each."""
+def _box_lines(part: PartReport) -> list[str]:
+    """Return the lines of text in a part's box."""
     blocks, _, branches = part.what.partition(": ")
     if part.kind == "stage":
-        lines = [f"{blocks}, {part.steps} steps", *_wrapped(branches, 20)]
+        lines = [f"{blocks}, {part.steps} steps", *_wrap(branches, 20)]
     else:
-        lines = _wrapped(part.what.replace(", then", " +"), 15)
+        lines = _wrap(part.what.replace(", then", " +"), 15)
     return [*lines, "bijection" if part.kind == "bijection" else f"{format_count(part.parameters)} param."]
 
 
-def _wrapped(text: str, most: int) -> list[str]:
-    """Break a name at its underscores."""
+def _wrap(text: str, most: int) -> list[str]:
+    """Break a text at spaces and behind underscores into lines of at most this many characters, if possible."""
     lines = [""]
     for word in text.replace("_", "_ ").split(" "):
         join = "" if lines[-1].endswith("_") or not lines[-1] else " "
@@ -121,18 +118,12 @@ def _draw_bars(axes: Axes, parts: Sequence[PartReport], centers: Sequence[float]
             axes.text(x, max(size, low) * 1.25, label, fontsize=7, color=color, ha="center", va="bottom", rotation=90)
     for x, part in zip(centers, parts, strict=True):
         if part.kind == "bijection":
-            axes.text(x, low * 1.25, "nothing", fontsize=7.5, color=_RAIL, ha="center", va="bottom")
+            axes.text(x, low * 1.25, "nothing", fontsize=7.5, color=BLUE, ha="center", va="bottom")
     axes.set_yscale("log")
     axes.set(xlim=(0, span), ylim=(low, high))
-    axes.set_ylabel("kept for backward (log scale)", fontsize=9, color=_INK)
+    axes.set_ylabel("kept for backward (log scale)", fontsize=9, color=INK)
     ticks = [1024.0**i * 2**j for i in range(5) for j in (0, 5)]
-    axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size).replace(".0", "")))
+    label_bytes(axes.yaxis, [tick for tick in ticks if low <= tick <= high])
     axes.xaxis.set_visible(False)
-    axes.grid(axis="y", color="#e3e3e3", lw=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, color="#b0b0b0")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    simplify_axes(axes)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=4, frameon=False, fontsize=9)

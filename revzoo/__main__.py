@@ -1,0 +1,8 @@
+"""`python -m revzoo` is the command `revzoo`."""
+
+import sys
+
+from zoo_cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""`revzoo convert`: a reversible network from a pretrained ordinary one."""
+
+import argparse
+import json
+from pathlib import Path
+
+from revzoo.commands.parser import Parser
+
+SUMMARY = "Make a pretrained network reversible."
+
+
+def declare(parser: Parser) -> None:
+    """Add the arguments of `revzoo convert`."""
+    parser.epilog = (
+        "With momentum and dual_residual the converted network computes nearly the original's function; with additive it has "
+        "the same tensors, and computes another function until it is fine-tuned. Every command that takes a model takes the "
+        "folder."
+    )
+    parser.add_argument(
+        "source",
+        help="a timm name, a folder with a Transformers config.json, or a reversible model, for its published weights",
+    )
+    parser.add_argument("--weights", metavar="FILE", help="safetensors, .pth, .bin, or an index of shards (default: the hub's)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write, new or empty")
+    parser.add_argument(
+        "--coupling",
+        choices=("momentum", "dual_residual", "additive"),
+        default="momentum",
+        help="how the two streams are combined in a step (default: momentum)",
+    )
+    parser.add_argument(
+        "--kept-bits", type=int, choices=range(9), default=8, metavar="S", help="b = 2^-S, exactly invertible (default: 8)"
+    )
+    parser.add_argument("--m", type=float, metavar="M", help="momentum's m in floating point instead, without kept bits")
+    parser.add_argument(
+        "--beta", type=float, metavar="B", help="dual_residual's beta in floating point instead, without kept bits"
+    )
+    parser.add_argument(
+        "--no-strict", action="store_true", help="initialise missing tensors at random and drop extra ones instead of refusing"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert a network and print the report."""
+    from revzoo.conversion.convert import convert
+
+    floating = arguments.m is not None or arguments.beta is not None
+    report = convert(
+        arguments.source,
+        arguments.weights,
+        coupling=arguments.coupling,
+        kept_bits=None if floating else arguments.kept_bits,
+        m=arguments.m,
+        beta=arguments.beta,
+        out=arguments.out,
+        strict=not arguments.no_strict,
+    )
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        print(report)
+        fixed = "" if report.coupling.get("kept_bits") == 8 else " coupling=null"  # the recipe moves 8 kept bits
+        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES{fixed}")
+    return 0

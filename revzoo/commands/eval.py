@@ -1,0 +1,40 @@
+"""`revzoo eval`: the metrics of a trained run, or of weights that ship."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from revzoo.commands.parser import Parser, split_overrides
+from revzoo.errors import InputError
+
+SUMMARY = "Evaluate a trained model, or weights that ship."
+
+
+def declare(parser: Parser) -> None:
+    """Add the arguments of `revzoo eval`."""
+    parser.add_argument(
+        "target", nargs="*", help="the folder of a run or a checkpoint in it, and overrides such as data.root=/elsewhere"
+    )
+    parser.add_argument("--pretrained", metavar="NAME", help="evaluate the weights that ship for this model")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate and print the metrics; 1 if the loss is not finite or shipped weights do not reach the metric of their index."""
+    targets, overrides = split_overrides(arguments.target)
+    if len(targets) + (arguments.pretrained is not None) != 1:
+        raise InputError("Name one thing to evaluate: the folder of a run, a checkpoint in it, or --pretrained NAME.")
+    from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
+
+    if targets:
+        scores = evaluate_checkpoint(Path(targets[0]), overrides)
+        print(f"{targets[0]}: {scores}")
+        if not math.isfinite(scores.loss):
+            print("revzoo: the loss is not finite: the model returns infinities or NaN.", file=sys.stderr)
+            return 1
+        return 0
+    scores, entry = evaluate_pretrained(arguments.pretrained, overrides)
+    print(f"{arguments.pretrained}: {scores}")
+    same = abs(scores.top1 - entry.metric["top1"]) < 0.005  # the index has two decimals
+    print(f"The index says top-1 {entry.metric['top1']:.2f} %: {'the same' if same else 'NOT the same'}.")
+    return 0 if same else 1

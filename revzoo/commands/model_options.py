@@ -1,0 +1,74 @@
+"""What `revzoo profile` and `revzoo plan` share: the options for the model, its device and its optimizer."""
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from revzoo.commands.parser import DTYPE_HELP, DTYPES, NAME_HELP, Parser
+from revzoo.errors import InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from revzoo.model.network import Model
+
+BATCH_HELP = "examples in a batch (default: 32 images, or 8 texts)"
+
+
+def declare_model(parser: Parser, batch: Callable[[str], object], metavar: str, batch_help: str) -> None:
+    """Add the arguments that say what to profile.
+
+    Args:
+        batch: type of --batch.
+        metavar: what --batch takes, in the help.
+    """
+    parser.add_argument("name", help=NAME_HELP)
+    parser.add_argument("--batch", type=batch, metavar=metavar, help=batch_help)
+    parser.add_argument("--device", metavar="D", help="where to run (default: cuda if available, else cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help=DTYPE_HELP)
+    parser.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="a timm optimizer, such as adamw, whose state is counted too (default: none)",
+    )
+    parser.add_argument("--meta", action="store_true", help="count bytes and FLOPs only: nothing is allocated, run or timed")
+    parser.add_argument(
+        "--estimate",
+        action="store_true",
+        help="time one minimum-memory step and assume one extra forward per recomputed module (faster, less accurate)",
+    )
+
+
+def create_model(arguments: argparse.Namespace) -> "Model":
+    """Create the model on the device to profile it on, with the same weights every time."""
+    if arguments.meta and arguments.device is not None:
+        raise InputError(f"Received: --meta and --device {arguments.device}. --meta runs on no device: leave one of them out.")
+    import torch
+
+    from revzoo.model.create import create
+
+    torch.manual_seed(0)
+    device = "meta" if arguments.meta else arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return create(arguments.name, device=device, dtype=getattr(torch, arguments.dtype))
+
+
+def create_batch(model: "Model", size: int | None) -> "Tensor":
+    """Return random examples; as many as is usual for the kind of input where no number is given."""
+    from revzoo.analysis.report import default_batch_size
+
+    return model.example_input(size or default_batch_size(model.spec.input))
+
+
+def create_optimizer(name: str | None, model: "Model") -> "Optimizer | None":
+    """Return timm's optimizer of that name for the model, or None without a name."""
+    if name is None:
+        return None
+    from timm.optim import create_optimizer_v2, list_optimizers
+
+    if name not in list_optimizers():
+        raise UnknownNameError("optimizer", name, map(str, list_optimizers()))
+    try:
+        return create_optimizer_v2(model, name, lr=1e-3)  # only the size of its state matters
+    except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:
+        raise InputError(f"timm's {name} cannot be made here ({type(error).__name__}: {error}). Try adamw.") from error

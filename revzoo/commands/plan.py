@@ -1,0 +1,112 @@
+"""`revzoo plan`: the fastest schedule within a memory budget, for one batch size or the best of a range."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from revzoo.commands.model_options import BATCH_HELP, create_batch, create_model, create_optimizer, declare_model
+from revzoo.commands.parser import Parser, batch_or_range, require_png, require_writable
+from revzoo.errors import InputError
+
+if TYPE_CHECKING:
+    from revzoo.model.network import Model
+    from revzoo.planning.plan import Plan
+
+SUMMARY = "Find the fastest mix of modes that fits a memory budget."
+
+
+def declare(parser: Parser) -> None:
+    """Add the arguments of `revzoo plan`."""
+    parser.epilog = (
+        "Everything alive at the peak has to fit: weights, gradients, batch, activations, and the state of the optimizer if "
+        "one is named. With --batch auto:LOW-HIGH, --plot plan.png also writes plan-times.png and plan-schedules.png, over "
+        "the batch sizes."
+    )
+    batch_help = f"{BATCH_HELP}, or a range to search for the most samples per second, such as auto:16-256"
+    declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help)
+    parser.add_argument(
+        "--budget",
+        required=True,
+        metavar="SIZE",
+        help="such as 8GiB, 60%% of the device's memory, or auto: nine tenths of what is free",
+    )
+    parser.add_argument(
+        "--solver",
+        choices=("timeline", "knapsack"),
+        default="timeline",
+        help="timeline is exact; knapsack is the published additive model, for comparison (default: timeline)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
+    parser.add_argument("--json", action="store_true", help="print everything, and the data of --plot, as JSON instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan a model; print, draw and save the plan."""
+    if arguments.plot is not None:
+        require_png(arguments.plot)
+    if arguments.out is not None:
+        require_writable(arguments.out)
+    from revzoo.planning.budget import budget_bytes
+
+    model = create_model(arguments)
+    budget_bytes(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
+    plan = (_plan_batches if isinstance(arguments.batch, tuple) else _plan_batch)(arguments, model)
+    if arguments.out is not None:
+        plan.save(arguments.out)
+        if not arguments.json:
+            print(f"{arguments.out}: give it to a model with revzoo.Plan.load({str(arguments.out)!r}).apply(model).")
+    return 0
+
+
+def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
+    """Plan one batch size; print and draw the plan."""
+    from revzoo.display.tables.plan import show_plan
+    from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
+    from revzoo.planning.planner import profile_and_plan
+
+    batch, optimizer = create_batch(model, arguments.batch), create_optimizer(arguments.optimizer, model)
+    profile, plan = profile_and_plan(
+        model, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer, estimate=arguments.estimate
+    )
+    beside, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
+    budgets = evaluate_budgets(profile) if arguments.plot is not None or arguments.json else []
+    if arguments.plot is not None:
+        from revzoo.display.figures.plan import plot_plan
+
+        plot_plan(plan, arguments.plot, budgets, beside, fixed_bytes)
+    if arguments.json:
+        print(json.dumps({"plan": asdict(plan), "others": beside, "front": budgets, "fixed_bytes": fixed_bytes}, indent=2))
+    else:
+        from revzoo.display.console import print_renderable
+
+        print_renderable(show_plan(plan, beside))
+    return plan
+
+
+def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
+    """Find the batch size with the most samples per second; print and draw its plan, and the other sizes."""
+    from revzoo.planning.batch import find_best_batch
+
+    if arguments.estimate:
+        raise InputError("Received: --estimate and a range of batch sizes, whose times are measured. Leave one out.")
+    optimizer = create_optimizer(arguments.optimizer, model)
+    best = find_best_batch(model, arguments.budget, *arguments.batch, solver=arguments.solver, optimizer=optimizer)
+    if arguments.plot is not None:
+        from revzoo.display.figures.batch import plot_schedules, plot_times
+        from revzoo.display.figures.plan import plot_plan
+
+        rows = [asdict(row) for row in best.rows]
+        plot_plan(best.plan, arguments.plot)
+        plot_times(rows, arguments.plot.with_stem(f"{arguments.plot.stem}-times"))
+        plot_schedules(rows, best.plan.units, arguments.plot.with_stem(f"{arguments.plot.stem}-schedules"))
+    if arguments.json:
+        print(json.dumps(best.to_dict(), indent=2))
+    else:
+        from revzoo.display.console import print_renderable
+        from revzoo.display.tables.plan import show_batches
+
+        print_renderable(show_batches(best))
+    return best.plan

@@ -1,0 +1,33 @@
+"""`revzoo profile`: what every unit of a model keeps and costs in every mode."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from revzoo.commands.model_options import BATCH_HELP, create_batch, create_model, create_optimizer, declare_model
+from revzoo.commands.parser import JSON_HELP, Parser, positive_count
+
+SUMMARY = "Measure the memory and time of every unit of a model in every mode."
+
+
+def declare(parser: Parser) -> None:
+    """Add the arguments of `revzoo profile`."""
+    declare_model(parser, positive_count, "N", BATCH_HELP)
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Profile a model and print the result."""
+    from revzoo.planning.profiling.profile import profile
+
+    model = create_model(arguments)
+    batch = create_batch(model, arguments.batch)
+    result = profile(model, batch, create_optimizer(arguments.optimizer, model), estimate=arguments.estimate)
+    if arguments.json:
+        print(json.dumps(asdict(result), indent=2))
+    else:
+        from revzoo.display.console import print_renderable
+        from revzoo.display.tables.plan import show_profile
+
+        print_renderable(show_profile(result))
+    return 0

@@ -1,0 +1,43 @@
+"""`revzoo show`: the report of a model as tables, JSON or a picture."""
+
+import argparse
+import json
+from pathlib import Path
+
+from revzoo.commands.parser import JSON_HELP, NAME_HELP, Parser, positive_count, require_png
+
+SUMMARY = "Show a model's parts, and the memory and FLOPs of a training step."
+
+
+def declare(parser: Parser) -> None:
+    """Add the arguments of `revzoo show`."""
+    parser.add_argument("name", help=NAME_HELP)
+    parser.add_argument(
+        "--batch", type=positive_count, metavar="N", help="examples in a batch (default: 32 images, or 8 texts)"
+    )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="also draw the network, and what each part keeps for backward"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure a model on the meta device and print its report."""
+    if arguments.plot is not None:
+        require_png(arguments.plot)
+    from revzoo.analysis.report import report_model
+    from revzoo.model.create import create
+
+    report = report_model(create(arguments.name, device="meta"), arguments.batch)
+    if arguments.plot is not None:
+        from revzoo.display.figures.model import plot_model
+
+        plot_model(report, arguments.plot)
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        from revzoo.display.console import print_renderable
+        from revzoo.display.tables.model import show_model
+
+        print_renderable(show_model(report))
+    return 0

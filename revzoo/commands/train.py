@@ -1,0 +1,48 @@
+"""`revzoo train`: train a model by a recipe, or resume a run."""
+
+import argparse
+from pathlib import Path
+
+from revzoo.commands.parser import Parser, split_overrides
+from revzoo.errors import InputError
+
+SUMMARY = "Train a model by a recipe."
+
+
+def declare(parser: Parser) -> None:
+    """Add the arguments of `revzoo train`."""
+    from revzoo.spec import list_recipes
+
+    parser.epilog = (
+        f"Recipes: {', '.join(list_recipes())}. Several GPUs: accelerate launch --num_processes N -m zoo_cli train ...; "
+        "several processes without GPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m zoo_cli "
+        "train ..."
+    )
+    parser.add_argument(
+        "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train or resume."""
+    recipes, overrides = split_overrides(arguments.recipe)
+    if arguments.resume is not None:
+        if recipes or overrides or arguments.out is not None:
+            raise InputError(
+                "A resumed run keeps its recipe. Received: --resume with more. Use revzoo train --resume DIR alone."
+            )
+        from revzoo.training.loop import resume
+
+        resume(arguments.resume)
+        return 0
+    if len(recipes) > 1:
+        raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
+    from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
+
+    recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)  # refused before the loop is imported
+    from revzoo.training.loop import train
+
+    train(recipe, arguments.out)
+    return 0
