@@ -1,56 +1,15 @@
-"""The parts a spec can name. Importing this package fills the registries.
+"""The parts a spec can name. Importing this package registers all of them.
 
-A part knows nothing of modes, streams' partners or schedules; attention, MLP, norms, drop path and patch embedding are
-timm's, with timm's parameter names; parts for texts have those of Transformers.
+A part knows its own input and nothing of the model around it: neither the other stream, nor the mode of backward, nor the
+schedule. Attention, MLP, norms, drop path and patch embedding are timm's, with timm's parameter names; parts for text have
+the parameter names of Transformers.
+
+Each role has its own folder, and a part's file is named after the part: `branches/window_attention.py` registers the branch
+`window_attention`. Splits, fuses and initialisations are small and share one file per role. `layers/` holds what several
+parts are built from, `context.py` what the builder hands to a part.
 """
 
-from revzoo.parts import (
-    attention,
-    chunk,
-    conv,
-    embedding,
-    encoder,
-    fuse,
-    head,
-    init,
-    irevnet,
-    lsh,
-    merge,
-    mlp,
-    mvit,
-    pooling,
-    resnet,
-    split,
-    stem,
-    text_head,
-    token_head,
-    transition,
-    window,
-)
+from revzoo.parts import branches, fuses, heads, inits, splits, stems, transitions
 from revzoo.parts.context import BuildContext, Shape
 
-__all__ = [
-    "BuildContext",
-    "Shape",
-    "attention",
-    "chunk",
-    "conv",
-    "embedding",
-    "encoder",
-    "fuse",
-    "head",
-    "init",
-    "irevnet",
-    "lsh",
-    "merge",
-    "mlp",
-    "mvit",
-    "pooling",
-    "resnet",
-    "split",
-    "stem",
-    "text_head",
-    "token_head",
-    "transition",
-    "window",
-]
+__all__ = ["BuildContext", "Shape", "branches", "fuses", "heads", "inits", "splits", "stems", "transitions"]

@@ -5,11 +5,11 @@ import timm
 import torch
 from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg, checkpoint_filter_fn
 
-from revzoo.conversion.sources.base import Choice
+from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.sources.timm_mvit import TimmMViT
 from revzoo.errors import ConversionError, PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.mvit import MultiScaleTransition
+from revzoo.parts.transitions.multiscale_block import MultiScaleTransition
 
 SOURCE = TimmMViT()
 TINY = {
@@ -47,8 +47,8 @@ def test_the_converted_network_is_the_original(trial, randomised, options):
     size = options.get("model", {}).get("img_size", (16, 16))
     x = torch.randn(2, original.patch_embed.proj.in_channels, *size)
     assert trial.difference(original, x) <= 1e-5
-    assert trial.difference(original, x, Choice("dual_residual", kept_bits=None, strength=0.0)) <= 1e-5
-    assert trial.difference(original, x, Choice("additive")) > 1e-3  # the same tensors, another function
+    assert trial.difference(original, x, CouplingChoice("dual_residual", kept_bits=None, b=0.0)) <= 1e-5
+    assert trial.difference(original, x, CouplingChoice("additive")) > 1e-3  # the same tensors, another function
     trial.check_round_trip(original)
 
 
@@ -64,10 +64,10 @@ def test_every_tensor_goes_where_the_golden_list_says(trial):
 def test_named_models_are_read_without_weights(trial, name, tensors, steps, rate):
     original = timm.create_model(name, device="meta", drop_path_rate=rate)
     with torch.device("meta"):
-        model = trial.build(original, Choice())
+        model = trial.build(original, CouplingChoice())
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     theirs = original.state_dict()
-    assert {e.ours[0]: theirs[e.theirs[0]].shape for e in SOURCE.entries(original)} == shapes
+    assert {e.ours[0]: theirs[e.theirs[0]].shape for e in SOURCE.map_tensors(original)} == shapes
     assert len(shapes) == tensors or tensors is None
     assert len(model.steps) == steps
     assert model.spec.input.size == (224, 224)
@@ -101,9 +101,9 @@ REFUSED = {
 @pytest.mark.parametrize(("named", "options"), REFUSED.items(), ids=REFUSED)
 def test_what_cannot_be_expressed_is_refused_by_name(named, options):
     original = tiny(**options)
-    assert SOURCE.fits(original)
+    assert SOURCE.handles(original)
     with pytest.raises(ConversionError, match=named):
-        SOURCE.spec(original, Choice())
+        SOURCE.make_spec(original, CouplingChoice())
 
 
 def test_positions_of_distances_are_interpolated_as_timm_does(randomised):
@@ -113,10 +113,10 @@ def test_positions_of_distances_are_interpolated_as_timm_does(randomised):
     changed = [key for key, value in original.state_dict().items() if value.shape != shapes[key]]
     assert {key.rpartition(".")[2] for key in changed} == {"rel_pos_h", "rel_pos_w"}
     for key in changed:
-        assert torch.equal(SOURCE.resized(key, original.state_dict()[key], shapes[key]), expected[key])
+        assert torch.equal(SOURCE.resize(key, original.state_dict()[key], shapes[key]), expected[key])
     table = original.state_dict()[changed[0]]
-    assert SOURCE.resized(changed[0], table, (3, table.shape[1] + 1)) is None
-    assert SOURCE.resized("norm.weight", table, (3, table.shape[1])) is None
+    assert SOURCE.resize(changed[0], table, (3, table.shape[1] + 1)) is None
+    assert SOURCE.resize("norm.weight", table, (3, table.shape[1])) is None
 
 
 @pytest.mark.parametrize("fuse", ["mean", "last"])
@@ -167,8 +167,8 @@ def test_facebooks_names_become_timms(randomised, options):
     file |= {key.replace("head.fc", "head.projection"): value for key, value in expected.items() if "stages" not in key}
     for shortcut in ("shortcut_proj_attn", "shortcut_proj_mlp"):
         file = {key.replace(shortcut, "proj"): value for key, value in file.items()}
-    found, notes = SOURCE.canonical(original, file)
+    found, notes = SOURCE.canonicalise(original, file)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
     assert notes == ["facebookresearch/mvit's names became timm's: blocks are counted by stage"]
-    assert SOURCE.canonical(original, expected) == (expected, [])
+    assert SOURCE.canonicalise(original, expected) == (expected, [])

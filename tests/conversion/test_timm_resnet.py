@@ -7,11 +7,13 @@ from timm.layers import BlurPool2d
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 
 import revzoo
-from revzoo.conversion.sources.base import Choice
+from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.sources.timm_resnet import TimmResNet
 from revzoo.errors import ConversionError, PartArgumentError
+from revzoo.parts.branches.residual_unit import ResidualUnit
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.resnet import ResidualBlock, ResidualUnit, ResNetStem
+from revzoo.parts.stems.resnet import ResNetStem
+from revzoo.parts.transitions.residual_block import ResidualBlock
 
 SOURCE = TimmResNet()
 
@@ -38,8 +40,8 @@ def test_the_converted_network_is_the_original(trial, randomised, options):
     original = randomised(tiny(**options), scale=0.1)
     x = torch.randn(2, *original.pretrained_cfg["input_size"])
     assert trial.difference(original, x) <= 1e-5
-    assert trial.difference(original, x, Choice("dual_residual", kept_bits=None, strength=0.0)) <= 1e-5
-    assert trial.difference(original, x, Choice("additive")) > 1e-3  # the same tensors, another function
+    assert trial.difference(original, x, CouplingChoice("dual_residual", kept_bits=None, b=0.0)) <= 1e-5
+    assert trial.difference(original, x, CouplingChoice("additive")) > 1e-3  # the same tensors, another function
     trial.check_round_trip(original)
 
 
@@ -50,7 +52,7 @@ def test_statistics_of_a_training_step_are_the_originals(trial, randomised):
     expected, found = original.train()(x), model(x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     ours, theirs = model.state_dict(), original.state_dict()
-    for entry in SOURCE.entries(original):
+    for entry in SOURCE.map_tensors(original):
         torch.testing.assert_close(ours[entry.ours[0]], theirs[entry.theirs[0]], rtol=1e-4, atol=1e-5)
 
 
@@ -66,10 +68,10 @@ def test_every_tensor_goes_where_the_golden_list_says(trial):
 def test_named_models_are_read_without_weights(trial, name, tensors, steps):
     original = timm.create_model(name, device="meta", drop_path_rate=0.2)
     with torch.device("meta"):
-        model = trial.build(original, Choice())
+        model = trial.build(original, CouplingChoice())
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     theirs = original.state_dict()
-    assert {e.ours[0]: theirs[e.theirs[0]].shape for e in SOURCE.entries(original)} == shapes
+    assert {e.ours[0]: theirs[e.theirs[0]].shape for e in SOURCE.map_tensors(original)} == shapes
     assert (len(shapes), len(model.steps)) == (tensors, steps)
     assert model.steps[-1].drop_path.drop_prob == pytest.approx(0.2)
     assert model.spec.input.size == tuple(original.pretrained_cfg["input_size"][1:])
@@ -77,7 +79,7 @@ def test_named_models_are_read_without_weights(trial, name, tensors, steps):
 
 def test_gradients_of_a_conversion_that_can_be_inverted_equal_stored_ones(trial, randomised):
     original = randomised(tiny(Bottleneck, (2, 2, 3, 2), channels=(4, 8, 12, 16)), scale=0.1)
-    model = trial.build(original, Choice("momentum", kept_bits=None, strength=0.5)).double()
+    model = trial.build(original, CouplingChoice("momentum", kept_bits=None, b=0.5)).double()
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
 
     def gradients(schedule):
@@ -112,9 +114,9 @@ REFUSED = {
 @pytest.mark.parametrize(("named", "options"), REFUSED.items(), ids=REFUSED)
 def test_what_cannot_be_expressed_is_refused_by_name(named, options):
     original = tiny(**options)
-    assert SOURCE.fits(original)
+    assert SOURCE.handles(original)
     with pytest.raises(ConversionError, match=named):
-        SOURCE.spec(original, Choice())
+        SOURCE.make_spec(original, CouplingChoice())
 
 
 IMAGE = BuildContext(Shape(8, (6, 5), "image"), 8)
@@ -171,10 +173,10 @@ def test_the_parts_can_be_named_in_a_spec():
 def test_counts_that_an_old_file_has_not_are_zero():
     expected = tiny().state_dict()
     file = {key: value for key, value in expected.items() if not key.endswith("num_batches_tracked")}
-    found, notes = SOURCE.canonical(tiny(), file)
+    found, notes = SOURCE.canonicalise(tiny(), file)
     assert found.keys() == expected.keys()
     assert all(found[key].shape == () and found[key].dtype == torch.long for key in found.keys() - file.keys())
     assert notes == ["18 counts of batches (num_batches_tracked) are not in the file and were set to 0"]
-    assert SOURCE.canonical(tiny(), expected) == (expected, [])
-    assert not SOURCE.ignored("fc.weight")
-    assert SOURCE.resized("fc.weight", torch.zeros(5, 16), (5, 8)) is None
+    assert SOURCE.canonicalise(tiny(), expected) == (expected, [])
+    assert not SOURCE.ignores("fc.weight")
+    assert SOURCE.resize("fc.weight", torch.zeros(5, 16), (5, 8)) is None

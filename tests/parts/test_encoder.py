@@ -14,11 +14,14 @@ from transformers.models.roberta.modeling_roberta import (
 
 import revzoo
 from revzoo.errors import InputError, PartArgumentError
+from revzoo.parts.branches.feed_forward import FeedForwardBranch
+from revzoo.parts.branches.self_attention import SelfAttentionBranch
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.embedding import TokenStem
-from revzoo.parts.encoder import FeedForwardBranch, SelfAttentionBranch
-from revzoo.parts.init import Normal
-from revzoo.parts.text_head import MaskedLM, SequenceClassification, TextFeatures
+from revzoo.parts.heads.masked_lm import MaskedLM
+from revzoo.parts.heads.sequence_classification import SequenceClassification
+from revzoo.parts.heads.text_features import TextFeatures
+from revzoo.parts.inits import Normal
+from revzoo.parts.stems.token_embed import TokenStem
 
 SIZES = {
     "vocab_size": 50,

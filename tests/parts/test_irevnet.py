@@ -8,12 +8,13 @@ import torch.nn.functional as F
 
 import revzoo
 from revzoo.errors import InputError, PartArgumentError
+from revzoo.parts.branches.irevnet_unit import IRevNetUnit
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.fuse import Concat
-from revzoo.parts.head import PooledLinear
-from revzoo.parts.irevnet import IRevNetUnit
-from revzoo.parts.split import ChannelSplit
-from revzoo.parts.stem import PadStem, SqueezeStem
+from revzoo.parts.fuses import Concat
+from revzoo.parts.heads.pooled_linear import PooledLinear
+from revzoo.parts.splits import ChannelSplit
+from revzoo.parts.stems.pad_channels import PadStem
+from revzoo.parts.stems.space_to_depth import SpaceToDepthStem
 
 IMAGE = BuildContext(Shape(3, (6, 4), "image"), 3)
 # Bijective and small: irevnet_300 with less of everything.
@@ -162,7 +163,7 @@ def test_transitions_keep_nothing():
 
 def test_stems_and_their_inverses():
     x = torch.randn(2, 3, 6, 4)
-    squeeze = SqueezeStem(IMAGE)
+    squeeze = SpaceToDepthStem(IMAGE)
     assert torch.equal(squeeze(x), psi(x))
     assert torch.equal(squeeze.inverse(psi(x)), x)
     assert squeeze.out_shape == Shape(12, (3, 2), "image")
@@ -198,9 +199,9 @@ def test_the_head_normalises_before_pooling():
         (lambda: IRevNetUnit(BuildContext(Shape(8, (3,), "tokens"), 8)), "type"),
         (lambda: IRevNetUnit(BuildContext(Shape(8, (6, 4), "image"), 8), kernels=(3, 2, 3)), "kernels"),
         (lambda: IRevNetUnit(BuildContext(Shape(6, (6, 4), "image"), 6)), "bottleneck"),
-        (lambda: SqueezeStem(BuildContext(Shape(100, (8,), "text"), 100)), "type"),
-        (lambda: SqueezeStem(IMAGE, block=4), "block"),
-        (lambda: SqueezeStem(BuildContext(Shape(3, (7, 7), "image"), 3)), "block"),
+        (lambda: SpaceToDepthStem(BuildContext(Shape(100, (8,), "text"), 100)), "type"),
+        (lambda: SpaceToDepthStem(IMAGE, block=4), "block"),
+        (lambda: SpaceToDepthStem(BuildContext(Shape(3, (7, 7), "image"), 3)), "block"),
         (lambda: PadStem(IMAGE, width=2), "width"),
         (lambda: PadStem(IMAGE, width=7), "width"),
         (lambda: PadStem(BuildContext(Shape(1, (6, 4), "image"), 1), width=8), "block"),

@@ -9,16 +9,17 @@ from timm.models.vision_transformer import Block, VisionTransformer
 
 import revzoo
 from revzoo.errors import InputError, PartArgumentError
-from revzoo.parts.attention import AttentionBranch
+from revzoo.parts.branches.attention import AttentionBranch
+from revzoo.parts.branches.conv_unit import ConvBranch
+from revzoo.parts.branches.mlp import MlpBranch
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.conv import ConvBranch
-from revzoo.parts.fuse import Concat, Mean
-from revzoo.parts.head import PooledLinear
-from revzoo.parts.init import FanIn, FanOut, TruncatedNormal
-from revzoo.parts.mlp import MlpBranch
-from revzoo.parts.split import ChannelSplit, Duplicate
-from revzoo.parts.stem import ConvStem, PatchStem
-from revzoo.parts.transition import ResidualPair
+from revzoo.parts.fuses import Concat, Mean
+from revzoo.parts.heads.pooled_linear import PooledLinear
+from revzoo.parts.inits import FanIn, FanOut, TruncatedNormal
+from revzoo.parts.splits import ChannelSplit, Duplicate
+from revzoo.parts.stems.conv import ConvStem
+from revzoo.parts.stems.patch_embed import PatchStem
+from revzoo.parts.transitions.residual_pair import ResidualPair
 
 TOKENS = BuildContext(Shape(12, (2, 3), "tokens"), 12)
 IMAGE = BuildContext(Shape(8, (6, 4), "image"), 8)

@@ -7,12 +7,12 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTran
 
 import revzoo
 from revzoo.errors import PartArgumentError, SpecError
+from revzoo.parts.branches.mlp import MlpBranch
+from revzoo.parts.branches.window_attention import WindowBranch
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.fuse import Concat
-from revzoo.parts.merge import FuseMergeSplit
-from revzoo.parts.mlp import MlpBranch
-from revzoo.parts.stem import PatchStem
-from revzoo.parts.window import WindowBranch
+from revzoo.parts.fuses import Concat
+from revzoo.parts.stems.patch_embed import PatchStem
+from revzoo.parts.transitions.fuse_merge_split import FuseMergeSplit
 
 
 @pytest.fixture(autouse=True)

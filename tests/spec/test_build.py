@@ -57,7 +57,7 @@ def test_parts_that_do_not_fit_are_all_named():
     ]
     assert problems("revnet_38", "stages.1.width=31", "stages.2.transition.stride=3") == [
         "stages.1.transition.layout: found 'basic'; allowed: bottleneck, or a width of 16 plus an even number instead of 31",
-        "stages.2.transition.stride: found 3; allowed: a divisor of the sides (32, 32)",
+        "stages.2.transition.stride: found 3; allowed: a divisor of both sides of the 32x32 image",
     ]
     assert problems("revnet_38", "block.f={type: attention, heads: 2}", "fuse.norm=layer_norm") == [
         *(

@@ -1,0 +1,107 @@
+"""Fuses: the two streams become one tensor again, which is then normalised."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.bounds import UnitInterval
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
+from revzoo.parts.layers.join import join_streams
+from revzoo.parts.layers.norm import build_batch_norm, build_token_norm
+from revzoo.registry import fuses
+
+FuseNorm = Literal["layer_norm", "layer_norm_1e-5", "batch_norm", "none"]
+
+
+class NormedFuse(nn.Module):
+    """The base of all fuses: join the streams, then normalise. A subclass defines `join`.
+
+    Args:
+        norm: `layer_norm` (eps 1e-6) or `layer_norm_1e-5` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        momentum: momentum of BatchNorm's running statistics.
+    """
+
+    widening = 1  # width of the joined tensor, in widths of one stream
+
+    def __init__(self, context: BuildContext, *, norm: FuseNorm = "layer_norm", momentum: UnitInterval = 0.01):
+        super().__init__()
+        self.out_shape = replace(context.shape, width=self.widening * context.shape.width)
+        self.norm = _build_norm(self.out_shape, norm, momentum)
+        self._channel_dim = context.shape.channel_dim
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
+        fused: Tensor = self.norm(self.join(x1, x2))
+        return fused
+
+    def join(self, x1: Tensor, x2: Tensor) -> Tensor:
+        """Return one tensor of both streams."""
+        raise NotImplementedError
+
+
+@fuses.register("concat")
+class Concat(NormedFuse):
+    """Concatenate the streams along the channels and normalise.
+
+    Shapes: x1, x2: (B, N, D) or (B, C, H, W) -> one tensor with twice the channels.
+    Args:
+        norm: `layer_norm` (eps 1e-6) or `layer_norm_1e-5` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        momentum: momentum of BatchNorm's running statistics.
+    Source: Rev-ViT (LayerNorm over 2D); RevNet (`final_bn` and ReLU).
+    """
+
+    widening = 2
+
+    def join(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return torch.cat((x1, x2), dim=self._channel_dim)
+
+    @property
+    def inverse(self) -> Callable[[Tensor], tuple[Tensor, ...]] | None:
+        """The function from the fused tensor back to the streams, or None with a norm, which loses information."""
+        return partial(torch.chunk, chunks=2, dim=self._channel_dim) if isinstance(self.norm, nn.Identity) else None
+
+
+@fuses.register("mean")
+class Mean(NormedFuse):
+    """Average the streams and normalise.
+
+    Shapes: x1, x2 -> one tensor of the same shape.
+    Args:
+        norm: `layer_norm` (eps 1e-6) or `layer_norm_1e-5` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        momentum: momentum of BatchNorm's running statistics.
+    Source: Reformer (Kitaev et al. 2020) as lucidrains/reformer-pytorch has it; MEFT (Liao et al. 2023) for BERT and RoBERTa;
+        PaReprop's Rev-Swin (fusion `avg`).
+    """
+
+    def join(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return join_streams(x1, x2, "mean")
+
+
+@fuses.register("last")
+class Last(NormedFuse):
+    """Keep only x2, the newer stream, and normalise.
+
+    For couplings that begin as an ordinary network: x2 is that network's only stream.
+
+    Shapes: x1, x2 -> one tensor of the same shape.
+    Args:
+        norm: `layer_norm` (eps 1e-6) or `layer_norm_1e-5` for tokens, `batch_norm` (with ReLU) for images, or `none`.
+        momentum: momentum of BatchNorm's running statistics.
+    Source: Dr2Net (Zhao et al. 2024) and Momentum ResNets (Sander et al. 2021), where the other stream is an earlier state.
+    """
+
+    def join(self, x1: Tensor, x2: Tensor) -> Tensor:
+        return join_streams(x1, x2, "last")
+
+
+def _build_norm(shape: Shape, name: FuseNorm, momentum: float) -> nn.Module:
+    if name == "none":
+        return nn.Identity()
+    if shape.kind != ("image" if name == "batch_norm" else "tokens"):
+        allowed = "batch_norm or none behind images, layer_norm, layer_norm_1e-5 or none behind tokens"
+        raise PartArgumentError("norm", name, allowed)
+    return build_batch_norm(shape.width, momentum) if name == "batch_norm" else build_token_norm(name, shape.width)

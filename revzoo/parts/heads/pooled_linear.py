@@ -1,0 +1,74 @@
+"""The classification head of images: pool the features, then a linear layer."""
+
+from math import inf
+from typing import Literal
+
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+
+from revzoo.bounds import PositiveInt, Rate, UnitInterval
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.linear_head import LinearHead
+from revzoo.parts.layers.norm import build_token_norm
+from revzoo.registry import heads
+
+
+@heads.register("pooled_linear")
+class PooledLinear(LinearHead):
+    """Pool over space or tokens, then map linearly to the outputs.
+
+    The fuse usually normalises. Only a network whose features are to be inverted leaves that to the head (`norm`).
+
+    Shapes: (B, C, H, W) or (B, N, C) -> (B, outputs); mask (B, N), False at padding, which pooling leaves out.
+    Args:
+        outputs: number of classes.
+        pool: `mean` or `max` over everything but batch and channels, or the `first` token, which is the class token.
+        class_token: whether the first token is a class token, which `mean` and `max` leave out.
+        dropout: probability of dropping a pooled feature, in [0, 1).
+        norm: norm before pooling: `batch_norm` (with ReLU), for images, or `none`.
+        fc_norm: norm after pooling, named as in timm, or `none`.
+        momentum: momentum of BatchNorm's running statistics.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        *,
+        outputs: PositiveInt,
+        pool: Literal["mean", "max", "first"] = "mean",
+        class_token: bool = False,
+        dropout: Rate = 0.0,
+        norm: Literal["batch_norm", "none"] = "none",
+        fc_norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "none",
+        momentum: UnitInterval = 0.1,
+    ):
+        super().__init__("linear")
+        kind, width = context.shape.kind, context.shape.width
+        if norm == "batch_norm" and kind != "image":
+            raise PartArgumentError("norm", norm, "none, or batch_norm behind images; tokens are normed by the fuse")
+        if pool == "first" and kind != "tokens":
+            raise PartArgumentError("pool", pool, "mean or max behind images")
+        if class_token and kind != "tokens":
+            raise PartArgumentError("class_token", class_token, "false behind images")
+        self._dims = (2, 3) if kind == "image" else (1,)
+        self._pool, self._class_token = pool, class_token and pool != "first"
+        self.norm = nn.Identity() if norm == "none" else BatchNormAct2d(width, momentum=momentum)
+        self.fc_norm = nn.Identity() if fc_norm == "none" else build_token_norm(fc_norm, width)
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        pooled = self.fc_norm(self._pool_features(self.norm(x), mask))
+        logits: Tensor = self.linear(self.dropout(pooled))
+        return logits
+
+    def _pool_features(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self._pool == "first":
+            return x[:, 0]
+        if self._class_token:
+            x, mask = x[:, 1:], None if mask is None else mask[:, 1:]
+        if mask is None:
+            return x.mean(self._dims) if self._pool == "mean" else x.amax(self._dims)
+        kept = x.masked_fill(~mask[:, :, None], 0.0 if self._pool == "mean" else -inf)
+        return kept.sum(1) / mask.sum(1, keepdim=True) if self._pool == "mean" else kept.amax(1)

@@ -1,0 +1,79 @@
+"""Initialisations that a spec may name; the builder calls one on every module of a new network."""
+
+from math import sqrt
+
+from torch import nn
+
+from revzoo.bounds import FiniteFloat, PositiveFloat
+from revzoo.registry import inits
+
+
+@inits.register("truncated_normal")
+class TruncatedNormal:
+    """Draw linear weights from a normal truncated at two standard deviations; set every bias of linear layers and norms.
+
+    Args:
+        std: standard deviation of the normal before truncation.
+        bias: value of the biases of linear layers and LayerNorms.
+    Source: SlowFast's vision transformers use std 0.02 and bias 0.02.
+    """
+
+    def __init__(self, *, std: PositiveFloat = 0.02, bias: FiniteFloat = 0.0):
+        self.std, self.bias = std, bias
+
+    def __call__(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=self.std, a=-2.0 * self.std, b=2.0 * self.std)
+        if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
+            nn.init.constant_(module.bias, self.bias)
+
+
+@inits.register("fan_in")
+class FanIn:
+    """Draw linear weights from a normal of variance 1 / inputs, truncated at two standard deviations; set biases to 0.
+
+    Source: LeCun et al. (1998), "Efficient BackProp", section 4.6; for small networks, where a std of 0.02 is too little.
+    """
+
+    def __call__(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            TruncatedNormal(std=module.in_features**-0.5)(module)
+
+
+@inits.register("fan_out")
+class FanOut:
+    """Draw convolutions from a truncated normal of variance 2 / (k^2 * output channels), linear weights uniformly.
+
+    Source: revnet-public `nnlib.py` and `resnet_model.py`: truncated normal for convolutions, uniform unit scaling
+        (within sqrt(3 / inputs)) for the classifier.
+    """
+
+    def __call__(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Conv2d):
+            std = sqrt(2.0 / (module.kernel_size[0] * module.kernel_size[1] * module.out_channels))
+            nn.init.trunc_normal_(module.weight, std=std, a=-2.0 * std, b=2.0 * std)
+        elif isinstance(module, nn.Linear):
+            bound = sqrt(3.0 / module.in_features)
+            nn.init.uniform_(module.weight, -bound, bound)
+            nn.init.zeros_(module.bias)
+
+
+@inits.register("normal")
+class Normal:
+    """Draw weights of linear layers and embeddings from a normal; biases and the embedding of padding start at 0.
+
+    Args:
+        std: standard deviation of the normal.
+    Source: BERT (Devlin et al. 2019, `modeling.py`, initializer_range 0.02), as Transformers initialises its models.
+    """
+
+    def __init__(self, *, std: PositiveFloat = 0.02):
+        self.std = std
+
+    def __call__(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.std)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            nn.init.zeros_(module.weight.data[module.padding_idx])
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,1 @@
+"""Building blocks that several parts share. A spec cannot name them."""

@@ -1,0 +1,30 @@
+"""Norms and activations by the names that specs use; the layers are timm's."""
+
+from typing import Literal
+
+from timm.layers import BatchNormAct2d, get_act_layer, get_norm_layer
+from torch import nn
+
+TokenNorm = Literal["layer_norm", "layer_norm_1e-5", "rms_norm"]
+Activation = Literal["gelu", "relu", "silu"]
+
+
+def build_token_norm(name: TokenNorm, width: int) -> nn.Module:
+    """Return a norm over the last dimension, eps 1e-6 as in timm's and SlowFast's vision transformers, or 1e-5 as in Swin."""
+    layer, eps = ("layer_norm", 1e-5) if name == "layer_norm_1e-5" else (name, 1e-6)
+    norm: nn.Module = get_norm_layer(layer.replace("_", ""))(width, eps=eps)
+    return norm
+
+
+def get_activation(name: Activation) -> type[nn.Module]:
+    """Return the class of an activation."""
+    layer: type[nn.Module] = get_act_layer(name)
+    return layer
+
+
+def build_batch_norm(width: int, momentum: float) -> nn.Module:
+    """Return BatchNorm with eps 1e-3, followed by ReLU.
+
+    Source: revnet-public `nnlib.py` (eps 1e-3, moving average decay 0.99, which is momentum 0.01 in PyTorch's terms).
+    """
+    return BatchNormAct2d(width, eps=1e-3, momentum=momentum, act_layer=nn.ReLU)

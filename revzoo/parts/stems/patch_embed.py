@@ -1,0 +1,67 @@
+"""The stem of vision transformers: one token for each patch of the image."""
+
+from dataclasses import replace
+from math import prod
+from typing import Literal
+
+import torch
+from timm.layers import PatchEmbed
+from torch import Tensor, nn
+
+from revzoo.bounds import PositiveFloat, PositiveInt
+from revzoo.parts.context import BuildContext, Shape
+from revzoo.parts.layers.position import build_position_embedding
+from revzoo.registry import stems
+
+
+@stems.register("patch_embed")
+class PatchStem(nn.Module):
+    """Embed patches that do not overlap, optionally normalise them, and add a learned position to each.
+
+    Shapes: (B, C, H, W) -> (B, H W / patch^2, width); with a class token there is one token more, in front.
+    Args:
+        width: channels of a token.
+        patch: side of a patch [pixels]; divides the image's sides.
+        norm: norm of each token before its position is added, or `none`.
+        class_token: whether a learned token is put in front. The tokens are then no 2-dimensional grid any more.
+        position: `learned` adds an embedding to each token, `patches` to each token but the class token; `none` adds nothing.
+        position_std: standard deviation of the embeddings' initial values. Small networks that average over tokens learn
+            faster with 0.5.
+    Source: ViT (Dosovitskiy et al. 2021), without class token as Rev-ViT uses it (SlowFast `reversible_mvit.py`); DeiT III
+        (Touvron et al. 2022) has `patches`; Swin (Liu et al. 2021) has the norm and no position. Parameters are timm's.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        *,
+        width: PositiveInt,
+        patch: PositiveInt,
+        norm: Literal["layer_norm_1e-5", "none"] = "none",
+        class_token: bool = False,
+        position: Literal["learned", "patches", "none"] = "learned",
+        position_std: PositiveFloat = 0.02,
+    ):
+        super().__init__()
+        context.require_kind("image", "patch_embed")
+        context.require_stride("patch", patch)
+        size = context.sides
+        patches = Shape(width, tuple(side // patch for side in size), "tokens")
+        self.out_shape = replace(patches, size=(1 + prod(patches.size),)) if class_token else patches
+        norm_layer = None if norm == "none" else nn.LayerNorm  # whose eps is 1e-5
+        self.patch_embed = PatchEmbed(size, patch, context.shape.width, width, norm_layer)
+        self.cls_token = nn.Parameter(1e-6 * torch.randn(1, 1, width)) if class_token else None  # timm's initial values
+        self._class_token_last = position == "patches"  # put in front once the positions have been added
+        embedded = patches if self._class_token_last else self.out_shape
+        self.pos_embed = None if position == "none" else build_position_embedding(embedded, position_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens: Tensor = self.patch_embed(x)
+        if not self._class_token_last:
+            tokens = self._prepend_class_token(tokens)
+        if self.pos_embed is not None:
+            tokens = tokens + self.pos_embed
+        return self._prepend_class_token(tokens) if self._class_token_last else tokens
+
+    def _prepend_class_token(self, tokens: Tensor) -> Tensor:
+        return tokens if self.cls_token is None else torch.cat((self.cls_token.expand(len(tokens), -1, -1), tokens), dim=1)

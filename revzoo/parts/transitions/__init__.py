@@ -1,0 +1,19 @@
+"""Transitions change width or size of both streams between stages. One file per transition, named after it."""
+
+from revzoo.parts.transitions import (
+    fuse_merge_split,
+    fuse_pool_split,
+    multiscale_block,
+    residual_block,
+    residual_pair,
+    space_to_depth,
+)
+
+__all__ = [
+    "fuse_merge_split",
+    "fuse_pool_split",
+    "multiscale_block",
+    "residual_block",
+    "residual_pair",
+    "space_to_depth",
+]
