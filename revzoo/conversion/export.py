@@ -1,4 +1,4 @@
-"""The way back: a converted network's tensors under the source's names."""
+"""The way back: write a converted network's tensors under the source's keys."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,86 +6,99 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from revzoo.conversion.reading import read_weights
-from revzoo.conversion.report import Row
+from revzoo.checkpoint.foreign import read_weights
+from revzoo.conversion.report import TensorRow
 from revzoo.errors import ConversionError, InputError, RevzooError, listing
 from revzoo.file import write_atomically
 from revzoo.spec.names import CONVERTED_WEIGHTS
 
 
 def export(folder: str | Path, out: str | Path, weights: str | Path | None = None) -> int:
-    """Write the tensors of a converted network under the source's names, as safetensors; return their number.
+    """Write the tensors of a converted network under the source's keys, as safetensors; return their number.
 
-    The report's rows name every tensor of the source; those that were dropped stay so. The folder's own weights get the dtypes
-    of the source back as well.
+    The folder's report lists the tensors of the source and their changes, which are undone here. Tensors that were dropped are
+    not written. The folder's own weights get the source's dtypes back; other weights keep theirs.
 
     Args:
-        folder: what `convert` wrote.
-        out: the file.
+        folder: a folder that `convert` wrote.
+        out: the file to write.
         weights: of the converted network after fine-tuning; None: the folder's own.
     Raises:
-        InputError: a file that cannot be written there.
-        ConversionError: the folder is not a conversion's, or the weights are of another network.
-        CheckpointError: weights that cannot be read.
+        InputError: the file cannot be written, or its name does not end in .safetensors.
+        ConversionError: `convert` of this version did not write the folder, or the weights belong to another network.
+        CheckpointError: the weights cannot be read.
     """
-    folder, out = Path(folder), _checked(out, folder)
-    file = folder / "report.json"
+    folder, out = Path(folder), _check_output(out, folder)
+    report = folder / "report.json"
     try:
-        rows = [Row(**{key: _tuples(value) for key, value in row.items()}) for row in json.loads(file.read_text())["rows"]]
+        rows = _read_rows(report)
         tensors = read_weights(folder / CONVERTED_WEIGHTS if weights is None else weights)
-        found = _found(folder, rows, tensors, dtypes=weights is None)
+        exported = _restore_tensors(folder, rows, tensors, dtypes=weights is None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         if isinstance(error, RevzooError):
             raise
-        raise ConversionError(f"{folder} is not a folder that revzoo convert wrote: {file} cannot be used.") from error
+        raise ConversionError(f"{folder} is not a folder that revzoo convert wrote: {report} cannot be used.") from error
     out.parent.mkdir(parents=True, exist_ok=True)
-    contiguous = {key: tensor.clone().contiguous() for key, tensor in found.items()}
+    contiguous = {key: tensor.clone().contiguous() for key, tensor in exported.items()}
     try:
         write_atomically(out, lambda partial: save_file(contiguous, partial, metadata={"format": "pt"}))
     except (OSError, SafetensorError) as error:
         raise InputError(f"{out} cannot be written ({error}). Name another file.") from error
-    return len(found)
+    return len(exported)
 
 
-def _found(folder: Path, rows: Sequence[Row], tensors: Mapping[str, Tensor], dtypes: bool) -> dict[str, Tensor]:
-    """Return the tensors under the source's names, with its dtypes if asked to."""
-    found: dict[str, Tensor] = {}
+def _read_rows(report: Path) -> list[TensorRow]:
+    """Return the rows of a report.json."""
+    rows = json.loads(report.read_text())["rows"]
+    if any("way" in row for row in rows):  # revzoo 0.1.0 wrote how and way instead of action and transform
+        raise ConversionError(f"{report} was written by an older version of revzoo and cannot be read. Convert again.")
+    return [TensorRow(**{key: _to_tuples(value) for key, value in row.items()}) for row in rows]
+
+
+def _restore_tensors(folder: Path, rows: Sequence[TensorRow], tensors: Mapping[str, Tensor], dtypes: bool) -> dict[str, Tensor]:
+    """Return the tensors under the source's keys.
+
+    Args:
+        dtypes: whether to give them the source's dtypes as well.
+    """
+    restored: dict[str, Tensor] = {}
     for row in rows:
         if missing := [key for key in row.ours if key not in tensors]:
             raise ConversionError(f"The weights are not of the network in {folder}: {listing(missing)} is missing.")
-        back = _back(row, [tensors[key] for key in row.ours]) if row.ours else ()
+        theirs = _invert_row(row, [tensors[key] for key in row.ours]) if row.ours else ()
         if dtypes and row.source_dtypes:
-            back = [t.to(getattr(torch, dtype)) for t, dtype in zip(back, row.source_dtypes, strict=True)]
-        found |= dict(zip(row.theirs, back, strict=False))  # what was dropped has nothing to give back
-    if not found:
+            theirs = [t.to(getattr(torch, dtype)) for t, dtype in zip(theirs, row.source_dtypes, strict=True)]
+        restored |= dict(zip(row.theirs, theirs, strict=False))  # of dropped tensors there is nothing to restore
+    if not restored:
         raise ValueError("no rows")
-    return found
+    return restored
 
 
-def _checked(out: str | Path, folder: str | Path) -> Path:
-    """Return where to write, or raise InputError."""
+def _check_output(out: str | Path, folder: Path) -> Path:
+    """Return the file to write, or raise InputError."""
     if not isinstance(out, str | Path) or Path(out).suffix != ".safetensors" or Path(out).is_dir():
         raise InputError(f"Tensors are exported as safetensors. Received: {out!r}. Use a name such as back.safetensors.")
-    if Path(out).resolve() == (Path(folder) / CONVERTED_WEIGHTS).resolve():
-        raise InputError(f"{out} is the converted network itself. Write the file elsewhere.")
+    if Path(out).resolve() == (folder / CONVERTED_WEIGHTS).resolve():
+        raise InputError(f"{out} is the converted network itself. Name another file.")
     return Path(out)
 
 
-def _back(row: Row, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a row's tensors as the source has them."""
-    if row.way == "merged":
+def _invert_row(row: TensorRow, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return a row's tensors with the source's values and shapes."""
+    if row.transform == "merged":
         return torch.split(tensors[0], [shape[0] for shape in row.source_shapes])
-    if row.way == "reshaped":
+    if row.transform == "reshaped":
         (shape,), (tensor,) = row.source_shapes, tensors
-        if tensor.dim() == len(shape) == 3:  # positions, in front of which the source has rows that nothing reads
-            tensor = torch.nn.functional.pad(tensor, (0, 0, shape[1] - tensor.shape[1], 0), value=1.0)
+        if tensor.dim() == len(shape) == 3:  # position embeddings, without the source's rows in front, which are ones
+            tensor = F.pad(tensor, (0, 0, shape[1] - tensor.shape[1], 0), value=1.0)
         return [tensor.reshape(shape)]
     return tensors
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+    return tuple(_to_tuples(item) for item in value) if isinstance(value, list) else value

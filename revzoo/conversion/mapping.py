@@ -1,4 +1,7 @@
-"""Which tensors of a source become which of ours, in both directions."""
+"""Which tensors of the source become which tensors of the converted network, in both directions.
+
+Throughout `revzoo.conversion`, "ours" are the keys and tensors of the converted network, "theirs" those of the source.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,55 +10,55 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-How = Literal["copied", "renamed", "merged", "reshaped"]
+Transform = Literal["copied", "renamed", "merged", "reshaped"]
+TensorFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
-def _same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _keep(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Some tensors of the source, the same values among ours, and the way between them.
+class TensorMapping:
+    """Some tensors of the source, the tensors of the converted network with the same values, and the functions between them.
 
     Args:
-        ours: keys in our state dict.
-        theirs: keys in the source's.
-        how: what happens to them, for the report.
-        to_ours: from the tensors at `theirs` to those at `ours`, in order.
-        to_theirs: back.
+        ours: keys in the converted network's state dict.
+        theirs: keys in the source's state dict.
+        transform: name of the change, for the report.
+        to_ours: computes the tensors at `ours` from those at `theirs`, both in the order of the keys.
+        to_theirs: the inverse of `to_ours`.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    how: How
-    to_ours: Change = _same
-    to_theirs: Change = _same
+    transform: Transform
+    to_ours: TensorFunction = _keep
+    to_theirs: TensorFunction = _keep
 
 
-def renamed(ours: str, theirs: str) -> Entry:
-    """Return an entry that changes the key alone, if that."""
-    return Entry((ours,), (theirs,), "copied" if ours == theirs else "renamed")
+def rename(ours: str, theirs: str) -> TensorMapping:
+    """Return the mapping of a tensor whose values stay as they are; its key may stay, too."""
+    return TensorMapping((ours,), (theirs,), "copied" if ours == theirs else "renamed")
 
 
-def module(ours: str, theirs: str, names: Sequence[str] = ("weight", "bias")) -> Iterator[Entry]:
-    """Yield the entries of a module whose parameters have the same names on both sides."""
+def rename_module(ours: str, theirs: str, names: Sequence[str] = ("weight", "bias")) -> Iterator[TensorMapping]:
+    """Yield the mappings of a module's parameters, which have the same names in both networks."""
     for name in names:
-        yield renamed(f"{ours}.{name}", f"{theirs}.{name}")
+        yield rename(f"{ours}.{name}", f"{theirs}.{name}")
 
 
-def merged(ours: str, theirs: Sequence[str]) -> Entry:
-    """Return an entry that stacks tensors of equal shape along their first dimension (q, k and v of an attention)."""
+def merge(ours: str, theirs: Sequence[str]) -> TensorMapping:
+    """Return the mapping that stacks tensors of equal shape along their first dimension (q, k and v of an attention)."""
     count = len(theirs)
-    return Entry(
+    return TensorMapping(
         (ours,), tuple(theirs), "merged", lambda tensors: [torch.cat(list(tensors))], lambda tensors: tensors[0].chunk(count)
     )
 
 
-def reshaped(ours: str, theirs: str, shape: Sequence[int], source_shape: Sequence[int]) -> Entry:
-    """Return an entry that gives a tensor another shape and nothing else."""
-    return Entry(
+def reshape(ours: str, theirs: str, shape: Sequence[int], source_shape: Sequence[int]) -> TensorMapping:
+    """Return the mapping that changes the shape of a tensor and nothing else."""
+    return TensorMapping(
         (ours,),
         (theirs,),
         "reshaped",

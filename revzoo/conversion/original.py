@@ -1,4 +1,4 @@
-"""What a user may call a network: a name, a folder, a file or a module; and its weights."""
+"""Find the network that a user names by a name, a folder or a module, and its weights."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from revzoo.conversion.reading import read_config, read_weights
+from revzoo.checkpoint.foreign import read_config, read_weights
 from revzoo.errors import ConversionError, InputError, did_you_mean
 from revzoo.spec.names import model_files
 
@@ -21,70 +21,75 @@ class Original:
     """A network to be converted.
 
     Args:
-        name: what the user called it, or its class.
-        description: what sources are asked about: a timm model, a Transformers configuration, or the name of a spec.
+        name: as the user gave it, or the class of a module.
+        description: what sources read the architecture from: a timm model, a Transformers configuration, or the name of a spec.
         tensors: its state dict.
-        run: returns, from a description and tensors, the network itself in eval mode; None where no library here has it.
+        build: returns the network itself in eval mode, from a description and tensors; None where no library here has it.
     """
 
     name: str
     description: Any
     tensors: dict[str, Tensor]
-    run: Callable[[Any, Mapping[str, Tensor]], nn.Module] | None
+    build: Callable[[Any, Mapping[str, Tensor]], nn.Module] | None
 
 
 def find_original(source: str | Path | nn.Module, weights: str | Path | None) -> Original:
-    """Return what is to be converted.
+    """Return the network to be converted.
 
     Args:
         source: a timm name, a folder with a Transformers config.json, the name of a reversible spec (for published
             checkpoints of it), or a module of timm or Transformers.
-        weights: a weights file or a folder with one; None: the module's own, the folder's, or timm's pretrained ones.
+        weights: a weights file or a folder with one; None: those of the module or folder, or timm's pretrained ones.
     Raises:
-        ConversionError: nothing is called so, or pretrained weights that cannot be fetched.
-        CheckpointError: weights that cannot be read.
+        ConversionError: no network has this name, or pretrained weights cannot be fetched.
+        CheckpointError: the weights cannot be read.
+        InputError: an argument of another type.
     """
     if weights is not None and not isinstance(weights, str | Path):
-        raise InputError(f"weights is a file or a folder. Received: {type(weights).__name__}. Load it into the module.")
+        raise InputError(
+            f"weights is a file or a folder. Received: {type(weights).__name__}. Load tensors into the module and pass that."
+        )
     if isinstance(source, nn.Module):
-        network: nn.Module = getattr(source, "_orig_mod", source)  # of torch.compile
+        network: nn.Module = getattr(source, "_orig_mod", source)  # under torch.compile
         if isinstance(network, nn.DataParallel | nn.parallel.DistributedDataParallel):
             network = network.module
-        return _module(network, None if weights is None else read_weights(weights))
+        return _from_module(network, None if weights is None else read_weights(weights))
     if not isinstance(source, str | Path):
         raise InputError(f"A name, a folder or a module can be converted. Received: {type(source).__name__}.")
     if Path(source).is_dir() and (Path(source) / "config.json").is_file():
-        return _transformers(str(source), read_config(source), read_weights(source if weights is None else weights))
+        return _from_folder(str(source), read_config(source), read_weights(source if weights is None else weights))
     name = str(source)
     if name in model_files():
         if weights is None:
             raise ConversionError(f"{name} is reversible already. Give a published checkpoint of it: --weights FILE.")
         return Original(name, name, read_weights(weights), None)
     if timm.is_model(name):
-        return _timm(name, weights)
+        return _from_timm(name, weights)
     known = [*timm.list_models(), *model_files()]
     raise ConversionError(
-        f"Nothing to convert is called {name!r}.{did_you_mean(name, known)} It may be a timm name (timm.list_models()), a "
+        f"No network to convert has the name {name!r}.{did_you_mean(name, known)} Use a timm name (timm.list_models()), a "
         "folder with a Transformers config.json, the name of a reversible model for its published checkpoints, or, from "
         "Python, a module."
     )
 
 
-def _timm(name: str, weights: str | Path | None) -> Original:
+def _from_timm(name: str, weights: str | Path | None) -> Original:
     if weights is None:
         try:
             network = timm.create_model(name, pretrained=True)
-        except Exception as error:  # hubs, proxies and file systems have one each
+        except Exception as error:  # hubs, proxies and file systems raise errors of many kinds
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ConversionError(
                 f"timm could not fetch pretrained weights of {name} ({reason}). Download them where a hub can be reached, and "
                 "give the file: --weights FILE."
             ) from error
-        return _module(network, None, name)
+        return _from_module(network, None, name)
     tensors = read_weights(weights)
     classifier = timm.get_pretrained_cfg_value(name, "classifier") or "head"
     head = tensors.get(f"{classifier if isinstance(classifier, str) else classifier[0]}.weight", tensors.get("head.weight"))
-    options: dict[str, Any] = {} if head is None else {"num_classes": head.shape[0]}  # a fine-tuned one has its own
+    options: dict[str, Any] = (
+        {} if head is None else {"num_classes": head.shape[0]}
+    )  # a fine-tuned network may have another number
 
     def make() -> nn.Module:
         network: nn.Module = timm.create_model(name, **options)
@@ -92,49 +97,49 @@ def _timm(name: str, weights: str | Path | None) -> Original:
 
     with torch.device("meta"):
         description = make()
-    return Original(name, description, tensors, lambda _, given: _loaded(make(), given))
+    return Original(name, description, tensors, lambda _, given: _load(make(), given))
 
 
-def _module(network: nn.Module, tensors: dict[str, Tensor] | None, name: str = "") -> Original:
+def _from_module(network: nn.Module, tensors: dict[str, Tensor] | None, name: str = "") -> Original:
     own = {key: tensor.detach().cpu() for key, tensor in network.state_dict().items()}
     if any(tensor.is_meta for tensor in own.values()) and tensors is None:
         raise ConversionError(f"This {type(network).__name__} is on the meta device and has no values. Give its weights.")
     config = getattr(network, "config", None)
-    called = name or type(network).__name__
+    shown_name = name or type(network).__name__
     if config is not None and hasattr(config, "to_dict"):
         pooled = getattr(getattr(network, "base_model", network), "pooler", None) is not None
-        found_config = {**config.to_dict(), "architectures": [type(network).__name__]}
-        description: Any = found_config | ({"add_pooling_layer": pooled} if network is network.base_model else {})
+        filled_config = {**config.to_dict(), "architectures": [type(network).__name__]}
+        description: Any = filled_config | ({"add_pooling_layer": pooled} if network is network.base_model else {})
     else:
         description = network
-    found = own if tensors is None else tensors
+    given_tensors = own if tensors is None else tensors
 
-    def run(_: Any, given: Mapping[str, Tensor]) -> nn.Module:
-        return _loaded(copy.deepcopy(network).float().cpu(), given)
+    def rebuild(_: Any, given: Mapping[str, Tensor]) -> nn.Module:
+        return _load(copy.deepcopy(network).float().cpu(), given)
 
     if any(tensor.is_meta for tensor in own.values()):
-        return Original(called, description, found, None)
-    return Original(called, description, found, run)
+        return Original(shown_name, description, given_tensors, None)
+    return Original(shown_name, description, given_tensors, rebuild)
 
 
-def _transformers(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Original:
-    def run(completed: dict[str, Any], given: Mapping[str, Tensor]) -> nn.Module:
+def _from_folder(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Original:
+    def build(completed: dict[str, Any], given: Mapping[str, Tensor]) -> nn.Module:
         library: Any = import_module("transformers")
-        kind = getattr(library, completed["architectures"][0])
-        return _loaded(kind(kind.config_class.from_dict(completed)), given)
+        network_class = getattr(library, completed["architectures"][0])
+        return _load(network_class(network_class.config_class.from_dict(completed)), given)
 
-    return Original(name, config, tensors, run)
+    return Original(name, config, tensors, build)
 
 
-def _loaded(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a network with the tensors that it has by those names, in eval mode."""
+def _load(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Load the tensors whose keys and shapes the network has; return it in eval mode."""
     own = network.state_dict()
     fitting = {key: tensor for key, tensor in tensors.items() if key in own and own[key].shape == tensor.shape}
     network.load_state_dict(fitting, strict=False)
     return network.eval()
 
 
-_USUAL = (  # names whose sizes are tried where tensors do not fit
+_COMMON = (  # networks that are compared with tensors that do not match
     *(f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")),
     *(f"vit_{size}_patch32_224" for size in ("small", "base")),
     *(f"deit_{size}_patch16_224" for size in ("tiny", "small", "base")),
@@ -144,10 +149,10 @@ _USUAL = (  # names whose sizes are tried where tensors do not fit
 )
 
 
-def nearest_original(tensors: Mapping[str, Tensor]) -> str:
-    """Return the usual timm network that most tensors fit, key and shape, or "" where none fits most."""
+def find_nearest_name(tensors: Mapping[str, Tensor]) -> str:
+    """Return the common timm network that has most of these tensors by key and shape, or "" if none has more than half."""
     scores = {}
-    for name in _USUAL:
+    for name in _COMMON:
         with torch.device("meta"):
             own = timm.create_model(name).state_dict()
         fitting = sum(key in own and own[key].shape == tensor.shape for key, tensor in tensors.items())

@@ -7,49 +7,49 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from revzoo.conversion.mapping import How
+from revzoo.conversion.mapping import Transform
 from revzoo.model.network import Model
 
-Fate = How | Literal["interpolated", "initialised", "dropped"]
+Action = Transform | Literal["interpolated", "initialised", "dropped"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """What happened to some tensors.
+class TensorRow:
+    """What was done with one tensor, or with several that belong together.
 
     Args:
-        ours: keys in the converted network; none where the source's were dropped.
-        theirs: keys in the source; none where ours begin fresh.
-        how: copied, renamed, merged, reshaped, interpolated, initialised or dropped.
-        way: how values get from theirs to ours, also where they begin fresh or are interpolated before.
-        shapes: of ours.
-        source_shapes: of theirs, behind an interpolation.
-        source_dtypes: of theirs, such as "float16".
-        note: why, where it was not asked for.
+        ours: keys in the converted network; empty if the source's tensor was dropped.
+        theirs: keys in the source.
+        action: copied, renamed, merged, reshaped, interpolated, initialised or dropped.
+        shapes: of the tensors in the converted network.
+        source_shapes: of the source's tensors, after an interpolation.
+        source_dtypes: of the source's tensors, such as "float16"; empty where they are missing or dropped.
+        transform: how ours follow from theirs, whatever the action was; `export` inverts it.
+        note: the reason for an interpolation, a fresh start or a drop.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    how: Fate
+    action: Action
     shapes: tuple[tuple[int, ...], ...] = ()
     source_shapes: tuple[tuple[int, ...], ...] = ()
     source_dtypes: tuple[str, ...] = ()
-    way: How = "renamed"
+    transform: Transform = "renamed"
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two networks on the same examples.
+    """The outputs of two networks on the same examples.
 
     Args:
-        what: the two.
-        examples: their number.
-        largest_difference: of logits, over the original's largest magnitude.
-        cosine: of the logits of an example, averaged.
-        agreement: share of equal largest logits.
-        note: what the difference is due to.
-        points: some logits, of the original and of the converted network.
+        what: names of the two networks.
+        examples: number of examples.
+        largest_difference: of two logits, as a share of the original's largest logit in magnitude.
+        cosine: cosine similarity of the logits, averaged over the examples.
+        agreement: share of examples for which both networks have the same largest logit.
+        note: what causes the difference.
+        points: some pairs of logits, of the original and of the converted network.
     """
 
     what: str
@@ -69,23 +69,23 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """A conversion: what from, what to, what became of every tensor, and what to expect.
+    """The result of a conversion: the network, and what was done to get it.
 
     Args:
-        source: name of what was converted.
+        source: name of the original.
         kind: its family and library.
-        coupling: as the spec has it.
-        rows: one for each change.
-        comparisons: of the original with the converted network, where the original could be run.
-        notes: what was done without being asked, and why something was not.
-        expect: what to expect before fine-tuning.
+        coupling: of the converted network, as its spec has it.
+        rows: what was done with every tensor.
+        comparisons: of the original with the converted network; empty if the original could not be run.
+        notes: what was done besides, and what was not done and why.
+        expect: what to expect of the network before fine-tuning.
         model: the reversible network, in eval mode.
     """
 
     source: str
     kind: str
     coupling: dict[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
     comparisons: tuple[Comparison, ...]
     notes: tuple[str, ...]
     expect: str
@@ -93,17 +93,17 @@ class ConvertReport:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of our tensors (of theirs, where dropped) by what happened to them."""
-        found: Counter[str] = Counter()
+        """Number of tensors of the converted network by action; those of the source for "dropped"."""
+        counts: Counter[str] = Counter()
         for row in self.rows:
-            found[row.how] += len(row.ours or row.theirs)
-        return found
+            counts[row.action] += len(row.ours or row.theirs)
+        return counts
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
-        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
-        told |= {name: [asdict(each) for each in told[name]] for name in ("rows", "comparisons")}
-        return {**told, "notes": list(self.notes), "counts": dict(self.counts)}
+        """Return everything but the model as plain data."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        values |= {name: [asdict(each) for each in values[name]] for name in ("rows", "comparisons")}
+        return {**values, "notes": list(self.notes), "counts": dict(self.counts)}
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -113,8 +113,8 @@ class ConvertReport:
         coupling = ", ".join(f"{key} {value}" for key, value in self.coupling.items() if key != "type")
         lines = [
             f"{self.source} ({self.kind}) -> {self.coupling['type']}{f' ({coupling})' if coupling else ''}",
-            "tensors: " + ", ".join(f"{count} {how}" for how, count in sorted(self.counts.items())),
-            *(f"  {line}" for line in _told(self.rows)),
+            "tensors: " + ", ".join(f"{count} {action}" for action, count in sorted(self.counts.items())),
+            *(f"  {line}" for line in _list_changes(self.rows)),
             *map(str, self.comparisons),
             *(f"Note: {note}" for note in self.notes),
             self.expect,
@@ -122,10 +122,10 @@ class ConvertReport:
         return "\n".join(lines)
 
 
-def _told(rows: Sequence[Row]) -> list[str]:
+def _list_changes(rows: Sequence[TensorRow]) -> list[str]:
     """Return a line for each tensor whose values are not simply the source's."""
     return [
-        f"{row.how}: {', '.join(row.ours if row.how == 'initialised' else row.theirs)}{f' ({row.note})' if row.note else ''}"
+        f"{row.action}: {', '.join(row.ours if row.action == 'initialised' else row.theirs)} ({row.note})"
         for row in rows
-        if row.how in ("interpolated", "initialised", "dropped")
+        if row.action in ("interpolated", "initialised", "dropped")
     ]

@@ -7,10 +7,10 @@ import torch
 import yaml
 
 import revzoo
-from revzoo.conversion.sources.base import Choice
+from revzoo.conversion.choice import CouplingChoice
 
 GOLDEN = Path(__file__).parent / "golden"
-FAITHFUL = Choice("momentum", kept_bits=None, strength=0.0)  # b = 0 is the original's function
+FAITHFUL = CouplingChoice("momentum", kept_bits=None, b=0.0)  # b = 0 is the original's function
 
 
 class Trial:
@@ -21,20 +21,20 @@ class Trial:
 
     def build(self, original, choice=FAITHFUL, **options):
         file = self.folder / "spec.yaml"
-        file.write_text(yaml.safe_dump({"name": "converted", **self.source.spec(original, choice)}))
+        file.write_text(yaml.safe_dump({"name": "converted", **self.source.make_spec(original, choice)}))
         return revzoo.build(revzoo.load_spec(file), **options).eval()
 
     def convert(self, original, choice=FAITHFUL):
         """Return the converted network in eval mode; entries must name all of ours and of theirs, once each."""
         model, theirs = self.build(original, choice), original.state_dict()
         ours = {}
-        entries = self.source.entries(original)
+        entries = self.source.map_tensors(original)
         for entry in entries:
             changed = entry.to_ours([theirs[key] for key in entry.theirs])
             assert not ours.keys() & set(entry.ours)
             ours |= dict(zip(entry.ours, changed, strict=True))
         assert sorted(key for entry in entries for key in entry.theirs) == sorted(
-            key for key in theirs if not self.source.ignored(key)
+            key for key in theirs if not self.source.ignores(key)
         )
         model.load_state_dict(ours, strict=True)
         model.schedule = "store"
@@ -52,16 +52,16 @@ class Trial:
     def check_round_trip(self, original):
         """Assert that what was converted, converted back, has the original's keys and bits."""
         ours, back = self.convert(original).state_dict(), {}
-        for entry in self.source.entries(original):
+        for entry in self.source.map_tensors(original):
             back |= dict(zip(entry.theirs, entry.to_theirs([ours[key] for key in entry.ours]), strict=True))
-        expected = {key: value for key, value in original.state_dict().items() if not self.source.ignored(key)}
+        expected = {key: value for key, value in original.state_dict().items() if not self.source.ignores(key)}
         assert back.keys() == expected.keys()
         assert all(torch.equal(back[key], value) for key, value in expected.items())
 
     def keys(self, original):
         """Return where every tensor goes, a line each."""
-        entries = self.source.entries(original)
-        return "".join(f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.how})\n" for e in entries)
+        entries = self.source.map_tensors(original)
+        return "".join(f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.transform})\n" for e in entries)
 
     def check_keys(self, original, name):
         """Assert that every tensor goes where the golden list says."""

@@ -125,10 +125,10 @@ def test_missing_and_extra_tensors_are_listed_and_refused_unless_told(file, tmp_
     with pytest.raises(ConversionError, match=r"(?s)2 missing: blocks.1.norm1.weight, norm.bias\n  1 extra: more") as error:
         revzoo.convert("test_vit", file, out=tmp_path / "rev")
     assert "nothing was written" in str(error.value)
-    assert "partial=True" in str(error.value)
+    assert "strict=False (--no-strict)" in str(error.value)
     assert not (tmp_path / "rev").exists()
-    model, report = converted("test_vit", file, partial=True)
-    assert {row.how: row.ours or row.theirs for row in report.rows if row.how != "renamed"} == {
+    model, report = converted("test_vit", file, strict=False)
+    assert {row.action: row.ours or row.theirs for row in report.rows if row.action != "renamed"} == {
         "initialised": ("fuse.norm.bias",), "dropped": ("more",),
     }  # fmt: skip
     assert report.counts["initialised"] == 2
@@ -146,7 +146,7 @@ def test_positions_of_another_resolution_are_interpolated_and_said_so(vit):
     tensors = vit.state_dict()
     path_of = {key: tensors[key] for key in tensors}
     report = module.convert(_with(larger, path_of))
-    assert [row.note for row in report.rows if row.how == "interpolated"] == ["from (1, 17, 32) to (1, 37, 32)"]
+    assert [row.note for row in report.rows if row.action == "interpolated"] == ["from (1, 17, 32) to (1, 37, 32)"]
     assert "interpolated: pos_embed (from (1, 17, 32)" in str(report)
 
 
@@ -176,10 +176,13 @@ def test_the_folder_appears_complete_or_not_at_all(vit, tmp_path, monkeypatch):
     [
         ({"coupling": "momentun"}, UnknownNameError, "Did you mean 'momentum'"),
         ({"kept_bits": 9}, InputError, "kept_bits is an integer from 0 to 8"),
-        ({"kept_bits": None}, InputError, "strength=0.1, or kept_bits"),
-        ({"strength": 1}, InputError, "strength is a number from 0 to below 1, of momentum or dual_residual. Received: 1"),
-        ({"strength": 0.5, "coupling": "additive"}, InputError, "Received: 0.5 for additive"),
-        ({"out": "."}, InputError, "which the current one cannot be. Name another"),
+        ({"kept_bits": None}, InputError, "momentum needs m. Received: kept_bits=None. Use for example m=0.1"),
+        ({"kept_bits": None, "coupling": "dual_residual"}, InputError, "dual_residual needs beta.*beta=0.1, or kept_bits"),
+        ({"m": 1}, InputError, "m is a number from 0 to below 1. Received: 1"),
+        ({"m": 0.5, "coupling": "dual_residual"}, InputError, "dual_residual has no m. Received: m=0.5. Use beta=0.5 instead"),
+        ({"beta": 0.5}, InputError, "momentum has no beta. Received: beta=0.5. Use m=0.5 instead"),
+        ({"beta": 0.5, "coupling": "additive"}, InputError, "additive has no beta. Received: beta=0.5. Leave it out"),
+        ({"out": "."}, InputError, "The current folder cannot be replaced .* Received: .. Name another"),
         ({"source": "vit_tny_patch16_224"}, ConversionError, "Did you mean 'vit_tiny_patch16_224'"),
         ({"source": "rev_vit_b"}, ConversionError, "rev_vit_b is reversible already. Give a published checkpoint"),
         ({"source": 3}, InputError, "A name, a folder or a module can be converted. Received: int"),
@@ -265,8 +268,8 @@ def test_tensors_that_are_no_start_are_refused(change, message, vit, tmp_path):
 
 def test_partial_needs_a_part(vit, tmp_path):
     torch.save({"foo": torch.ones(1)}, tmp_path / "w.pth")
-    with pytest.raises(ConversionError, match=r"Of 44 tensors only 0 are in the file"):
-        revzoo.convert(vit, tmp_path / "w.pth", partial=True)
+    with pytest.raises(ConversionError, match=r"Only 0 of 44 tensors match; at least half are needed"):
+        revzoo.convert(vit, tmp_path / "w.pth", strict=False)
 
 
 def test_half_precision_is_widened_and_given_back(vit, tmp_path):

@@ -11,13 +11,13 @@ import yaml
 from torch import Tensor
 
 import revzoo
-from revzoo.conversion.sources.base import Choice
+from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.sources.mmpretrain import MMPretrain
 from revzoo.conversion.sources.pyslowfast import PySlowFast
 from revzoo.errors import ConversionError
 
 GOLDEN = Path(__file__).parent / "golden"
-ADDITIVE = Choice("additive")
+ADDITIVE = CouplingChoice("additive")
 V2 = {"relative_position": True, "residual_pooling": True}
 
 
@@ -191,10 +191,10 @@ def mmpretrain(w, images):
 
 
 def converted(source, original, tensors, folder):
-    (folder / "converted.yaml").write_text(yaml.safe_dump({"name": "converted", **source.spec(original, ADDITIVE)}))
+    (folder / "converted.yaml").write_text(yaml.safe_dump({"name": "converted", **source.make_spec(original, ADDITIVE)}))
     model = revzoo.build(revzoo.load_spec(folder / "converted.yaml")).eval()
     ours = {}
-    for entry in source.entries(original):
+    for entry in source.map_tensors(original):
         made = entry.to_ours([tensors[key] for key in entry.theirs])
         assert not ours.keys() & set(entry.ours)
         ours |= zip(entry.ours, made, strict=True)
@@ -204,7 +204,7 @@ def converted(source, original, tensors, folder):
 
 def returned(source, original, model):
     own, found = model.state_dict(), {}
-    for entry in source.entries(original):
+    for entry in source.map_tensors(original):
         found |= zip(entry.theirs, entry.to_theirs([own[key] for key in entry.ours]), strict=True)
     return found
 
@@ -246,7 +246,7 @@ def test_pyslowfasts_networks_load_unchanged_in_meaning(fuse, v2, tmp_path):
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in weights.items())
     assert source.recognises(weights)
-    assert source.completed(original, weights) is original
+    assert source.complete(original, weights) is original
     assert not MMPretrain().recognises(weights)
 
 
@@ -258,11 +258,11 @@ def test_mmpretrains_network_loads_unchanged_in_meaning(tmp_path):
     check(model(images), mmpretrain(weights, images))
     back = returned(source, "rev_vit_digits", model)
     assert weights.keys() - back.keys() == {"backbone.cls_token"}
-    assert source.ignored("backbone.cls_token")
-    assert not source.ignored("backbone.pos_embed")
+    assert source.ignores("backbone.cls_token")
+    assert not source.ignores("backbone.pos_embed")
     assert all(torch.equal(weights[key], tensor) for key, tensor in back.items())
     assert source.recognises(weights)
-    assert source.completed("rev_vit_digits", weights) == "rev_vit_digits"
+    assert source.complete("rev_vit_digits", weights) == "rev_vit_digits"
     assert not PySlowFast().recognises(weights)
 
 
@@ -288,7 +288,7 @@ def test_published_sizes_have_the_published_numbers_of_parameters(source, name, 
     """mmpretrain's are those of its metafile, less the class token."""
     own = revzoo.create(name, device="meta").state_dict()
     theirs = {}
-    for entry in source.entries(name):
+    for entry in source.map_tensors(name):
         made = entry.to_theirs([own[key] for key in entry.ours])
         again = entry.to_ours(list(made))
         assert [t.shape for t in again] == [own[key].shape for key in entry.ours]
@@ -303,7 +303,7 @@ def test_published_sizes_have_the_published_numbers_of_parameters(source, name, 
     ("source", "name"), [(PySlowFast(), "rev_vit_s"), (PySlowFast(), "rev_mvit_b"), (MMPretrain(), "rev_vit_s")]
 )
 def test_keys_are_golden(source, name):
-    rows = [f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.how})" for e in source.entries(name)]
+    rows = [f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.transform})" for e in source.map_tensors(name)]
     file = GOLDEN / f"{type(source).__name__.lower()}_{name}.txt"
     assert rows == file.read_text().splitlines()
 
@@ -313,49 +313,49 @@ def test_a_fused_qkv_is_split_and_a_missing_prefix_is_written():
     fused = dict(weights)
     for key in [key for key in weights if ".attn.q." in key]:
         fused[key.replace(".q.", ".qkv.")] = torch.cat([fused.pop(key.replace(".q.", f".{name}.")) for name in "qkv"])
-    found, notes = PySlowFast().canonical("rev_vit_digits", fused)
-    assert notes == ["12 tensors of queries, keys and values in one (SEPARATE_QKV off) were split."]
-    assert PySlowFast().canonical("rev_vit_digits", weights) == (weights, [])
+    found, notes = PySlowFast().canonicalise("rev_vit_digits", fused)
+    assert notes == ["12 tensors with queries, keys and values together (SEPARATE_QKV off) were split."]
+    assert PySlowFast().canonicalise("rev_vit_digits", weights) == (weights, [])
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in weights.items())
     weights = drawn(mm_shapes())
     bare = {key.removeprefix("backbone."): tensor for key, tensor in weights.items()}
     assert MMPretrain().recognises(bare)
-    assert MMPretrain().canonical("rev_vit_digits", bare)[0].keys() == weights.keys()
-    assert MMPretrain().canonical("rev_vit_digits", weights)[0].keys() == weights.keys()
+    assert MMPretrain().canonicalise("rev_vit_digits", bare)[0].keys() == weights.keys()
+    assert MMPretrain().canonicalise("rev_vit_digits", weights)[0].keys() == weights.keys()
 
 
 def test_positions_of_another_grid_are_interpolated():
     positions = torch.randn(1, 16, 8)
-    found = PySlowFast().resized("pos_embed", positions, (1, 36, 8))
+    found = PySlowFast().resize("pos_embed", positions, (1, 36, 8))
     assert found.shape == (1, 36, 8)
-    with_first = MMPretrain().resized("backbone.pos_embed", torch.cat((torch.ones(1, 1, 8), positions), 1), (1, 37, 8))
+    with_first = MMPretrain().resize("backbone.pos_embed", torch.cat((torch.ones(1, 1, 8), positions), 1), (1, 37, 8))
     assert torch.equal(with_first[:, 1:], found)
     assert with_first[:, 0].unique().tolist() == [1]
     distances = torch.arange(7.0)[:, None].expand(7, 4)
-    wider = PySlowFast().resized("rev_backbone.layers.0.F.attn.rel_pos_h", distances, (15, 4))
+    wider = PySlowFast().resize("rev_backbone.layers.0.F.attn.rel_pos_h", distances, (15, 4))
     assert wider.shape == (15, 4)
     assert wider[7].tolist() == [3] * 4
     for key, shape in (("pos_embed", (1, 35, 8)), ("pos_embed", (1, 36, 9)), ("norm.weight", (1, 36, 8))):
-        assert PySlowFast().resized(key, positions, shape) is None
-    assert PySlowFast().resized("x.rel_pos_w", distances, (15, 5)) is None
+        assert PySlowFast().resize(key, positions, shape) is None
+    assert PySlowFast().resize("x.rel_pos_w", distances, (15, 5)) is None
 
 
 def test_names_that_fit_and_those_that_do_not():
-    assert PySlowFast().fits("rev_mvit_b")
-    assert PySlowFast().fits("rev_vit_b")
-    assert MMPretrain().fits("rev_vit_b")
+    assert PySlowFast().handles("rev_mvit_b")
+    assert PySlowFast().handles("rev_vit_b")
+    assert MMPretrain().handles("rev_vit_b")
     for original in ("rev_mvit_b", "revnet_38", "no_such_model", {"model_type": "bert"}):
-        assert not MMPretrain().fits(original)
+        assert not MMPretrain().handles(original)
     for original in ("rev_swin_t", "vit_base_patch16_224", torch.nn.Identity()):
-        assert not PySlowFast().fits(original)
+        assert not PySlowFast().handles(original)
 
 
 def test_what_would_not_be_the_published_network_is_refused(tmp_path):
     with pytest.raises(ConversionError, match=r"Received: coupling='momentum'\. Use coupling='additive'"):
-        PySlowFast().spec("rev_vit_b", Choice())
+        PySlowFast().make_spec("rev_vit_b", CouplingChoice())
     with pytest.raises(ConversionError, match=r"has networks of rev_vit\. Received: rev_mvit_b of rev_mvit"):
-        MMPretrain().entries("rev_mvit_b")
+        MMPretrain().map_tensors("rev_mvit_b")
     (tmp_path / "mean.yaml").write_text(yaml.safe_dump({"name": "mean", "base": "rev_vit_digits", "fuse": {"type": "mean"}}))
     with pytest.raises(ConversionError, match=r"whose fuse is concat\. Received: mean, whose fuse is mean"):
-        PySlowFast().entries(tmp_path / "mean.yaml")
+        PySlowFast().map_tensors(tmp_path / "mean.yaml")

@@ -84,17 +84,17 @@ REFUSED = {
     "pooling by 'max'": {"mode": "max"},
     "pooling by 'conv_unshared'": {"mode": "conv_unshared"},
     r"kernel_qkv": {"kernel_qkv": (1, 1)},
-    "other kernels than 3x3": {"kernel_qkv": (5, 5)},
+    "kernels other than 3x3": {"kernel_qkv": (5, 5)},
     "qkv_bias": {"qkv_bias": False},
     "norm_eps": {"norm_eps": 1e-5},
     "a stage 1 of 1 block": {"depths": (1, 1, 2)},
     "a stage 0 of 1 block": {"depths": (1, 3, 2), "expand_attn": False},
     "a stage 1 of 2 block": {"depths": (2, 2, 2), "expand_attn": False},
-    "than one that pools behind one that widens": LARGE | {"stride_q": ((1, 1), (1, 1), (2, 2))},
-    "two blocks become one node": LARGE | {"model": {"drop_path_rate": 0.1}},
+    "other than one that widens and then one that pools": LARGE | {"stride_q": ((1, 1), (1, 1), (2, 2))},
+    "two blocks become one transition": LARGE | {"model": {"drop_path_rate": 0.1}},
     "num_classes=0": {"model": {"num_classes": 0}},
     "patch_kernel": {"patch_kernel": (4, 4)},
-    "strides do not divide": {"model": {"img_size": 20}},
+    "sides are not multiples of the strides": {"model": {"img_size": 20}},
 }
 
 

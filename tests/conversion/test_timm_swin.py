@@ -7,8 +7,8 @@ import timm
 import torch
 from timm.models.swin_transformer import SwinTransformer, checkpoint_filter_fn
 
-from revzoo.conversion.sources.base import Choice
-from revzoo.conversion.sources.timm_swin import TimmSwin, microsoft
+from revzoo.conversion.choice import CouplingChoice
+from revzoo.conversion.sources.timm_swin import TimmSwin, rename_microsoft_keys
 from revzoo.errors import ConversionError
 
 SOURCE = TimmSwin()
@@ -35,8 +35,8 @@ def test_the_converted_network_is_the_original(trial, randomised, options):
     original = randomised(tiny(**options))
     x = torch.randn(2, original.patch_embed.proj.in_channels, *original.patch_embed.img_size)
     assert trial.difference(original, x) <= 1e-5
-    assert trial.difference(original, x, Choice("dual_residual", kept_bits=None, strength=0.0)) <= 1e-5
-    assert trial.difference(original, x, Choice("additive")) > 1e-3  # the same tensors, another function
+    assert trial.difference(original, x, CouplingChoice("dual_residual", kept_bits=None, b=0.0)) <= 1e-5
+    assert trial.difference(original, x, CouplingChoice("additive")) > 1e-3  # the same tensors, another function
     trial.check_round_trip(original)
 
 
@@ -47,10 +47,10 @@ def test_every_tensor_goes_where_the_golden_list_says(trial):
 def test_a_named_model_is_read_without_weights(trial):
     original = timm.create_model("swin_tiny_patch4_window7_224", device="meta", drop_path_rate=0.2)
     with torch.device("meta"):
-        model = trial.build(original, Choice())
+        model = trial.build(original, CouplingChoice())
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     theirs = original.state_dict()
-    assert {e.ours[0]: theirs[e.theirs[0]].shape for e in SOURCE.entries(original)} == shapes
+    assert {e.ours[0]: theirs[e.theirs[0]].shape for e in SOURCE.map_tensors(original)} == shapes
     assert len(shapes) == 173
     assert [step.drop_path.drop_prob for step in model.steps[::2]] == pytest.approx([0.2 * i / 11 for i in range(12)])
 
@@ -72,16 +72,16 @@ def test_microsofts_names_become_timms(randomised):
     file = as_microsoft(expected)
     assert "layers.1.downsample.norm.weight" in file
     assert "layers.2.downsample.norm.weight" not in file
-    found = microsoft(file)
+    found = rename_microsoft_keys(file)
     assert found.keys() == expected.keys() == checkpoint_filter_fn(dict(file), original).keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
-    assert microsoft(expected) == expected
-    assert SOURCE.canonical(original, expected) == (expected, [])
-    named, notes = SOURCE.canonical(original, file)
+    assert rename_microsoft_keys(expected) == expected
+    assert SOURCE.canonicalise(original, expected) == (expected, [])
+    named, notes = SOURCE.canonicalise(original, file)
     assert named.keys() == expected.keys()
     assert [note.partition(":")[0] for note in notes] == ["Microsoft's names became timm's"]
-    assert [key for key in file if SOURCE.ignored(key)] == list(file)[-2:]
-    assert not any(map(SOURCE.ignored, expected))
+    assert [key for key in file if SOURCE.ignores(key)] == list(file)[-2:]
+    assert not any(map(SOURCE.ignores, expected))
 
 
 REFUSED = {
@@ -103,17 +103,17 @@ REFUSED = {
 @pytest.mark.parametrize(("named", "options"), REFUSED.items(), ids=REFUSED)
 def test_what_cannot_be_expressed_is_refused_by_name(named, options):
     original = tiny(**options)
-    assert SOURCE.fits(original)
+    assert SOURCE.handles(original)
     with pytest.raises(ConversionError, match=named):
-        SOURCE.spec(original, Choice())
+        SOURCE.make_spec(original, CouplingChoice())
 
 
 def test_biases_of_another_square_window_are_interpolated():
     key, table = "layers.0.blocks.0.attn.relative_position_bias_table", torch.randn(49, 2)
-    larger = SOURCE.resized(key, table, (169, 2))
+    larger = SOURCE.resize(key, table, (169, 2))
     assert larger.shape == (169, 2)
     assert torch.allclose(larger.view(13, 13, 2)[6, 6], table.view(7, 7, 2)[3, 3])  # no distance
     assert torch.allclose(larger.view(13, 13, 2)[::12, ::12], table.view(7, 7, 2)[::6, ::6], atol=1e-4)  # the largest ones
-    assert SOURCE.resized(key, table, (168, 2)) is None
-    assert SOURCE.resized(key, table, (169, 3)) is None
-    assert SOURCE.resized("norm.weight", table, (169, 2)) is None
+    assert SOURCE.resize(key, table, (168, 2)) is None
+    assert SOURCE.resize(key, table, (169, 3)) is None
+    assert SOURCE.resize("norm.weight", table, (169, 2)) is None

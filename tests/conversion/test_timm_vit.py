@@ -9,8 +9,8 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
 
-from revzoo.conversion.sources.base import Choice
-from revzoo.conversion.sources.qkv import fused
+from revzoo.conversion.choice import CouplingChoice
+from revzoo.conversion.sources.tensors import merge_qkv
 from revzoo.conversion.sources.timm_vit import TimmViT
 from revzoo.errors import ConversionError
 
@@ -47,8 +47,8 @@ def test_the_converted_network_is_the_original(trial, randomised, options):
     original = randomised(tiny(**options))
     x = torch.randn(2, original.patch_embed.proj.in_channels, *original.patch_embed.img_size)
     assert trial.difference(original, x) <= 1e-5
-    assert trial.difference(original, x, Choice("dual_residual", kept_bits=None, strength=0.0)) <= 1e-5
-    assert trial.difference(original, x, Choice("additive")) > 1e-3  # the same tensors, another function
+    assert trial.difference(original, x, CouplingChoice("dual_residual", kept_bits=None, b=0.0)) <= 1e-5
+    assert trial.difference(original, x, CouplingChoice("additive")) > 1e-3  # the same tensors, another function
     trial.check_round_trip(original)
 
 
@@ -61,16 +61,16 @@ def test_every_tensor_goes_where_the_golden_list_says(trial):
 def test_named_models_are_read_without_weights(trial, name, parameters):
     original = timm.create_model(name, num_classes=1000, device="meta", drop_path_rate=0.2)
     with torch.device("meta"):
-        model = trial.build(original, Choice())
+        model = trial.build(original, CouplingChoice())
     assert sum(p.numel() for p in model.parameters()) == parameters
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     theirs = original.state_dict()
-    assert {e.ours[0]: theirs[e.theirs[0]].shape for e in SOURCE.entries(original)} == shapes
+    assert {e.ours[0]: theirs[e.theirs[0]].shape for e in SOURCE.map_tensors(original)} == shapes
     assert [step.drop_path.drop_prob for step in model.steps[::2]] == pytest.approx([0.2 * i / 11 for i in range(12)])
 
 
 def test_dropout_and_its_rates_are_read():
-    spec = SOURCE.spec(tiny(drop_rate=0.1, drop_path_rate=0.3), Choice())
+    spec = SOURCE.make_spec(tiny(drop_rate=0.1, drop_path_rate=0.3), CouplingChoice())
     assert spec["head"]["dropout"] == 0.1
     assert spec["block"]["drop_path"] == {"max": pytest.approx(0.3), "rule": "linear", "transitions": False}
     assert spec["block"]["coupling"] == {"type": "momentum", "kept_bits": 8, "gain": 1.0, "residual": True}
@@ -100,25 +100,25 @@ REFUSED = {
 @pytest.mark.parametrize(("named", "options"), REFUSED.items(), ids=REFUSED)
 def test_what_cannot_be_expressed_is_refused_by_name(named, options):
     with pytest.raises(ConversionError, match=named):
-        SOURCE.spec(tiny(**options), Choice())
+        SOURCE.make_spec(tiny(**options), CouplingChoice())
 
 
 def test_distillation_tokens_are_refused_by_name():
     original = tiny(VisionTransformerDistilled)
-    assert SOURCE.fits(original)
+    assert SOURCE.handles(original)
     with pytest.raises(ConversionError, match="A timm ViT with a distillation token cannot be converted"):
-        SOURCE.spec(original, Choice())
+        SOURCE.make_spec(original, CouplingChoice())
 
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_positions_of_another_square_grid_are_interpolated(rows):
     positions = torch.randn(1, rows + 16, 12)
-    resized = SOURCE.resized("pos_embed", positions, (1, rows + 36, 12))
+    resized = SOURCE.resize("pos_embed", positions, (1, rows + 36, 12))
     assert torch.equal(resized, resample_abs_pos_embed(positions, [6, 6], num_prefix_tokens=rows))
     assert torch.equal(resized[:, :rows], positions[:, :rows])
-    assert SOURCE.resized("pos_embed", positions, (1, rows + 35, 12)) is None
-    assert SOURCE.resized("pos_embed", positions, (1, rows + 36, 8)) is None
-    assert SOURCE.resized("head.weight", positions, (1, rows + 36, 12)) is None
+    assert SOURCE.resize("pos_embed", positions, (1, rows + 35, 12)) is None
+    assert SOURCE.resize("pos_embed", positions, (1, rows + 36, 8)) is None
+    assert SOURCE.resize("head.weight", positions, (1, rows + 36, 12)) is None
 
 
 @pytest.mark.parametrize("names", ["q k v", "q_proj k_proj v_proj"])
@@ -129,16 +129,16 @@ def test_separate_queries_keys_and_values_are_merged(trial, randomised, names):
         parts = value.chunk(3) if ".qkv." in key else ()
         split |= {key.replace("qkv", name): part for name, part in zip(names.split(), parts, strict=bool(parts))}
         split |= {} if parts else {key: value}
-    found, notes = fused(split)
+    found, notes = merge_qkv(split)
     assert notes == ["12 tensors of separate queries, keys and values were merged into 4 (qkv)"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
-    assert fused(expected) == (expected, [])
+    assert merge_qkv(expected) == (expected, [])
 
 
 def test_incomplete_sets_stay_as_they_are():
     tensors = {"a.q.weight": torch.ones(2, 2), "a.v.weight": torch.ones(2, 2), "b.q": torch.ones(2)}
-    assert fused(tensors) == (tensors, [])
+    assert merge_qkv(tensors) == (tensors, [])
 
 
 def test_a_file_with_other_names_is_understood(randomised):
@@ -151,15 +151,15 @@ def test_a_file_with_other_names_is_understood(randomised):
         else:
             file[key.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2")] = value
     assert "blocks.1.gamma_2" in file
-    found, notes = SOURCE.canonical(original, file)
+    found, notes = SOURCE.canonicalise(original, file)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
     assert notes == [
         "6 tensors of separate queries, keys and values were merged into 2 (qkv)",
         "4 factors of LayerScale were renamed (gamma_1 to ls1.gamma)",
     ]
-    assert SOURCE.canonical(original, expected) == (expected, [])
-    assert SOURCE.ignored("pre_logits.fc.weight")
+    assert SOURCE.canonicalise(original, expected) == (expected, [])
+    assert SOURCE.ignores("pre_logits.fc.weight")
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_a_file_with_other_names_is_understood(randomised):
 )
 def test_tokens_that_are_not_in_both_are_named(network, file, message):
     with pytest.raises(ConversionError, match=message):
-        SOURCE.canonical(network, file.state_dict())
+        SOURCE.canonicalise(network, file.state_dict())

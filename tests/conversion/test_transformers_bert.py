@@ -9,12 +9,12 @@ import yaml
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.conversion.sources.base import Choice
+from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.sources.transformers_bert import BERT, ROBERTA, TransformersEncoder
 from revzoo.errors import ConversionError, InputError
 
 GOLDEN = Path(__file__).parent / "golden"
-FAITHFUL = Choice("momentum", kept_bits=None, strength=0.0)
+FAITHFUL = CouplingChoice("momentum", kept_bits=None, b=0.0)
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 12,
@@ -62,14 +62,14 @@ def original(name: str, options: dict) -> tuple[nn.Module, dict, TransformersEnc
         nn.init.normal_(p, mean=float(key.endswith("LayerNorm.weight")), std=0.3)
     facts = network.config.to_dict() | {"architectures": [name]}
     source = BERT if name.startswith("Bert") else ROBERTA
-    return network, source.completed(facts, network.state_dict()), source
+    return network, source.complete(facts, network.state_dict()), source
 
 
-def converted(source, facts: dict, tensors: dict[str, Tensor], choice: Choice, folder: Path) -> revzoo.Model:
+def converted(source, facts: dict, tensors: dict[str, Tensor], choice: CouplingChoice, folder: Path) -> revzoo.Model:
     file = folder / "spec.yaml"
-    file.write_text(yaml.safe_dump({"name": "converted", **source.spec(facts, choice)}))
+    file.write_text(yaml.safe_dump({"name": "converted", **source.make_spec(facts, choice)}))
     model = revzoo.build(revzoo.load_spec(file)).eval()
-    left = model.load_state_dict(to_ours(source.entries(facts), tensors), strict=False)
+    left = model.load_state_dict(to_ours(source.map_tensors(facts), tensors), strict=False)
     assert left.unexpected_keys == []
     assert left.missing_keys == [key for key in ("head.weight",) if key in model.state_dict()]  # the table of embeddings
     model.schedule = "store"
@@ -109,7 +109,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @torch.no_grad()
 def test_a_faithful_coupling_gives_the_originals_outputs(name, options, tmp_path):
     network, facts, source = original(name, options)
-    tensors, _ = source.canonical(facts, network.state_dict())
+    tensors, _ = source.canonicalise(facts, network.state_dict())
     model = converted(source, facts, tensors, FAITHFUL, tmp_path)
     ids, mask = batch(facts["pad_token_id"])
     expected = output(network, ids, mask)
@@ -129,10 +129,10 @@ def test_weights_come_back_bit_for_bit(name, options):
     network, facts, source = original(name, options)
     tensors = network.state_dict()
     back = {}
-    for entry in source.entries(facts):
+    for entry in source.map_tensors(facts):
         ours = entry.to_ours([tensors[key] for key in entry.theirs])
         back |= zip(entry.theirs, entry.to_theirs(list(ours)), strict=True)
-    ignored = {key for key in tensors if source.ignored(key)} - back.keys()
+    ignored = {key for key in tensors if source.ignores(key)} - back.keys()
     assert sorted(back) == sorted(tensors.keys() - ignored)
     assert all(torch.equal(back[key], tensors[key]) for key in back)
     task = name.partition("For")[2]
@@ -148,14 +148,14 @@ def test_strengths_and_additive_have_the_same_tensors_and_another_function(tmp_p
     network, facts, source = original("BertForSequenceClassification", {})
     ids, mask = batch(0)
     faithful = converted(source, facts, network.state_dict(), FAITHFUL, tmp_path)
-    additive = converted(source, facts, network.state_dict(), Choice("additive"), tmp_path)
+    additive = converted(source, facts, network.state_dict(), CouplingChoice("additive"), tmp_path)
     for key, tensor in faithful.state_dict().items():
         assert torch.equal(additive.state_dict()[key], tensor)
     assert distance(additive(ids, mask), faithful(ids, mask)) > 1e-3
     assert additive.spec.fuse.type == "mean"
-    dual = converted(source, facts, network.state_dict(), Choice("dual_residual", kept_bits=None, strength=0.0), tmp_path)
+    dual = converted(source, facts, network.state_dict(), CouplingChoice("dual_residual", kept_bits=None, b=0.0), tmp_path)
     assert torch.equal(dual(ids, mask), faithful(ids, mask))
-    kept = converted(source, facts, network.state_dict(), Choice(), tmp_path)
+    kept = converted(source, facts, network.state_dict(), CouplingChoice(), tmp_path)
     assert kept.coupling.kept_bits == 8
     assert kept.coupling.a == -kept.coupling.b
 
@@ -163,7 +163,7 @@ def test_strengths_and_additive_have_the_same_tensors_and_another_function(tmp_p
 @pytest.mark.parametrize("name", ["BertModel", "BertForMaskedLM", "RobertaForSequenceClassification"])
 def test_the_default_start_is_close_and_its_gradients_are_those_of_stored_states(name, tmp_path):
     network, facts, source = original(name, {})
-    model = converted(source, facts, network.state_dict(), Choice(), tmp_path)
+    model = converted(source, facts, network.state_dict(), CouplingChoice(), tmp_path)
     model.exact = True
     ids, mask = batch(facts["pad_token_id"])
     gradients = {}
@@ -180,8 +180,8 @@ def test_the_default_start_is_close_and_its_gradients_are_those_of_stored_states
 @pytest.mark.parametrize("name", ["BertForPreTraining", "BertModel", "RobertaForSequenceClassification", "RobertaForMaskedLM"])
 def test_keys_are_golden(name):
     network, facts, source = original(name, {"num_hidden_layers": 1})
-    rows = [f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.how})" for e in source.entries(facts)]
-    dropped = [f"{key} -> (ignored)" for key in network.state_dict() if source.ignored(key) and name != "BertModel"]
+    rows = [f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.transform})" for e in source.map_tensors(facts)]
+    dropped = [f"{key} -> (ignored)" for key in network.state_dict() if source.ignores(key) and name != "BertModel"]
     assert rows + dropped == (GOLDEN / f"transformers_{name}.txt").read_text().splitlines()
 
 
@@ -193,7 +193,7 @@ def test_everything_is_read_from_the_configuration():
         "initializer_range": 0.05,
     }
     _, facts, source = original("RobertaForSequenceClassification", {**options, "num_labels": 4})
-    spec = source.spec(facts, Choice())
+    spec = source.make_spec(facts, CouplingChoice())
     assert spec["input"] == {"kind": "text", "length": 16, "vocabulary": 50, "padding": 1}
     assert (spec["stem"]["dropout"], spec["stem"]["eps"], spec["stem"]["types"]) == (0.2, 1e-5, 1)
     assert (spec["block"]["f"]["dropout"], spec["block"]["f"]["attention_dropout"], spec["block"]["f"]["heads"]) == (
@@ -206,7 +206,7 @@ def test_everything_is_read_from_the_configuration():
     assert spec["init"] == {"type": "normal", "std": 0.05}
     silent = {key: facts[key] for key in ("model_type", "num_hidden_layers", "vocab_size", "hidden_size")}
     silent |= {"num_attention_heads": 3, "intermediate_size": 40, "model_type": "bert"}
-    spec = BERT.spec(silent, Choice())
+    spec = BERT.make_spec(silent, CouplingChoice())
     assert (spec["stem"]["eps"], spec["stem"]["types"], spec["stem"]["dropout"], spec["input"]["padding"]) == (1e-12, 2, 0.1, 0)
     assert spec["head"] == {"type": "text_features", "of": "text"}
 
@@ -228,15 +228,15 @@ def test_everything_is_read_from_the_configuration():
 def test_published_sizes_become_the_zoos_own_specs(zoo, config, task, tmp_path):
     source = BERT if task.startswith("Bert") else ROBERTA
     facts = config.to_dict() | {"architectures": [task]}
-    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({"name": zoo, **source.spec(facts, Choice("additive"))}))
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({"name": zoo, **source.make_spec(facts, CouplingChoice("additive"))}))
     assert revzoo.load_spec(tmp_path).digest == revzoo.load_spec(zoo).digest
-    keys = {key for entry in source.entries(facts) for key in entry.ours}
+    keys = {key for entry in source.map_tensors(facts) for key in entry.ours}
     assert revzoo.create(zoo, device="meta").state_dict().keys() - keys <= {"head.weight"}
 
 
 def test_files_of_other_versions_and_other_models_are_understood():
     network, facts, source = original("BertForMaskedLM", {})
-    new = {key: tensor for key, tensor in network.state_dict().items() if not source.ignored(key)}
+    new = {key: tensor for key, tensor in network.state_dict().items() if not source.ignores(key)}
     old = {
         key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
         for key, t in new.items()
@@ -245,22 +245,22 @@ def test_files_of_other_versions_and_other_models_are_understood():
     decoder = {key.replace("predictions.bias", "predictions.decoder.bias"): tensor for key, tensor in new.items()}
     constants = {**new, "bert.embeddings.position_ids": torch.arange(18)[None], "bert.pooler.dense.bias": torch.ones(12)}
     for file in (new, old, bare, decoder, constants):
-        found = {key: t for key, t in source.canonical(facts, file)[0].items() if not source.ignored(key)}
+        found = {key: t for key, t in source.canonicalise(facts, file)[0].items() if not source.ignores(key)}
         assert sorted(found) == sorted(new)
         assert all(torch.equal(found[key], tensor) for key, tensor in new.items())
     plain, facts, source = original("BertModel", {})
     prefixed = {f"bert.{key}": tensor for key, tensor in plain.state_dict().items()}
-    assert sorted(source.canonical(facts, prefixed)[0]) == sorted(plain.state_dict())
+    assert sorted(source.canonicalise(facts, prefixed)[0]) == sorted(plain.state_dict())
 
 
 @pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] != "BertForPreTraining"])
 def test_a_class_that_no_configuration_names_is_found_by_the_keys(name, options):
     network, facts, source = original(name, options)
-    found = source.completed(facts | {"architectures": None}, network.state_dict())
+    found = source.complete(facts | {"architectures": None}, network.state_dict())
     assert found["architectures"] == [name]
-    assert source.fits(found)
-    assert not (ROBERTA if source is BERT else BERT).fits(found)
-    assert not source.fits(network)
+    assert source.handles(found)
+    assert not (ROBERTA if source is BERT else BERT).handles(found)
+    assert not source.handles(network)
     assert source.recognises(network.state_dict())
     assert not source.recognises({"blocks.0.attn.qkv.weight": torch.ones(1)})
 
@@ -268,16 +268,16 @@ def test_a_class_that_no_configuration_names_is_found_by_the_keys(name, options)
 def test_labels_are_counted_where_they_are_written():
     _, facts, source = original("BertForSequenceClassification", {})
     silent = {key: value for key, value in facts.items() if key not in ("num_labels", "id2label", "label2id")}
-    assert source.spec(silent, Choice())["head"]["outputs"] == 2
-    assert source.spec(silent | {"id2label": {"0": "a", "1": "b", "2": "c"}}, Choice())["head"]["outputs"] == 3
-    assert source.completed(silent, {"classifier.weight": torch.ones(5, 12)})["num_labels"] == 5
+    assert source.make_spec(silent, CouplingChoice())["head"]["outputs"] == 2
+    assert source.make_spec(silent | {"id2label": {"0": "a", "1": "b", "2": "c"}}, CouplingChoice())["head"]["outputs"] == 3
+    assert source.complete(silent, {"classifier.weight": torch.ones(5, 12)})["num_labels"] == 5
 
 
 def test_what_is_left_out_is_said():
     notes = {}
     for name in ("BertForPreTraining", "BertModel", "RobertaModel"):
         network, facts, source = original(name, {})
-        notes[name] = source.canonical(facts, network.state_dict())[1]
+        notes[name] = source.canonicalise(facts, network.state_dict())[1]
     assert [len(found) for found in notes.values()] == [3, 2, 1]
     assert notes["BertForPreTraining"][-1] == "The head for the next sentence is dropped."
 
@@ -313,7 +313,7 @@ def test_what_is_left_out_is_said():
 )
 def test_what_cannot_be_expressed_is_named(source, change, message):
     facts = CONFIGS["Bert" if source is BERT else "Roberta"].to_dict() | {"architectures": None} | change
-    for ask in (lambda: source.spec(facts, Choice()), lambda: source.entries(facts)):
+    for ask in (lambda: source.make_spec(facts, CouplingChoice()), lambda: source.map_tensors(facts)):
         with pytest.raises(ConversionError, match=message):
             ask()
 
@@ -323,13 +323,13 @@ def test_untied_embeddings_are_refused_wherever_they_show():
     tensors = dict(network.state_dict())
     for key in ("lm_head.decoder.weight", "lm_head.decoder.bias"):
         with pytest.raises(ConversionError, match=rf"{key} is not the copy of .* as RobertaModel\."):
-            source.canonical(facts, tensors | {key: tensors[key] + 1})
+            source.canonicalise(facts, tensors | {key: tensors[key] + 1})
 
 
 def test_an_unknown_kind_of_classifier_is_refused():
     network = transformers.BertForTokenClassification(CONFIGS["Bert"])
     with pytest.raises(ConversionError, match=r"classifier of an unknown kind\. Received: classifier.bias, classifier.weight"):
-        BERT.completed(CONFIGS["Bert"].to_dict() | {"architectures": None}, network.state_dict())
+        BERT.complete(CONFIGS["Bert"].to_dict() | {"architectures": None}, network.state_dict())
 
 
 def test_features_have_no_outputs_to_replace(tmp_path):

@@ -25,7 +25,7 @@ PINNED = {
     "VerifyReport": None,
     "build": "(spec)",
     "convert": (
-        "(source, weights=None, *, coupling='momentum', kept_bits=8, strength=None, out=None, partial=False, batch=None)"
+        "(source, weights=None, *, coupling='momentum', kept_bits=8, m=None, beta=None, out=None, strict=True, batch=None)"
     ),
     "create": (
         "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', exact=False, "

@@ -1,4 +1,4 @@
-"""All sources, and which of them a network is from."""
+"""The families of networks that can be converted, one file each."""
 
 from revzoo.conversion.original import Original
 from revzoo.conversion.sources.base import Source
@@ -23,23 +23,26 @@ SOURCES: tuple[Source, ...] = (
 )
 
 
-def source_of(original: Original) -> Source:
-    """Return the source for a network.
+def find_source(original: Original) -> Source:
+    """Return the source that an original belongs to.
 
     Raises:
-        ConversionError: there is none; names what there is.
+        ConversionError: no source handles it; the message lists all sources.
     """
-    fitting = [source for source in SOURCES if source.fits(original.description)]
-    found = next((source for source in fitting if source.recognises(original.tensors)), None)
-    if found is not None:
-        return found
-    names = listing([source.name for source in SOURCES])
-    if fitting:
-        keys = listing(list(original.tensors), most=4)
+    candidates = [source for source in SOURCES if source.handles(original.description)]
+    for source in candidates:
+        if source.recognises(original.tensors):
+            return source
+    if candidates:
         raise ConversionError(
-            f"{original.name} is known, but the tensors are not those of {listing([source.name for source in fitting])}: they "
-            f"are called {keys}."
+            f"{original.name} can be converted, but these tensors do not belong to a "
+            f"{' or '.join(source.name for source in candidates)}. Received: {listing(list(original.tensors), most=4)}. Is "
+            "this checkpoint for another model?"
         )
-    kind = original.description
-    told = kind.get("model_type", "a configuration without model_type") if isinstance(kind, dict) else type(kind).__name__
-    raise ConversionError(f"{original.name} ({told}) cannot be converted. What can: {names}.")
+    description = original.description
+    if isinstance(description, dict):
+        kind = description.get("model_type", "a configuration without model_type")
+    else:
+        kind = type(description).__name__
+    names = listing([source.name for source in SOURCES])
+    raise ConversionError(f"{original.name} ({kind}) cannot be converted. What can: {names}.")

@@ -1,8 +1,8 @@
-"""PySlowFast's Rev-ViT and Rev-MViT for images, whose layers are counted through all stages, transitions included.
+"""PySlowFast's Rev-ViT and Rev-MViT for images, whose layers are numbered through all stages, transitions included.
 
-Its networks end with a softmax in eval mode, ours with logits. Read from `slowfast/models/reversible_mvit.py`,
-`attention.py` and `video_model_builder.py`: streams begin as copies, are joined as (y1, y2), normed, then averaged over the
-tokens, as here.
+As here, both streams begin as the same tensor, and (y1, y2) is normed and then averaged over the tokens
+(`slowfast/models/reversible_mvit.py`, `attention.py`, `video_model_builder.py`). In eval mode PySlowFast's networks end with a
+softmax, ours with logits.
 """
 
 import re
@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from revzoo.conversion.mapping import Entry, merged, renamed, reshaped
-from revzoo.conversion.sources import resize
+from revzoo.conversion.mapping import TensorMapping, merge, rename, reshape
 from revzoo.conversion.sources.base import Tensors
 from revzoo.conversion.sources.published import PublishedSource
+from revzoo.conversion.sources.tensors import resize_distances, resize_positions
 
 _FAMILIES = ("rev_vit", "rev_mvit")
-_RULES = {  # from our names, layers counted through, to theirs
+_RULES = {  # from our keys, layers numbered through all stages, to theirs
     r"stem\.": "",
     r"fuse\.norm\.": "norm.",
     r"head\.linear\.": "head.projection.",
@@ -33,37 +33,39 @@ _RULES = {  # from our names, layers counted through, to theirs
 
 
 class PySlowFast(PublishedSource):
-    """Published checkpoints such as REV_VIT_B.pyth and REV_MVIT_B.pyth; `original` names the zoo's spec of the network."""
+    """Published checkpoints such as REV_VIT_B.pyth and REV_MVIT_B.pyth."""
 
     name = "PySlowFast Rev-ViT and Rev-MViT"
     families, rules = _FAMILIES, _RULES
 
     def recognises(self, tensors: Tensors) -> bool:
-        """Return whether a file's keys are this source's."""
+        """Return whether a file has PySlowFast's keys."""
         return any(key.startswith("rev_backbone.layers.") for key in tensors)
 
-    def resized(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return positions of another square grid, or distances along a side of another length, interpolated."""
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return position embeddings interpolated to another square grid, absolute or relative; None for another tensor."""
         if key.endswith((".rel_pos_h", ".rel_pos_w")):
-            return resize.distances(tensor, shape)
-        return resize.positions(tensor, shape) if key == "pos_embed" else None
+            return resize_distances(tensor, shape)
+        return resize_positions(tensor, shape) if key == "pos_embed" else None
 
-    def canonical(self, original: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
-        """Return a file's tensors under the names that `entries` has, one matrix of q, k and v split, and a note of it."""
-        found: dict[str, Tensor] = {}
+    def canonicalise(self, description: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
+        """Return a file's tensors with matrices of q, k and v together split into three, and a note on it."""
+        separate: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
             if ".attn.qkv." in key:
-                found |= {key.replace(".qkv.", f".{name}."): t for name, t in zip("qkv", tensor.chunk(3), strict=True)}
+                separate |= {key.replace(".qkv.", f".{name}."): t for name, t in zip("qkv", tensor.chunk(3), strict=True)}
             else:
-                found[key] = tensor
-        count = (len(found) - len(tensors)) // 2
-        return found, [f"{count} tensors of queries, keys and values in one (SEPARATE_QKV off) were split."] if count else []
+                separate[key] = tensor
+        count = (len(separate) - len(tensors)) // 2
+        return separate, [
+            f"{count} tensors with queries, keys and values together (SEPARATE_QKV off) were split."
+        ] if count else []
 
-    def entry(self, ours: str, theirs: str, tensor: Tensor) -> Entry:
-        """Return the way of a tensor; three matrices become one, and kernels lose the dimension of time."""
+    def map_tensor(self, ours: str, theirs: str, tensor: Tensor) -> TensorMapping:
+        """Return the mapping of one tensor: q, k and v become one matrix, and kernels lose the dimension of time."""
         if ".attn.qkv." in theirs:
-            return merged(ours, [theirs.replace(".qkv.", f".{name}.") for name in "qkv"])
+            return merge(ours, [theirs.replace(".qkv.", f".{name}.") for name in "qkv"])
         if re.search(r"\.attn\.pool_[qkv]\.weight$", theirs):
-            kernel = tensor.shape  # (C, 1, K, K); theirs has K = 1 frame in front
-            return reshaped(ours, theirs, kernel, (*kernel[:2], 1, *kernel[2:]))
-        return renamed(ours, theirs)
+            kernel = tensor.shape  # (C, 1, K, K); theirs is (C, 1, 1, K, K), over a single frame
+            return reshape(ours, theirs, kernel, (*kernel[:2], 1, *kernel[2:]))
+        return rename(ours, theirs)

@@ -1,7 +1,8 @@
-"""timm's ResNet: each block at constant size is f, every tensor keeps its value.
+"""timm's ResNet: each block that keeps width and size becomes an f, and every tensor keeps its values.
 
-The first block of a layer changes width or size and is an ordinary node. The others are steps: with a faithful coupling f is
-the whole block, its residual and ReLU included; with the additive one it is ReLU(unit(x)), as in Re2TAL.
+The first block of a layer changes width or size and becomes a transition. The other blocks become reversible steps. With the
+momentum and dual_residual couplings f is the whole block, including its residual and ReLU; with the additive coupling it is
+ReLU(unit(x)), as in Re2TAL.
 """
 
 from collections.abc import Sequence
@@ -11,77 +12,77 @@ import torch
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import Tensor, nn
 
-from revzoo.conversion.mapping import Entry
-from revzoo.conversion.sources.base import Choice, Tensors
-from revzoo.conversion.sources.timm_modules import drop_path, rate, renames, same
-from revzoo.conversion.sources.timm_source import TimmSource
+from revzoo.conversion.choice import CouplingChoice
+from revzoo.conversion.mapping import TensorMapping
+from revzoo.conversion.sources.base import Tensors
+from revzoo.conversion.sources.timm_base import TimmSource, read_rate
 
 _LAYERS = ("layer1", "layer2", "layer3", "layer4")
 _LAYOUTS: dict[type[nn.Module], str] = {BasicBlock: "basic", Bottleneck: "bottleneck"}
 _POOLS = {"avg": "mean", "max": "max"}
-_SIZE = (3, 224, 224)  # of images, where the original does not say what it was made for
+_SIZE = (3, 224, 224)  # of images, if the original has no pretrained_cfg
 
 
 class TimmResNet(TimmSource):
     """Convert `timm.models.resnet.ResNet` with one 7x7 convolution in front: ResNet v1.5, ResNeXt, Wide ResNet.
 
-    A ResNet takes images of any size; the spec's is that of the original's `pretrained_cfg`, or 224. Refused by name: deep
+    A ResNet takes images of any size; the spec has the size of the original's `pretrained_cfg`, or 224. Refused by name: deep
     stems, attention in blocks (SE), anti-aliasing, dilation, averaging shortcuts, other norms and activations, and layers
-    whose only block is their first.
+    without a block that keeps width and size.
 
     Source: timm `resnet.py`; torchvision's names are the same.
     """
 
     name = "timm ResNet"
-    kind = ResNet
+    network_class = ResNet
 
-    def spec(self, original: Any, choice: Choice) -> dict[str, Any]:
+    def make_spec(self, network: Any, choice: CouplingChoice) -> dict[str, Any]:
         """Return the converted network's spec.
 
-        Raises: ConversionError: something in the original that cannot be expressed; names it.
+        Raises: ConversionError: the original has something that a spec cannot express; the message names it.
         """
-        self._check(original)
-        layers = [getattr(original, layer) for layer in _LAYERS]
-        rates = [rate(block.drop_path) for layer in layers for block in layer]
-        stages = [self._stage(name, layer, choice) for name, layer in zip(_LAYERS, layers, strict=True)]
-        cfg = getattr(original, "pretrained_cfg", None) or {}
+        self._check(network)
+        layers = [getattr(network, layer) for layer in _LAYERS]
+        rates = [read_rate(block.drop_path) for layer in layers for block in layer]
+        stages = [self._describe_stage(name, layer, choice) for name, layer in zip(_LAYERS, layers, strict=True)]
+        cfg = getattr(network, "pretrained_cfg", None) or {}
         return {
             "family": "rev_resnet",
-            "input": {"kind": "image", "channels": original.conv1.in_channels, "size": list(cfg.get("input_size", _SIZE)[1:])},
-            "stem": {"type": "resnet", "width": original.conv1.out_channels, "momentum": original.bn1.momentum},
+            "input": {"kind": "image", "channels": network.conv1.in_channels, "size": list(cfg.get("input_size", _SIZE)[1:])},
+            "stem": {"type": "resnet", "width": network.conv1.out_channels, "momentum": network.bn1.momentum},
             "split": "duplicate",
             "block": {
-                "coupling": choice.part(residual=False),
+                "coupling": choice.describe(residual=False),
                 "f": stages[0]["f"],
-                "drop_path": drop_path(self.name, rates, transitions=True),
+                "drop_path": self._describe_drop_path(rates, transitions=True),
             },
             "stages": stages,
             "fuse": {"type": choice.fuse, "norm": "none"},
             "head": {
                 "type": "pooled_linear",
-                "pool": _POOLS[original.global_pool.pool_type],
-                "dropout": original.drop_rate,
-                "outputs": original.num_classes,
+                "pool": _POOLS[network.global_pool.pool_type],
+                "dropout": network.drop_rate,
+                "outputs": network.num_classes,
             },
         }
 
-    def canonical(self, original: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
-        """Return a file's tensors, with the counts of batches that files of PyTorch before 0.4.1 have not, as 0."""
+    def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
+        """Return a file's tensors, and 0 for the counts of batches that files from before PyTorch 0.4.1 lack."""
         means = [key for key in tensors if key.endswith(".running_mean")]
         counts = [key.replace("running_mean", "num_batches_tracked") for key in means]
         absent = {key: torch.tensor(0) for key in counts if key not in tensors}
         notes = [f"{len(absent)} counts of batches (num_batches_tracked) are not in the file and were set to 0"]
         return {**tensors, **absent}, notes if absent else []
 
-    def entries(self, original: Any) -> Sequence[Entry]:
-        """Return where every tensor goes."""
+    def map_tensors(self, network: Any) -> Sequence[TensorMapping]:
+        """Return the mapping of every tensor."""
         rules = {r"(conv1|bn1)\b": r"stem.\1", r"fc\b": "head.linear"}
         for i, name in enumerate(_LAYERS):
-            first = 0 if getattr(original, name)[0].downsample is None else 1
-            for j in range(len(getattr(original, name))):
+            first = 0 if getattr(network, name)[0].downsample is None else 1
+            for j in range(len(getattr(network, name))):
                 place = f"blocks.{j - first}.f" if j >= first else "transition"
                 rules[rf"{name}\.{j}\b"] = f"stages.{i}.{place}"
-        return renames(self.name, original.state_dict(), rules)
+        return self._rename_keys(network.state_dict(), rules)
 
     def _check(self, resnet: ResNet) -> None:
         self._refuse({f"the class {type(resnet).__name__}": type(resnet) is not ResNet})
@@ -90,8 +91,8 @@ class TimmResNet(TimmSource):
         pools = isinstance(pool, nn.MaxPool2d) and (pool.kernel_size, pool.stride, pool.padding) == (3, 2, 1)
         self._refuse(
             {
-                "a stem that is no 7x7 convolution of stride 2": not _is_conv(conv, 7, 2),
-                "another pooling than 3x3 of stride 2 in the stem (replace_stem_pool, aa_layer)": not pools,
+                "a stem that is not a 7x7 convolution of stride 2": not _is_conv(conv, 7, 2),
+                "a pooling in the stem that is not 3x3 with stride 2 (replace_stem_pool, aa_layer)": not pools,
                 f"pooling {resnet.global_pool.pool_type!r} (global_pool)": resnet.global_pool.pool_type not in _POOLS,
                 "no classifier (num_classes=0; with num_classes=N it starts fresh)": not isinstance(resnet.fc, nn.Linear),
             }
@@ -100,26 +101,26 @@ class TimmResNet(TimmSource):
         norms += [block.get_submodule(f"bn{i}") for layer in _LAYERS for block in getattr(resnet, layer) for i in (1, 2)]
         kinds = {type(norm).__name__ for norm in [resnet.bn1, *norms] if type(norm) is not nn.BatchNorm2d}
         self._refuse({f"norms of class {', '.join(sorted(kinds))}": kinds})
-        self._refuse({"BatchNorm of another eps than 1e-5": any(norm.eps != 1e-5 for norm in norms)})
+        self._refuse({"BatchNorm with an eps other than 1e-5": any(norm.eps != 1e-5 for norm in norms)})
         self._refuse({"BatchNorm without momentum": any(norm.momentum is None for norm in norms)})
-        kinds = {type(act).__name__ for block in _blocks(resnet) for act in (block.act1, block.act2) if not _is_relu(act)}
+        kinds = {type(act).__name__ for block in _list_blocks(resnet) for act in (block.act1, block.act2) if not _is_relu(act)}
         self._refuse({f"the activation {', '.join(sorted(kinds))} (not ReLU)": kinds or not _is_relu(resnet.act1)})
 
-    def _stage(self, name: str, layer: Any, choice: Choice) -> dict[str, Any]:
-        first, parts = layer[0], [self._unit(block) for block in layer]
+    def _describe_stage(self, name: str, layer: Any, choice: CouplingChoice) -> dict[str, Any]:
+        first, parts = layer[0], [self._describe_unit(block) for block in layer]
         depth = len(layer) - (first.downsample is not None)
-        self._refuse({f"a {name} whose only block changes the width or the size, so that nothing is reversible": not depth})
-        unit = same(self.name, f"blocks of {name}", parts[-depth:])
+        self._refuse({f"a {name} whose only block changes the width or the size, so that none is reversible": not depth})
+        unit = self._require_same(f"blocks of {name}", parts[-depth:])
         stage = {
             "depth": depth,
             "width": layer[-1].get_submodule(f"conv{2 if unit['layout'] == 'basic' else 3}").out_channels,
-            "f": {"type": "residual_unit", "residual": not choice.additive, **unit},
+            "f": {"type": "residual_unit", "residual": not choice.is_additive, **unit},
         }
         if first.downsample is None:
             return stage
         return {**stage, "transition": {"type": "residual_block", "fuse": choice.fuse, "stride": first.stride, **parts[0]}}
 
-    def _unit(self, block: Any) -> dict[str, Any]:
+    def _describe_unit(self, block: Any) -> dict[str, Any]:
         self._refuse({f"blocks of class {type(block).__name__}": type(block) not in _LAYOUTS})
         layout, down = _LAYOUTS[type(block)], block.downsample
         plain = down is None or (len(down) == 2 and _is_conv(down[0], 1, block.stride))
@@ -137,7 +138,7 @@ class TimmResNet(TimmSource):
         return {"layout": layout, "middle": widths[0], "groups": block.conv2.groups, "momentum": block.bn1.momentum}
 
 
-def _blocks(resnet: ResNet) -> list[Any]:
+def _list_blocks(resnet: ResNet) -> list[Any]:
     return [block for layer in _LAYERS for block in getattr(resnet, layer)]
 
 

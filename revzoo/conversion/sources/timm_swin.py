@@ -1,4 +1,4 @@
-"""timm's Swin, and Microsoft's: window attention is f, the MLP is g, every tensor keeps its value."""
+"""timm's Swin, and Microsoft's files: window attention becomes f, the MLP becomes g, and every tensor keeps its values."""
 
 import re
 import warnings
@@ -10,11 +10,11 @@ from timm.layers import ClassifierHead, Mlp, PatchEmbed, resize_rel_pos_bias_tab
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock, WindowAttention
 from torch import Tensor, nn
 
-from revzoo.conversion.mapping import Entry
-from revzoo.conversion.sources.base import Choice, Tensors
-from revzoo.conversion.sources.qkv import fused
-from revzoo.conversion.sources.timm_modules import activation_name, drop_path, norm_name, rate, ratio, renames, same
-from revzoo.conversion.sources.timm_source import TimmSource
+from revzoo.conversion.choice import CouplingChoice
+from revzoo.conversion.mapping import TensorMapping
+from revzoo.conversion.sources.base import Tensors, find_mlp_ratio
+from revzoo.conversion.sources.tensors import merge_qkv
+from revzoo.conversion.sources.timm_base import TimmSource, read_rate
 
 _POOLS = {"avg": "mean", "max": "max"}
 _BLOCK = r"layers\.(\d+)\.blocks\.(\d+)\."
@@ -32,97 +32,98 @@ _MICROSOFT = "layers.0.downsample.reduction.weight"  # timm has no downsampling 
 _BUFFERS = ("attn_mask", "relative_position_index")
 
 
-def microsoft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict of Microsoft's Swin under timm's names, and any other as it is.
+def rename_microsoft_keys(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict of Microsoft's Swin under timm's names; any other state dict stays as it is.
 
-    There a layer ends with the merging of patches that timm's next one begins with, the classifier has another name, and
-    masks and indices, which are constants, are in the file.
+    In Microsoft's code a layer ends with the patch merging with which timm's next layer begins, and the classifier has another
+    name. Attention masks and indices are in the file; they are constants and are left out.
 
     Source: timm `swin_transformer.py`, checkpoint_filter_fn.
     """
     if _MICROSOFT not in tensors:
         return dict(tensors)
     kept = {key: tensor for key, tensor in tensors.items() if not key.endswith(_BUFFERS)}
-    return {re.sub(r"^head\.(?!fc\.)", "head.fc.", _later(key)): tensor for key, tensor in kept.items()}
+    return {re.sub(r"^head\.(?!fc\.)", "head.fc.", _move_downsampling(key)): tensor for key, tensor in kept.items()}
 
 
-def _later(key: str) -> str:
-    """Return a key with a layer's downsampling moved to the next one."""
-    return re.sub(r"^layers\.(\d+)\.downsample", lambda found: f"layers.{int(found[1]) + 1}.downsample", key)
+def _move_downsampling(key: str) -> str:
+    """Return a key, with the downsampling of a layer moved to the next layer."""
+    return re.sub(r"^layers\.(\d+)\.downsample", lambda match: f"layers.{int(match[1]) + 1}.downsample", key)
 
 
 class TimmSwin(TimmSource):
-    """Convert `timm.models.swin_transformer.SwinTransformer` (version 1); for Microsoft's files see `microsoft`.
+    """Convert `timm.models.swin_transformer.SwinTransformer` (version 1), with timm's weights or Microsoft's files.
 
-    Refused by name: windows that are oblong or do not divide the grid, that are shifted although they cover it
-    (always_partition), heads of another width, sizes that vary.
+    Refused by name: windows that are oblong, do not divide the grid, or are shifted although they cover it
+    (always_partition); heads of another width; variable image sizes.
     """
 
     name = "timm Swin"
-    kind = SwinTransformer
+    network_class = SwinTransformer
 
-    def spec(self, original: Any, choice: Choice) -> dict[str, Any]:
+    def make_spec(self, network: Any, choice: CouplingChoice) -> dict[str, Any]:
         """Return the converted network's spec.
 
-        Raises: ConversionError: something in the original that cannot be expressed; names it.
+        Raises: ConversionError: the original has something that a spec cannot express; the message names it.
         """
-        self._check(original)
-        rates = [rate(block.drop_path1) for layer in original.layers for block in layer.blocks]
-        stages = [self._stage(layer, choice) for layer in original.layers]
+        self._check(network)
+        rates = [read_rate(block.drop_path1) for layer in network.layers for block in layer.blocks]
+        stages = [self._describe_stage(layer, choice) for layer in network.layers]
         shared = stages[0]
         return {
             "family": "rev_swin",
             "input": {
                 "kind": "image",
-                "channels": original.patch_embed.proj.in_channels,
-                "size": list(original.patch_embed.img_size),
+                "channels": network.patch_embed.proj.in_channels,
+                "size": list(network.patch_embed.img_size),
             },
             "stem": {
                 "type": "patch_embed",
-                "width": original.patch_embed.proj.out_channels,
-                "patch": original.patch_embed.patch_size[0],
-                "norm": norm_name(self.name, original.patch_embed.norm),
+                "width": network.patch_embed.proj.out_channels,
+                "patch": network.patch_embed.patch_size[0],
+                "norm": self._name_norm(network.patch_embed.norm),
                 "position": "none",
             },
             "split": "duplicate",
             "block": {
-                "coupling": choice.part(residual=True),
+                "coupling": choice.describe(residual=True),
                 "f": shared["f"],
                 "g": shared["g"],
-                "drop_path": drop_path(self.name, rates),
+                "drop_path": self._describe_drop_path(rates),
             },
             "stages": stages,
-            "fuse": {"type": choice.fuse, "norm": norm_name(self.name, original.norm)},
+            "fuse": {"type": choice.fuse, "norm": self._name_norm(network.norm)},
             "head": {
                 "type": "pooled_linear",
-                "pool": _POOLS[original.global_pool],
-                "dropout": rate(original.head.drop),
-                "outputs": original.num_classes,
+                "pool": _POOLS[network.global_pool],
+                "dropout": read_rate(network.head.drop),
+                "outputs": network.num_classes,
             },
         }
 
-    def canonical(self, original: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
-        """Return a file's tensors under timm's names, Microsoft's as well, and what was done to them, in words."""
-        found, notes = fused(microsoft(tensors))
-        told = "Microsoft's names became timm's: a layer's merging of patches is in front of the next one's blocks"
-        return found, [*([told] if _MICROSOFT in tensors else []), *notes]
+    def canonicalise(self, network: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
+        """Return a file's tensors under timm's names, also those of a file of Microsoft, and notes on what was changed."""
+        renamed, notes = merge_qkv(rename_microsoft_keys(tensors))
+        if _MICROSOFT in tensors:
+            notes.insert(0, "Microsoft's names became timm's: the patch merging at a layer's end now begins the next layer")
+        return renamed, notes
 
-    def entries(self, original: Any) -> Sequence[Entry]:
-        """Return where every tensor goes."""
-        return renames(self.name, original.state_dict(), _RULES)
+    def map_tensors(self, network: Any) -> Sequence[TensorMapping]:
+        """Return the mapping of every tensor."""
+        return self._rename_keys(network.state_dict(), _RULES)
 
-    def ignored(self, key: str) -> bool:
-        """Return whether a key is a mask's or an index's, which some files hold."""
+    def ignores(self, key: str) -> bool:
+        """Return whether a key belongs to an attention mask or index, which some files hold."""
         return key.endswith(_BUFFERS)
 
-    def resized(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return the biases of another square window, interpolated as timm does, or None."""
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return position biases interpolated to another square window as timm does; None for another tensor."""
         if not key.endswith("relative_position_bias_table") or tensor.ndim != 2 or tensor.shape[1] != shape[1]:
             return None
         sides = isqrt(len(tensor)), isqrt(shape[0])
         if (sides[0] ** 2, sides[1] ** 2) != (len(tensor), shape[0]) or not sides[0] % 2 or not sides[1] % 2:
             return None
-        with warnings.catch_warnings():  # torch notes, once, that timm hands it strided numbers
+        with warnings.catch_warnings():  # torch warns, once, that timm calls it with strided numbers
             warnings.simplefilter("ignore")
             resampled: Tensor = resize_rel_pos_bias_table(tensor, ((sides[1] + 1) // 2,) * 2, tuple(shape))
         return resampled
@@ -137,7 +138,7 @@ class TimmSwin(TimmSource):
         norms = [embed.norm, *(merge.norm for merge in merges if isinstance(merge, PatchMerging))]
         self._refuse(
             {
-                "sizes that vary (strict_img_size=False)": swin.dynamic_img_size or not embed.strict_img_size or not sizes,
+                "variable image sizes (strict_img_size=False)": swin.dynamic_img_size or not embed.strict_img_size or not sizes,
                 f"oblong patches (patch_size {patch})": patch[0] != patch[1],
                 f"an image that patches do not cover (img_size {sizes})": any(side % patch[0] for side in sizes),
                 "layers that do not merge patches at their beginning": not isinstance(merges[0], nn.Identity)
@@ -146,25 +147,27 @@ class TimmSwin(TimmSource):
                 "no classifier (num_classes=0; with num_classes=N it starts fresh)": not isinstance(swin.head.fc, nn.Linear),
             }
         )
-        kinds = {norm_name(self.name, norm) for norm in norms}
+        kinds = {self._name_norm(norm) for norm in norms}
         self._refuse({"norms of patches whose eps is not 1e-5": kinds != {"layer_norm_1e-5"}})
 
-    def _stage(self, layer: Any, choice: Choice) -> dict[str, Any]:
+    def _describe_stage(self, layer: Any, choice: CouplingChoice) -> dict[str, Any]:
         sides = layer.input_resolution
         merges = isinstance(layer.downsample, PatchMerging)
         uneven = merges and any(side % 2 for side in sides)
         self._refuse({f"the merging of patches on a grid of odd sides ({sides[0]}x{sides[1]})": uneven})
-        parts = [(self._attention(block, index), self._mlp(block)) for index, block in enumerate(layer.blocks)]
+        parts = [
+            (self._describe_attention(block, index), self._describe_mlp(block)) for index, block in enumerate(layer.blocks)
+        ]
         stage = {
             "depth": len(layer.blocks),
             "width": layer.blocks[0].dim,
-            "f": same(self.name, "blocks of a layer", (f for f, _ in parts)),
-            "g": same(self.name, "blocks of a layer", (g for _, g in parts)),
+            "f": self._require_same("blocks of a layer", (f for f, _ in parts)),
+            "g": self._require_same("blocks of a layer", (g for _, g in parts)),
         }
         transition = {"type": "fuse_merge_split", "fuse": choice.fuse, "down": "patch_merging"}
         return {**stage, "transition": transition} if merges else stage
 
-    def _attention(self, block: Any, index: int) -> dict[str, Any]:
+    def _describe_attention(self, block: Any, index: int) -> dict[str, Any]:
         self._refuse({f"blocks of class {type(block).__name__}": type(block) is not SwinTransformerBlock})
         attn, window, shift, grid = block.attn, block.window_size, block.shift_size, block.input_resolution
         self._refuse({f"attention of class {type(attn).__name__}": type(attn) is not WindowAttention})
@@ -174,7 +177,7 @@ class TimmSwin(TimmSource):
         self._refuse(
             {
                 "always_partition": block.always_partition,
-                "masks made for every size (dynamic_mask)": block.dynamic_mask,
+                "masks that are computed for each image size (dynamic_mask)": block.dynamic_mask,
                 f"oblong windows (window_size {window})": any(
                     k != min(side, length) for k, length in zip(window, grid, strict=True)
                 ),
@@ -184,22 +187,22 @@ class TimmSwin(TimmSource):
                 f"windows shifted by {shift} instead of {shifts}": tuple(shift) != shifts,
                 f"heads of another width (head_dim {attn.qkv.out_features // 3 // heads})": attn.qkv.out_features
                 != 3 * block.dim,
-                "attn_drop_rate": rate(attn.attn_drop),
-                "proj_drop_rate": rate(attn.proj_drop),
+                "attn_drop_rate": read_rate(attn.attn_drop),
+                "proj_drop_rate": read_rate(attn.proj_drop),
             }
         )
-        bias, norm = attn.qkv.bias is not None, norm_name(self.name, block.norm1)
+        bias, norm = attn.qkv.bias is not None, self._name_norm(block.norm1)
         return {"type": "window_attention", "heads": heads, "window": side, "norm": norm, "qkv_bias": bias}
 
-    def _mlp(self, block: Any) -> dict[str, Any]:
+    def _describe_mlp(self, block: Any) -> dict[str, Any]:
         mlp = block.mlp
         self._refuse({f"an MLP of class {type(mlp).__name__}": type(mlp) is not Mlp})
         self._refuse(
             {
-                "proj_drop_rate": rate(mlp.drop1) or rate(mlp.drop2),
-                "drop path rates that differ in a block": rate(block.drop_path1) != rate(block.drop_path2),
+                "proj_drop_rate": read_rate(mlp.drop1) or read_rate(mlp.drop2),
+                "drop path rates that differ in a block": read_rate(block.drop_path1) != read_rate(block.drop_path2),
             }
         )
-        size = ratio(mlp.fc1.out_features, mlp.fc1.in_features)
-        act, norm = activation_name(self.name, mlp.act), norm_name(self.name, block.norm2)
+        size = find_mlp_ratio(mlp.fc1.out_features, mlp.fc1.in_features)
+        act, norm = self._name_activation(mlp.act), self._name_norm(block.norm2)
         return {"type": "mlp", "ratio": size, "act": act, "norm": norm}

@@ -1,33 +1,40 @@
-"""A conversion as a picture: what became of the tensors, and the logits of both networks against each other."""
+"""A conversion as a picture: how many tensors were changed how, and the logits of both networks against each other."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from revzoo.conversion.report import ConvertReport
-
-_INK, _PALE, _BLUE, _ORANGE = "#222222", "#c9c9c9", "#2f6db3", "#d9822b"
+from revzoo.display.figures.base import new_figure, save
+from revzoo.display.style import BLUE, INK, LIGHT_GREY, ORANGE
 
 
-def plot_conversion(report: ConvertReport, path: str | Path) -> None:
-    """Draw a report; write a PNG."""
-    count = 1 + len(report.comparisons)
-    figure = Figure(figsize=(4.2 * count, 4.4), dpi=120, facecolor="white", layout="constrained")
-    figure.suptitle(f"{report.source} as a reversible network, {report.coupling['type']}", color=_INK, fontsize=12)
-    bars, *others = figure.subplots(1, count, squeeze=False)[0]
-    counts = dict(sorted(report.counts.items(), key=lambda item: -item[1]))
-    bars.barh(list(counts)[::-1], list(counts.values())[::-1], color=_BLUE)
-    bars.set_xlabel("tensors", fontsize=9, color=_INK)
-    for axes, found in zip(others, report.comparisons, strict=True):
-        theirs, ours = zip(*found.points, strict=True)
-        low, high = min(theirs), max(theirs)
-        axes.plot([low, high], [low, high], color=_PALE, lw=1, zorder=0)
-        axes.plot(theirs, ours, ".", ms=4, color=_ORANGE)
-        axes.set_xlabel("logits of the original", fontsize=9, color=_INK)
-        axes.set_ylabel("logits of the converted network", fontsize=9, color=_INK)
-        title = f"{found.what.removeprefix('the original and ')}\ncosine {found.cosine:.6f}, same answer {found.agreement:.1%}"
-        axes.set_title(title, fontsize=8, color=_INK)
-    for axes in (bars, *others):
+def plot_conversion(
+    title: str, counts: Mapping[str, int], logits: Mapping[str, Sequence[tuple[float, float]]], path: str | Path
+) -> None:
+    """Draw the number of tensors by action, and one plot of logits for each comparison; write a PNG.
+
+    Args:
+        title: heading of the figure.
+        counts: number of tensors by action, such as {"renamed": 40, "merged": 4}.
+        logits: by the title of the plot, pairs of a logit of the original and the same logit of the converted network.
+        path: the file to write.
+    """
+    count = 1 + len(logits)
+    figure = new_figure(4.2 * count, 4.4)
+    figure.set_layout_engine("constrained")
+    figure.suptitle(title, color=INK, fontsize=12)
+    bars, *plots = figure.subplots(1, count, squeeze=False)[0]
+    largest_last = sorted(counts.items(), key=lambda item: item[1])
+    bars.barh([action for action, _ in largest_last], [tensors for _, tensors in largest_last], color=BLUE)
+    bars.set_xlabel("tensors", fontsize=9, color=INK)
+    for axes, (name, pairs) in zip(plots, logits.items(), strict=True):
+        original, converted = zip(*pairs, strict=True)
+        low, high = min(original), max(original)
+        axes.plot([low, high], [low, high], color=LIGHT_GREY, lw=1, zorder=0)
+        axes.plot(original, converted, ".", ms=4, color=ORANGE)
+        axes.set_xlabel("logits of the original", fontsize=9, color=INK)
+        axes.set_ylabel("logits of the converted network", fontsize=9, color=INK)
+        axes.set_title(name, fontsize=8, color=INK)
+    for axes in (bars, *plots):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
-    figure.savefig(path)
+    save(figure, path)

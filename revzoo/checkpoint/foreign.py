@@ -1,4 +1,4 @@
-"""Weights and configurations as other libraries leave them on disk: one file, shards with an index, or a folder of both."""
+"""Read the weights and configurations that other libraries write: one file, shards with an index, or a folder of them."""
 
 import json
 import re
@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from revzoo.checkpoint.files import read, without_wrappers
+from revzoo.checkpoint.files import read_tensors, strip_wrappers
 from revzoo.errors import CheckpointError, listing
 
 _INDEX = ".index.json"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
-_IN_FOLDER = (  # what Transformers writes, in the order in which it looks
+_TRANSFORMERS_FILES = (  # in the order in which Transformers looks for them
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -23,23 +23,23 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pyth")
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, on the CPU, without what wrappers put in front of every key (`module.`).
+    """Return the tensors of a checkpoint, on the CPU, without the prefixes of wrappers such as `module.`.
 
     Args:
         path: a safetensors file or a pickled state dict (read with `weights_only`), the index of a sharded checkpoint, or a
-            folder that holds one of them, such as Transformers writes.
+            folder with one of them, as Transformers writes it.
     Raises:
-        CheckpointError: nothing there, several files and no index, a damaged file or index, shards that are missing or that
-            lack what the index says they hold, or a pickle of more than tensors.
+        CheckpointError: there is no file, or several without an index; a file or index is damaged; shards or tensors of the
+            index are missing; or a pickle holds more than tensors.
     """
     path = Path(path)
     if path.is_dir():
-        path = _weights_in(path)
+        path = _find_weights(path)
     if path.name.endswith(_INDEX):
-        return without_wrappers(_read_shards(path))
+        return strip_wrappers(_read_shards(path))
     if _SHARD.search(path.name) and (index := path.with_name(_SHARD.sub(f"{path.suffix}{_INDEX}", path.name))).is_file():
         raise CheckpointError(f"{path} is one of several shards. Give their index, {index}, or the folder.")
-    return without_wrappers(read(path))
+    return strip_wrappers(read_tensors(path))
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -48,39 +48,39 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Args:
         path: a JSON file, or a folder that holds config.json.
     Raises:
-        CheckpointError: no such file, or it is no mapping in JSON.
+        CheckpointError: there is no such file, or it is not a mapping in JSON.
     """
     path = Path(path)
     return _read_json(path / "config.json" if path.is_dir() else path, "a configuration")
 
 
-def _weights_in(folder: Path) -> Path:
-    """Return the file of weights in a folder: one with Transformers' names, or the only one there is."""
-    for name in _IN_FOLDER:
+def _find_weights(folder: Path) -> Path:
+    """Return the file of weights in a folder: one with a name of Transformers, or the only file of weights."""
+    for name in _TRANSFORMERS_FILES:
         if (folder / name).is_file():
             return folder / name
     files = sorted(path for path in folder.iterdir() if path.is_file())
     indices = [path for path in files if path.name.endswith(_INDEX)]
-    found = indices or [path for path in files if path.suffix in _SUFFIXES]
-    if len(found) == 1 and not _SHARD.search(found[0].name):
-        return found[0]
-    if any(_SHARD.search(path.name) for path in found):
+    candidates = indices or [path for path in files if path.suffix in _SUFFIXES]
+    if len(candidates) == 1 and not _SHARD.search(candidates[0].name):
+        return candidates[0]
+    if any(_SHARD.search(path.name) for path in candidates):
         advice = f"These are shards without an index: put model.safetensors{_INDEX} beside them"
-    elif found:
+    elif candidates:
         advice = "Name one of them"
     else:
-        advice = f"Give a folder with {listing(_IN_FOLDER)}, or a file ({', '.join(_SUFFIXES)})"
-    names = [path.name for path in found or files]
-    raise CheckpointError(f"Which weights in the folder {folder} are meant is not clear. Received: {listing(names)}. {advice}.")
+        advice = f"Give a folder with {listing(_TRANSFORMERS_FILES)}, or a file ({', '.join(_SUFFIXES)})"
+    names = [path.name for path in candidates or files]
+    raise CheckpointError(f"The folder {folder} does not show which weights to read. Received: {listing(names)}. {advice}.")
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """Return the tensors of all shards of an index, those included that it does not name."""
+    """Return the tensors of all shards of an index, also those that the index does not list."""
     places = _read_json(index, "an index of shards").get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(
-            f"{index} is no index of shards: it has no weight_map from tensors to files. Received: {str(places)[:80]}. Fetch "
-            "the checkpoint again."
+            f"{index} is not an index of shards: it has no weight_map from tensors to files. Received: {str(places)[:80]}. "
+            "Fetch the checkpoint again."
         )
     names = sorted(set(places.values()))
     if elsewhere := [name for name in names if Path(name).name != name]:
@@ -90,15 +90,15 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
             f"{index} names {len(names)} shards, of which {len(missing)} are missing: {listing(missing)}. Fetch them into "
             f"{index.parent}."
         )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in names:
-        shard = read(index.parent / name)
-        _require(index, name, (key for key, place in places.items() if place == name and key not in shard))
-        found |= {key: tensor for key, tensor in shard.items() if places.get(key, name) == name}
-    return found
+        shard = read_tensors(index.parent / name)
+        _refuse_missing(index, name, (key for key, place in places.items() if place == name and key not in shard))
+        tensors |= {key: tensor for key, tensor in shard.items() if places.get(key, name) == name}
+    return tensors
 
 
-def _require(index: Path, name: str, absent: Iterable[str]) -> None:
+def _refuse_missing(index: Path, name: str, absent: Iterable[str]) -> None:
     if lacking := list(absent):
         raise CheckpointError(
             f"{index.parent / name} lacks {len(lacking)} tensors that {index.name} says it holds: {listing(lacking)}. The two "
@@ -108,12 +108,12 @@ def _require(index: Path, name: str, absent: Iterable[str]) -> None:
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"No {path.name} at {path}, where {what} was to be.")
+        raise CheckpointError(f"{path} is missing; it should be {what}.")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # no text, or no JSON
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be read as JSON ({reason}). Fetch it again.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is not {what}: a mapping in JSON. Received: {type(found).__name__}.")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not {what}: a mapping in JSON. Received: {type(content).__name__}.")
+    return content

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from revzoo.conversion.reading import read_config, read_weights
+from revzoo.checkpoint.foreign import read_config, read_weights
 from revzoo.errors import CheckpointError
 
 FIRST, SECOND = {"a.weight": torch.arange(4.0), "b": torch.ones(2)}, {"c.weight": torch.zeros(3)}
@@ -159,7 +159,7 @@ def test_a_folder_says_what_it_has(tmp_path):
 
 @pytest.mark.parametrize(("content", "message"), [(b"\xff\xfe", "as JSON"), (b"3", "is not a configuration"), (b"", "JSON")])
 def test_a_configuration_that_is_none_is_named(tmp_path, content, message):
-    refused(tmp_path / "config.json", "No config.json at .*, where a configuration was to be", read_config)
+    refused(tmp_path / "config.json", "config.json is missing; it should be a configuration", read_config)
     (tmp_path / "config.json").write_bytes(content)
     refused(tmp_path / "config.json", message, read_config)
     with pytest.raises(CheckpointError, match=message):

@@ -1,0 +1,67 @@
+"""Changes to tensors that several sources need: one matrix of queries, keys and values; positions of another resolution."""
+
+from collections.abc import Mapping, Sequence
+from math import isqrt
+
+import torch
+import torch.nn.functional as F
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor
+
+_SEPARATE_NAMES = (("q", "k", "v"), ("q_proj", "k_proj", "v_proj"))
+
+
+def merge_qkv(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors with each X.q, X.k and X.v stacked as X.qkv, as timm has it, and a note on it.
+
+    A set stays as it is if one of the three is missing (such as biases of q and v alone), if their widths differ, or if X.qkv
+    is there already.
+
+    Args:
+        tensors: a state dict; X.q_proj, X.k_proj and X.v_proj are stacked as well.
+    """
+    result, count = dict(tensors), 0
+    for key in tensors:
+        owner, _, leaf = key.rpartition(".")
+        parent, _, name = owner.rpartition(".")
+        names = next((names for names in _SEPARATE_NAMES if name == names[0]), None)
+        if names is None:
+            continue
+        prefix = f"{parent}." if parent else ""
+        keys, merged_key = [f"{prefix}{part}.{leaf}" for part in names], f"{prefix}qkv.{leaf}"
+        if merged_key in tensors or not all(part in tensors for part in keys):
+            continue
+        parts = [tensors[part] for part in keys]
+        if len({part.shape[1:] for part in parts}) > 1 or parts[0].ndim == 0:
+            continue
+        for part in keys:
+            del result[part]
+        result[merged_key] = torch.cat(parts)
+        count += 1
+    if not count:
+        return result, []
+    return result, [f"{3 * count} tensors of separate queries, keys and values were merged into {count} (qkv)"]
+
+
+def resize_positions(tensor: Tensor, shape: Sequence[int], prefix: int = 0) -> Tensor | None:
+    """Return position embeddings interpolated to another square grid as timm does, or None if a grid is not square.
+
+    Args:
+        tensor: (1, prefix + N, D).
+        shape: the shape of the result, (1, prefix + M, D).
+        prefix: number of rows in front that belong to no position in the grid; they are kept.
+    """
+    if tensor.ndim != 3 or len(shape) != 3 or tensor.shape[::2] != tuple(shape)[::2]:
+        return None
+    old, new = tensor.shape[1] - prefix, shape[1] - prefix
+    if min(old, new) < 1 or isqrt(old) ** 2 != old or isqrt(new) ** 2 != new:
+        return None
+    resampled: Tensor = resample_abs_pos_embed(tensor, [isqrt(new)] * 2, [isqrt(old)] * 2, prefix)
+    return resampled
+
+
+def resize_distances(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Return embeddings of relative positions, (2 N - 1, D), interpolated linearly to `shape`, or None if D differs."""
+    if tensor.ndim != 2 or len(shape) != 2 or tensor.shape[1] != shape[1]:
+        return None
+    return F.interpolate(tensor.float().T[None], size=shape[0], mode="linear")[0].T.to(tensor.dtype).contiguous()
