@@ -85,7 +85,7 @@ def load_weights(model: nn.Module, spec: Spec, path: str | Path) -> None:
         for key, first in tied.items():  # `assign` has given each of them a parameter of its own
             _set_tensor(model, key, model.get_parameter(first))
         for module in model.modules():  # constant tables are not saved
-            for key, tensor in getattr(module, "constants", dict)().items():
+            for key, tensor in getattr(module, "build_constants", dict)().items():
                 _set_tensor(module, key, tensor)
 
 

@@ -98,7 +98,7 @@ def test_training_draws_rotations_and_evaluation_does_not():
 def test_rotations_that_no_file_holds_can_be_made_without_the_device():
     with torch.device("meta"):
         f = hashed()
-        made = f.constants()
+        made = f.build_constants()
     assert f.rotations.is_meta
     assert made.keys() == {"rotations"}
     assert torch.equal(made["rotations"], hashed().rotations)

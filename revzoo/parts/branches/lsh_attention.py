@@ -72,9 +72,9 @@ class LSHAttention(SharedQKBranch):
         self.bucket = bucket
         self._half_buckets = -(-length // (2 * bucket))  # a rotated axis has two ends, and each end is a bucket
         self._rotations_shape, self._seed = (context.width // heads, hashes, self._half_buckets), context.index
-        self.register_buffer("rotations", self.constants()["rotations"].to(torch.get_default_device()), persistent=False)
+        self.register_buffer("rotations", self.build_constants()["rotations"].to(torch.get_default_device()), persistent=False)
 
-    def constants(self) -> dict[str, Tensor]:
+    def build_constants(self) -> dict[str, Tensor]:
         """Return the buffer that no checkpoint holds, on the CPU: the same for every model of the spec."""
         rng = torch.Generator().manual_seed(self._seed)
         return {"rotations": torch.randn(self._rotations_shape, generator=rng, device="cpu")}

@@ -62,10 +62,10 @@ class WindowBranch(nn.Module):
         self.norm = build_token_norm(norm, context.width)
         self.attn = WindowAttention(context.width, num_heads=heads, window_size=self.window, qkv_bias=qkv_bias)
         self.drop_path = DropPath(context.drop_path)
-        mask = self.constants().get("mask")
+        mask = self.build_constants().get("mask")
         self.register_buffer("mask", None if mask is None else mask.to(torch.get_default_device()), persistent=False)
 
-    def constants(self) -> dict[str, Tensor]:
+    def build_constants(self) -> dict[str, Tensor]:
         """Return the buffers that no checkpoint holds, on the CPU: timm's index and, for shifted windows, the mask."""
         with torch.device("cpu"):
             tables = {"attn.relative_position_index": get_relative_position_index(*self.window)}
