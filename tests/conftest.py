@@ -1,6 +1,57 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite, and small data sets on disk."""
 
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
 import torch
+from PIL import Image
 
 # The tests' tensors are tiny: a second thread costs more than it gives, and one thread makes sums repeatable.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """Eight grey images of noise in two classes; validation has the same ones."""
+    rng = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        for i in range(4):
+            pixels = Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8))
+            for split in ("train", "val"):
+                path = tmp_path / "images" / split / label / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pixels.save(path)
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Path:
+    """A text of 1,000 bytes, no two windows of which are alike."""
+    file = tmp_path / "story.txt"
+    file.write_text("".join(f"{i:04d}" for i in range(250)))
+    return file
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """A folder of tables with quotation marks, texts of several lines, and texts that look like missing values."""
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    animals = [(f"a cat purrs {i} times", "cat") for i in range(7)] + [(f'the dog\nbarks "{i}" times', "dog") for i in range(7)]
+    lines = [f'"{text.replace(chr(34), 2 * chr(34))}",{label}' for text, label in [*animals, ("NA", "cat"), ("007", "dog")]]
+    (folder / "train.csv").write_text("\n".join(["text,label", *lines]))
+    rows = [{"text": "the cat purrs", "label": "cat"}, {"text": "a dog", "label": "dog"}, {"text": "cat", "label": "cat"}]
+    (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture
+def tokenizer(tables: Path, tmp_path: Path) -> Path:
+    """A byte-level tokenizer of 280 tokens, trained on the tables."""
+    from revzoo.data.tokenizer import train_tokenizer
+
+    file = tmp_path / "tokenizer.json"
+    assert train_tokenizer([tables / "train.csv"], 280, file) == (280, 1)
+    return file

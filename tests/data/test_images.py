@@ -1,10 +1,14 @@
+"""Digits, folders of images and CIFAR: what is loaded, that it follows from the seed, and what is refused."""
+
 import pickle
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._utils import ExceptionWrapper
 from torchvision.datasets import CIFAR10
 
 from revzoo.data.loading import load_data
@@ -41,7 +45,7 @@ def test_digits_split():
     assert len(data.test.dataset) == len(labels) == 355
     assert len(data.train.dataset) == 1442
     assert labels.bincount().tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]  # a fifth of each class
-    assert data.classes == 10
+    assert data.num_classes == 10
     everything = torch.cat([batch for batch, _ in epoch(load_data(digits(batch_size=1442), GREY, 0), 0)])
     assert everything.shape == (1442, 1, 8, 8)
     assert everything.mean().abs() < 1e-6
@@ -62,9 +66,9 @@ def test_digits_are_moved_by_at_most_the_shift():
 
 @pytest.mark.parametrize("kind", ["digits", "folder"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, folder):
+def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, image_folder):
     def load(seed=7, workers=workers):
-        options = digits(shift=1, num_workers=workers) if kind == "digits" else images(folder, num_workers=workers)
+        options = digits(shift=1, num_workers=workers) if kind == "digits" else images(image_folder, num_workers=workers)
         return load_data(options, GREY, seed)
 
     data = load()
@@ -79,42 +83,42 @@ def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, folder
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_process_draws_its_own_numbers(folder, workers):
+def test_the_process_draws_its_own_numbers(image_folder, workers):
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    epoch(load_data(images(folder, num_workers=workers), GREY, 0), 0)
+    epoch(load_data(images(image_folder, num_workers=workers), GREY, 0), 0)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
 
 
-def test_folder(folder):
+def test_folder(image_folder):
     plain = AugmentOptions(hflip=0, color_jitter=None, scale=(1, 1), ratio=(1, 1), crop_pct=1.0, mean=(0.5,), std=(0.25,))
-    data = load_data(images(folder, augment=plain), GREY, 0)
-    assert data.classes == 2
+    data = load_data(images(image_folder, augment=plain), GREY, 0)
+    assert data.num_classes == 2
     for loader in (data.train, data.test):
         for batch, labels in loader:
             assert batch.shape == (4, 1, 8, 8)
             for image, label in zip(batch, labels, strict=True):
                 pixels = (image * 0.25 + 0.5)[0] * 255
-                paths = [folder / "train" / ("cat", "dog")[label] / f"{i}.png" for i in range(4)]
+                paths = [image_folder / "train" / ("cat", "dog")[label] / f"{i}.png" for i in range(4)]
                 assert any(np.allclose(np.asarray(Image.open(path)), pixels, atol=1e-3) for path in paths)
 
 
-def test_validation_labels_are_those_of_training(folder):
-    for path in (folder / "val" / "cat").iterdir():
+def test_validation_labels_are_those_of_training(image_folder):
+    for path in (image_folder / "val" / "cat").iterdir():
         path.unlink()
-    (folder / "val" / "cat").rmdir()
-    data = load_data(images(folder), GREY, 0)
+    (image_folder / "val" / "cat").rmdir()
+    data = load_data(images(image_folder), GREY, 0)
     assert torch.cat([labels for _, labels in data.test]).tolist() == [1, 1, 1, 1]
 
 
-def test_padding_replaces_the_resized_crop(folder):
+def test_padding_replaces_the_resized_crop(image_folder):
     augment = AugmentOptions(padding=1, hflip=0, color_jitter=None, mean=(0.0,), std=(1.0,))
-    (batch, labels), *_ = epoch(load_data(images(folder, augment=augment), GREY, 0), 0)
+    (batch, labels), *_ = epoch(load_data(images(image_folder, augment=augment), GREY, 0), 0)
     for image, label in zip(batch, labels, strict=True):
         found = []
         for i in range(4):
-            source = torch.tensor(np.asarray(Image.open(folder / "train" / ("cat", "dog")[label] / f"{i}.png")) / 255)
+            source = torch.tensor(np.asarray(Image.open(image_folder / "train" / ("cat", "dog")[label] / f"{i}.png")) / 255)
             padded = torch.nn.functional.pad(source, [1] * 4)
             found += [torch.allclose(padded[y : y + 8, x : x + 8].float(), image[0]) for y in range(3) for x in range(3)]
         assert any(found)
@@ -122,11 +126,11 @@ def test_padding_replaces_the_resized_crop(folder):
 
 def test_cifar(tmp_path, monkeypatch):
     """CIFAR's own files, with ten random images in each, through timm and torchvision."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     root = tmp_path / "cifar-10-batches-py"
     root.mkdir()
     for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
-        batch = {"data": dice.integers(0, 256, (10, 3072), dtype=np.uint8), "labels": list(range(10))}
+        batch = {"data": rng.integers(0, 256, (10, 3072), dtype=np.uint8), "labels": list(range(10))}
         (root / name).write_bytes(pickle.dumps(batch))
     (root / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
     options = DataOptions("cifar10", batch_size=25, root=str(tmp_path), augment=AugmentOptions(padding=2))
@@ -148,7 +152,7 @@ def refusal(options, input=GREY, processes=1):
     return str(caught.value)
 
 
-def test_refusals_of_folders(tmp_path, folder):
+def test_refusals_of_folders(tmp_path, image_folder):
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     assert refusal(images(missing)) == f"There is no folder {missing}. Set data.root to where the data are."
     empty.mkdir()
@@ -161,51 +165,87 @@ def test_refusals_of_folders(tmp_path, folder):
     assert refusal(images(empty)) == f"{empty}/train has no classes: looked for one folder of images per class."
     (empty / "train" / "cat").mkdir()
     assert refusal(images(empty)) == f"The class folders in {empty}/train hold no images: looked for .png, .jpg and .jpeg."
-    (folder / "val").rename(folder / "elsewhere")
-    assert refusal(images(folder)) == (
-        f"No validation images in {folder}: looked for a folder called val or valid or validation or eval or evaluation or "
-        "test with one folder of images per class. Received: elsewhere, train."
+    (image_folder / "val").rename(image_folder / "elsewhere")
+    assert refusal(images(image_folder)) == (
+        f"No validation images in {image_folder}: looked for a folder called val or valid or validation or eval or evaluation "
+        "or test with one folder of images per class. Received: elsewhere, train."
     )
-    (folder / "elsewhere" / "dog").rename(folder / "elsewhere" / "wolf")
-    (folder / "elsewhere").rename(folder / "val")
-    assert refusal(images(folder)) == f"{folder}/val has classes that {folder}/train has not: wolf."
-    (folder / "train" / "cat" / "0.png").rename(folder / "train" / "0.png")
-    assert refusal(images(folder)) == (
-        f"There are images directly in {folder}/train, outside of any class folder. Move or remove them."
+    (image_folder / "elsewhere" / "dog").rename(image_folder / "elsewhere" / "wolf")
+    (image_folder / "elsewhere").rename(image_folder / "val")
+    assert refusal(images(image_folder)) == f"{image_folder}/val has classes that {image_folder}/train does not have: wolf."
+    (image_folder / "train" / "cat" / "0.png").rename(image_folder / "train" / "0.png")
+    assert refusal(images(image_folder)) == (
+        f"There are images directly in {image_folder}/train, outside of any class folder. Move or remove them."
     )
 
 
-def test_refusals_of_other_data(folder):
+def test_refusals_of_other_data(image_folder):
     assert refusal(digits(batch_size=1000), processes=2) == (
         "The 1442 training images are not a batch for each of 2 processes. Received: data.batch_size=1000. "
         "Use data.batch_size=721 or less."
     )
     assert refusal(digits(), COLOUR).startswith("Digits are images of 1 channel and 8x8 pixels. Received: a model for 3")
-    assert refusal(DataOptions("imagenet", 4, str(folder))).startswith(f"{folder}/train should hold ImageNet's 1000 class")
-    assert refusal(DataOptions("cifar10", 4, str(folder))).startswith(
+    message = refusal(DataOptions("imagenet", 4, str(image_folder)))
+    assert message.startswith(f"{image_folder}/train should hold ImageNet's 1000 class")
+    assert refusal(DataOptions("cifar10", 4, str(image_folder))).startswith(
         "cifar10 has images of 3 channels. Received: a model for 1."
     )
     assert refusal(digits(shift=8)) == "Digits have 8x8 pixels. Received: data.shift=8. Use data.shift=7 or less."
-    assert refusal(images(folder, augment=AugmentOptions(padding=8))).startswith("Padding has to be smaller than an image.")
+    padded = images(image_folder, augment=AugmentOptions(padding=8))
+    assert refusal(padded).startswith("Padding has to be smaller than an image.")
     augment = AugmentOptions(mean=(0.5,), std=(0.5,))
-    assert refusal(images(folder, augment=augment), COLOUR).startswith("One mean and std per channel is needed")
+    assert refusal(images(image_folder, augment=augment), COLOUR).startswith("One mean and std per channel is needed")
 
 
-def test_empty_and_single_classes_are_named(folder):
-    for path in (folder / "train" / "cat").iterdir():
+def test_empty_and_single_classes_are_named(image_folder):
+    for path in (image_folder / "train" / "cat").iterdir():
         path.unlink()
-    assert refusal(images(folder)).startswith(f"Class folders in {folder}/train without images in them: cat.")
-    (folder / "train" / "cat").rmdir()
-    assert refusal(images(folder)).startswith(f"{folder}/train has one class: dog.")
+    assert refusal(images(image_folder)).startswith(f"Class folders in {image_folder}/train without images in them: cat.")
+    (image_folder / "train" / "cat").rmdir()
+    assert refusal(images(image_folder)).startswith(f"{image_folder}/train has one class: dog.")
+
+
+DAMAGES = {"empty": b"", "text": b"no image", "cut": None}
+
+
+def damage(image_folder, split, content):
+    """Damage an image and return its path."""
+    path = image_folder / split / "cat" / "2.png"
+    path.write_bytes(path.read_bytes()[:60] if content is None else content)
+    return path
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("content", [b"", b"no image", None])
-def test_broken_images_are_named(folder, split, workers, content):
-    path = folder / split / "cat" / "2.png"
-    path.write_bytes(path.read_bytes()[:60] if content is None else content)
-    data = load_data(images(folder, num_workers=workers), GREY, 0)
+@pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
+def test_broken_images_are_named(image_folder, split, content):
+    path = damage(image_folder, split, content)
+    data = load_data(images(image_folder), GREY, 0)
+    with pytest.raises(DataError) as caught:
+        list(data.train if split == "train" else data.test)
+    assert str(caught.value).startswith(f"The image {path} cannot be read (")
+
+
+def test_a_broken_image_in_a_loader_process_is_named_without_a_traceback(image_folder):
+    """A worker hands an error on in an `ExceptionWrapper`, whose message is the traceback; here without the process."""
+    path = damage(image_folder, "train", b"")
+    data = load_data(images(image_folder), GREY, 0)
+    try:
+        data.train.dataset[2]
+    except DataError:
+        passed_on = ExceptionWrapper(sys.exc_info(), where="in DataLoader worker process 0")
+    assert "Traceback" in passed_on.exc_msg
+    with pytest.raises(DataError) as caught:
+        passed_on.reraise()
+    assert str(caught.value).startswith(f"The image {path} cannot be read (")
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.slow  # torch waits five seconds for a worker that failed
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
+def test_loader_processes_name_broken_images(image_folder, split, content):
+    path = damage(image_folder, split, content)
+    data = load_data(images(image_folder, num_workers=1), GREY, 0)
     with pytest.raises(DataError) as caught:
         list(data.train if split == "train" else data.test)
     assert str(caught.value).startswith(f"The image {path} cannot be read (")

@@ -1,0 +1,92 @@
+"""Models that do not fit a data set: the other kind of input, the other kind of head, attention that sees what it predicts."""
+
+import pytest
+
+import revzoo
+from revzoo.data.loading import load_data
+from revzoo.data.options import DataOptions
+from revzoo.data.requirement import required_outputs
+from revzoo.errors import DataError
+from revzoo.spec.schema import ImageInput, TextInput
+
+BYTES = TextInput("text", 16, 256)
+MASKED = TextInput("text", 48, 260, 1)
+CAUSAL = """
+name: causal
+family: test
+input: {kind: text, length: 16, vocabulary: 256}
+stem: {type: token_embed, width: 16}
+split: duplicate
+block: {coupling: additive, f: {type: shared_qk_attention, heads: 2}, g: mlp}
+stages: [{depth: 1, width: 16}]
+fuse: {type: mean, norm: none}
+head: {type: token_linear, outputs: 256}
+"""
+LATER = "stages=[{depth: 1, width: 64}, {depth: 1, width: 64, f: {type: self_attention, heads: 2}}]"
+
+
+def test_inputs_of_the_other_kind(story, options, refusal):
+    assert refusal(DataOptions("digits", 4), MASKED).startswith(
+        "data.name=digits is images. Received: a model for text. Use da"
+    )
+    assert refusal(options("masked_lm"), ImageInput("image", 1, (8, 8))).startswith(
+        "data.name=masked_lm is text. Received: a model for images. Use data.name=digits or folder, or a model for text such "
+    )
+    assert refusal(options("characters", story, batch_size=99), BYTES) == (
+        "The 57 training texts are not a batch for each of 1 processes. Received: data.batch_size=99. Use data.batch_size=57 "
+        "or less."
+    )
+
+
+@pytest.fixture
+def outputs(tmp_path, story, options):
+    """Return a function from a model and a data set to the number of outputs that the data set requires."""
+    (tmp_path / "causal.yaml").write_text(CAUSAL)
+
+    def require(model, name, *overrides):
+        source = tmp_path / "causal.yaml" if model == "causal" else model
+        spec = revzoo.load_spec(source, overrides)
+        root = story if name == "characters" else None
+        return required_outputs(spec, load_data(options(name, root), spec.input, 0), name)
+
+    return require
+
+
+def test_required_outputs(outputs):
+    assert outputs("causal", "characters") == 256
+    assert outputs("rev_roberta_mini", "masked_lm") == 260
+    assert outputs("rev_bert_mini", "text_classification", "head.outputs=9") == 4
+    digits = revzoo.load_spec("rev_vit_digits")
+    assert required_outputs(digits, load_data(DataOptions("digits", 4), digits.input, 0), "digits") == 10
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "overrides", "message"),
+    [
+        (
+            "rev_bert_mini",
+            "masked_lm",
+            ["head.outputs=4"],
+            "data.name=masked_lm needs a model that predicts an id per token. Received: rev_bert_mini with the head "
+            "sequence_classification. Use another model, or another head: model.overrides=['head={type: masked_lm}'].",
+        ),
+        (
+            "rev_roberta_mini",
+            "text_classification",
+            [],
+            "data.name=text_classification needs a model that predicts one class for a text. Received: rev_roberta_mini with ",
+        ),
+        (
+            "rev_roberta_mini",
+            "characters",
+            [],
+            "data.name=characters is next-character prediction. Received: rev_roberta_mini, whose attention is not causal: it ",
+        ),
+        ("causal", "characters", ["block.f.causal=false"], "Received: causal, whose attention is not causal"),
+        ("reformer_mini", "characters", [LATER, "input.length=64"], "Received: reformer_mini, whose attention is not causal"),
+    ],
+)
+def test_models_that_do_not_fit(outputs, model, name, overrides, message):
+    with pytest.raises(DataError) as caught:
+        outputs(model, name, *overrides)
+    assert message in str(caught.value)

@@ -1,0 +1,161 @@
+"""Tables of texts: what each format gives, that reading is local, and that what cannot be read is named."""
+
+import json
+import socket
+import sys
+
+import pytest
+import torch
+
+from revzoo.data.loading import load_data
+from revzoo.data.table import explain_missing, read_table
+from revzoo.errors import RevzooError
+from revzoo.spec.schema import TextInput
+
+SUBWORDS = TextInput("text", 48, 280, 1)
+
+
+def test_tables_of_every_format_hold_the_same(tables, tokenizer, tmp_path, options):
+    datasets = pytest.importorskip("datasets")
+    rows = [json.loads(line) for line in (tables / "test.jsonl").read_text().splitlines()]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "train.json").write_text("\n".join(map(json.dumps, rows)))
+    datasets.Dataset.from_list(rows).to_parquet(other / "validation.parquet")
+    data = load_data(options("text_classification", other, tokenizer, batch_size=3), SUBWORDS, 0)
+    (test_batch,), train_batch = list(data.test), data.train.dataset.__getitems__([0, 1, 2])
+    assert all(map(torch.equal, test_batch, train_batch))
+    assert next(iter(data.test))[1].tolist() == [0, 1, 0]
+
+
+def test_a_csv_is_texts_as_they_stand(tmp_path):
+    long = "a" * 200_000  # more than csv reads in one field by default
+    content = f'\ufeff\r\nlabel,text\r\n007,"good film, really ""good""\r\nin two lines"\r\n\r\nNA,{long}\r\n'
+    (tmp_path / "table.csv").write_bytes(content.encode())
+    table = read_table(tmp_path / "table.csv", "text", "label")
+    assert table.texts == ['good film, really "good"\r\nin two lines', long]
+    assert (table.labels, table.rows) == (["007", "NA"], [1, 2])
+
+
+def test_one_file_is_split(tables, tokenizer, options):
+    file = tables / "many.csv"
+    rows = [f"text {i},{('b', 'a')[i % 2]}" for i in range(42)]  # 21 of each
+    file.write_text("\n".join(["text,label", *rows]))
+    data = load_data(options("text_classification", file, tokenizer), SUBWORDS, 0)
+    assert (len(data.train.dataset), len(data.test.dataset)) == (38, 4)
+    assert data.test.dataset.labels.tolist() == [1, 0, 1, 0]  # two of each label, though every tenth row is an a
+    unlabelled = load_data(options("masked_lm", file, tokenizer), SUBWORDS, 0)
+    assert len(unlabelled.test.dataset) == 4
+
+
+def test_reading_is_local(tables, tokenizer, tmp_path, monkeypatch, options):
+    """No connection is opened, and no cache is left."""
+
+    def refuse(*arguments):
+        raise AssertionError(f"a connection to {arguments}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "scratch").mkdir()
+    load_data(options("text_classification", tables, tokenizer), SUBWORDS, 0)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_what_is_not_installed_is_named(tables, tokenizer, monkeypatch, options):
+    for package in ("datasets", "tokenizers"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            with pytest.raises(RevzooError, match=rf"need the package {package}. Install it: pip install {package}"):
+                load_data(options("masked_lm", tables, tokenizer), SUBWORDS, 0)
+
+
+def import_error(cause):
+    """Return an ImportError without a name, as packages raise themselves."""
+    error = ImportError("built against another NumPy")
+    error.__cause__ = cause
+    return error
+
+
+PYARROW = ModuleNotFoundError("No module named 'pyarrow.lib'", name="pyarrow.lib")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PYARROW, "the package pyarrow. Install it: pip install pyarrow"),
+        (import_error(PYARROW), "the package pyarrow. Install it: pip install pyarrow"),
+        (import_error(None), r"the package datasets, which cannot be imported \(built against another NumPy\). Install it: "),
+    ],
+)
+def test_a_missing_dependency_is_named(error, message):
+    with pytest.raises(RevzooError, match=f"^Tables and tokenizers of texts need {message}"), explain_missing("datasets"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("train.csv", b"", "train.csv is empty."),
+        ("train.csv", b"text,label\n", "train.csv has no rows."),
+        ("train.csv", b"text,label\nfine,a\ncaf\xe9,b\n", "train.csv is not UTF-8: row 3, byte 21 of the file is b'\\xe9'."),
+        ("train.csv", b"text,label\nfine,a\n,b\n", "train.csv, row 2: the column 'text' is empty."),
+        ("train.csv", b"text,label\nfine,a\nalso,\n", "train.csv, row 2: the column 'label' has no label."),
+        (
+            "train.csv",
+            b"text,labels\nfine,a\n",
+            "train.csv has no column 'label'. Did you mean 'labels'? Received: text, labels.",
+        ),
+        (
+            "train.csv",
+            b"words,label\nfine,a\n",
+            "train.csv has no column 'text'. Received: words, label. Name one with data.text.c",
+        ),
+        ("train.csv", b"text,label\nfine,a\nalso,a\n", "train.csv has one label: a. Classification needs two or more."),
+        (
+            "train.csv",
+            b"text,label\nfine,a\ngood film, really good,pos\n",
+            "train.csv, row 2: there are 3 fields, and the header names 2. Put a text that contains a comma in quotation mark",
+        ),
+        ("train.csv", b"text,label\nfine,a,\nbad,b,\n", "train.csv, row 1: there are 3 fields, and the header names 2."),
+        ("train.csv", b"text,label\nfine\n", "train.csv, row 1: there are 1 fields, and the header names 2."),
+        ("train.csv", b"text,label,\nfine,a,\n", "train.csv has a column without a name. Received: text,label,."),
+        ("train.csv", b"text,text\nfine,a\n", "train.csv has more than one column 'text'. Received: text,text."),
+        ("train.csv", b'text,label\nfine,a\n"bad,b\n', "train.csv cannot be read: line 3: unexpected end of data."),
+        ("train.csv", b"\ntext,label\n\nfine,a\n,b\n", "train.csv, row 2: the column 'text' is empty."),
+        ("test.jsonl", b'{"text": "a", "label": "cat"}\n{"text": 3\n', "test.jsonl cannot be read: row 2 is not JSON (Exp"),
+        ("test.jsonl", b'{"text": null, "label": "cat"}\n', "test.jsonl, row 1: the column 'text' is empty."),
+        ("test.jsonl", b'{"text": 3, "label": "cat"}\n', "test.jsonl, row 1: the column 'text' is 3, which is not a text."),
+        ("test.jsonl", b'{"text": "a", "label": 0.5}\n', "test.jsonl, row 1: the column 'label' is 0.5, which is neither"),
+        (
+            "test.jsonl",
+            b'{"text": "a", "label": "cat"}\n{"text": "b"}\n',
+            "test.jsonl, row 2: the column 'label' has no label.",
+        ),
+        ("test.jsonl", b'{"text": "a", "label": " "}\n', "test.jsonl, row 1: the column 'label' has no label."),
+        (
+            "train.csv",
+            "text,label\nfine,a\n".encode("utf-16"),
+            "train.csv is not UTF-8: row 1, byte 0 of the file is b'\\xff'. Convert it, for example with iconv -f utf-16",
+        ),
+        (
+            "test.jsonl",
+            b'{"text": "a", "label": "cow"}\n',
+            "test.jsonl, row 1: the training texts have no label 'cow'. They have",
+        ),
+        (
+            "test.jsonl",
+            None,
+            "No test texts in {}: looked for test or validation or valid or val or dev with the ending .csv or",
+        ),
+    ],
+)
+def test_tables_that_cannot_be_read(tables, tokenizer, file, content, message, options, refusal):
+    if content is None:
+        (tables / file).unlink()
+    else:
+        (tables / file).write_bytes(content)
+    received = refusal(options("text_classification", tables, tokenizer), SUBWORDS)
+    expected = message.format(tables) if content is None else f"{tables}/{message}"
+    assert received.startswith(expected), received
