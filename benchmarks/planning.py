@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planning_figure import plot_front
 from planning_front import compared, fronts, networks
 from planning_network import paper, planned_time, predicted_peaks
 from planning_solver import brute_force, knapsack_beside_timeline, more_budget, speed
@@ -30,7 +31,7 @@ from rich.markup import escape
 from rich.table import Table
 from runtime import surroundings
 
-from revzoo.display.figures.plan import plot_front, plot_heatmap, plot_times
+from revzoo.display.figures.batch import plot_schedules, plot_times
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def draw_fronts(found: dict[str, Any], folder: Path) -> None:
 def draw_paper(found: dict[str, Any], folder: Path) -> None:
     """Write figures 4 and 5 of each network."""
     for name, net in found["networks"].items():
-        plot_heatmap(net["rows"], net["units"], folder / f"schedules_{_slug(name)}.png")
+        plot_schedules(net["rows"], net["units"], folder / f"schedules_{_slug(name)}.png")
         plot_times(net["rows"], folder / f"times_{_slug(name)}.png")
 
 

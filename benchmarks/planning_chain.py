@@ -4,40 +4,40 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from revzoo.planning.problem import Option, Problem, Unit, peak
-from revzoo.planning.timeline import least_peak
+from revzoo.planning.solvers.problem import Option, Problem, Unit, peak
+from revzoo.planning.solvers.timeline import minimize_peak
 
 
-def like_network(dice: random.Random, steps: int) -> Problem:
+def like_network(rng: random.Random, steps: int) -> Problem:
     """Return a chain as networks are: stages of steps with states of one size, and a node in front of each.
 
     A step stores 3 to 12 times a state, and its products are a part of that; running it forward takes as much at once, and
     backward a third more. A node stores 2 to 6 states. Extra work goes with the bytes and differs by a factor of 4
     from step to step; selective is a tenth of that, and inverting costs a twentieth more than running again.
     """
-    stages = dice.randint(1, 4)
+    stages = rng.randint(1, 4)
     behind, units, sizes = 0, list[Unit](), dict[int, int]()
-    state = dice.randint(2**18, 2**24)
+    state = rng.randint(2**18, 2**24)
     for stage in range(stages):
         for position in range(steps // stages + (stage < steps % stages) + 1):
             sizes[behind] = state
             more = (behind - 1,) if position > 1 else ()
             if position:
-                units.append(_step(dice, f"stage{stage}.{position}", (*more, behind), state))
+                units.append(_step(rng, f"stage{stage}.{position}", (*more, behind), state))
             else:
-                units.append(_node(dice, f"stage{stage}", behind, state))
-                state = max(state // dice.choice([1, 2, 2, 4]), 2**12) if stage else state
+                units.append(_node(rng, f"stage{stage}", behind, state))
+                state = max(state // rng.choice([1, 2, 2, 4]), 2**12) if stage else state
             behind += 1
     sizes[behind] = state
-    return Problem(tuple(units), sizes, dice.randint(0, 2**26), 2 * state, (behind - 1, behind))
+    return Problem(tuple(units), sizes, rng.randint(0, 2**26), 2 * state, (behind - 1, behind))
 
 
-def _step(dice: random.Random, name: str, pair: tuple[int, ...], state: int) -> Unit:
-    kept = int(state * dice.uniform(3, 12))
+def _step(rng: random.Random, name: str, pair: tuple[int, ...], state: int) -> Unit:
+    kept = int(state * rng.uniform(3, 12))
     products, top, work = (
-        int(kept * dice.uniform(0.3, 0.7)),
+        int(kept * rng.uniform(0.3, 0.7)),
         kept + kept // 3 + 2 * state,
-        int(kept * dice.uniform(0.5, 2) / 100),
+        int(kept * rng.uniform(0.5, 2) / 100),
     )
     given = pair[-1:]
 
@@ -52,18 +52,18 @@ def _step(dice: random.Random, name: str, pair: tuple[int, ...], state: int) -> 
     return Unit(name, pair, given, options, first)
 
 
-def _node(dice: random.Random, name: str, given: int, state: int) -> Unit:
-    kept = int(state * dice.uniform(2, 6))
-    top, work, inputs = kept + 2 * state, int(kept * dice.uniform(0.5, 2) / 100), (given,)
+def _node(rng: random.Random, name: str, given: int, state: int) -> Unit:
+    kept = int(state * rng.uniform(2, 6))
+    top, work, inputs = kept + 2 * state, int(kept * rng.uniform(0.5, 2) / 100), (given,)
     known = (top + state, top)
     options = Option("store", kept, inputs, kept + state, known, 0), Option("recompute", 0, inputs, kept + state, known, work)
     return Unit(name, inputs, inputs, options)
 
 
-def of_kinds(dice: random.Random, steps: int, kinds: int) -> Problem:
+def of_kinds(rng: random.Random, steps: int, kinds: int) -> Problem:
     """Return a chain of steps of one stage, of so many kinds in turn."""
     state = 2**22
-    models = [_step(dice, "", (0, 1), state) for _ in range(kinds)]
+    models = [_step(rng, "", (0, 1), state) for _ in range(kinds)]
     units = []
     for k in range(steps):
         pair = (k - 1, k) if k else (0,)
@@ -84,34 +84,34 @@ def only(problem: Problem, modes: tuple[str, ...]) -> Problem:
 
 def span(problem: Problem) -> tuple[int, int]:
     """Return the least peak that a schedule can have, and that of storing everything."""
-    return least_peak(problem)[0], peak(problem, ["store"] * len(problem.units))
+    return minimize_peak(problem)[0], peak(problem, ["store"] * len(problem.units))
 
 
-def arbitrary(dice: random.Random, units: int, schedules: int = 4000) -> Problem:
+def arbitrary(rng: random.Random, units: int, schedules: int = 4000) -> Problem:
     """Return a chain of small random numbers with nodes, and with at most so many schedules."""
-    sizes = {state: dice.randint(1, 12) for state in range(units + 1)}
+    sizes = {state: rng.randint(1, 12) for state in range(units + 1)}
     made, product = list[Unit](), 1
     for k in range(units):
         pair = (max(k - 1, 0), k) if k else (0,)
-        node = dice.random() < 0.25
-        inputs = pair if node and dice.random() < 0.6 else (k,)
+        node = rng.random() < 0.25
+        inputs = pair if node and rng.random() < 0.6 else (k,)
         most = max(1, min(4, schedules // (product * 2 ** (units - k - 1))))
-        others = dice.sample(["selective", "recompute"] + ([] if node else ["invert"]), min(most - 1, 2 if node else 3))
+        others = rng.sample(["selective", "recompute"] + ([] if node else ["invert"]), min(most - 1, 2 if node else 3))
         product *= 1 + len(others)
-        options = [_arbitrary(dice, mode, inputs, sizes) for mode in ("store", *others)]
-        first = _arbitrary(dice, "invert", inputs, sizes) if "invert" in others and dice.random() < 0.9 else None
+        options = [_arbitrary(rng, mode, inputs, sizes) for mode in ("store", *others)]
+        first = _arbitrary(rng, "invert", inputs, sizes) if "invert" in others and rng.random() < 0.9 else None
         made.append(Unit(f"u{k}", pair, inputs, tuple(options), first))
-    run = dice.choice([None, None, 0, 1, 2, 3])
-    return Problem(tuple(made), sizes, dice.randint(0, 20), dice.randint(0, 30), (units - 1, units), run)
+    run = rng.choice([None, None, 0, 1, 2, 3])
+    return Problem(tuple(made), sizes, rng.randint(0, 20), rng.randint(0, 30), (units - 1, units), run)
 
 
-def _arbitrary(dice: random.Random, mode: str, inputs: tuple[int, ...], sizes: dict[int, int]) -> Option:
-    kept = 0 if mode in ("recompute", "invert") else dice.randint(0, 30)
-    top = dice.randint(kept, kept + 30)
+def _arbitrary(rng: random.Random, mode: str, inputs: tuple[int, ...], sizes: dict[int, int]) -> Option:
+    kept = 0 if mode in ("recompute", "invert") else rng.randint(0, 30)
+    top = rng.randint(kept, kept + 30)
     known = (sum(sizes[s] for j, s in enumerate(inputs) if not i >> j & 1) for i in range(2 ** len(inputs)))
-    cost = 0 if mode == "store" else dice.randint(1, 9)
+    cost = 0 if mode == "store" else rng.randint(1, 9)
     holds = () if mode == "invert" else inputs
-    return Option(mode, kept, holds, dice.randint(kept, kept + 20), tuple(top + more for more in known), cost)
+    return Option(mode, kept, holds, rng.randint(kept, kept + 20), tuple(top + more for more in known), cost)
 
 
 def every_schedule(problem: Problem) -> Iterator[tuple[int, int]]:

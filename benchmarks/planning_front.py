@@ -33,7 +33,7 @@ import revzoo
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter, count_flops
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
-from revzoo.planning.solvers.timeline import minimize_peak, solve
+from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 from revzoo.runtime import ReversibleChain
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.nested import tensors_in
@@ -107,7 +107,7 @@ def planned(network: Network, batch: tuple[Tensor, ...], problem: Problem, point
     seen = set()
     for i in range(points):
         budget = least + (stored - least) * i // (points - 1)
-        modes = solve(problem, budget) or modes
+        modes = solve_timeline(problem, budget) or modes
         if tuple(modes) not in seen:
             worst = max(list_phase_peaks(problem, modes), key=lambda moment: moment.bytes)
             network.schedule = modes
@@ -239,7 +239,7 @@ def compared(points: Sequence[Point], problem: Problem) -> dict[str, dict[str, A
             continue
         rows, losses, wins = [], [], 0
         for other in (point for point in points if point.method == method):
-            modes = solve(problem, problem.fixed_bytes + other.bytes)
+            modes = solve_timeline(problem, problem.fixed_bytes + other.bytes)
             plan = None
             if modes is not None:
                 plan = peak(problem, modes) - problem.fixed_bytes, stored.flops + cost(problem, modes)

@@ -12,15 +12,16 @@ import time
 from typing import Any
 
 import torch
+from planning_bound import fractional_bound
 from planning_front import SHALLOW
 from runtime import transformer_block
 from torch import nn
 
 import revzoo
-from revzoo.planning.batch import BatchRow, best_batch
-from revzoo.planning.count import counted_peak
-from revzoo.planning.problem import peak
-from revzoo.planning.timeline import fractional_bound, least_peak
+from revzoo.planning.batch import BatchRow, find_best_batch
+from revzoo.planning.profiling.count import count_peak
+from revzoo.planning.solvers.problem import peak
+from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime import ReversibleChain
 
 FAMILIES = (
@@ -40,18 +41,18 @@ def predicted_peaks(quick: bool) -> dict[str, Any]:
     Costs are FLOPs and what moving bytes is worth, as `revzoo.profile` takes them where nothing is run: with FLOPs alone
     some modes would be free, and plans would have no use for a larger budget.
     """
-    dice, families = random.Random(0), [("revnet_digits", 4)] if quick else FAMILIES
+    rng, families = random.Random(0), [("revnet_digits", 4)] if quick else FAMILIES
     each = 6 if quick else -(-200 // len(families))
     rows: list[dict[str, Any]] = []
     for name, size in families:
         model = revzoo.create(name, overrides=SHALLOW if quick else None, device="meta")
         batch = model.example_input(size)
         profile = revzoo.profile(model, batch, run=False)
-        least, _ = least_peak(profile.problem)
+        least, _ = minimize_peak(profile.problem)
         stored = peak(profile.problem, ["store"] * len(model.units))
         counted: dict[tuple[str, ...], int] = {}
         for _ in range(each):
-            plan = revzoo.solve(profile, dice.randint(least, stored))
+            plan = revzoo.solve(profile, rng.randint(least, stored))
             if plan.schedule not in counted:
                 model.schedule = plan
                 counted[plan.schedule] = revzoo.measure_memory(model, batch).peak_bytes
@@ -93,7 +94,7 @@ def planned_time(quick: bool) -> dict[str, Any]:
     chain = ReversibleChain([step for _ in range(depth) for step in transformer_block(width, heads)]).to(_device())
     batch = torch.randn(2, size, tokens, width, device=_device()).unbind()
     profile = revzoo.profile(chain, batch)
-    least, _ = least_peak(profile.problem)
+    least, _ = minimize_peak(profile.problem)
     stored = peak(profile.problem, ["store"] * len(chain.schedule))
     parts = {part: least + int((stored - least) * part) for part in (0.3, 0.5, 0.7)}
     schedules: dict[Any, list[str]] = {"stored": ["store"] * len(chain.schedule)}
@@ -169,8 +170,8 @@ def _paper_networks(quick: bool) -> list[tuple[str, str, list[str], int, int, in
 def _sweep(spec: str, overrides: list[str], stored: int, low: int, high: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = revzoo.create(spec, overrides=overrides, device=_device())
-    budget = counted_peak(model, model.example_input(stored), ["store"] * len(model.units))
-    best = best_batch(model, budget, low, high)
+    budget = count_peak(model, model.example_input(stored), ["store"] * len(model.units))
+    best = find_best_batch(model, budget, low, high)
     rows = [_row(row) for row in best.rows]
     return {
         "budget_bytes": budget,
@@ -179,7 +180,7 @@ def _sweep(spec: str, overrides: list[str], stored: int, low: int, high: int) ->
         "largest_stored": max((row["batch"] for row in rows if row["stored"] is not None), default=None),
         "best": best.batch,
         "seconds": best.seconds,
-        "foreseen_seconds": best.foreseen_seconds,
+        "foreseen_seconds": best.predicted_seconds,
     }
 
 

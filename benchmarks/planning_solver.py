@@ -1,6 +1,6 @@
 """What the planner's searches reach: exactness, speed, and the published additive knapsack beside them.
 
-Peaks and budgets are those of `revzoo.planning.problem.peak`, which `planning_network.py` compares with counted steps.
+Peaks and budgets are those of `revzoo.planning.solvers.problem.peak`, which `planning_network.py` compares with counted steps.
 """
 
 import random
@@ -11,17 +11,17 @@ from typing import Any
 
 from planning_chain import arbitrary, every_schedule, like_network, of_kinds, only, span
 
-from revzoo.planning.knapsack import best_subset, solve_additive
-from revzoo.planning.problem import Problem, cost, peak
-from revzoo.planning.timeline import least_peak, solve
+from revzoo.planning.solvers.knapsack import choose_subset, solve_knapsack
+from revzoo.planning.solvers.problem import Problem, cost, peak
+from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 
 PARTS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the range from the least possible peak to that of storing everything
 
 
 def knapsack_beside_timeline(quick: bool) -> dict[str, Any]:
     """Plan random chains with both solvers, with the same two modes, and the timeline with all four too."""
-    dice, count = random.Random(1), 10 if quick else 300
-    chains = [like_network(dice, dice.randint(10, 24)) for _ in range(count)]
+    rng, count = random.Random(1), 10 if quick else 300
+    chains = [like_network(rng, rng.randint(10, 24)) for _ in range(count)]
     parts = {str(part): _beside(chains, part) for part in PARTS}
     half = parts["0.5"]
     return {
@@ -42,8 +42,8 @@ def _beside(chains: Sequence[Problem], part: float) -> dict[str, float]:
         two = only(problem, ("store", "invert"))
         least, most = span(two)
         budget = least + int((most - least) * part)
-        exact, ours, theirs = solve(two, budget), solve(problem, budget), solve_additive(two, budget, "peak")
-        static = solve_additive(two, budget, "static")
+        exact, ours, theirs = solve_timeline(two, budget), solve_timeline(problem, budget), solve_knapsack(two, budget, "peak")
+        static = solve_knapsack(two, budget, "static")
         assert exact is not None, "the least peak is in reach"
         assert ours is not None, "with more modes too"
         assert static is not None, "what is kept is below the peak"
@@ -71,15 +71,15 @@ def _beside(chains: Sequence[Problem], part: float) -> dict[str, float]:
 
 def more_budget(quick: bool) -> dict[str, Any]:
     """Count plans that are slower than one for less, or above their budget, over grids of budgets."""
-    dice, chains, budgets = random.Random(2), 3 if quick else 40, 20 if quick else 60
+    rng, chains, budgets = random.Random(2), 3 if quick else 40, 20 if quick else 60
     slower = over = plans = 0
     for _ in range(chains):
-        problem = like_network(dice, dice.randint(10, 24))
+        problem = like_network(rng, rng.randint(10, 24))
         least, most = span(problem)
         before: int | None = None
         for i in range(budgets):
             budget = least + (most - least) * i // (budgets - 1)
-            modes = solve(problem, budget)
+            modes = solve_timeline(problem, budget)
             assert modes is not None
             price = cost(problem, modes)
             slower += before is not None and price > before
@@ -91,17 +91,17 @@ def more_budget(quick: bool) -> dict[str, Any]:
 
 def brute_force(quick: bool) -> dict[str, Any]:
     """Compare the timeline with all schedules of random chains; cost and peak of its answers must be the best ones."""
-    dice, count = random.Random(3), 60 if quick else 1000
+    rng, count = random.Random(3), 60 if quick else 1000
     compared = different = schedules = longest = 0
     for i in range(count):
-        problem = arbitrary(dice, 2 + i % 9, 300 if quick else 2500)
+        problem = arbitrary(rng, 2 + i % 9, 300 if quick else 2500)
         every = sorted(every_schedule(problem))
         schedules, longest = schedules + len(every), max(longest, len(problem.units))
         sizes = [size for _, size in every]
         least = min(sizes)
-        different += least_peak(problem)[0] != least or solve(problem, least - 1) is not None
-        for budget in (least, *dice.choices(sizes, k=2)):
-            modes = solve(problem, budget)
+        different += minimize_peak(problem)[0] != least or solve_timeline(problem, least - 1) is not None
+        for budget in (least, *rng.choices(sizes, k=2)):
+            modes = solve_timeline(problem, budget)
             best = next((price, size) for price, size in every if size <= budget)  # the cheapest, of these the lowest
             different += modes is None or (cost(problem, modes), peak(problem, modes)) != best
             compared += 1
@@ -139,20 +139,20 @@ def speed(quick: bool) -> dict[str, Any]:
     }
 
 
-def _from_network(dice: random.Random, items: int) -> tuple[list[int], list[int]]:
+def _from_network(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
     """Twelve kinds of steps, of which each has one size and one time."""
-    kinds = [(dice.randint(10**5, 2 * 10**7), dice.randint(10**7, 2 * 10**9)) for _ in range(12)]
-    chosen = dice.choices(kinds, k=items)
+    kinds = [(rng.randint(10**5, 2 * 10**7), rng.randint(10**7, 2 * 10**9)) for _ in range(12)]
+    chosen = rng.choices(kinds, k=items)
     return [value for value, _ in chosen], [weight for _, weight in chosen]
 
 
-def _correlated(dice: random.Random, items: int) -> tuple[list[int], list[int]]:
-    weights = [dice.randint(10**7, 2 * 10**9) for _ in range(items)]
+def _correlated(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
+    weights = [rng.randint(10**7, 2 * 10**9) for _ in range(items)]
     return [weight // 100 + 10**6 for weight in weights], weights
 
 
-def _subset_sum(dice: random.Random, items: int) -> tuple[list[int], list[int]]:
-    weights = [dice.randint(10**7, 2 * 10**9) for _ in range(items)]
+def _subset_sum(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
+    weights = [rng.randint(10**7, 2 * 10**9) for _ in range(items)]
     return weights, weights
 
 
@@ -169,7 +169,7 @@ def _knapsack(make: Callable[[random.Random, int], tuple[list[int], list[int]]],
         values, weights = make(random.Random(seed), items)
         capacity = min(10**11, sum(weights) // 2)
         begin = time.perf_counter()
-        solution = best_subset(values, weights, capacity)
+        solution = choose_subset(values, weights, capacity)
         seconds.append(time.perf_counter() - begin)
         gaps.append(solution.gap)
         over += sum(weights[i] for i in solution.chosen) > capacity
@@ -179,5 +179,5 @@ def _knapsack(make: Callable[[random.Random, int], tuple[list[int], list[int]]],
 def _timeline(problem: Problem) -> float:
     least, most = span(problem)
     begin = time.perf_counter()
-    solve(problem, (least + most) // 2)
+    solve_timeline(problem, (least + most) // 2)
     return time.perf_counter() - begin

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from revzoo.model.builder import build
     from revzoo.model.create import create
     from revzoo.model.network import Model
-    from revzoo.planning.plan import Plan, plan, solve
+    from revzoo.planning.plan import Plan
+    from revzoo.planning.planner import plan, solve
     from revzoo.planning.profiling.profile import Profile, profile
     from revzoo.spec import Spec, list_models, load_spec
 
@@ -34,9 +35,9 @@ _HOMES = {
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.memory_report",
-    "plan": "revzoo.planning.plan",
+    "plan": "revzoo.planning.planner",
     "profile": "revzoo.planning.profiling.profile",
-    "solve": "revzoo.planning.plan",
+    "solve": "revzoo.planning.planner",
     "verify": "revzoo.analysis.verify",
 }
 

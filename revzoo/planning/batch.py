@@ -1,7 +1,8 @@
 """The batch size that trains most samples a second within a budget: a larger batch against a faster schedule.
 
-Bytes and seconds of every unit are fitted over the batch size b, m(b) = m0 + b m1 and t(b) = t0 + b t1, from two profiles;
-every candidate is planned with the fitted numbers, and the best one is run before it is recommended.
+Two profiles are measured. The bytes and seconds of every unit are interpolated between them over the batch size b, as
+m(b) = m0 + b m1 and t(b) = t0 + b t1. Every candidate size is planned with the interpolated numbers, and the best one is run
+before it is recommended.
 
 Source: problem 8 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al. 2020).
 """
@@ -15,28 +16,32 @@ import torch
 from revzoo.errors import BudgetError, InputError
 from revzoo.format import format_bytes
 from revzoo.model.network import Model
-from revzoo.planning.anchor import anchored
 from revzoo.planning.budget import budget_bytes, free_bytes
-from revzoo.planning.clock import Times, measured_times, memory_errors, step_seconds
-from revzoo.planning.count import count
-from revzoo.planning.hooks import units
-from revzoo.planning.plan import Plan, Solver, checked, solve
-from revzoo.planning.problem import Option, Problem, Unit, cost, peak
-from revzoo.planning.profile import Profile, profile
-from revzoo.planning.setting import setting
+from revzoo.planning.plan import Plan, Solver
+from revzoo.planning.planner import enforce_budget, solve
+from revzoo.planning.profiling.count import count
+from revzoo.planning.profiling.hooks import list_units
+from revzoo.planning.profiling.inversion_limit import place_anchors
+from revzoo.planning.profiling.profile import Profile, profile
+from revzoo.planning.profiling.timing import Timing, measure_step_seconds, measure_timing, memory_errors
+from revzoo.planning.setting import read_setting
+from revzoo.planning.solvers.problem import Option, Problem, Unit, cost, peak
 
 _CANDIDATES = 32  # at most, evenly spaced
-_STRETCH = 4  # the second batch that is timed is so many times the smallest
+_STRETCH = 4  # the larger batch whose time is measured is this multiple of the smallest
 
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One batch size, as foreseen; what does not fit the budget has no seconds.
+    """The predicted time and memory of one batch size.
 
     Args:
-        schedule: the plan's.
-        planned, stored, inverted: seconds of a step under the plan, with all stored, and with every step inverted.
+        batch: the size.
+        planned: seconds of a step with the plan.
+        stored: seconds with everything stored; None where that does not fit the budget.
+        inverted: seconds with every step inverted; None where that does not fit the budget.
         peak_bytes: of the plan.
+        schedule: of the plan.
     """
 
     batch: int
@@ -49,23 +54,25 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The best batch size, its plan, and what was foreseen for the others.
+    """The best batch size and its plan, and the predictions for the other sizes.
 
     Args:
+        batch: the best size.
+        plan: for this size.
         seconds: of a step with the plan, measured by running it.
-        foreseen_seconds: the same from the fit.
-        rows: every candidate that fits, by size.
+        predicted_seconds: of the same step, from the interpolated times.
+        rows: every candidate size that fits the budget, rising.
     """
 
     batch: int
     plan: Plan
     seconds: float
-    foreseen_seconds: float
+    predicted_seconds: float
     rows: tuple[BatchRow, ...]
 
     @property
     def samples_per_second(self) -> float:
-        """Forward and backward of so many samples, as run."""
+        """The measured speed of forward and backward at the best size."""
         return self.batch / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,12 +82,12 @@ class BatchPlan:
     def __str__(self) -> str:
         return (
             f"{self.plan}\nbatch {self.batch} of {self.rows[0].batch} to {self.rows[-1].batch} is best: "
-            f"{self.samples_per_second:.4g} samples a second ({self.seconds:.4g} s a step as run, "
-            f"{self.foreseen_seconds:.4g} s foreseen)"
+            f"{self.samples_per_second:.4g} samples a second ({self.seconds:.4g} s a step measured, "
+            f"{self.predicted_seconds:.4g} s predicted)"
         )
 
 
-def best_batch(
+def find_best_batch(
     model: Model,
     budget: str | int,
     low: int,
@@ -91,86 +98,96 @@ def best_batch(
 ) -> BatchPlan:
     """Return the batch size from `low` to `high` with most samples per second within the budget, with its plan.
 
-    Args: as `revzoo.plan`; low, high: batch sizes, both included.
+    Args:
+        model: a `revzoo.Model`, which makes its own batches.
+        budget: limit for the peak of all memory together, as for `revzoo.solve`.
+        low: the smallest size, at least 1.
+        high: the largest size, at least `low`.
+        solver: "timeline" or "knapsack", as for `revzoo.solve`.
+        optimizer: its state is part of every peak.
     Raises:
         InputError: not 1 <= low <= high, or a model without values, which cannot be timed.
-        BudgetError: not even the smallest batch fits, or can be run.
-        RecoveryError: a step does not repeat itself.
+        BudgetError: not even the smallest batch fits the budget, or no batch can be run on the device.
+        RecoveryError: a step does not return the same output when it runs again.
     """
     if not isinstance(model, Model):
         raise InputError(
-            f"Batches are made with model.example_input. Received: {type(model).__name__}. Use revzoo.plan for each."
+            f"Batches are made with model.example_input. Received: {type(model).__name__}. Use revzoo.plan for each size."
         )
     if not (type(low) is type(high) is int and 1 <= low <= high):
         raise InputError(f"Batch sizes go from a number >= 1 to one that is no smaller. Received: {low} to {high}.")
     if any(p.is_meta for p in model.parameters()):
-        raise InputError("The best batch is a matter of seconds. Received: a model on the meta device. Make it on a real one.")
-    fit = _Fit(model, low, high, optimizer)
-    limit = budget_bytes(budget, fit.small.setting.device.split()[0], fit.small.model_bytes)
-    solve(fit.at(low), limit, solver)  # says what is missing where nothing fits
-    rows = tuple(_rows(model, fit, limit, range(low, high + 1, -(-(high - low + 1) // _CANDIDATES)), solver))
+        raise InputError(
+            "The best batch depends on measured seconds. Received: a model on the meta device. Make it on a real one."
+        )
+    profiles = _Interpolation(model, low, high, optimizer)
+    limit = budget_bytes(budget, profiles.small.setting.device.split()[0], profiles.small.model_bytes)
+    solve(profiles.at(low), limit, solver)  # raises BudgetError where not even this fits
+    sizes = range(low, high + 1, -(-(high - low + 1) // _CANDIDATES))
+    rows = tuple(_predict_rows(model, profiles, limit, sizes, solver))
     for row in sorted(rows, key=lambda row: row.planned / row.batch):
         try:
             with memory_errors():
-                found, batch = fit.at(row.batch), model.example_input(row.batch)
-            chosen = checked(model, batch, found, solve(found, limit, solver))
-            seconds = step_seconds(model, batch, chosen.schedule)
+                predicted, batch = profiles.at(row.batch), model.example_input(row.batch)
+            plan = enforce_budget(model, batch, predicted, solve(predicted, limit, solver))
+            seconds = measure_step_seconds(model, batch, plan.schedule)
         except (MemoryError, BudgetError):
-            continue  # the counted bytes fit, but not what the device adds to them
-        return BatchPlan(row.batch, replace(chosen, seconds=seconds), seconds, row.planned, rows)
+            continue  # the counted bytes fit, but kernel workspaces and fragments come on top
+        return BatchPlan(row.batch, replace(plan, seconds=seconds), seconds, row.planned, rows)
     raise BudgetError(f"No batch from {low} to {high} could be run within {format_bytes(limit)} on this device.")
 
 
-class _Fit:
-    """A profile for any batch size, on the line through two of them."""
+class _Interpolation:
+    """A profile for any batch size, on the straight line through those of two sizes."""
 
     def __init__(self, model: Model, low: int, high: int, optimizer: torch.optim.Optimizer | None):
         self._model, self._low, self._high = model, low, high
         self.small = profile(model, model.example_input(low), optimizer)
-        if self.small.times is None:
+        if self.small.timing is None:
             raise BudgetError(f"A batch of {low} cannot be run on this device: {' '.join(self.small.notes)}")
         try:
             with memory_errors():
                 largest = model.example_input(high)
         except MemoryError as error:
-            raise InputError(f"A batch of {high} cannot even be made here. Look up to a smaller one.") from error
+            raise InputError(f"A batch of {high} cannot even be allocated here. Search up to a smaller size.") from error
         self._large = count(model, largest, other_bytes=self.small.other_bytes) if high > low else None
-        self._timed_at, self._times = self._second_times(min(high, _STRETCH * low))
+        self._second_size, self._second_timing = self._time_second_size(min(high, _STRETCH * low))
 
-    def _second_times(self, size: int) -> tuple[int, Times]:
-        """Return a larger batch size that can be run, and its times; where there is none, nothing at size 0."""
+    def _time_second_size(self, size: int) -> tuple[int, Timing]:
+        """Return (size, timing) of the largest second batch that runs, or (0, zeros)."""
         while size > self._low:
             batch = self._model.example_input(size)
-            counted = count(self._model, batch, other_bytes=self.small.other_bytes)
+            memory = count(self._model, batch, other_bytes=self.small.other_bytes)
             try:
-                return size, measured_times(self._model, batch, counted, free_bytes(batch.device) + self.small.model_bytes)
+                return size, measure_timing(self._model, batch, memory, free_bytes(batch.device) + self.small.model_bytes)
             except MemoryError:
                 size = (size + self._low) // 2
-        small = cast(Times, self.small.times)
-        nothing = tuple(dict.fromkeys(extra, 0) for extra in small.extra)
-        return 0, replace(small, step_seconds=0.0, forward_seconds=tuple(0.0 for _ in small.forward_seconds), extra=nothing)
+        small = cast(Timing, self.small.timing)
+        zeros = tuple(dict.fromkeys(extra, 0) for extra in small.extra)
+        return 0, replace(small, step_seconds=0.0, forward_seconds=tuple(0.0 for _ in small.forward_seconds), extra=zeros)
 
     def at(self, size: int) -> Profile:
         """Return the profile for a batch size."""
-        counted, times = self.small.counted, cast(Times, self.small.times)
+        memory, timing = self.small.memory, cast(Timing, self.small.timing)
         if self._large is not None:
-            counted = _between(counted, self._large, _Line(self._low, self._high, size))
-        line = _Line(self._low, self._timed_at, size)
-        times = replace(
-            times,
-            step_seconds=line(times.step_seconds, self._times.step_seconds),
-            forward_seconds=tuple(map(line, times.forward_seconds, self._times.forward_seconds)),
+            memory = _interpolate_problem(memory, self._large, _Line(self._low, self._high, size))
+        line, other = _Line(self._low, self._second_size, size), self._second_timing
+        timing = replace(
+            timing,
+            step_seconds=line(timing.step_seconds, other.step_seconds),
+            forward_seconds=tuple(map(line, timing.forward_seconds, other.forward_seconds)),
             extra=tuple(
-                {variant: max(0, round(line(ns, other[variant]))) for variant, ns in extra.items()}
-                for extra, other in zip(times.extra, self._times.extra, strict=True)
+                {variant: max(0, round(line(ns, more[variant]))) for variant, ns in extra.items()}
+                for extra, more in zip(timing.extra, other.extra, strict=True)
             ),
         )
-        return replace(self.small, counted=counted, times=times, setting=setting(self._model, self._model.example_input(size)))
+        setting = read_setting(self._model, self._model.example_input(size))
+        return replace(self.small, memory=memory, timing=timing, setting=setting)
 
 
 @dataclass(frozen=True)
 class _Line:
-    """The straight line through the values at two batch sizes, looked at in a third."""
+    """The straight line through the values at batch sizes `low` and `high`, evaluated at a third size `at`."""
 
     low: int
     high: int
@@ -180,12 +197,12 @@ class _Line:
         return low + (high - low) * (self.at - self.low) / (self.high - self.low)
 
     def bytes(self, low: int, high: int) -> int:
-        """Return whole bytes, rounded up."""
+        """Return the value in whole bytes, rounded up."""
         return low - (low - high) * (self.at - self.low) // (self.high - self.low)
 
 
-def _between(low: Problem, high: Problem, line: _Line) -> Problem:
-    """Return the problem of a third batch size; units, states and what is held are the same for all."""
+def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
+    """Return the problem of a third batch size. Units, states and what units hold do not depend on the size."""
 
     def option(a: Option, b: Option) -> Option:
         return replace(
@@ -210,25 +227,25 @@ def _between(low: Problem, high: Problem, line: _Line) -> Problem:
     )
 
 
-def _rows(model: Model, fit: _Fit, limit: int, sizes: range, solver: Solver) -> Iterator[BatchRow]:
-    """Yield the sizes that fit."""
-    parts = units(model)
+def _predict_rows(model: Model, profiles: _Interpolation, limit: int, sizes: range, solver: Solver) -> Iterator[BatchRow]:
+    """Yield a row for each size, up to the first that does not fit."""
+    entries = list_units(model)
     for size in sizes:
-        found = fit.at(size)
+        predicted = profiles.at(size)
         try:
-            chosen = solve(found, limit, solver)
+            plan = solve(predicted, limit, solver)
         except BudgetError:
             return
-        problem, base = found.problem, cast(Times, found.times).step_seconds
+        problem, stored_seconds = predicted.problem, cast(Timing, predicted.timing).step_seconds
 
-        def seconds(modes: Sequence[str], problem: Problem = problem, base: float = base) -> float | None:
-            return base + cost(problem, modes) / 1e9 if peak(problem, modes) <= limit else None
+        def seconds(modes: Sequence[str], problem: Problem = problem, stored: float = stored_seconds) -> float | None:
+            return stored + cost(problem, modes) / 1e9 if peak(problem, modes) <= limit else None
 
         yield BatchRow(
             batch=size,
-            planned=cast(float, chosen.seconds),
-            stored=seconds(["store"] * len(parts)),
-            inverted=seconds(anchored(parts, problem.max_invert_run)),
-            peak_bytes=chosen.peak_bytes,
-            schedule=chosen.schedule,
+            planned=cast(float, plan.seconds),
+            stored=seconds(["store"] * len(entries)),
+            inverted=seconds(place_anchors(entries, problem.max_invert_run)),
+            peak_bytes=plan.peak_bytes,
+            schedule=plan.schedule,
         )

@@ -1,4 +1,4 @@
-"""What a budget means in bytes."""
+"""A memory budget, as users give it, in bytes."""
 
 import re
 
@@ -12,7 +12,7 @@ _UNITS = (
     | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
     | {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
 )
-_FREE_SHARE = 0.9  # of what is free, for "auto": the rest is for what is not counted, kernel workspaces and fragments
+_FREE_SHARE = 0.9  # of the free memory, for "auto": the rest is for kernel workspaces and fragments, which are not counted
 
 
 def budget_bytes(budget: str | int | float, device: torch.device | str, held_bytes: int = 0) -> int:
@@ -20,41 +20,41 @@ def budget_bytes(budget: str | int | float, device: torch.device | str, held_byt
 
     Args:
         budget: bytes, "8GiB" (or KiB, MiB, TiB; KB, MB, GB, TB are powers of 1000), "60%" of the device's memory, or "auto":
-            nine tenths of what is free now, and what the model itself holds already.
-        device: whose memory "60%" and "auto" mean; "cpu" is the machine's.
-        held_bytes: what the model holds on it already.
+            nine tenths of the memory that is free now, plus what the model itself holds already.
+        device: the device whose memory "60%" and "auto" refer to; "cpu" is the whole machine.
+        held_bytes: what the model holds on this device already.
     Raises:
-        InputError: none of these, or nothing is left by it.
+        InputError: none of these, or less than one byte.
     """
     size: float
     if isinstance(budget, bool) or not isinstance(budget, str | int | float):
-        raise _wrong(budget)
+        raise _budget_error(budget)
     if not isinstance(budget, str):
         size = budget
     elif budget == "auto":
-        size = _memory(device)[0] * _FREE_SHARE + held_bytes
+        size = _read_memory(device)[0] * _FREE_SHARE + held_bytes
     elif share := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget):
         if not 0 < float(share[1]) <= 100:
             raise InputError(f"A share of the memory is above 0 % and at most 100 %. Received: {budget!r}.")
-        size = _memory(device)[1] * float(share[1]) / 100
+        size = _read_memory(device)[1] * float(share[1]) / 100
     elif amount := re.fullmatch(r"(\d+(?:\.\d+)?)(?:e(\d\d?))? ?([KMGT]?i?B)?", budget):
         if amount[3] is not None and amount[3] not in _UNITS:
-            raise _wrong(budget)
+            raise _budget_error(budget)
         size = float(amount[1]) * 10 ** int(amount[2] or 0) * _UNITS[amount[3] or "B"]
     else:
-        raise _wrong(budget)
+        raise _budget_error(budget)
     if not 1 <= size < 2**62:
-        raise _wrong(budget)
+        raise _budget_error(budget)
     return int(size)
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Return what is free on a device now; "cpu" is the machine."""
-    return _memory(device)[0]
+    """Return the memory that is free on a device now [bytes]; "cpu" is the whole machine."""
+    return _read_memory(device)[0]
 
 
-def _memory(device: torch.device | str) -> tuple[int, int]:
-    """Return the free and all bytes of a device."""
+def _read_memory(device: torch.device | str) -> tuple[int, int]:
+    """Return the free and the total bytes of a device."""
     device = torch.device(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -66,5 +66,5 @@ def _memory(device: torch.device | str) -> tuple[int, int]:
     raise InputError(f"The memory of {device.type} devices is not known here. Give the budget in bytes, such as '8GiB'.")
 
 
-def _wrong(budget: object) -> InputError:
+def _budget_error(budget: object) -> InputError:
     return InputError(f"A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. Received: {budget!r}.")

@@ -1,4 +1,4 @@
-"""What a plan was made for: it holds for nothing else."""
+"""The circumstances that a plan was made for; it holds for no others."""
 
 import hashlib
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ from revzoo.runtime.nested import tensors_in
 
 @dataclass(frozen=True)
 class Setting:
-    """The circumstances that bytes and seconds depend on.
+    """Everything besides the schedule that bytes and seconds depend on.
 
     Args:
         model: name of the spec, or the class.
-        digest: of the spec or modules, and of which parameters and modules are frozen or in eval mode.
-        dtype: of the parameters; with autocast, that of the autocast beside it.
-        device: kind and name; "meta" fits any.
+        digest: hash of the spec or modules, and of which parameters are frozen and which modules are in eval mode.
+        dtype: of the parameters; with autocast, also its dtype.
+        device: kind and name; "meta" matches any.
         training: whether the model is in training mode.
-        exact: whether the streams are kept on a grid.
-        batch: shape and dtype of every tensor in the batch.
+        exact: whether the streams are kept on a grid, so that inversion is exact.
+        batch: shape and dtype of every tensor in the batch; empty matches any.
     """
 
     model: str
@@ -37,12 +37,12 @@ class Setting:
     batch: tuple[str, ...] = ()
 
     def differences(self, other: "Setting") -> Iterator[str]:
-        """Yield, in words, what is otherwise in `other`; a batch that is not known, or a meta device, fits any."""
+        """Yield what differs in `other`, in words; an unknown batch and the meta device match any."""
         for key in (f.name for f in fields(self)):
-            ours, theirs = getattr(self, key), getattr(other, key)
-            open_ = (key == "batch" and not (ours and theirs)) or (key == "device" and "meta" in (ours, theirs))
-            if ours != theirs and not open_ and not (key == "digest" and self.model != other.model):
-                yield f"{_WORDS[key]} {_said(ours)} and not {_said(theirs)}"
+            mine, others = getattr(self, key), getattr(other, key)
+            matches_any = (key == "batch" and not (mine and others)) or (key == "device" and "meta" in (mine, others))
+            if mine != others and not matches_any and not (key == "digest" and self.model != other.model):
+                yield f"{_WORDS[key]} {_format_value(mine)} and not {_format_value(others)}"
 
 
 _WORDS = {
@@ -56,8 +56,15 @@ _WORDS = {
 }
 
 
-def setting(model: nn.Module, batch: Any = None) -> Setting:
-    """Return the circumstances as they are now."""
+def read_setting(model: nn.Module, batch: Any = None) -> Setting:
+    """Return the circumstances of the model as it is now, with the surrounding autocast.
+
+    Args:
+        model: any module with parameters.
+        batch: None leaves the batch open, so that it matches any.
+    Raises:
+        InputError: not a module, or without parameters.
+    """
     require_module(model)
     weight = next(model.parameters(), None)
     if weight is None:
@@ -68,7 +75,7 @@ def setting(model: nn.Module, batch: Any = None) -> Setting:
         dtype += f", autocast {str(torch.get_autocast_dtype(device.type)).removeprefix('torch.')}"
     return Setting(
         model=model.spec.name if isinstance(model, Model) else type(model).__name__,
-        digest=_digest(model),
+        digest=_compute_digest(model),
         dtype=dtype,
         device=f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type,
         training=model.training,
@@ -77,18 +84,18 @@ def setting(model: nn.Module, batch: Any = None) -> Setting:
     )
 
 
-def _digest(model: nn.Module) -> str:
-    """Return what tells models of one name apart, as far as bytes and seconds depend on it."""
+def _compute_digest(model: nn.Module) -> str:
+    """Return a hash that differs between models of the same name wherever bytes and seconds may differ."""
     facts = (
         model.spec.digest if isinstance(model, Model) else repr(model),
         getattr(model, "couplings", ()),
         [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
-        [module.training == model.training for module in model.modules()],  # not so for a BatchNorm that is frozen
+        [module.training == model.training for module in model.modules()],  # False for a frozen BatchNorm, for example
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
-    return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)
+    return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)  # the beginning of a digest is enough

@@ -10,12 +10,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from revzoo.display.figures import plan as plot
 from revzoo.display.figures.plan import groups, plot_front, plot_heatmap, plot_plan, plot_times
 from revzoo.display.style import MODE_COLORS
-from revzoo.display.figures import plan as plot
 from revzoo.planning.plan import Plan
-from revzoo.planning.problem import Moment
 from revzoo.planning.setting import Setting
+from revzoo.planning.solvers.problem import PhasePeak
 
 MIB = 1 << 20
 WHERE = Setting("a_model_with_$_and_%_in_its_name", "0" * 64, "float32", "cpu", True, False, ("[4, 3, 8, 8] float32",))
@@ -33,17 +33,17 @@ def plan_of(steps: int, **facts) -> Plan:
     units = ("stem", *blocks[:half], "stages.1.transition", *blocks[half:], "fuse", "head")
     schedule = tuple(list(MODE_COLORS)[k % 4] if ".blocks." in name else "store" for k, name in enumerate(units))
     sizes = [10 + k for k in range(len(units))]
-    up = [Moment(name, "forward", size * MIB) for name, size in zip(units, sizes, strict=True)]
-    down = [Moment(name, "backward", (size + 1) * MIB) for name, size in zip(units, sizes, strict=True)]
-    moments = (*up, Moment("loss", "loss", sizes[-1] * MIB), *reversed(down))
-    found = {"peak_bytes": (sizes[-1] + 1) * MIB, "budget_bytes": (sizes[-1] + 3) * MIB, "stored_bytes": 90 * MIB, **facts}
+    up = [PhasePeak(name, "forward", size * MIB) for name, size in zip(units, sizes, strict=True)]
+    down = [PhasePeak(name, "backward", (size + 1) * MIB) for name, size in zip(units, sizes, strict=True)]
+    moments = (*up, PhasePeak("loss", "loss", sizes[-1] * MIB), *reversed(down))
+    found = {"peak_bytes": (sizes[-1] + 1) * MIB, "budget_bytes": (sizes[-1] + 3) * MIB, "no_recompute_peak_bytes": 90 * MIB, **facts}
     return Plan(
         units,
         schedule,
         seconds=1.25,
         extra_flops=77,
-        least_bytes=9 * MIB,
-        moments=moments,
+        min_peak_bytes=9 * MIB,
+        phase_peaks=moments,
         solver="timeline",
         setting=WHERE,
         **found,
@@ -79,12 +79,12 @@ def test_a_plan_is_drawn_as_it_is(steps, tmp_path, figures):
     memory, modes, names, trade = figure.axes
     for stairs in memory.patches[:3]:
         if hasattr(stairs, "get_data"):
-            assert list(stairs.get_data().values) == [moment.bytes for moment in plan.moments]
+            assert list(stairs.get_data().values) == [moment.bytes for moment in plan.phase_peaks]
     assert sum(hasattr(patch, "get_data") for patch in memory.patches) == 2
     colors = [MODE_COLORS[mode] for mode in plan.schedule]
     assert cells(modes) == [[colors], [colors[::-1]]]
     level = {line.get_ydata()[0] for line in memory.lines if len(set(line.get_ydata())) == 1 and len(line.get_ydata()) == 2}
-    assert {plan.budget_bytes, plan.stored_bytes} <= level
+    assert {plan.budget_bytes, plan.no_recompute_peak_bytes} <= level
     said = texts(figure)
     assert {"forward", "loss", "backward", "this plan", "all stored", "all inverted", "stage 0", "stage 1"} <= set(said)
     assert f"peak: {plan.peak_bytes / MIB:.1f} MiB\nin backward of head" in said

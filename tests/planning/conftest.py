@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.planning.hooks import units
+from revzoo.planning.profiling.hooks import list_units
 
 FAMILIES = {
     "irevnet_digits": ["stages.0.depth=1", "stages.1.depth=2"],
@@ -51,13 +51,13 @@ def schedules() -> Callable[..., list[list[str]]]:
     """Return a function that draws schedules of a model, some of them with long runs of one mode."""
 
     def draw(model: nn.Module, count: int) -> list[list[str]]:
-        dice, found = random.Random(count), []
+        rng, found = random.Random(count), []
         for i in range(count):
             modes: list[str] = []
-            for part in units(model):
+            for part in list_units(model):
                 menu = ["store", "selective", "recompute"] + ["invert"] * (part.kind == "step")
-                stays = modes and modes[-1] in menu and dice.random() < (0, 0.5, 0.8)[i % 3]
-                modes.append(modes[-1] if stays else dice.choice(menu))
+                stays = modes and modes[-1] in menu and rng.random() < (0, 0.5, 0.8)[i % 3]
+                modes.append(modes[-1] if stays else rng.choice(menu))
             found.append(modes)
         return found
 

@@ -7,11 +7,11 @@ import pytest
 import revzoo
 from revzoo.errors import BudgetError, InputError
 from revzoo.planning import batch as batches
-from revzoo.planning import profile as profiles
-from revzoo.planning.batch import best_batch
-from revzoo.planning.clock import Times
-from revzoo.planning.count import count
-from revzoo.planning.problem import peak
+from revzoo.planning.profiling import profile as profiles
+from revzoo.planning.batch import find_best_batch
+from revzoo.planning.profiling.timing import Timing
+from revzoo.planning.profiling.count import count
+from revzoo.planning.solvers.problem import peak
 
 LOW, HIGH = 4, 40
 counted = cache(lambda name, size: count(model := revzoo.create(name), model.example_input(size)))
@@ -23,7 +23,7 @@ def known_device(monkeypatch):
 
     def times(model, batch, problem, allowance, loss=None):
         extra = {"store": 0, **dict.fromkeys(("selective", "recompute", "invert", "first"), 2_000_000 * len(batch))}
-        return Times(1 + 0.01 * len(batch), (0.001 * len(batch),) * len(problem.units), (extra,) * len(problem.units), 0.0, 1)
+        return Timing(1 + 0.01 * len(batch), (0.001 * len(batch),) * len(problem.units), (extra,) * len(problem.units), 0.0, 1)
 
     def run(model, batch, modes, loss=None):
         return 1 + 0.01 * len(batch) + 0.002 * len(batch) * sum(mode != "store" for mode in modes)
@@ -33,17 +33,17 @@ def known_device(monkeypatch):
 
     monkeypatch.setattr(profiles, "count", counted_once)
     monkeypatch.setattr(batches, "count", counted_once)
-    monkeypatch.setattr(profiles, "longest_run", lambda model, batch: None)
-    monkeypatch.setattr(profiles, "measured_times", times)
-    monkeypatch.setattr(batches, "measured_times", times)
-    monkeypatch.setattr(batches, "step_seconds", run)
+    monkeypatch.setattr(profiles, "measure_inversion_limit", lambda model, batch: None)
+    monkeypatch.setattr(profiles, "measure_timing", times)
+    monkeypatch.setattr(batches, "measure_timing", times)
+    monkeypatch.setattr(batches, "measure_step_seconds", run)
 
 
 @pytest.mark.parametrize("name", ["rev_vit_digits", "revnet_digits"])
 def test_a_third_batch_size_is_never_foreseen_too_small(name, known_device):
     """Sizes and FLOPs lie on the line; a peak, the larger of several lines, lies under the chord through two of its points."""
     model = revzoo.create(name)
-    found, third = batches._Fit(model, LOW, HIGH, None).at(16).counted, counted(name, 16)
+    found, third = batches._Interpolation(model, LOW, HIGH, None).at(16).memory, counted(name, 16)
     assert (found.fixed_bytes, found.sizes, found.loss_bytes) == (third.fixed_bytes, third.sizes, third.loss_bytes)
     for ours, theirs in zip(found.units, third.units, strict=True):
         for a, b in zip(ours.options, theirs.options, strict=True):
@@ -59,8 +59,8 @@ def test_a_third_batch_size_is_never_foreseen_too_small(name, known_device):
 
 
 def test_times_are_fitted(known_device):
-    fit = batches._Fit(revzoo.create("rev_vit_digits"), LOW, HIGH, None)
-    times = fit.at(30).times
+    fit = batches._Interpolation(revzoo.create("rev_vit_digits"), LOW, HIGH, None)
+    times = fit.at(30).timing
     assert times.step_seconds == pytest.approx(1.3, rel=1e-12)
     assert {ns for extra in times.extra for ns in extra.values()} == {0, 60_000_000}
     assert fit.at(30).setting.batch == ("[30, 1, 8, 8] float32",)
@@ -70,18 +70,18 @@ def test_the_best_is_the_largest_where_time_does_not_grow_with_it(known_device):
     """Per sample all stored takes 1 / b + 10 ms: the larger the better, as long as nothing is dropped for it."""
     model = revzoo.create("rev_vit_digits")
     stored = peak(counted("rev_vit_digits", HIGH), ["store"] * len(model.units))
-    found = best_batch(model, stored, LOW, HIGH)
+    found = find_best_batch(model, stored, LOW, HIGH)
     assert [row.batch for row in found.rows] == list(range(LOW, HIGH + 1, 2))
     assert (found.batch, set(found.plan.schedule), found.plan.peak_bytes) == (HIGH, {"store"}, stored)
     assert found.samples_per_second == pytest.approx(HIGH / 1.4, rel=1e-12)
-    assert found.seconds == pytest.approx(found.foreseen_seconds, rel=1e-12)
+    assert found.seconds == pytest.approx(found.predicted_seconds, rel=1e-12)
     assert f"batch {HIGH} of {LOW} to {HIGH} is best: 28.57 samples a second" in str(found)
 
 
 def test_within_a_budget_dropping_is_weighed_against_size(known_device):
     model = revzoo.create("rev_vit_digits")
     stored = peak(counted("rev_vit_digits", 16), ["store"] * len(model.units))
-    found = best_batch(model, stored, LOW, HIGH)
+    found = find_best_batch(model, stored, LOW, HIGH)
     assert found.plan.peak_bytes <= stored
     rates = {row.batch: row.batch / row.planned for row in found.rows}
     assert found.batch == max(rates, key=rates.get)
@@ -100,15 +100,15 @@ def test_a_size_that_the_device_cannot_run_is_passed_over(known_device, monkeypa
             raise MemoryError
         return 1 + 0.01 * len(batch)
 
-    monkeypatch.setattr(batches, "step_seconds", full)
-    assert best_batch(revzoo.create("rev_vit_digits"), "1GiB", LOW, HIGH).batch == 20
+    monkeypatch.setattr(batches, "measure_step_seconds", full)
+    assert find_best_batch(revzoo.create("rev_vit_digits"), "1GiB", LOW, HIGH).batch == 20
 
 
 def test_sizes_that_are_none_are_refused(known_device):
     model = revzoo.create("rev_vit_digits")
     with pytest.raises(InputError, match="Received: 5 to 2"):
-        best_batch(model, "1GiB", 5, 2)
+        find_best_batch(model, "1GiB", 5, 2)
     with pytest.raises(BudgetError, match="Nothing fits 1.0 MiB: at least"):
-        best_batch(model, "1MiB", LOW, HIGH)
+        find_best_batch(model, "1MiB", LOW, HIGH)
     with pytest.raises(InputError, match="on the meta device"):
-        best_batch(revzoo.create("rev_vit_digits", device="meta"), "1GiB", LOW, HIGH)
+        find_best_batch(revzoo.create("rev_vit_digits", device="meta"), "1GiB", LOW, HIGH)

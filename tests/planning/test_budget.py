@@ -38,7 +38,7 @@ def test_sizes(given, size):
 @pytest.fixture
 def memory(monkeypatch):
     """Let the machine have 1000 bytes, 400 of them free."""
-    monkeypatch.setattr(budget, "_memory", lambda device: (400, 1000))
+    monkeypatch.setattr(budget, "_read_memory", lambda device: (400, 1000))
 
 
 def test_shares_are_of_the_whole_memory(memory):

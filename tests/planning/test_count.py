@@ -10,9 +10,9 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
-from revzoo.planning.count import count, counted_peak
-from revzoo.planning.hooks import units
-from revzoo.planning.problem import Problem, cost, peak, timeline_of
+from revzoo.planning.profiling.count import count, count_peak
+from revzoo.planning.profiling.hooks import list_units
+from revzoo.planning.solvers.problem import Problem, cost, peak, list_phase_peaks
 from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth
 
 TEXTS = ("reformer", "rev_bert", "rev_roberta")
@@ -37,7 +37,7 @@ def agrees(model: nn.Module, batch: object, problem: Problem, drawn: list[list[s
 
 def dropping(model: nn.Module, drawn: list[list[str]]) -> list[list[str]]:
     """Return the schedules in which some step is not stored."""
-    steps = [k for k, part in enumerate(units(model)) if part.kind == "step"]
+    steps = [k for k, part in enumerate(list_units(model)) if part.kind == "step"]
     return [modes for modes in drawn if any(modes[k] != "store" for k in steps)]
 
 
@@ -96,7 +96,7 @@ def test_ids_with_a_mask(schedules):
 
 def test_the_optimizers_state_is_there_all_the_time(tiny, schedules):
     x, optimizer = tiny.example_input(2), torch.optim.AdamW(tiny.parameters())
-    problem = revzoo.profile(tiny, x, optimizer, run=False, other_bytes=1000).counted
+    problem = revzoo.profile(tiny, x, optimizer, run=False, other_bytes=1000).memory
     for modes in schedules(tiny, 3):
         tiny.schedule = modes
         assert peak(problem, modes) == revzoo.measure_memory(tiny, x, optimizer).peak_bytes + 1000
@@ -117,7 +117,7 @@ def test_a_loss_of_ones_own(tiny, schedules):
             live.watch([*tiny.parameters(), *tiny.buffers(), x])
             loss(tiny(x)).backward()
         assert live.peak() == peak(problem, modes)
-        assert counted_peak(tiny, x, modes, loss) == peak(problem, modes)
+        assert count_peak(tiny, x, modes, loss) == peak(problem, modes)
     assert peak(problem, ["recompute"] * 7) - 2 * 10 * 5000 * 4 > problem.fixed_bytes  # the loss is felt
 
 
@@ -132,7 +132,7 @@ def test_chains_of_any_coupling_and_an_odd_number_of_steps(coupling, schedules):
     problem = count(chain, x)
     for modes in schedules(chain, 8):
         found = measured(chain, x, modes)[0]
-        moments = timeline_of(problem, modes)
+        moments = list_phase_peaks(problem, modes)
         # At the loss, a chain's outputs count as alive, though the measured step has let them go by then.
         assert max(m.bytes for m in moments if m.phase != "loss") <= found <= peak(problem, modes)
         if modes[0] != "invert":
@@ -163,7 +163,7 @@ def test_bijections_between_steps(schedules):
 
     chain = ReversibleChain([unit(2), unit(2), SpaceToDepth(), unit(8), SpaceToDepth(), unit(32), unit(32)])
     x = tuple(torch.randn(2, 2, 2, 8, 8).unbind())
-    assert len(units(chain)) == 5
+    assert len(list_units(chain)) == 5
     agrees(chain, x, count(chain, x), [["recompute", *modes[1:]] for modes in schedules(chain, 8)])
 
 
@@ -187,7 +187,7 @@ def test_a_node_that_keeps_nothing_holds_nothing():
 def test_the_timeline_ends_with_the_stem_and_its_highest_moment_is_the_peak(tiny):
     x = tiny.example_input(2)
     problem = count(tiny, x)
-    moments = timeline_of(problem, ["store"] * 7)
+    moments = list_phase_peaks(problem, ["store"] * 7)
     assert [moment.name for moment in moments] == [*tiny.units, "loss", *reversed(tiny.units)]
     assert [moment.phase for moment in moments] == ["forward"] * 7 + ["loss"] + ["backward"] * 7
     assert max(moment.bytes for moment in moments) == measured(tiny, x, "store")[0]

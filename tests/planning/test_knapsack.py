@@ -6,8 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from revzoo.planning.knapsack import Solution, best_subset, solve_additive
-from revzoo.planning.timeline import Option, Problem, Unit, cost, peak, solve
+from revzoo.planning.solvers.knapsack import Solution, choose_subset, solve_knapsack
+from revzoo.planning.solvers.problem import Option, Problem, Unit, cost, peak
+from revzoo.planning.solvers.timeline import solve_timeline
 
 
 def table(values, weights, capacity) -> int:
@@ -36,13 +37,13 @@ def check(solution: Solution, values, weights, capacity) -> None:
     ],
 )
 def test_by_hand(values, weights, capacity, expected):
-    assert best_subset(values, weights, capacity) == expected
+    assert choose_subset(values, weights, capacity) == expected
 
 
 @pytest.mark.parametrize(("weights", "capacity"), [([1, -1], 5), ([1, 1], -1)])
 def test_negative_bytes_are_refused(weights, capacity):
     with pytest.raises(ValueError, match="must be at least 0"):
-        best_subset([1, 1], weights, capacity)
+        choose_subset([1, 1], weights, capacity)
 
 
 @pytest.mark.parametrize("likeness", ["none", "constant", "equal", "kinds"])
@@ -56,7 +57,7 @@ def test_equals_the_table_on_small_problems(likeness):
             for weight in weights
         ]
         capacity = rng.randint(0, sum(weights) + 5)
-        solution = best_subset(values, weights, capacity)
+        solution = choose_subset(values, weights, capacity)
         check(solution, values, weights, capacity)
         assert (solution.value, solution.gap) == (table(values, weights, capacity), 0.0)
 
@@ -74,7 +75,7 @@ def test_exact_on_what_a_network_has(vary):
             values.append(round(1000 * size * flops * (1 + 0.02 * rng.random() * (vary != "nothing"))))
         expected = table(values, weights, 100_000)
         weights = [weight * 10**6 for weight in weights]
-        solution = best_subset(values, weights, 10**11)
+        solution = choose_subset(values, weights, 10**11)
         check(solution, values, weights, 10**11)
         assert (solution.value, solution.gap) == (expected, 0.0)
 
@@ -89,7 +90,7 @@ def test_the_gap_covers_what_thinning_loses(likeness):
         capacity = sum(weights) // 2
         optimum = table(values, weights, capacity)
         for most in (1, 3, 10, 30):
-            solution = best_subset(values, weights, capacity, max_states=most)
+            solution = choose_subset(values, weights, capacity, max_states=most)
             check(solution, values, weights, capacity)
             assert optimum - solution.value <= solution.gap * optimum + 1e-9
             thinned += solution.gap > 0
@@ -103,10 +104,10 @@ def test_adversaries_stay_within_the_capacity_and_the_gap(constant):
     weights = [rng.randint(10**7, 10**9) for _ in range(200)]
     values = [weight + constant for weight in weights]
     capacity = sum(weights) // 2
-    solution = best_subset(values, weights, capacity, max_states=2000)
+    solution = choose_subset(values, weights, capacity, max_states=2000)
     check(solution, values, weights, capacity)
     assert 0 < solution.gap < 1e-2
-    better = best_subset(values, weights, capacity, max_states=20_000)
+    better = choose_subset(values, weights, capacity, max_states=20_000)
     check(better, values, weights, capacity)
     assert better.value * (1 - solution.gap) <= solution.value + 1
 
@@ -125,18 +126,18 @@ def test_the_additive_model_by_hand():
     """All inverted: 1000 + stem 60, then 140 in backward; it keeps 60 and the pair of 20. A stored step adds 100."""
     problem = chain(3)
     assert peak(problem, ["store", "invert", "invert", "invert"]) == 1200
-    assert solve_additive(problem, 1199) is None
-    assert solve_additive(problem, 1299) == ["store", "invert", "invert", "invert"]
-    assert solve_additive(problem, 1300) == ["store", "invert", "invert", "store"]
-    assert solve_additive(problem, 1079, "static") is None
-    assert solve_additive(problem, 1180, "static") == ["store", "invert", "invert", "store"]
-    assert solve_additive(problem, 1500) == ["store"] * 4
+    assert solve_knapsack(problem, 1199) is None
+    assert solve_knapsack(problem, 1299) == ["store", "invert", "invert", "invert"]
+    assert solve_knapsack(problem, 1300) == ["store", "invert", "invert", "store"]
+    assert solve_knapsack(problem, 1079, "static") is None
+    assert solve_knapsack(problem, 1180, "static") == ["store", "invert", "invert", "store"]
+    assert solve_knapsack(problem, 1500) == ["store"] * 4
 
 
 def test_read_as_peak_it_is_slower_and_read_as_static_too_large():
     """Three stored steps need 1060 + 300 + 10 of the pair of the run (one is given), 10 for the last state, 10 for the loss."""
     problem, budget = chain(6), 1380
-    exact, additive, static = solve(problem, budget), solve_additive(problem, budget), solve_additive(problem, budget, "static")
+    exact, additive, static = solve_timeline(problem, budget), solve_knapsack(problem, budget), solve_knapsack(problem, budget, "static")
     assert (peak(problem, exact), cost(problem, exact)) == (1290, 143)
     assert (peak(problem, additive), cost(problem, additive)) == (1200, 204)
     assert (peak(problem, static), cost(problem, static)) == (1390, 92)
@@ -146,7 +147,7 @@ def test_no_subset_of_stored_steps_saves_more():
     problem = chain(5)
     saved = [20, 31, 41, 51, 61]
     for budget in range(1200, 1750, 50):
-        modes = solve_additive(problem, budget)
+        modes = solve_knapsack(problem, budget)
         found = sum(time for time, mode in zip(saved, modes[1:], strict=True) if mode == "store")
         assert found == max(
             sum(time for time, bit in zip(saved, bits, strict=True) if bit)

@@ -10,8 +10,8 @@ from torch import nn
 import revzoo
 from revzoo.errors import BudgetError, InputError, PlanError, ScheduleError, UnknownNameError
 from revzoo.planning.plan import Plan
-from revzoo.planning.problem import Moment, cost
-from revzoo.planning.profile import Profile
+from revzoo.planning.solvers.problem import PhasePeak, cost
+from revzoo.planning.profiling.profile import Profile
 from revzoo.runtime import ReversibleChain
 
 
@@ -31,18 +31,18 @@ def found() -> Profile:
 def middle(found) -> Plan:
     """Return a plan for half of the range."""
     plan = revzoo.solve(found, "8GiB")
-    return revzoo.solve(found, (plan.least_bytes + plan.stored_bytes) // 2)
+    return revzoo.solve(found, (plan.min_peak_bytes + plan.no_recompute_peak_bytes) // 2)
 
 
 def test_more_budget_is_never_slower_and_never_over(found, tiny, x):
     ends = revzoo.solve(found, "8GiB")
-    step = (ends.stored_bytes - ends.least_bytes) // 40
-    plans = [revzoo.solve(found, budget) for budget in range(ends.least_bytes, ends.stored_bytes + step, step)]
+    step = (ends.no_recompute_peak_bytes - ends.min_peak_bytes) // 40
+    plans = [revzoo.solve(found, budget) for budget in range(ends.min_peak_bytes, ends.no_recompute_peak_bytes + step, step)]
     assert len(plans) >= 41
     costs = [cost(found.problem, plan.schedule) for plan in plans]
     assert costs == sorted(costs, reverse=True)
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
-    assert (plans[0].peak_bytes, costs[-1], plans[-1].extra_flops) == (ends.least_bytes, 0, 0)
+    assert (plans[0].peak_bytes, costs[-1], plans[-1].extra_flops) == (ends.min_peak_bytes, 0, 0)
     assert len(set(costs)) > 5
     for plan in plans[::8]:
         tiny.schedule = plan
@@ -52,13 +52,13 @@ def test_more_budget_is_never_slower_and_never_over(found, tiny, x):
 def test_above_everything_all_is_stored_and_said(found):
     plan = revzoo.solve(found, "8GiB")
     assert set(plan.schedule) == {"store"}
-    assert plan.peak_bytes == plan.stored_bytes
+    assert plan.peak_bytes == plan.no_recompute_peak_bytes
     assert plan.extra_flops == 0
     assert plan.notes[-1].startswith("Everything is stored: the budget is above the ")
 
 
 def test_below_the_minimum_the_minimum_is_named(found):
-    least = revzoo.solve(found, "8GiB").least_bytes
+    least = revzoo.solve(found, "8GiB").min_peak_bytes
     with pytest.raises(
         BudgetError, match=rf"at least .* \({least} bytes\) are needed, .* Try a smaller batch, autocast, or an"
     ):
@@ -89,9 +89,9 @@ def test_gradients_under_a_plan_are_those_of_the_stored_run(middle, tiny, x):
 
 
 def test_moments_are_those_of_one_step(middle, tiny):
-    assert [moment.name for moment in middle.moments] == [*tiny.units, "loss", *reversed(tiny.units)]
-    assert max(moment.bytes for moment in middle.moments) == middle.peak_bytes
-    assert isinstance(middle.moments[0], Moment)
+    assert [moment.name for moment in middle.phase_peaks] == [*tiny.units, "loss", *reversed(tiny.units)]
+    assert max(moment.bytes for moment in middle.phase_peaks) == middle.peak_bytes
+    assert isinstance(middle.phase_peaks[0], PhasePeak)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_missing_file_is_named(tmp_path):
         lambda facts: facts.pop("setting"),
         lambda facts: facts.update(setting=None),
         lambda facts: facts.update(surplus=1),
-        lambda facts: facts.update(moments=[{"name": "stem"}]),
+        lambda facts: facts.update(phase_peaks=[{"name": "stem"}]),
         lambda facts: facts.update(units="stem"),
         lambda facts: facts.update(peak_bytes="large"),
         lambda facts: facts.update(schedule="store"),
@@ -177,16 +177,16 @@ def test_a_saved_mode_that_a_unit_cannot_have_is_named(middle, tiny):
         tiny.schedule = replace(middle, schedule=("invert", *middle.schedule[1:]))
 
 
-@pytest.mark.parametrize("reading", ["peak", "static"])
-def test_the_additive_model_stores_or_inverts(reading, found):
-    middle = revzoo.solve(found, (found.counted.fixed_bytes + revzoo.solve(found, "8GiB").stored_bytes) * 2 // 3)
-    plan = revzoo.solve(found, middle.budget_bytes, "knapsack", reading=reading)
+@pytest.mark.parametrize("baseline", ["peak", "static"])
+def test_the_additive_model_stores_or_inverts(baseline, found):
+    middle = revzoo.solve(found, (found.memory.fixed_bytes + revzoo.solve(found, "8GiB").no_recompute_peak_bytes) * 2 // 3)
+    plan = revzoo.solve(found, middle.budget_bytes, "knapsack", baseline=baseline)
     assert plan.solver == "knapsack"
     assert set(plan.schedule) <= {"store", "invert"}
     assert plan.schedule[0] == plan.schedule[-1] == "store"
     over = plan.peak_bytes - plan.budget_bytes
     assert (over > 0) == any(note.startswith("The budget is exceeded by ") for note in plan.notes)
-    assert over <= 0 or reading == "static"
+    assert over <= 0 or baseline == "static"
     assert plan.extra_flops >= middle.extra_flops or over > 0
 
 
@@ -212,10 +212,10 @@ def test_runs_are_no_longer_than_rounding_allows(mlp):
     found = revzoo.profile(*long_chain(mlp), run=False)
     lengths, least = {}, {}
     for most in (None, 4, 2, 1, 0):
-        limited = replace(found, counted=replace(found.counted, max_invert_run=most))
-        plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").least_bytes)
+        limited = replace(found, memory=replace(found.memory, max_invert_run=most))
+        plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").min_peak_bytes)
         runs = "".join("i" if mode == "invert" else " " for mode in plan.schedule).split()
-        lengths[most], least[most] = max(map(len, runs), default=0), plan.least_bytes
+        lengths[most], least[most] = max(map(len, runs), default=0), plan.min_peak_bytes
         assert plan.max_invert_run == most
     assert lengths[None] > 4
     assert all(lengths[most] <= most for most in (4, 2, 1, 0))
@@ -225,31 +225,31 @@ def test_runs_are_no_longer_than_rounding_allows(mlp):
 def test_a_model_without_an_invertible_step_is_planned(mlp):
     chain, x = long_chain(mlp)
     found = revzoo.profile(chain, x, run=False)
-    limited = replace(found, counted=replace(found.counted, max_invert_run=0))
-    plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").least_bytes)
+    limited = replace(found, memory=replace(found.memory, max_invert_run=0))
+    plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").min_peak_bytes)
     assert "invert" not in plan.schedule
     chain.schedule = plan
-    assert revzoo.measure_memory(chain, x).peak_bytes == plan.peak_bytes == plan.least_bytes
+    assert revzoo.measure_memory(chain, x).peak_bytes == plan.peak_bytes == plan.min_peak_bytes
 
 
 def test_nodes_alone_are_planned(tiny, found, x):
     """Without inverting and recomputing steps there are the nodes."""
     units = [
         replace(u, first=None, options=tuple(o for o in u.options if o.mode == "store" or u.name in ("stem", "fuse", "head")))
-        for u in found.counted.units
+        for u in found.memory.units
     ]
-    limited = replace(found, counted=replace(found.counted, units=tuple(units)))
-    plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").least_bytes)
+    limited = replace(found, memory=replace(found.memory, units=tuple(units)))
+    plan = revzoo.solve(limited, revzoo.solve(limited, "8GiB").min_peak_bytes)
     assert plan.schedule[1:5] == ("store",) * 4
     tiny.schedule = plan
-    assert revzoo.measure_memory(tiny, x).peak_bytes == plan.peak_bytes == plan.least_bytes <= plan.stored_bytes
+    assert revzoo.measure_memory(tiny, x).peak_bytes == plan.peak_bytes == plan.min_peak_bytes <= plan.no_recompute_peak_bytes
 
 
 def test_profile_solve_and_count_in_one_call(tiny, x):
     optimizer = torch.optim.AdamW(tiny.parameters())
     found = revzoo.profile(tiny, x, optimizer, run=False)
     ends = revzoo.solve(found, "8GiB")
-    plan = revzoo.plan(tiny, x, (ends.least_bytes + ends.stored_bytes) // 2, optimizer=optimizer)
+    plan = revzoo.plan(tiny, x, (ends.min_peak_bytes + ends.no_recompute_peak_bytes) // 2, optimizer=optimizer)
     tiny.schedule = plan
     assert revzoo.measure_memory(tiny, x, optimizer).peak_bytes == plan.peak_bytes <= plan.budget_bytes
     assert plan.seconds is not None
@@ -261,5 +261,5 @@ def test_a_plan_reads_well(middle):
     assert first == "rev_vit_digits, batch of [8, 1, 8, 8] float32, float32 on cpu"
     assert second.startswith("peak ")
     assert "all stored" in second
-    assert "leanest" in second
+    assert "at least" in second
     assert third.endswith("FLOPs more than storing")

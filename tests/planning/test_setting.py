@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.planning.setting import setting
+from revzoo.planning.setting import read_setting
 from revzoo.runtime import ReversibleChain
 
 
 def test_a_models_setting(tiny):
-    found = setting(tiny, tiny.example_input(3))
+    found = read_setting(tiny, tiny.example_input(3))
     assert found.model == "rev_vit_digits"
     assert len(found.digest) == 64
     assert (found.dtype, found.device, found.training, found.exact) == ("float32", "cpu", True, False)
@@ -21,7 +21,7 @@ def test_a_models_setting(tiny):
 
 def test_a_chains_setting():
     chains = [ReversibleChain([nn.Linear(width, width)]) for width in (4, 4, 5)]
-    found = [setting(chain, {"x1": torch.zeros(2, 4), "x2": torch.zeros(2, 4), "side": None}) for chain in chains]
+    found = [read_setting(chain, {"x1": torch.zeros(2, 4), "x2": torch.zeros(2, 4), "side": None}) for chain in chains]
     assert found[0] == found[1] != found[2]
     assert found[0].model == "ReversibleChain"
     assert found[0].batch == ("[2, 4] float32",) * 2
@@ -29,27 +29,27 @@ def test_a_chains_setting():
 
 def test_autocast_is_part_of_the_dtype(tiny):
     with torch.autocast("cpu", torch.bfloat16):
-        assert setting(tiny).dtype == "float32, autocast bfloat16"
-    assert setting(tiny.double()).dtype == "float64"
+        assert read_setting(tiny).dtype == "float32, autocast bfloat16"
+    assert read_setting(tiny.double()).dtype == "float64"
 
 
 def test_the_schedule_and_the_weights_are_no_part_of_it(tiny):
-    before = setting(tiny)
+    before = read_setting(tiny)
     tiny.schedule = "recompute"
     nn.init.zeros_(tiny.head.linear.weight)
-    assert setting(tiny) == before
+    assert read_setting(tiny) == before
     tiny.exact = True
-    assert setting(tiny) == replace(before, exact=True)
+    assert read_setting(tiny) == replace(before, exact=True)
     tiny.eval()
-    assert setting(tiny).training is False
+    assert read_setting(tiny).training is False
 
 
 def test_frozen_parts_and_parts_in_evaluation_mode_are(tiny):
-    digests = [setting(tiny).digest]
+    digests = [read_setting(tiny).digest]
     tiny.stem.requires_grad_(False)
-    digests.append(setting(tiny).digest)
+    digests.append(read_setting(tiny).digest)
     tiny.stem.eval()
-    digests.append(setting(tiny).digest)
+    digests.append(read_setting(tiny).digest)
     assert len(set(digests)) == 3
 
 
@@ -66,14 +66,14 @@ def test_frozen_parts_and_parts_in_evaluation_mode_are(tiny):
     ],
 )
 def test_differences_are_said_in_words(change, words, tiny):
-    found = setting(tiny, tiny.example_input(3))
+    found = read_setting(tiny, tiny.example_input(3))
     (said,) = replace(found, **change).differences(found)
     assert said.startswith(words)
 
 
 def test_what_is_open_fits_any(tiny):
-    found = setting(tiny, tiny.example_input(3))
+    found = read_setting(tiny, tiny.example_input(3))
     for change in ({"device": "meta"}, {"batch": ()}):
         assert not list(replace(found, **change).differences(found))
         assert not list(found.differences(replace(found, **change)))
-    assert not list(setting(revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"], device="meta")).differences(found))
+    assert not list(read_setting(revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"], device="meta")).differences(found))

@@ -5,18 +5,8 @@ import random
 
 import pytest
 
-from revzoo.planning.timeline import (
-    Moment,
-    Option,
-    Problem,
-    Unit,
-    cost,
-    fractional_bound,
-    least_peak,
-    peak,
-    solve,
-    timeline_of,
-)
+from revzoo.planning.solvers.problem import Option, PhasePeak, Problem, Unit, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 
 
 def step(k: int, store: int, extra: int, state: int = 10) -> Unit:
@@ -31,14 +21,14 @@ THREE = Problem(tuple(step(k, 100, 7) for k in range(3)), dict.fromkeys(range(4)
 
 def test_every_moment_of_three_steps():
     """By hand: step 0 keeps 100 + state 0, the run of steps 1 and 2 keeps the pair behind it."""
-    assert timeline_of(THREE, ["store", "invert", "invert"]) == [
-        Moment("step0", "forward", 1000 + 10 + 110),
-        Moment("step1", "forward", 1000 + 110 + 10 + 10),  # state 0 is kept, state 1 is not
-        Moment("step2", "forward", 1000 + 110 + 20 + 10),
-        Moment("loss", "loss", 1000 + 110 + 20 + 10),
-        Moment("step2", "backward", 1000 + 110 + 140),
-        Moment("step1", "backward", 1000 + 110 + 140),
-        Moment("step0", "backward", 1000 + 120),
+    assert list_phase_peaks(THREE, ["store", "invert", "invert"]) == [
+        PhasePeak("step0", "forward", 1000 + 10 + 110),
+        PhasePeak("step1", "forward", 1000 + 110 + 10 + 10),  # state 0 is kept, state 1 is not
+        PhasePeak("step2", "forward", 1000 + 110 + 20 + 10),
+        PhasePeak("loss", "loss", 1000 + 110 + 20 + 10),
+        PhasePeak("step2", "backward", 1000 + 110 + 140),
+        PhasePeak("step1", "backward", 1000 + 110 + 140),
+        PhasePeak("step0", "backward", 1000 + 120),
     ]
     assert cost(THREE, ["store", "invert", "invert"]) == 14
 
@@ -59,19 +49,19 @@ def test_what_is_stored_last_is_almost_free(modes, bytes_):
 
 
 def test_stored_steps_belong_last():
-    assert least_peak(THREE) == (1140, ["invert", "invert", "store"])
-    assert solve(THREE, 1139) is None
-    assert solve(THREE, 1249) == ["invert", "invert", "store"]
-    assert cost(THREE, solve(THREE, 1250)) == cost(THREE, solve(THREE, 1349)) == 7
-    assert solve(THREE, 1350) == ["store", "store", "store"]
+    assert minimize_peak(THREE) == (1140, ["invert", "invert", "store"])
+    assert solve_timeline(THREE, 1139) is None
+    assert solve_timeline(THREE, 1249) == ["invert", "invert", "store"]
+    assert cost(THREE, solve_timeline(THREE, 1250)) == cost(THREE, solve_timeline(THREE, 1349)) == 7
+    assert solve_timeline(THREE, 1350) == ["store", "store", "store"]
 
 
 def test_a_run_is_as_long_as_allowed():
     short = Problem(THREE.units, THREE.sizes, 1000, 10, (2, 3), max_invert_run=1)
-    least, modes = least_peak(short)
+    least, modes = minimize_peak(short)
     assert (least, modes.count("invert")) == (1250, 1)  # 2 x 100, the states 0 and 1 or 1 and 2 of the run, 10, the loss
     assert peak(short, ["invert"] * 3) == 1140
-    assert least_peak(Problem(THREE.units, THREE.sizes, 1000, 10, (2, 3), max_invert_run=0)) == (1350, ["store"] * 3)
+    assert minimize_peak(Problem(THREE.units, THREE.sizes, 1000, 10, (2, 3), max_invert_run=0)) == (1350, ["store"] * 3)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +82,8 @@ def test_a_step_that_cannot_begin_a_run_may_go_on_with_one():
     assert cost(problem, ["store", "invert", "invert"]) == 14
     with pytest.raises(ValueError, match="Unit 'last' has the modes store here"):
         cost(problem, ["store", "store", "invert"])
-    with pytest.raises(ValueError, match="could take there"):
-        least_peak(Problem((Unit("last", (0,), (0,), THREE.units[0].options[1:], None),), {0: 1}, 0, 0, ()))
+    with pytest.raises(ValueError, match="allowed there"):
+        minimize_peak(Problem((Unit("last", (0,), (0,), THREE.units[0].options[1:], None),), {0: 1}, 0, 0, ()))
 
 
 def random_problem(rng: random.Random, count: int, modes: int = 4) -> Problem:
@@ -174,12 +164,12 @@ def test_equals_brute_force_on_a_thousand_problems():
         schedules = all_schedules(problem)
         for modes in rng.sample(list(schedules), min(3, len(schedules))):
             assert (cost(problem, modes), peak(problem, modes)) == schedules[modes]
-        least, modes = least_peak(problem)
+        least, modes = minimize_peak(problem)
         every = sorted(schedules.values())
         assert (least, schedules[tuple(modes)][0]) == min((size, price) for price, size in every)
-        assert solve(problem, least - 1) is None
+        assert solve_timeline(problem, least - 1) is None
         for budget in (least, *rng.choices([size for _, size in every], k=2)):
-            modes = solve(problem, budget)
+            modes = solve_timeline(problem, budget)
             best = next((price, size) for price, size in every if size <= budget)  # the cheapest, of these the lowest
             assert schedules[tuple(modes)] == best
             assert fractional_bound(problem, budget) <= best[0]
@@ -192,10 +182,10 @@ def test_equals_brute_force_on_a_thousand_problems():
 
 def test_more_budget_is_never_slower():
     for _, problem in problems(100, 1):
-        least, dearest = least_peak(problem)
+        least, dearest = minimize_peak(problem)
         prices = []
         for budget in range(least, least + 120, 8):
-            modes = solve(problem, budget)
+            modes = solve_timeline(problem, budget)
             assert peak(problem, modes) <= budget
             prices.append(cost(problem, modes))
         assert prices == sorted(prices, reverse=True)
@@ -213,11 +203,11 @@ def test_a_hundred_steps_of_two_kinds():
     """Equal units merge: the search is exact, and its answer lies within one step of the relaxed bound."""
     units = tuple(step(k, (10**9, 3 * 10**8)[k % 2], (500, 300)[k % 2], 10**8) for k in range(100))
     problem = Problem(units, dict.fromkeys(range(101), 10**8), 10**9, 10**8, (99, 100))
-    least, _ = least_peak(problem)
+    least, _ = minimize_peak(problem)
     full = peak(problem, ["store"] * 100)
     for part in range(0, 11, 2):
         budget = least + (full - least) * part // 10
-        modes = solve(problem, budget)
+        modes = solve_timeline(problem, budget)
         assert peak(problem, modes) <= budget
         assert fractional_bound(problem, budget) <= cost(problem, modes)
     assert cost(problem, modes) == 0

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.planning import clock
-from revzoo.planning.clock import Times, measured_times, timed, variants
-from revzoo.planning.count import count
-from revzoo.planning.problem import cost, peak
+from revzoo.planning.profiling import timing
+from revzoo.planning.profiling.timing import Timing, list_variants, measure_timing, price_by_time
+from revzoo.planning.profiling.count import count
+from revzoo.planning.solvers.problem import cost, peak
 from revzoo.runtime import ReversibleChain
 
 PLENTY = 2**40
@@ -26,10 +26,10 @@ def timetable(monkeypatch):
     def known(model, batch, modes, loss):
         seen.append(list(modes))
         noise = 100.0 if len(seen) == 2 else 0.0  # one bad step, which a median does not feel
-        spent = [seconds[variant] - 1 + noise for variant in variants(modes)]
+        spent = [seconds[variant] - 1 + noise for variant in list_variants(modes)]
         return sum(spent) + len(modes) + 0.5, [1.0] * len(modes), spent
 
-    monkeypatch.setattr(clock, "_timed", known)
+    monkeypatch.setattr(timing, "_time_step", known)
     return seen
 
 
@@ -40,12 +40,12 @@ def chain_of(depth: int, rows: int = 3) -> tuple[ReversibleChain, tuple[torch.Te
 
 def test_the_first_of_a_run_is_a_variant_of_its_own():
     modes = ["invert", "invert", "store", "invert", "recompute", "selective", "invert", "invert"]
-    assert list(variants(modes)) == ["first", "invert", "store", "first", "recompute", "selective", "first", "invert"]
+    assert list(list_variants(modes)) == ["first", "invert", "store", "first", "recompute", "selective", "first", "invert"]
 
 
 def test_medians_over_all_units_of_a_kind(timetable):
     chain, batch = chain_of(8)
-    times = measured_times(chain, batch, count(chain, batch), PLENTY)
+    times = measure_timing(chain, batch, count(chain, batch), PLENTY)
     known = {"store": 0, "selective": 250_000_000, "recompute": 500_000_000, "invert": 10**9, "first": 750_000_000}
     assert times.extra[1:] == (known,) * 7
     assert times.extra[0] == known | {"invert": known["first"]}  # it always begins a run, and is a kind of its own
@@ -57,7 +57,7 @@ def test_medians_over_all_units_of_a_kind(timetable):
 
 def test_every_unit_has_every_mode_in_every_round(timetable, tiny):
     x = tiny.example_input(2)
-    measured_times(tiny, x, count(tiny, x), PLENTY)
+    measure_timing(tiny, x, count(tiny, x), PLENTY)
     for round_ in range(4):
         columns = list(zip(*timetable[1 + 4 * round_ : 5 + 4 * round_], strict=True))
         assert [len(set(column)) for column in columns] == [3, 4, 4, 4, 4, 3, 3]
@@ -68,7 +68,7 @@ def test_of_many_units_of_a_kind_a_few_are_stored_where_all_would_not_fit(timeta
     chain, batch = chain_of(40, rows=300)
     problem = count(chain, batch)
     allowance = peak(problem, ["store"] * 12 + ["invert"] * 28)
-    times = measured_times(chain, batch, problem, allowance)
+    times = measure_timing(chain, batch, problem, allowance)
     assert {len(extra) for extra in times.extra} == {5}
     assert all(peak(problem, modes) <= allowance for modes in timetable)
     assert min(Counter(modes)["invert"] for modes in timetable) >= 40 - 3 * 4  # four of the first, the last, and the rest
@@ -78,7 +78,7 @@ def test_of_many_units_of_a_kind_a_few_are_stored_where_all_would_not_fit(timeta
 def test_nothing_is_run_where_nothing_fits(timetable):
     chain, batch = chain_of(8)
     with pytest.raises(MemoryError, match="no step with a few stored units fits"):
-        measured_times(chain, batch, count(chain, batch), 1000)
+        measure_timing(chain, batch, count(chain, batch), 1000)
     assert not timetable
 
 
@@ -86,8 +86,8 @@ def test_costs_become_nanoseconds_over_storing():
     chain, batch = chain_of(3)
     problem = count(chain, batch)
     extra = {"store": 0, "selective": 1, "recompute": 20, "invert": 300, "first": 4000}
-    times = Times(step_seconds=1.0, forward_seconds=(0.1,) * 3, extra=(extra,) * 3, spread=0.0, runs=1)
-    priced = timed(problem, times)
+    times = Timing(step_seconds=1.0, forward_seconds=(0.1,) * 3, extra=(extra,) * 3, spread=0.0, runs=1)
+    priced = price_by_time(problem, times)
     assert cost(priced, ["invert"] * 3) == 4600
     assert cost(priced, ["invert", "recompute", "invert"]) == 8020
     assert cost(priced, ["selective", "store", "selective"]) == 2
@@ -97,7 +97,7 @@ def test_costs_become_nanoseconds_over_storing():
 
 def test_steps_that_are_run_give_times_of_every_unit(tiny):
     x = tiny.example_input(2)
-    found = measured_times(tiny, x, count(tiny, x), PLENTY)
+    found = measure_timing(tiny, x, count(tiny, x), PLENTY)
     assert found.runs == 16
     assert len(found.extra) == len(found.forward_seconds) == 7
     assert [set(extra) for extra in found.extra[1:5]] == [MODES] * 4
@@ -109,7 +109,7 @@ def test_steps_that_are_run_give_times_of_every_unit(tiny):
 
 def test_steps_of_one_kind_share_their_samples():
     chain, batch = chain_of(6)
-    found = measured_times(chain, batch, count(chain, batch), PLENTY)
+    found = measure_timing(chain, batch, count(chain, batch), PLENTY)
     assert len({tuple(sorted(extra.items())) for extra in found.extra[1:]}) == 1
     assert len(set(found.forward_seconds[1:])) == 1
 
@@ -133,9 +133,9 @@ def test_the_model_is_left_as_found(fails):
     calls: list[int] = []
     if fails:
         with pytest.raises(ValueError, match="broken"):
-            measured_times(model, x, problem, PLENTY, loss)
+            measure_timing(model, x, problem, PLENTY, loss)
     else:
-        assert measured_times(model, x, problem, PLENTY, loss).runs == len(calls) - 1
+        assert measure_timing(model, x, problem, PLENTY, loss).runs == len(calls) - 1
     assert model.schedule == found
     for key, t in model.state_dict(keep_vars=True).items():
         assert (t is state[key][0], t._version) == (True, state[key][1])

@@ -6,8 +6,8 @@ from torch import nn
 
 import revzoo
 from revzoo.errors import RecoveryError
-from revzoo.planning.anchor import anchored, longest_run
-from revzoo.planning.hooks import units
+from revzoo.planning.profiling.inversion_limit import place_anchors, measure_inversion_limit
+from revzoo.planning.profiling.hooks import list_units
 from revzoo.runtime import Coupling, ReversibleChain
 
 pytestmark = pytest.mark.filterwarnings("ignore:The streams are torch.bfloat16:UserWarning")
@@ -22,27 +22,27 @@ def streams(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
 
 
 def test_anchors_stand_behind_every_run(mlp):
-    parts = units(chain_of(7, mlp))
+    entries = list_units(chain_of(7, mlp))
     i, r = "invert", "recompute"
-    assert anchored(parts, None) == [i] * 7
-    assert anchored(parts, 0) == [r] * 7
-    assert anchored(parts, 1) == [i, r, i, r, i, r, i]
-    assert anchored(parts, 2) == [i, i, r, i, i, r, i]
+    assert place_anchors(entries, None) == [i] * 7
+    assert place_anchors(entries, 0) == [r] * 7
+    assert place_anchors(entries, 1) == [i, r, i, r, i, r, i]
+    assert place_anchors(entries, 2) == [i, i, r, i, i, r, i]
 
 
 def test_nodes_store_and_end_a_run():
     model = revzoo.create("revnet_digits", overrides=["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"])
     stage = ["store", "invert", "invert"]
-    assert anchored(units(model), 2) == ["store", *stage, *stage, *stage, "store", "store"]
+    assert place_anchors(list_units(model), 2) == ["store", *stage, *stage, *stage, "store", "store"]
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_float32_has_no_limit(exact, mlp):
-    assert longest_run(chain_of(8, mlp, exact=exact), streams()) is None
+    assert measure_inversion_limit(chain_of(8, mlp, exact=exact), streams()) is None
 
 
 def test_exact_arithmetic_has_none_at_any_depth(mlp):
-    assert longest_run(chain_of(60, mlp, "midpoint", exact=True), streams()) is None
+    assert measure_inversion_limit(chain_of(60, mlp, "midpoint", exact=True), streams()) is None
 
 
 @pytest.mark.filterwarnings("ignore:The streams are torch.float16:UserWarning")
@@ -50,7 +50,7 @@ def test_exact_arithmetic_has_none_at_any_depth(mlp):
 @pytest.mark.parametrize("coupling", ["leapfrog", "dual_residual"])
 def test_half_precision_streams_get_one(dtype, coupling, mlp):
     chain = chain_of(24, mlp, coupling).to(dtype)
-    run = longest_run(chain, streams(dtype))
+    run = measure_inversion_limit(chain, streams(dtype))
     assert run is not None
     assert 0 <= run <= 12
     assert chain.schedule == ["invert"] * 24
@@ -58,10 +58,10 @@ def test_half_precision_streams_get_one(dtype, coupling, mlp):
 
 def test_a_coupling_that_forgets_gets_one(mlp):
     # What b takes away in forward, 1 / b brings back with its rounding error: 24 halvings leave nothing of float32.
-    run = longest_run(chain_of(24, mlp, Coupling(0, 0.5, 1)), streams())
+    run = measure_inversion_limit(chain_of(24, mlp, Coupling(0, 0.5, 1)), streams())
     assert run is not None
     assert 3 <= run <= 12
-    assert longest_run(chain_of(24, mlp, Coupling(0, 0.5, 1)).double(), streams(torch.float64)) is None
+    assert measure_inversion_limit(chain_of(24, mlp, Coupling(0, 0.5, 1)).double(), streams(torch.float64)) is None
 
 
 def test_a_step_that_does_not_repeat_itself_is_refused(mlp):
@@ -75,12 +75,12 @@ def test_a_step_that_does_not_repeat_itself_is_refused(mlp):
     chain = ReversibleChain([mlp(), Moving(8, 8), nn.GELU()])
     chain.schedule = "store"
     with pytest.raises(RecoveryError, match=r"No plan can be made.* repeat"):
-        longest_run(chain, streams())
+        measure_inversion_limit(chain, streams())
     assert chain.schedule == ["store"] * 3
 
 
 def test_a_few_examples_decide(tiny, monkeypatch):
     seen = []
     tiny.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-    assert longest_run(tiny, tiny.example_input(9)) is None
+    assert measure_inversion_limit(tiny, tiny.example_input(9)) is None
     assert set(seen) == {4}

@@ -1,0 +1,183 @@
+"""From a model and a budget to a plan: profile, solve, and count the planned step before its peak is promised."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, cast, get_args
+
+import torch
+from torch import nn
+
+from revzoo.errors import BudgetError, UnknownNameError
+from revzoo.format import format_bytes
+from revzoo.planning.budget import budget_bytes
+from revzoo.planning.plan import Plan, Solver
+from revzoo.planning.profiling.count import count_peak
+from revzoo.planning.profiling.hooks import PlannableModel
+from revzoo.planning.profiling.profile import Profile, profile
+from revzoo.planning.profiling.trace import LossFunction
+from revzoo.planning.setting import Setting
+from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
+from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
+from revzoo.runtime.schedule import Mode
+
+
+def plan(
+    model: PlannableModel,
+    batch: Any,
+    budget: str | int,
+    *,
+    solver: Solver = "timeline",
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: LossFunction | None = None,
+) -> Plan:
+    """Return the fastest plan whose peak is within the budget; the planned step is counted before its peak is promised.
+
+    Args:
+        model: a `revzoo.Model` or a `ReversibleChain`, in the state in which it will be trained.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        budget: limit for the peak of all memory together, as for `revzoo.solve`.
+        solver: "timeline" or "knapsack", as for `revzoo.solve`.
+        optimizer: its state is part of every peak.
+        loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
+    Raises:
+        InputError: a model, batch, optimizer or budget that cannot be used.
+        BudgetError: nothing fits; names the smallest budget that would.
+        RecoveryError: a step does not return the same output when it runs again.
+    """
+    return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss)[1]
+
+
+def profile_and_plan(
+    model: PlannableModel,
+    batch: Any,
+    budget: str | int,
+    *,
+    solver: Solver = "timeline",
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: LossFunction | None = None,
+    estimate: bool = False,
+    other_bytes: int = 0,
+    setting: Setting | None = None,
+) -> tuple[Profile, Plan]:
+    """Profile a model, solve for a budget and count the planned step; return the profile and the plan. Raises as `plan` does.
+
+    Args:
+        model, batch, budget, solver, optimizer, loss: as for `plan`.
+        estimate: time only the minimum-memory schedule, as for `revzoo.profile`.
+        other_bytes: other memory that is alive during the whole step, such as averaged weights.
+        setting: what the plan will hold for; None is the model and batch as they are now.
+    """
+    measured = profile(model, batch, optimizer, loss=loss, estimate=estimate, other_bytes=other_bytes)
+    if setting is not None:
+        measured = replace(measured, setting=setting)
+    return measured, enforce_budget(model, batch, measured, solve(measured, budget, solver), loss)
+
+
+def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, baseline: Baseline = "peak") -> Plan:
+    """Return the fastest schedule whose peak is within the budget.
+
+    Args:
+        profile: of the model, for the batch that is planned for.
+        budget: limit for the peak of all memory together (weights, gradients, optimizer state, batch, activations): bytes,
+            "8GiB", "60%" of the device's memory, or "auto", nine tenths of what is free.
+        solver: "timeline" minimizes the time subject to the true peak, exactly. "knapsack" is the published additive model
+            over storing and inverting, for comparison.
+        baseline: for the knapsack, the bytes m_o that the paper adds stored steps to. "peak" is the peak of the step that
+            inverts everything; "static" is what that step keeps from forward to backward, and such plans may exceed the budget.
+    Raises:
+        InputError: no such budget.
+        UnknownNameError: no such solver.
+        BudgetError: nothing fits; names the smallest budget that would.
+    Source: the knapsack is problem 6 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al.
+        2020).
+    """
+    problem = profile.problem
+    device = profile.setting.device.split()[0]
+    limit = budget_bytes(budget, device, profile.model_bytes)
+    stored_peak = peak(problem, ["store"] * len(problem.units))
+    if solver == "timeline":
+        modes = ["store"] * len(problem.units) if stored_peak <= limit else solve_timeline(problem, limit)
+    elif solver == "knapsack":
+        modes = solve_knapsack(problem, limit, baseline)
+        if modes is not None and problem.max_invert_run is not None and _longest_run(modes) > problem.max_invert_run:
+            raise BudgetError(
+                f"The knapsack inverts more than {problem.max_invert_run} steps in a row, which would lose too much precision. "
+                "Try solver='timeline', or a larger budget."
+            )
+    else:
+        raise UnknownNameError("solver", solver, get_args(Solver))
+    min_peak, min_peak_modes = minimize_peak(problem)
+    if modes is None:
+        raise BudgetError(_explain_shortage(problem, limit, min_peak, min_peak_modes, solver))
+    notes = list(profile.notes)
+    if set(modes) == {"store"}:
+        notes.append(f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes.")
+    planned_peak = peak(problem, modes)
+    if planned_peak > limit:
+        notes.append(
+            f"The budget is exceeded by {format_bytes(planned_peak - limit)}: the additive model does not see the peak."
+        )
+    return Plan(
+        units=tuple(unit.name for unit in problem.units),
+        schedule=cast(tuple[Mode, ...], tuple(modes)),
+        peak_bytes=planned_peak,
+        budget_bytes=limit,
+        seconds=None if profile.timing is None else profile.timing.step_seconds + cost(problem, modes) / 1e9,
+        extra_flops=cost(profile.memory, modes),
+        min_peak_bytes=min_peak,
+        no_recompute_peak_bytes=stored_peak,
+        phase_peaks=tuple(list_phase_peaks(problem, modes)),
+        solver=solver,
+        setting=profile.setting,
+        max_invert_run=problem.max_invert_run,
+        notes=tuple(notes),
+    )
+
+
+def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None = None) -> Plan:
+    """Count the planned step and return the plan with the counted peak; where it exceeds the budget, plan for less first.
+
+    A profile can predict too small a peak, for example one that was interpolated between batch sizes. Then the limit given to
+    the solver is lowered by the excess, until the counted peak of its plan is within the budget.
+
+    Args:
+        model: the model that the profile is of.
+        batch: the batch that the profile is for.
+        profile: to plan with again.
+        plan: what `solve` returned for it.
+        loss: computes the loss from what the model returns; None is a sum.
+    Raises:
+        BudgetError: no schedule has a counted peak within the budget.
+    """
+    limit = plan.budget_bytes
+    while True:
+        counted = count_peak(model, batch, plan.schedule, loss, profile.other_bytes)
+        if counted <= plan.budget_bytes or plan.peak_bytes > limit:  # the latter is a knapsack plan, which says so in its notes
+            return replace(plan, peak_bytes=counted)
+        limit -= counted - plan.budget_bytes
+        try:
+            plan = replace(solve(profile, limit, plan.solver), budget_bytes=plan.budget_bytes)
+        except BudgetError as error:
+            raise BudgetError(
+                f"Nothing fits {format_bytes(plan.budget_bytes)}: the smallest step has a counted peak of "
+                f"{format_bytes(counted)}."
+            ) from error
+
+
+def _longest_run(modes: Sequence[str]) -> int:
+    return max((len(list(run)) for mode, run in groupby(modes) if mode == "invert"), default=0)
+
+
+def _explain_shortage(problem: Problem, limit: int, min_peak: int, min_peak_modes: Sequence[str], solver: Solver) -> str:
+    """Return the message for a budget that nothing fits: what is missing, and what would help."""
+    if solver == "knapsack":
+        return f"The knapsack has no schedule within {format_bytes(limit)}. Try solver='timeline', or a larger budget."
+    worst = max(list_phase_peaks(problem, min_peak_modes), key=lambda phase: phase.bytes)
+    where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
+    return (
+        f"Nothing fits {format_bytes(limit)}: at least {format_bytes(min_peak)} ({min_peak} bytes) are needed, {where}. Of "
+        f"these {format_bytes(problem.fixed_bytes)} are weights, optimizer state and batch. Try a smaller batch, autocast, "
+        "or an optimizer of less state."
+    )

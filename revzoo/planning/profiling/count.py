@@ -1,0 +1,245 @@
+"""Derive each unit's memory and FLOPs in every mode from six traced schedules.
+
+In four of the schedules all units have the same mode (nodes, which cannot invert, are selective where steps invert). In the
+other two, inverted steps alternate with recomputed ones, because the first step of an inverted run is recovered like a
+recomputed one. From each log follows, for every unit in the mode that it had there,
+
+    kept_bytes, holds   storages that appeared in its forward and are alive between forward and backward; the states it keeps
+    forward_bytes       peak of the storages that appeared in its forward
+    backward_bytes      peak of its backward above what the units in front of it keep
+    cost, made_bytes    FLOPs, and bytes allocated in backward, beyond those that storing needs
+
+At the same place of the step, two schedules differ only in what the units in front keep. The numbers therefore hold for every
+schedule, exactly for the zoo's models (`tests/planning/test_count.py` counts random schedules). Known to come out too high:
+bare chains, by at most a pair of streams, where the first steps are inverted alone or all steps are stored; and a mask that no
+unit keeps.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from revzoo.analysis.dry_run import isolated
+from revzoo.errors import InputError, listing
+from revzoo.planning.profiling.hooks import list_units
+from revzoo.planning.profiling.trace import LossFunction, Trace, trace
+from revzoo.planning.solvers.problem import Option, Problem, Unit
+from revzoo.runtime.drift import growth_unchecked
+from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.live_bytes import Storages
+from revzoo.runtime.schedule import MODES, Mode
+
+_FEW_FLOPS = 4 * 10**9  # a CPU runs a step of so many in less time than Python takes for the same step in FakeTensors
+_FEW_BYTES = 2**28  # small enough to allocate without asking
+_NONE: Storages = frozenset()
+_ALTERNATING: tuple[tuple[Mode, Mode], ...] = (("invert", "recompute"), ("recompute", "invert"))
+
+
+def count(model: nn.Module, batch: Any, loss: LossFunction | None = None, other_bytes: int = 0) -> Problem:
+    """Return the bytes and FLOPs of every unit in every mode, counted without running the model.
+
+    Steps that are small and on a CPU are run after all: that is faster, and the bytes are the same.
+
+    Args:
+        model: a `revzoo.Model` or a `ReversibleChain`.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
+        other_bytes: other memory that is alive during the whole step, such as optimizer state and averaged weights.
+    Raises:
+        InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient.
+    """
+    entries, schedule = list_units(model), model.schedule
+    if len({id(entry.module) for entry in entries}) < len(entries):
+        raise InputError(
+            "A module that is several steps cannot be planned: its calls cannot be told apart. Copy it for each step."
+        )
+    if compiled := [name or "model" for name, m in model.named_modules() if m._compiled_call_impl is not None]:
+        raise InputError(
+            f"What compiled code keeps cannot be counted. Received: compiled {listing(compiled, most=3)}. Plan first, then "
+            "compile the steps: the plan stays in force."
+        )
+    try:
+        first, *others = list_traced_schedules(entries)
+        traces = [_trace_isolated(model, batch, first, loss)]
+        small = traces[0].marks[-1].flops <= _FEW_FLOPS and _step_peak(traces[0]) <= _FEW_BYTES
+        fake = not small or any(p.device.type != "cpu" for p in model.parameters())
+        with growth_unchecked():
+            traces += [_trace_isolated(model, batch, modes, loss, fake) for modes in others]
+    finally:
+        model.schedule = schedule
+    return build_problem(entries, traces, other_bytes)
+
+
+def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
+    """Yield the six schedules that are traced; the first stores everything, the fourth inverts every step."""
+    for mode in MODES:
+        yield [mode if entry.kind == "step" or mode != "invert" else "selective" for entry in entries]
+    for pair in _ALTERNATING:
+        yield [pair[k % 2] if entry.kind == "step" else "store" for k, entry in enumerate(entries)]
+
+
+def count_peak(
+    model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None, other_bytes: int = 0
+) -> int:
+    """Return the peak memory of a training step with this schedule [bytes], counted without running it. Args: as `count`."""
+    schedule = model.schedule
+    try:
+        return _step_peak(_trace_isolated(model, batch, modes, loss)) + other_bytes
+    finally:
+        model.schedule = schedule
+
+
+def _trace_isolated(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None, fake: bool = True) -> Trace:
+    with isolated(model, batch, fake=fake) as inputs:
+        try:
+            return trace(model, inputs, modes, loss)
+        except DataDependentOutputException as error:
+            raise InputError(
+                "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that "
+                "out while planning."
+            ) from error
+
+
+def _step_peak(step: Trace) -> int:
+    return max(accumulate(change for _, change in step.log))
+
+
+def build_problem(entries: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0) -> Problem:
+    """Return the problem that the traces of `list_traced_schedules` describe."""
+    stored, inverted = traces[0], traces[3]
+    states = stored.number_states()
+    # Where autograd saves nothing, a unit that recomputes does not need its inputs either.
+    given = [_number(inputs, states) if saved else () for inputs, saved in zip(stored.inputs, stored.saved, strict=True)]
+    made = (_number(made, inverted.number_states()) for made in _kept_outputs(inverted))
+    holds = {
+        "store": [_number(saved, states) for saved in stored.saved],
+        "selective": [inputs + outputs for inputs, outputs in zip(given, made, strict=True)],
+        "recompute": given,
+    }
+    stored_work = _count_work(stored)
+    options: list[dict[tuple[str, bool], Option]] = [{} for _ in entries]
+    for step in traces:
+        for k, option, first in _build_options(step, holds, stored_work):
+            options[k].setdefault((option.mode, first), option)
+    sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
+    pairs = [_number(pair, states) for pair in stored.pairs]
+    inputs = [_number(given, states) for given in stored.inputs]
+    return Problem(
+        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs)),
+        sizes={number: sizes[storage] for storage, number in states.items()},
+        fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
+        loss_bytes=_loss_peak(stored),
+        pair_after=pairs[-1],
+    )
+
+
+def _build_unit(
+    entry: LayoutEntry, options: dict[tuple[str, bool], Option], pair: tuple[int, ...], inputs: tuple[int, ...]
+) -> Unit:
+    first = options.pop(("invert", True), None)
+    if first is not None:
+        options.setdefault(("invert", False), first)
+    return Unit(entry.name, pair, inputs, tuple(options.values()), first)
+
+
+def _build_options(
+    step: Trace, holds: Mapping[str, Sequence[tuple[int, ...]]], stored_work: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, Option, bool]]:
+    """Yield for every unit its index, its option in this trace, and whether it begins a run of inverted steps there."""
+    states = step.number_states()
+    storages = {number: storage for storage, number in states.items()}
+    kept, work = _kept_storages(step), _count_work(step)
+    forward, backward = _forward_peaks(step), {unit: span for unit, *span, _ in step.phases("backward")}
+    front, own, run = set[int](), set[int](), 0  # states and other storages kept by the units in front; length of the run
+    for k, mode in enumerate(step.modes):
+        given = sorted(step.inputs[k])
+        held = set[int]() if mode == "invert" else {storages[number] for number in holds[mode][k]}
+        if mode != "invert" and run:
+            front |= step.pairs[k]
+            run = 0
+        others = front - (set(given) if mode == "invert" else held)
+        in_front = [others.union(*([s] for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
+        peaks = [_peak(step, backward[k], step.fixed | own | kept_) if k in backward else 0 for kept_ in in_front]
+        kept_bytes = sum(kept[k].values())
+        flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
+        option = Option(mode, kept_bytes, _number(held, states), forward[k], tuple(peaks), flops, made_bytes)
+        yield k, option, mode == "invert" and run == 0
+        own |= kept[k].keys()
+        front |= held
+        run = run + 1 if mode == "invert" else 0
+
+
+def _kept_outputs(inverted: Trace) -> list[Storages]:
+    """Return for every unit the states that it makes and, when it is selective, keeps; only nodes do.
+
+    In this trace the inverted steps behind a node keep none of its states; a node behind it keeps its own inputs.
+    """
+    waiting, outputs = inverted.alive(inverted.turn).keys(), list[Storages]()
+    following = [*zip(inverted.inputs, inverted.modes, strict=True), (_NONE, "invert")][1:]
+    for mode, (front, behind), (inputs, next_mode) in zip(inverted.modes, pairwise(inverted.pairs), following, strict=True):
+        made = behind - front if mode == "selective" else _NONE
+        outputs.append((made - inputs if next_mode == "selective" else made) & waiting)
+    return outputs
+
+
+def _kept_storages(step: Trace) -> list[dict[int, int]]:
+    """Return for every unit the storages, with their bytes, that it keeps for backward and that are not states."""
+    waiting, states = step.alive(step.turn), step.number_states()
+    touched = [{storage for storage, _ in step.log[start:end]} for _, start, end, _ in step.phases("forward")]
+    earlier, kept = {storage for storage, _ in step.log[: step.marks[0].position]}, []
+    for storages in touched:
+        kept.append({s: waiting[s] for s in storages - earlier if s in waiting and s not in states})
+        earlier |= storages
+    return kept
+
+
+def _forward_peaks(step: Trace) -> list[int]:
+    """Return for every unit the peak of the storages that appear in its forward."""
+    known, peaks = {storage for storage, _ in step.log[: step.marks[0].position]}, []
+    for _, start, end, _ in step.phases("forward"):
+        total = highest = 0
+        for storage, change in step.log[start:end]:
+            if storage not in known:
+                total += change
+                highest = max(highest, total)
+        known |= {storage for storage, _ in step.log[start:end]}
+        peaks.append(highest)
+    return peaks
+
+
+def _loss_peak(step: Trace) -> int:
+    """Return what the loss needs between forward and backward, above what is kept and what the model returned."""
+    states, kept = step.number_states().keys(), {s for storages in _kept_storages(step) for s in storages}
+    start = next(mark.position for mark in step.marks if mark.phase == "loss")
+    end = next(mark.position for mark in step.marks if mark.position >= start and mark.phase in ("backward", "end"))
+    return _peak(step, (start, end), step.fixed | kept | states)
+
+
+def _peak(step: Trace, span: Sequence[int], without: Storages | set[int]) -> int:
+    """Return the peak between two positions of the log, of all storages other than `without`."""
+    start, end = span
+    total = highest = sum(size for storage, size in step.alive(start).items() if storage not in without)
+    for storage, change in step.log[start:end]:
+        if storage not in without:
+            total += change
+            highest = max(highest, total)
+    return highest
+
+
+def _count_work(step: Trace) -> list[tuple[int, int]]:
+    """Return for every unit its FLOPs, forward and backward together, and the bytes allocated in its backward."""
+    flops, made = [0] * len(step.modes), [0] * len(step.modes)
+    for unit, _, _, more in step.phases("forward"):
+        flops[unit] += more
+    for unit, start, end, more in step.phases("backward"):
+        flops[unit] += more
+        made[unit] += sum(change for _, change in step.log[start:end] if change > 0)
+    return list(zip(flops, made, strict=True))
+
+
+def _number(storages: Storages | set[int], states: dict[int, int]) -> tuple[int, ...]:
+    """Return the numbers of those storages that are states, rising."""
+    return tuple(sorted(states[storage] for storage in storages if storage in states))

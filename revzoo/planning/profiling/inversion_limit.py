@@ -1,0 +1,59 @@
+"""How many steps in a row may be inverted: any number, unless the dtype or the coupling loses too much precision.
+
+Rounding errors of inversion add up along a run of inverted steps. An anchor, a step that keeps its input, ends the run and
+with it the growth of the error. Where `revzoo.verify` finds that inverting everything is not safe in this dtype, the limit is
+halved until it is.
+"""
+
+from typing import Any
+
+from revzoo.analysis.verify import verify
+from revzoo.errors import RecoveryError
+from revzoo.model.network import Model
+from revzoo.planning.profiling.hooks import PlannableModel, list_units
+from revzoo.runtime.drift import count_invertible_steps
+from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.nested import map_tensors
+from revzoo.runtime.schedule import Mode, limit_inverted_runs
+
+_EXAMPLES = 4  # whether a step can be inverted does not depend on the size of the batch
+
+
+def measure_inversion_limit(model: PlannableModel, batch: Any) -> int | None:
+    """Return how many consecutive steps can be inverted safely; None is any number, 0 is none.
+
+    Compares the gradients of a few examples with those of the step that stores everything.
+
+    Raises:
+        RecoveryError: not even recomputing everything gives the gradients of storing, because some step does not return the
+            same output when it runs again.
+    """
+    entries, schedule = list_units(model), model.schedule
+    examples = _first_examples(batch) if isinstance(model, Model) else batch  # a chain's streams may have no batch dimension
+    limit = predict_inversion_limit(model)
+    try:
+        while True:
+            model.schedule = place_anchors(entries, limit)
+            report = verify(model, examples)
+            if report.ok:
+                return limit
+            if limit == 0:
+                raise RecoveryError(f"No plan can be made. {' '.join(report.problems)}")
+            limit = (sum(entry.kind == "step" for entry in entries) if limit is None else limit) // 2
+    finally:
+        model.schedule = schedule
+
+
+def predict_inversion_limit(model: PlannableModel) -> int | None:
+    """Return the longest run of inverted steps that the couplings allow in the model's dtype; None is any number."""
+    couplings = [model.coupling] * len(model.steps) if isinstance(model, Model) else model.couplings
+    return count_invertible_steps(couplings, next(model.parameters()).dtype)
+
+
+def place_anchors(entries: list[LayoutEntry], limit: int | None) -> list[Mode]:
+    """Return the schedule that inverts steps in runs of at most `limit`, with one recomputed step after each; nodes store."""
+    return limit_inverted_runs(["invert" if entry.kind == "step" else "store" for entry in entries], limit)
+
+
+def _first_examples(batch: Any) -> Any:
+    return map_tensors(lambda t: t[:_EXAMPLES] if t.dim() else t, batch)

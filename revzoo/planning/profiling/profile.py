@@ -1,0 +1,129 @@
+"""The profile of a model: the bytes and costs of every unit in every mode, from which any number of plans can be made."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from revzoo.analysis.memory_report import count_optimizer_bytes
+from revzoo.planning.budget import free_bytes
+from revzoo.planning.profiling.count import count
+from revzoo.planning.profiling.hooks import PlannableModel
+from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, predict_inversion_limit
+from revzoo.planning.profiling.timing import Timing, estimate_timing, measure_timing, memory_errors, price_by_time
+from revzoo.planning.profiling.trace import LossFunction
+from revzoo.planning.setting import Setting, read_setting
+from revzoo.planning.solvers.problem import Problem, reprice
+
+# What a device computes in float32 while it moves a byte: about 14 on an H200 (67 TFLOP/s, 4.8 TB/s).
+_FLOPS_PER_BYTE = 16
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What every unit of a model keeps, needs and costs in every mode, for one batch on one device.
+
+    Args:
+        memory: counted bytes, exact, and the extra FLOPs of every mode.
+        timing: measured seconds; None where nothing was run.
+        setting: what the profile holds for.
+        model_bytes: weights and buffers, which are on the device already.
+        other_bytes: optimizer state, and whatever else was given as alive during the whole step.
+        notes: remarks for the reader, such as why nothing was run.
+    """
+
+    memory: Problem
+    timing: Timing | None
+    setting: Setting
+    model_bytes: int
+    other_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> Problem:
+        """What the solvers get: costs are nanoseconds if they were measured, else FLOPs plus moved bytes weighted as FLOPs."""
+        return price_by_work(self.memory) if self.timing is None else price_by_time(self.memory, self.timing)
+
+
+def profile(
+    model: PlannableModel,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    loss: LossFunction | None = None,
+    run: bool = True,
+    estimate: bool = False,
+    other_bytes: int = 0,
+) -> Profile:
+    """Count the bytes and FLOPs of every unit in every mode, check how many steps can be inverted, and measure seconds.
+
+    Bytes are counted under `FakeTensorMode` (small steps on a CPU are run), so a batch that does not fit can be profiled.
+    Seconds are medians over training steps with mixed modes on the model's device; units that do the same work share
+    their samples. The model is left as it was.
+
+    Args:
+        model: a `revzoo.Model` or a `ReversibleChain`, in the state in which it will be trained. On the meta device only
+            bytes and FLOPs are counted.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        optimizer: its state is part of every peak, at full size even before the first optimizer step.
+        loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
+        run: False measures no seconds. Whether steps can be inverted is still checked, on a few examples.
+        estimate: time only the minimum-memory schedule, and assume that every mode but storing costs one extra forward.
+        other_bytes: other memory that is alive during the whole step, such as averaged weights.
+    Raises:
+        InputError: not such a model, an unusable batch, no parameter with a gradient, or an optimizer of other parameters.
+        RecoveryError: a step does not return the same output when it runs again.
+    """
+    other_bytes += count_optimizer_bytes(model, optimizer)
+    memory = replace(count(model, batch, loss, other_bytes), max_invert_run=predict_inversion_limit(model))
+    notes, timing = [], None
+    if any(p.is_meta for p in model.parameters()):
+        notes.append(
+            "On the meta device nothing is run: costs are counted FLOPs and bytes, and rounding errors are not checked."
+        )
+    else:
+        try:
+            with memory_errors():
+                memory = replace(memory, max_invert_run=measure_inversion_limit(model, batch))
+        except MemoryError:
+            memory = replace(memory, max_invert_run=0)
+            notes.append("Checking which steps can be inverted ran out of memory, so no step is inverted.")
+        if memory.max_invert_run:
+            notes.append(
+                f"At most {memory.max_invert_run} steps in a row are inverted: longer runs would lose too much precision."
+            )
+        if run:
+            timing, more = _measure_or_estimate(model, batch, memory, loss, estimate)
+            notes += more
+    return Profile(memory, timing, read_setting(model, batch), held_bytes(model), other_bytes, tuple(notes))
+
+
+def _measure_or_estimate(
+    model: nn.Module, batch: Any, memory: Problem, loss: LossFunction | None, estimate: bool
+) -> tuple[Timing | None, list[str]]:
+    """Return the best timing that there is memory for, and notes about it."""
+    notes = ["Every mode but storing is assumed to cost one extra forward of the unit."]
+    if not estimate:
+        try:
+            device = next(model.parameters()).device
+            allowance = free_bytes(device) + held_bytes(model) if device.type in ("cpu", "cuda") else 2**62
+            with memory_errors():
+                return measure_timing(model, batch, memory, allowance, loss), []
+        except MemoryError:
+            notes = ["Profiling with stored units ran out of memory, so every other mode is assumed to cost one extra forward."]
+    try:
+        with memory_errors():
+            return estimate_timing(model, batch, memory, loss), notes
+    except MemoryError:
+        return None, ["Profiling ran out of memory, so costs are counted FLOPs and bytes instead of seconds."]
+
+
+def price_by_work(memory: Problem) -> Problem:
+    """Return the problem with a price for bytes added to the FLOPs, as FLOPs alone would make norms and activations free."""
+    return reprice(memory, lambda k, variant, option: option.cost + _FLOPS_PER_BYTE * option.made_bytes)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers."""
+    return sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())

@@ -1,0 +1,167 @@
+"""Following one training step: a log of the memory that appears and is freed, with marks where each unit begins.
+
+The states, the tensors that pass from unit to unit, are listed apart because more than one unit may keep them: the input of a
+stored step is also the output of the step in front of it, and one of the pair that a run of inverted steps ends with.
+`count.py` reads the logs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.analysis.dry_run import call, linear_loss
+from revzoo.analysis.flops import FlopCounter
+from revzoo.errors import InputError
+from revzoo.planning.profiling.hooks import StepHooks
+from revzoo.runtime.chain import ReversibleChain
+from revzoo.runtime.live_bytes import LiveBytes, Storages
+from revzoo.runtime.schedule import Mode
+
+LossFunction = Callable[[Any], Tensor]
+Phase = Literal["forward", "loss", "backward", "end"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The beginning of a phase of the step.
+
+    Args:
+        phase: "forward" or "backward" of a unit, "loss", or "end" of the step.
+        unit: index of the unit; the number of units for "loss" and "end".
+        position: length of the log at this time.
+        flops: counted from the beginning of the step until now.
+    """
+
+    phase: Phase
+    unit: int
+    position: int
+    flops: int
+
+
+@dataclass
+class Trace:
+    """One training step.
+
+    Args:
+        modes: of the units.
+        log: of `LiveBytes`: (storage, change of its bytes) for every allocation and release, in order.
+        marks: the phases in order.
+        inputs: storages of what each unit is given.
+        pairs: storages of the states in front of each unit, and at the end those behind the last.
+        saved: storages of what autograd saved in each unit that stores.
+        fixed: storages that exist from the beginning.
+        turn: length of the log between forward and backward.
+    """
+
+    modes: list[Mode]
+    log: list[tuple[int, int]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    inputs: list[Storages] = field(default_factory=list)
+    pairs: list[Storages] = field(default_factory=list)
+    saved: list[Storages] = field(default_factory=list)
+    fixed: Storages = frozenset()
+    turn: int = 0
+
+    def phases(self, phase: str) -> Iterator[tuple[int, int, int, int]]:
+        """Yield unit, first and last position in the log, and FLOPs of all "forward" or all "backward" phases."""
+        for mark, following in pairwise(self.marks):
+            if mark.phase == phase:
+                yield mark.unit, mark.position, following.position, following.flops - mark.flops
+
+    def alive(self, position: int) -> dict[int, int]:
+        """Return the storages alive at a position of the log, and their bytes."""
+        sizes: Counter[int] = Counter()
+        for storage, change in self.log[:position]:
+            sizes[storage] += change
+        return {storage: size for storage, size in sizes.items() if size}
+
+    def number_states(self) -> dict[int, int]:
+        """Return a number for the storage of every state, in the order in which the states appear."""
+        order = dict.fromkeys(storage for pair in self.pairs for storage in sorted(pair))
+        return {storage: i for i, storage in enumerate(order)}
+
+
+def trace(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None) -> Trace:
+    """Run a training step of an isolated model with this schedule, and return what happened in it.
+
+    Args:
+        model: inside the context of `isolated`.
+        batch: as `isolated` yielded it.
+        modes: one per unit.
+        loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
+    """
+    model.schedule = list(modes)  # type: ignore[assignment]
+    step, flops, live = Trace(list(modes)), FlopCounter(), LiveBytes()
+    recorder = _Recorder(step, flops, live)
+    with flops, live, StepHooks(model, recorder) as hooks:
+        fixed = live.watch([*model.parameters(), *model.buffers()]) | live.watch(batch)
+        outputs = call(model, batch)
+        after = live.watch(outputs) if isinstance(model, ReversibleChain) else frozenset()
+        recorder.mark("loss", len(modes))
+        total = compute_loss(loss, outputs)
+        del outputs
+        step.turn = live.now()
+        hooks.enter_backward()
+        total.backward()
+        recorder.mark("end", len(modes))
+    step.log = live.log
+    step.fixed = fixed | step.alive(step.marks[0].position).keys()  # a mask, for example
+    step.inputs = [given - step.fixed for given in step.inputs]
+    step.pairs = [pair - step.fixed for pair in (*step.pairs, after)]
+    return step
+
+
+def compute_loss(loss: LossFunction | None, outputs: Any) -> Tensor:
+    """Return the loss of what the model returned; without a loss function, the sum of it.
+
+    Raises:
+        InputError: the loss is not a single number, or does not depend on a parameter.
+    """
+    total = (loss or linear_loss)(outputs)
+    if not (isinstance(total, Tensor) and total.numel() == 1 and total.requires_grad):
+        received = f"{tuple(total.shape)}, without a gradient" if isinstance(total, Tensor) else type(total).__name__
+        raise InputError(f"The loss is one number that depends on what the model returns. Received: {received}.")
+    return total
+
+
+class _Recorder:
+    """The listener that fills a trace."""
+
+    def __init__(self, step: Trace, flops: FlopCounter, live: LiveBytes):
+        self._trace, self._flops, self._live = step, flops, live
+        self._saving = ExitStack()
+
+    def mark(self, phase: Phase, unit: int) -> None:
+        flops = self._flops.forward + self._flops.backward
+        self._trace.marks.append(Mark(phase, unit, self._live.now(), flops))
+
+    def begin_forward(self, unit: int, inputs: Any, pair: Any) -> None:
+        self._trace.inputs.append(inputs)
+        self._trace.pairs.append(pair)
+        self._trace.saved.append(frozenset())
+        self.mark("forward", unit)
+        if self._trace.modes[unit] == "store":  # in the other modes the runtime has saved-tensor hooks of its own
+            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(self._note_saved, _unpack))
+
+    def end_forward(self, unit: int) -> None:
+        self._saving.close()
+
+    def begin_backward(self, unit: int) -> None:
+        self.mark("backward", unit)
+
+    def identify(self, tensors: Any) -> Storages:
+        return self._live.watch(tensors)
+
+    def _note_saved(self, tensor: Tensor) -> Tensor:
+        self._trace.saved[-1] |= self._live.watch(tensor)
+        return tensor
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,212 @@
+"""A model as the solvers see it: the bytes and costs of every unit in every mode, and the memory of a schedule over time.
+
+A unit is a reversible step or a node. Between its forward and its backward it keeps bytes of its own. It may also keep some of
+the *states*, the tensors that pass between units; a state that two units keep is counted once. A run of inverted steps keeps
+only the pair of states behind it. Backward visits the units in reverse and frees what each of them kept. The memory in use
+during unit k is therefore what the units in front of it keep, a prefix sum, plus what the unit itself needs.
+
+A schedule gives each unit one of its modes. An `Edge` is one unit in one mode, given what the units in front of it did. Both
+`follow_schedule` below and the search in `timeline.py` are made of edges, so they always agree to the byte.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Option:
+    """One unit in one mode.
+
+    Args:
+        mode: "store", "selective", "recompute" or "invert".
+        kept_bytes: bytes of its own, states not included, that the unit keeps from its forward until its backward.
+        holds: states that the unit keeps as well, from its inputs or its outputs.
+        forward_bytes: peak of what the unit allocates during its forward; the states in front of it are not counted.
+        backward_bytes: peak of its backward above what the units in front keep, one number for each subset of the unit's
+            inputs: bit j of the index says that a unit in front keeps `inputs[j]`, which is then not counted here.
+        cost: extra work over storing [nanoseconds or FLOPs], at least 0.
+        made_bytes: bytes allocated in backward beyond those that storing allocates there.
+    """
+
+    mode: str
+    kept_bytes: int
+    holds: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: tuple[int, ...]
+    cost: int
+    made_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A reversible step or a node, and its modes.
+
+    Args:
+        name: as in `model.units`.
+        pair: states alive while its forward runs (its input and the older stream), each listed once.
+        inputs: states passed to it, each listed once, at most two.
+        options: its modes, one option each. The option of "invert" is the one inside a run of inverted steps.
+        first: the option of "invert" for a step that begins a run; None if this unit cannot begin one.
+    """
+
+    name: str
+    pair: tuple[int, ...]
+    inputs: tuple[int, ...]
+    options: tuple[Option, ...]
+    first: Option | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All units in order, and the memory that does not depend on the schedule.
+
+    Args:
+        units: in the order of forward.
+        sizes: bytes of every state.
+        fixed_bytes: alive during the whole step: weights, buffers, batch, optimizer state.
+        loss_bytes: what the loss needs between forward and backward, above what the units keep.
+        pair_after: states behind the last unit; they are alive at the loss, and a run that ends there keeps them.
+        max_invert_run: most inverted steps in one run; None: any number.
+    """
+
+    units: tuple[Unit, ...]
+    sizes: Mapping[int, int]
+    fixed_bytes: int
+    loss_bytes: int
+    pair_after: tuple[int, ...]
+    max_invert_run: int | None = None
+
+    def bytes_of(self, states: Sequence[int], held: frozenset[int]) -> int:
+        """Return the bytes of those states that are not in `held`."""
+        return sum(self.sizes[state] for state in states if state not in held)
+
+
+def reprice(problem: Problem, price: Callable[[int, str, Option], int]) -> Problem:
+    """Return the problem with other costs.
+
+    Args:
+        price: returns the cost of an option, given the index of its unit, its mode ("first" where it begins a run of
+            inverted steps) and the option itself.
+    """
+
+    def reprice_unit(k: int, unit: Unit) -> Unit:
+        options = tuple(replace(option, cost=price(k, option.mode, option)) for option in unit.options)
+        first = None if unit.first is None else replace(unit.first, cost=price(k, "first", unit.first))
+        return replace(unit, options=options, first=first)
+
+    return replace(problem, units=tuple(reprice_unit(k, unit) for k, unit in enumerate(problem.units)))
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """The peak memory of one phase of a training step.
+
+    Args:
+        name: of the unit; "loss" for the loss.
+        phase: the unit's forward or backward, or the loss between the two.
+        bytes: peak of all memory together.
+    """
+
+    name: str
+    phase: Literal["forward", "loss", "backward"]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One unit in one mode, behind given modes of the units in front of it.
+
+    Args:
+        mode: of the unit.
+        cost: extra work over storing.
+        forward_bytes: peak of the unit's forward above what the units in front keep.
+        backward_bytes: the same of its backward.
+        kept_bytes: what the unit adds to the memory kept until its backward.
+        run: length of the run of inverted steps that ends with this unit, 0 if it is not inverted.
+        held: states kept by the units up to this one.
+    """
+
+    mode: str
+    cost: int
+    forward_bytes: int
+    backward_bytes: int
+    kept_bytes: int
+    run: int
+    held: frozenset[int]
+
+    @property
+    def need_bytes(self) -> int:
+        """The larger of the peaks of its forward and its backward."""
+        return max(self.forward_bytes, self.backward_bytes)
+
+
+def list_edges(problem: Problem, k: int, run: int, held: frozenset[int]) -> Iterator[Edge]:
+    """Yield an edge for each mode that unit k can have.
+
+    Args:
+        k: index of the unit.
+        run: length of the run of inverted steps that ends in front of it.
+        held: states kept by the units in front of it.
+    """
+    unit = problem.units[k]
+    for option in unit.options:
+        inverted = option.mode == "invert"
+        if inverted and not run:
+            if unit.first is None:
+                continue
+            option = unit.first
+        closed = unit.pair if run and not inverted else ()  # the run ends in front of this unit and keeps its pair
+        before, front = problem.bytes_of(closed, held), held.union(closed)
+        known = sum(1 << j for j, state in enumerate(unit.inputs) if state in front)
+        yield Edge(
+            mode=option.mode,
+            cost=option.cost,
+            forward_bytes=before + problem.bytes_of(unit.pair, front) + option.forward_bytes,
+            backward_bytes=before + option.backward_bytes[known],
+            kept_bytes=before + option.kept_bytes + problem.bytes_of(option.holds, front),
+            run=run + 1 if inverted else 0,
+            held=front.union(option.holds),
+        )
+
+
+def loss_need_bytes(problem: Problem, held: frozenset[int]) -> int:
+    """Return what the loss needs above the bytes that the units keep."""
+    return problem.loss_bytes + problem.bytes_of(problem.pair_after, held)
+
+
+def follow_schedule(problem: Problem, modes: Sequence[str]) -> Iterator[Edge]:
+    """Yield the edges of a schedule, in the order of forward. Raises as `peak` does."""
+    if len(modes) != len(problem.units):
+        raise ValueError(f"A schedule has one mode per unit: {len(problem.units)}. Received: {len(modes)}.")
+    run, held = 0, frozenset[int]()
+    for k, (unit, mode) in enumerate(zip(problem.units, modes, strict=True)):
+        edges = {edge.mode: edge for edge in list_edges(problem, k, run, held)}
+        if mode not in edges:
+            raise ValueError(f"Unit {unit.name!r} has the modes {', '.join(edges)} here. Received: {mode!r}.")
+        yield edges[mode]
+        run, held = edges[mode].run, edges[mode].held
+
+
+def peak(problem: Problem, modes: Sequence[str]) -> int:
+    """Return the peak memory of a schedule. The limit on runs of inverted steps is not checked.
+
+    Raises: ValueError: not one mode per unit, or a mode that its unit cannot have there.
+    """
+    return max(phase.bytes for phase in list_phase_peaks(problem, modes))
+
+
+def cost(problem: Problem, modes: Sequence[str]) -> int:
+    """Return the extra work of a schedule over storing everything, in the unit of its options. Raises as `peak` does."""
+    return sum(edge.cost for edge in follow_schedule(problem, modes))
+
+
+def list_phase_peaks(problem: Problem, modes: Sequence[str]) -> list[PhasePeak]:
+    """Return the peak of every phase: the units forward, the loss, the units backward. Raises as `peak` does."""
+    forward, backward, held = [], [], frozenset[int]()
+    kept = problem.fixed_bytes
+    for unit, edge in zip(problem.units, follow_schedule(problem, modes), strict=True):
+        forward.append(PhasePeak(unit.name, "forward", kept + edge.forward_bytes))
+        backward.append(PhasePeak(unit.name, "backward", kept + edge.backward_bytes))
+        kept, held = kept + edge.kept_bytes, edge.held
+    return [*forward, PhasePeak("loss", "loss", kept + loss_need_bytes(problem, held)), *reversed(backward)]
