@@ -1,4 +1,4 @@
-"""Stems, branches and heads of encoders of text against Transformers' own modules: same weights, same seed, same result."""
+"""Rev-BERT's and Rev-RoBERTa's parts against Transformers' own modules: same weights, same seed, same result."""
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.heads.masked_lm import MaskedLM
 from revzoo.parts.heads.sequence_classification import SequenceClassification
 from revzoo.parts.heads.text_features import TextFeatures
-from revzoo.parts.inits import Normal
 from revzoo.parts.stems.token_embed import TokenStem
 
 SIZES = {
@@ -37,52 +36,49 @@ BERT = transformers.BertConfig(**SIZES, max_position_embeddings=16, type_vocab_s
 TOKENS = BuildContext(Shape(12, (16,), "tokens"), 12)
 
 
-def text(padding: int | None) -> BuildContext:
+def text_context(padding: int | None) -> BuildContext:
     return BuildContext(Shape(50, (16,), "text"), 50, padding=padding)
 
 
-def padded(padding: int) -> torch.Tensor:
+def make_ids(padding: int) -> torch.Tensor:
     """Return three texts of 11, 7 and 2 tokens."""
     ids = torch.randint(2, 50, (3, 11))
     ids[1, 7:] = ids[2, 2:] = padding
     return ids
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-def scatter(module: nn.Module) -> None:
+def redraw(module: nn.Module) -> None:
     """Draw every parameter anew, so that none is 0 or 1 by initialisation."""
     for p in module.parameters():
         nn.init.normal_(p, std=0.5)
 
 
-def seeded(function, *arguments):
+def run_seeded(function, *arguments):
     torch.manual_seed(1)
     return function(*arguments)
 
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
-    ("theirs", "config", "position"), [(RobertaEmbeddings, ROBERTA, "after_padding"), (BertEmbeddings, BERT, "learned")]
+    ("embeddings", "config", "position"), [(RobertaEmbeddings, ROBERTA, "after_padding"), (BertEmbeddings, BERT, "learned")]
 )
-def test_token_stem_is_transformers_embeddings(theirs, config, position, training):
-    original = theirs(config).train(training)
-    scatter(original)
+def test_token_stem_is_transformers_embeddings(embeddings, config, position, training):
+    original = embeddings(config).train(training)
+    redraw(original)
     padding = config.pad_token_id
-    stem = TokenStem(text(padding), width=12, position=position, types=config.type_vocab_size, dropout=0.1).train(training)
+    stem = TokenStem(text_context(padding), width=12, position=position, types=config.type_vocab_size, dropout=0.1).train(
+        training
+    )
     stem.load_state_dict(original.state_dict())
-    ids = padded(padding)
-    torch.testing.assert_close(seeded(stem, ids), seeded(original, ids), rtol=0, atol=0)
+    ids = make_ids(padding)
+    torch.testing.assert_close(run_seeded(stem, ids), run_seeded(original, ids), rtol=0, atol=0)
     assert stem.out_shape == Shape(12, (16,), "tokens")
     assert stem.embedding is stem.word_embeddings.weight
 
 
 def test_positions_of_padding_are_rows_of_zeros_and_stay_so():
-    stem = TokenStem(text(1), width=12, position="after_padding", norm="none")
-    ids = padded(1)
+    stem = TokenStem(text_context(1), width=12, position="after_padding", norm="none")
+    ids = make_ids(1)
     absent = ids == 1
     assert stem(ids)[absent].abs().max() == 0
     stem(ids).square().sum().backward()
@@ -92,16 +88,16 @@ def test_positions_of_padding_are_rows_of_zeros_and_stay_so():
 
 
 def test_sinusoidal_positions_are_the_formula():
-    stem = TokenStem(text(None), width=12, position="sinusoidal", norm="none").double()
+    stem = TokenStem(text_context(None), width=12, position="sinusoidal", norm="none").double()
     assert [k for k, _ in stem.named_parameters()] == ["word_embeddings.weight"]
-    found = stem(torch.zeros(1, 16, dtype=torch.long))[0] - stem.word_embeddings.weight[0]
+    positions = stem(torch.zeros(1, 16, dtype=torch.long))[0] - stem.word_embeddings.weight[0]
     for n in range(16):
         for i in range(6):
             angle = torch.tensor(n / 10000 ** (2 * i / 12))
             torch.testing.assert_close(
-                found[n, 2 * i : 2 * i + 2], torch.stack((angle.sin(), angle.cos())).double(), atol=1e-6, rtol=0
+                positions[n, 2 * i : 2 * i + 2], torch.stack((angle.sin(), angle.cos())).double(), atol=1e-6, rtol=0
             )
-    plain = TokenStem(text(None), width=12, position="none", norm="none")
+    plain = TokenStem(text_context(None), width=12, position="none", norm="none")
     ids = torch.arange(16)[None]
     torch.testing.assert_close(plain(ids)[0], plain.word_embeddings.weight[:16], rtol=0, atol=0)
 
@@ -113,24 +109,26 @@ def branch_weights(layer: nn.Module) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("theirs", "config"), [(RobertaLayer, ROBERTA), (BertLayer, BERT)])
-def test_post_branches_in_a_row_are_transformers_layer(theirs, config, training):
-    layer = theirs(config).train(training)
-    scatter(layer)
+@pytest.mark.parametrize(("layer_class", "config"), [(RobertaLayer, ROBERTA), (BertLayer, BERT)])
+def test_post_branches_in_a_row_are_transformers_layer(layer_class, config, training):
+    layer = layer_class(config).train(training)
+    redraw(layer)
     f = SelfAttentionBranch(TOKENS, heads=3, attention_dropout=0.1, dropout=0.1).train(training)
     g = FeedForwardBranch(TOKENS, dropout=0.1).train(training)
     for branch, weights in zip((f, g), branch_weights(layer), strict=True):
         branch.load_state_dict(weights)
     x = torch.randn(3, 11, 12)
-    mask = padded(1) != 1
-    torch.testing.assert_close(seeded(lambda: g(f(x, mask), mask)), seeded(layer, x, mask[:, None, None, :]), rtol=0, atol=1e-5)
-    torch.testing.assert_close(seeded(lambda: g(f(x))), seeded(layer, x), rtol=0, atol=1e-5)
+    mask = make_ids(1) != 1
+    torch.testing.assert_close(
+        run_seeded(lambda: g(f(x, mask), mask)), run_seeded(layer, x, mask[:, None, None, :]), rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(run_seeded(lambda: g(f(x))), run_seeded(layer, x), rtol=0, atol=1e-5)
 
 
 def test_attention_is_the_formula_and_passes_over_padding():
     f = SelfAttentionBranch(TOKENS, heads=3, norm_position="pre").double()
-    scatter(f)
-    x, mask = torch.randn(3, 11, 12, dtype=torch.float64), padded(1) != 1
+    redraw(f)
+    x, mask = torch.randn(3, 11, 12, dtype=torch.float64), make_ids(1) != 1
     h = f.output["LayerNorm"](x)
     parts = []
     for head in range(3):
@@ -146,7 +144,7 @@ def test_classification_head_is_robertas(training):
     head = SequenceClassification(TOKENS, outputs=2, dropout=0.1, input_dropout=0.1).train(training)
     head.load_state_dict(original.state_dict())
     x = torch.randn(3, 11, 12)
-    torch.testing.assert_close(seeded(head, x), seeded(original, x), rtol=0, atol=0)
+    torch.testing.assert_close(run_seeded(head, x), run_seeded(original, x), rtol=0, atol=0)
     head.double().reset(5)
     assert (head.outputs, head.out_proj.weight.shape, head.out_proj.weight.dtype) == (5, (5, 12), torch.float64)
 
@@ -158,17 +156,17 @@ def test_classification_head_is_berts_pooler_and_classifier(training):
     head.dense.load_state_dict(pooler.dense.state_dict())
     head.out_proj.load_state_dict(classifier.state_dict())
     x = torch.randn(3, 11, 12)
-    expected = seeded(lambda: classifier(nn.functional.dropout(pooler(x), 0.1, training)))
-    torch.testing.assert_close(seeded(head, x), expected, rtol=0, atol=0)
+    expected = run_seeded(lambda: classifier(nn.functional.dropout(pooler(x), 0.1, training)))
+    torch.testing.assert_close(run_seeded(head, x), expected, rtol=0, atol=0)
 
 
 def test_features_are_berts_pooler_or_all_tokens():
     pooler, head = BertPooler(BERT), TextFeatures(TOKENS)
-    scatter(pooler)
+    redraw(pooler)
     head.load_state_dict(pooler.state_dict())
-    x, mask = torch.randn(3, 11, 12), padded(1) != 1
-    for given in (None, mask):
-        torch.testing.assert_close(head(x, given), pooler(x), rtol=0, atol=0)
+    x, mask = torch.randn(3, 11, 12), make_ids(1) != 1
+    for attention_mask in (None, mask):
+        torch.testing.assert_close(head(x, attention_mask), pooler(x), rtol=0, atol=0)
     shifted = torch.stack([text.roll(n, 0) for n, text in enumerate(x)])  # padding in front of the second and the third
     behind = torch.arange(11) >= torch.arange(3)[:, None]
     torch.testing.assert_close(head(shifted, behind), pooler(x), rtol=0, atol=0)
@@ -187,37 +185,37 @@ def tied_head(stem: TokenStem) -> MaskedLM:
 
 
 def test_masked_lm_head_is_robertas_and_berts():
-    stem = TokenStem(text(1), width=12)
+    stem = TokenStem(text_context(1), width=12)
     x = torch.randn(3, 11, 12)
-    theirs = RobertaLMHead(ROBERTA)
-    scatter(theirs)
+    roberta = RobertaLMHead(ROBERTA)
+    redraw(roberta)
     head = tied_head(stem)
     assert head.weight is stem.word_embeddings.weight
-    weights = {k.replace("decoder.weight", "weight"): w for k, w in theirs.state_dict().items() if k != "decoder.bias"}
-    theirs.decoder.bias = theirs.bias
+    weights = {k.replace("decoder.weight", "weight"): w for k, w in roberta.state_dict().items() if k != "decoder.bias"}
+    roberta.decoder.bias = roberta.bias
     head.load_state_dict(weights)
-    torch.testing.assert_close(head(x), theirs(x), rtol=0, atol=1e-5)
-    torch.testing.assert_close(stem.word_embeddings.weight, theirs.decoder.weight, rtol=0, atol=0)
+    torch.testing.assert_close(head(x), roberta(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(stem.word_embeddings.weight, roberta.decoder.weight, rtol=0, atol=0)
 
-    berts = BertLMPredictionHead(BERT)
-    scatter(berts)
-    berts.decoder.bias = berts.bias
+    bert = BertLMPredictionHead(BERT)
+    redraw(bert)
+    bert.decoder.bias = bert.bias
     names = {"transform.dense.": "dense.", "transform.LayerNorm.": "layer_norm.", "decoder.weight": "weight"}
-    weights = {k: w for k, w in berts.state_dict().items() if k != "decoder.bias"}
-    for theirs_name, own in names.items():
-        weights = {k.replace(theirs_name, own): w for k, w in weights.items()}
+    weights = {k: w for k, w in bert.state_dict().items() if k != "decoder.bias"}
+    for original, own in names.items():
+        weights = {k.replace(original, own): w for k, w in weights.items()}
     head.load_state_dict(weights)
-    for norm in (head.layer_norm, berts.transform.LayerNorm):
+    for norm in (head.layer_norm, bert.transform.LayerNorm):
         assert norm.eps == 1e-5
-    torch.testing.assert_close(head(x), berts(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(head(x), bert(x), rtol=0, atol=1e-5)
     assert head.outputs == 50
     with pytest.raises(InputError, match=r"scores the 50 ids of its vocabulary\. Received: 3 outputs\. .*input\.vocabulary=N"):
         head.reset(3)
 
 
-def renamed(original: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
-    """Return Transformers' weights under the names they have here: nothing but renaming."""
-    found = {}
+def rename_weights(original: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
+    """Return Transformers' weights under the names they have in revzoo; the tensors stay as they are."""
+    weights = {}
     for key, weight in original.state_dict().items():
         key = key.removeprefix(prefix)
         if key.startswith("encoder.layer."):
@@ -225,14 +223,14 @@ def renamed(original: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
             rest = rest.replace("attention.LayerNorm", "attention.output.LayerNorm")  # in front, in the pre-norm variant
             rest = rest.replace("intermediate.LayerNorm", "output.LayerNorm")
             branch = "f" if rest.startswith("attention.") else "g"
-            found[f"stages.0.blocks.{i}.{branch}.{rest.removeprefix('attention.')}"] = weight
+            weights[f"stages.0.blocks.{i}.{branch}.{rest.removeprefix('attention.')}"] = weight
             continue
-        for theirs, own in {"embeddings.": "stem.", "LayerNorm.": "fuse.norm.", "classifier.": "head."}.items():
-            if key.startswith(theirs):
-                key = own + key.removeprefix(theirs)
+        for original_prefix, own in {"embeddings.": "stem.", "LayerNorm.": "fuse.norm.", "classifier.": "head."}.items():
+            if key.startswith(original_prefix):
+                key = own + key.removeprefix(original_prefix)
                 break
-        found[key] = weight
-    return found
+        weights[key] = weight
+    return weights
 
 
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
@@ -241,7 +239,7 @@ def test_the_steps_of_a_model_in_a_row_are_transformers_network(norm_position):
     kind = "RobertaPreLayerNorm" if pre else "Roberta"
     config = getattr(transformers, f"{kind}Config").from_dict(ROBERTA.to_dict())
     original = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
-    scatter(original)
+    redraw(original)
     model = revzoo.create(
         "rev_roberta_base" if pre else "rev_roberta_base_post",
         overrides=[
@@ -252,8 +250,8 @@ def test_the_steps_of_a_model_in_a_row_are_transformers_network(norm_position):
             "stages=[{depth: 2, width: 12}]",
         ],
     ).eval()
-    model.load_state_dict(renamed(original, "roberta_prelayernorm." if pre else "roberta."))
-    ids = padded(1)
+    model.load_state_dict(rename_weights(original, "roberta_prelayernorm." if pre else "roberta."))
+    ids = make_ids(1)
     mask = ids != 1
     with torch.no_grad():
         x = model.stem(ids)
@@ -263,18 +261,6 @@ def test_the_steps_of_a_model_in_a_row_are_transformers_network(norm_position):
         torch.testing.assert_close(model.head(model.fuse(x, x)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_normal_init_is_transformers():
-    linear, table, norm = nn.Linear(400, 300), nn.Embedding(500, 200, padding_idx=3), nn.LayerNorm(4)
-    for module in (linear, table, norm):
-        Normal(std=0.02)(module)
-    assert linear.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert linear.weight.abs().max() > 0.06  # not cut
-    assert linear.bias.unique().tolist() == [0]
-    assert table.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert [i for i in range(500) if table.weight[i].abs().max() == 0] == [3]
-    assert (norm.weight.unique().tolist(), norm.bias.unique().tolist()) == ([1], [0])
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -282,9 +268,15 @@ def test_normal_init_is_transformers():
             lambda: TokenStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12),
             "type: found 'token_embed'; .*input.kind: text",
         ),
-        (lambda: TokenStem(text(50), width=12), "an input.padding below 50"),
-        (lambda: TokenStem(text(None), width=12, position="after_padding"), "position: found 'after_padding'; .*padding id"),
-        (lambda: TokenStem(text(None), width=11, position="sinusoidal"), "width: found 11; allowed: an even number"),
+        (lambda: TokenStem(text_context(50), width=12), "an input.padding below 50"),
+        (
+            lambda: TokenStem(text_context(None), width=12, position="after_padding"),
+            "position: found 'after_padding'; .*padding id",
+        ),
+        (
+            lambda: TokenStem(text_context(None), width=11, position="sinusoidal"),
+            "width: found 11; allowed: an even number",
+        ),
         (lambda: SelfAttentionBranch(TOKENS, heads=5), "heads: found 5; allowed: a divisor of the width 12"),
         (
             lambda: SelfAttentionBranch(BuildContext(Shape(12, (2, 2), "image"), 12), heads=3),
@@ -297,6 +289,6 @@ def test_normal_init_is_transformers():
         (lambda: MaskedLM(TOKENS), "type: found 'masked_lm'; allowed: a stem with a table of embeddings"),
     ],
 )
-def test_what_does_not_fit_is_named(make, message):
+def test_arguments_that_do_not_fit_are_named(make, message):
     with pytest.raises(PartArgumentError, match=message):
         make()

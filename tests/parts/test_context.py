@@ -1,0 +1,80 @@
+"""Where parts lie, and the checks that the build context makes for them."""
+
+from pathlib import Path
+
+import pytest
+
+import revzoo
+from revzoo import registry
+from revzoo.errors import PartArgumentError
+from revzoo.parts.context import BuildContext, Shape
+
+FOLDERS = ("stems", "branches", "transitions", "heads")
+FILES = ("splits", "fuses", "inits")
+ROOT = Path(revzoo.__file__).parent / "parts"
+IMAGE = BuildContext(Shape(3, (6, 4), "image"), 12)
+GRID = BuildContext(Shape(8, (4, 6), "tokens"), 12)
+ROW = BuildContext(Shape(8, (24,), "tokens"), 12)
+TEXT = BuildContext(Shape(100, (16,), "text"), 100)
+
+
+@pytest.mark.parametrize("role", FOLDERS)
+def test_a_file_registers_the_part_it_is_named_after(role):
+    table = getattr(registry, role)
+    assert {name: table[name].__module__ for name in table} == {name: f"revzoo.parts.{role}.{name}" for name in table}
+    assert {path.stem for path in (ROOT / role).glob("*.py")} == {*table, "__init__"}
+
+
+@pytest.mark.parametrize("role", FILES)
+def test_small_roles_have_one_file(role):
+    table = getattr(registry, role)
+    assert {table[name].__module__ for name in table} == {f"revzoo.parts.{role}"}
+
+
+def test_shapes_of_each_kind():
+    shapes = [context.shape for context in (IMAGE, GRID, ROW, TEXT)]
+    assert [shape.dims for shape in shapes] == [(3, 6, 4), (24, 8), (24, 8), (16,)]
+    assert [shape.channel_dim for shape in shapes[:3]] == [1, 2, 2]
+    assert (IMAGE.sides, GRID.sides) == ((6, 4), (4, 6))
+
+
+def test_what_fits_is_accepted():
+    IMAGE.require_kind("image", "conv")
+    GRID.require_kind("grid", "window_attention")
+    ROW.require_kind("tokens", "mlp")
+    TEXT.require_kind("text", "token_embed")
+    GRID.require_divisor("heads", 6)
+    GRID.require_divisor("heads", 8, width=8)
+    GRID.require_stride("stride", 2)
+    GRID.require_hidden_channel("ratio", 1 / 12)
+    GRID.require_hidden_channel("ratio", 0.125, width=8)
+
+
+@pytest.mark.parametrize(
+    ("check", "message"),
+    [
+        (lambda: GRID.require_kind("image", "conv_unit"), "type: found 'conv_unit'; allowed: a stem that gives images, for"),
+        (lambda: TEXT.require_kind("image", "conv"), "type: found 'conv'; allowed: an input of kind image, or token_embed for"),
+        (
+            lambda: IMAGE.require_kind("tokens", "mlp"),
+            "type: found 'mlp'; allowed: a stem that gives tokens",
+        ),
+        (lambda: ROW.require_kind("grid", "w"), "type: found 'w'; allowed: a stem that gives a 2-dimensional grid of tokens"),
+        (lambda: IMAGE.require_kind("grid", "w"), "type: found 'w'; allowed: a stem that gives a 2-dimensional grid of tokens"),
+        (lambda: IMAGE.require_kind("text", "t"), "type: found 't'; allowed: a stem for images, .* or input.kind: text"),
+        (lambda: IMAGE.require_kind("tokens", "h", "another head"), "type: found 'h'; allowed: another head"),
+        (lambda: GRID.require_divisor("heads", 5), "heads: found 5; allowed: a divisor of the width 12"),
+        (lambda: GRID.require_divisor("heads", 3, width=8), "heads: found 3; allowed: a divisor of the width 8"),
+        (lambda: GRID.require_stride("stride", 4), "stride: found 4; allowed: a divisor of both sides of the 4x6 grid"),
+        (lambda: GRID.require_stride("stride", 3), "stride: found 3; allowed: a divisor of both sides of the 4x6 grid"),
+        (lambda: IMAGE.require_stride("patch", 4), "patch: found 4; allowed: a divisor of both sides of the 6x4 image"),
+        (lambda: GRID.require_hidden_channel("r", 0.08), "r: found 0.08; allowed: a ratio that leaves .* of the width 12"),
+        (
+            lambda: GRID.require_hidden_channel("r", 0.1, width=8),
+            "r: found 0.1; allowed: a ratio .* of the width 8",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(check, message):
+    with pytest.raises(PartArgumentError, match=message):
+        check()

@@ -1,0 +1,92 @@
+"""Rev-ViT's parts against timm's ViT on the same weights, and the whole network against its equations."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import Block, VisionTransformer
+
+import revzoo
+from revzoo.errors import PartArgumentError
+from revzoo.parts.branches.attention import AttentionBranch
+from revzoo.parts.branches.mlp import MlpBranch
+from revzoo.parts.context import BuildContext, Shape
+from revzoo.parts.stems.patch_embed import PatchStem
+
+TOKENS = BuildContext(Shape(12, (2, 3), "tokens"), 12)
+IMAGE = BuildContext(Shape(8, (6, 4), "image"), 8)
+TEXT = BuildContext(Shape(100, (8,), "text"), 100)
+
+
+def test_attention_and_mlp_are_timms_block_without_the_residual():
+    block = Block(12, num_heads=3, qkv_bias=True)
+    block.norm1.eps = block.norm2.eps = 1e-6
+    f, g = AttentionBranch(TOKENS, heads=3), MlpBranch(TOKENS, ratio=4.0)
+    weights = block.state_dict()
+    f.load_state_dict({k.replace("norm1", "norm"): w for k, w in weights.items() if k.startswith(("norm1", "attn"))})
+    g.load_state_dict({k.replace("norm2", "norm"): w for k, w in weights.items() if k.startswith(("norm2", "mlp"))})
+    x = torch.randn(2, 6, 12)
+    h = x + f(x)
+    torch.testing.assert_close(h + g(h), block(x), rtol=0, atol=0)
+
+
+def test_patch_stem_is_timms_patch_embedding_and_position():
+    vit = VisionTransformer(8, 2, 3, global_pool="avg", embed_dim=12, num_heads=3, class_token=False, depth=0)
+    stem = PatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12, patch=2)
+    stem.load_state_dict({k: w for k, w in vit.state_dict().items() if k.startswith(("patch_embed", "pos_embed"))})
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(stem(x), vit._pos_embed(vit.patch_embed(x)), rtol=0, atol=0)
+    assert stem.out_shape == Shape(12, (4, 4), "tokens")
+    plain = PatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12, patch=2, position="none")
+    assert [k for k, _ in plain.named_parameters()] == ["patch_embed.proj.weight", "patch_embed.proj.bias"]
+
+
+@pytest.mark.parametrize(("position", "rows"), [("learned", 7), ("patches", 6), ("none", None)])
+def test_patch_stem_puts_a_class_token_first(position, rows):
+    context = BuildContext(Shape(3, (4, 6), "image"), 3)
+    stem = PatchStem(context, width=12, patch=2, class_token=True, position=position, position_std=0.5)
+    torch.nn.init.normal_(stem.cls_token)
+    assert stem.out_shape == Shape(12, (7,), "tokens")
+    assert (None if stem.pos_embed is None else stem.pos_embed.shape[1]) == rows
+    x = torch.randn(2, 3, 4, 6)
+    y, patches = stem(x), stem.patch_embed(x)
+    added = torch.zeros(1, 7, 12) if rows is None else F.pad(stem.pos_embed, (0, 0, 7 - rows, 0))
+    torch.testing.assert_close(y[:, 1:], patches + added[:, 1:])
+    torch.testing.assert_close(y[:, :1], (stem.cls_token + added[:, :1]).expand(2, -1, -1))
+
+
+def test_branches_scale_what_they_return():
+    x = torch.randn(2, 6, 12)
+    for branch, options in ((AttentionBranch, {"heads": 3}), (MlpBranch, {})):
+        plain, scaled = branch(TOKENS, **options), branch(TOKENS, **options, layer_scale=True)
+        assert scaled.ls.gamma.unique().tolist() == pytest.approx([1e-5])
+        torch.nn.init.normal_(scaled.ls.gamma)
+        plain.load_state_dict({key: value for key, value in scaled.state_dict().items() if key != "ls.gamma"})
+        torch.testing.assert_close(scaled(x), plain(x) * scaled.ls.gamma, rtol=0, atol=0)
+
+
+def test_a_whole_rev_vit_is_its_equations():
+    model = revzoo.create("rev_vit_digits").eval()
+    x = model.example_input(3)
+    x1 = x2 = model.stem(x)
+    for block in model.stages[0].blocks:
+        x1 = x1 + block.f(x2)
+        x2 = x2 + block.g(x1)
+    fused = F.layer_norm(torch.cat((x1, x2), 2), (128,), model.fuse.norm.weight, model.fuse.norm.bias, 1e-6)
+    torch.testing.assert_close(model(x), model.head.linear(fused.mean(1)))
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "message"),
+    [
+        (lambda: AttentionBranch(TOKENS, heads=5), "heads", "a divisor of the width 12"),
+        (lambda: AttentionBranch(IMAGE, heads=2), "type", "a stem that gives tokens"),
+        (lambda: MlpBranch(IMAGE), "type", "a stem that gives tokens"),
+        (lambda: MlpBranch(TOKENS, ratio=0.01), "ratio", "leaves a hidden channel of the width 12"),
+        (lambda: PatchStem(IMAGE, width=8, patch=4), "patch", "a divisor of both sides of the 6x4 image"),
+        (lambda: PatchStem(TEXT, width=8, patch=4), "type", "an input of kind image, or token_embed for texts"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(make, argument, message):
+    with pytest.raises(PartArgumentError, match=message) as error:
+        make()
+    assert error.value.argument == argument
