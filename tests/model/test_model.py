@@ -19,14 +19,6 @@ def model(request):
     return revzoo.create(request.param, dtype=torch.float64)
 
 
-def gradients(model, x, schedule):
-    model.schedule = schedule
-    torch.manual_seed(1)
-    model.zero_grad()
-    model(x).square().sum().backward()
-    return [p.grad for p in model.parameters()]
-
-
 def mixed(model, *modes):
     """Cycle through modes over the units; a node takes `recompute` where a step would take `invert`."""
     steps = {step.name for step in model.steps}
@@ -36,50 +28,45 @@ def mixed(model, *modes):
     ]
 
 
-@pytest.mark.parametrize(
-    "modes",
-    [
+def test_gradients_equal_stored_ones_in_any_schedule(model, gradients):
+    x = model.example_input(3)
+    expected = gradients.compute(model, "store", x)
+    for modes in (
         ("invert",),
         ("recompute",),
         ("selective",),
         ("invert", "store", "recompute", "selective"),
         ("selective", "invert", "invert"),
-    ],
-)
-def test_gradients_equal_stored_ones_in_any_schedule(model, modes):
-    x = model.example_input(3)
-    expected = gradients(model, x, "store")
-    for found, right in zip(gradients(model, x, mixed(model, *modes)), expected, strict=True):
-        assert (found - right).norm() <= 1e-10 * right.norm()
+    ):
+        for name, g in gradients.compute(model, mixed(model, *modes), x).items():
+            assert (g - expected[name]).norm() <= 1e-10 * expected[name].norm(), (modes, name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_exact_float32_gradients_are_bit_identical(name):
+def test_exact_float32_gradients_are_bit_identical(name, gradients):
     torch.manual_seed(0)
     model = revzoo.create(name, exact=True)
     x = model.example_input(3)
-    expected = gradients(model, x, "store")
+    expected = gradients.compute(model, "store", x)
     for schedule in ("invert", mixed(model, "selective"), mixed(model, "invert", "store", "recompute", "selective")):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(model, x, schedule), expected, strict=True))
+        assert gradients.differing(gradients.compute(model, schedule, x), expected) == []
 
 
 @pytest.mark.parametrize("size", [4, 8])
-def test_exact_gradients_are_bit_identical_down_to_a_single_pixel(size):
+def test_exact_gradients_are_bit_identical_down_to_a_single_pixel(size, gradients):
     torch.manual_seed(0)
     model = revzoo.create("irevnet_digits", exact=True, overrides=[f"input.size=[{size},{size}]"])
     x = model.example_input(3)
     seen = {step.name: [] for step in model.steps}
     for step in model.steps:
         step.register_forward_pre_hook(lambda step, inputs: seen[step.name].append(inputs[0].stride()))
-    expected = gradients(model, x, "store")
-    found = gradients(model, x, "invert")
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert gradients.differing(gradients.compute(model, "invert", x), gradients.compute(model, "store", x)) == []
     assert {name: len(set(strides)) for name, strides in seen.items()} == dict.fromkeys(seen, 1)
 
 
-def test_batch_norm_of_stem_transitions_and_steps_counts_once():
+def test_batch_norm_of_stem_transitions_and_steps_counts_once(gradients):
     model = revzoo.create("revnet_digits")
-    gradients(model, model.example_input(3), mixed(model, "recompute", "invert"))
+    gradients.compute(model, mixed(model, "recompute", "invert"), model.example_input(3))
     counts = {k: b.item() for k, b in model.named_buffers() if k.endswith("num_batches_tracked")}
     # Stem and fuse; two units of two in each transition, less the first one's first; two in each step.
     assert len(counts) == 2 + (3 * 4 - 1) + 12 * 2
@@ -112,14 +99,14 @@ def test_tables_of_positions_do_not_decay(name, count):
     assert min(sizes.values()) == 2
 
 
-def test_training_with_a_frozen_stem():
+def test_training_with_a_frozen_stem(gradients):
     model = revzoo.create("rev_vit_digits", dtype=torch.float64)
     model.stem.requires_grad_(False)
     x = model.example_input(2)
-    expected = gradients(model, x, "store")
-    found = gradients(model, x, "invert")
-    assert sum(g is None for g in found) == 3
-    assert all(g is None or (g - r).norm() <= 1e-12 * r.norm() for g, r in zip(found, expected, strict=True))
+    expected = gradients.compute(model, "store", x)
+    inverted = gradients.compute(model, "invert", x)
+    assert sum(g is None for g in inverted.values()) == 3
+    assert all(g is None or (g - expected[name]).norm() <= 1e-12 * expected[name].norm() for name, g in inverted.items())
 
 
 def test_units_and_schedule():

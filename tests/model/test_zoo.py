@@ -9,6 +9,7 @@ import revzoo
 import zoo_cli
 from revzoo.analysis.zoo import read_table
 from revzoo.format import format_bytes
+from revzoo.spec.names import model_files
 
 TABLE = read_table(Path(__file__).parents[2] / "docs" / "zoo.json")  # tests/analysis/test_zoo.py sees that it is of these specs
 
@@ -26,53 +27,68 @@ FAMILIES = {
 SMALL = [small for small, _ in FAMILIES.values()]
 
 
+def slow_but_for(*names):
+    """Return the small members as parameters of a test; all but these are slow."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+
+
 def test_every_family_is_here():
-    models = revzoo.list_models()
-    assert {revzoo.load_spec(name).family for name in models} == set(FAMILIES)
-    assert len(models) >= 45
+    folders = [file.parent.name for file in model_files().values()]  # tests/spec sees that a folder is named as its family
+    assert set(folders) == set(FAMILIES)
+    assert len(folders) >= 45
 
 
-def gradients(model, batch, schedule):
-    """Return gradients with dropout and drop path at work, streams that differ from the start, and a fixed loss."""
-    unequal = model.split.register_forward_hook(lambda split, inputs, pair: (pair[0], 0.7 * pair[1].flip(-1)))
-    model.schedule = schedule
-    model.zero_grad()
-    torch.manual_seed(1)
-    outputs = model(batch)
-    weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2), dtype=outputs.dtype)
-    outputs.backward(weights)
-    unequal.remove()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective"])
-def test_gradients_equal_stored_ones(name, schedule):
+# test_text.py checks rev_roberta_mini, with padding and dropout.
+@pytest.mark.parametrize("name", slow_but_for(*(name for name in SMALL if name != "rev_roberta_mini")))
+def test_gradients_equal_stored_ones(name, gradients):
     torch.manual_seed(0)
     model = revzoo.create(name, dtype=torch.float64, overrides=["block.drop_path.max=0.2"])
+    gradients.make_streams_unequal(model)
     batch = model.example_input(3)
-    expected, found = gradients(model, batch, "store"), gradients(model, batch, schedule)
+    expected = gradients.compute(model, "store", batch)
     assert all(g is not None for g in expected.values()), "every parameter takes part"
-    typical = torch.stack([g.norm() for g in expected.values()]).square().mean().sqrt()
-    worst = max(float((found[k] - g).norm() / max(g.norm(), 1e-6 * typical)) for k, g in expected.items())
-    assert worst < 1e-10
+    for schedule in ("invert", "recompute", "selective"):
+        assert gradients.largest_error(gradients.compute(model, schedule, batch), expected) < 1e-10, schedule
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_exact_gradients_are_bit_identical_in_float32(name):
+# The other families have tests of exact gradients in test_model.py and test_text.py.
+@pytest.mark.parametrize("name", slow_but_for("reformer_mini", "rev_mvit_digits", "rev_swin_digits"))
+def test_exact_gradients_are_bit_identical_in_float32(name, gradients):
     torch.manual_seed(0)
     model = revzoo.create(name, exact=True)
+    gradients.make_streams_unequal(model)
     batch = model.example_input(3)
-    expected, found = gradients(model, batch, "store"), gradients(model, batch, "invert")
-    assert [k for k, g in expected.items() if not torch.equal(g, found[k])] == []
+    assert gradients.differing(gradients.compute(model, "invert", batch), gradients.compute(model, "store", batch)) == []
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", slow_but_for("rev_bert_mini", "revnet_digits", "rev_swin_digits"))
 def test_verifying_passes(name, capsys):
     assert zoo_cli.main(["verify", name]) == 0
     assert "Safe to train in float32" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", slow_but_for("rev_vit_digits"))  # tests/analysis/test_zoo.py measures two more
+def test_the_small_member_holds_the_bytes_of_the_table(name):
+    row = TABLE[name]
+    model = revzoo.create(name, device="meta")
+    report = revzoo.measure_memory(model, model.example_input(row["batch_size"]))
+    assert report.weight_bytes == report.gradient_bytes == 4 * row["parameters"]
+    assert report.activation_bytes == row["activation_bytes"]["invert"]
+
+
+def test_inverted_blocks_hold_the_same_bytes_at_any_depth():
+    inverted, stored = [], []
+    for depth in (1, 5):
+        model = revzoo.create("rev_vit_digits", device="meta", overrides=[f"stages.0.depth={depth}"])
+        batch = model.example_input(2)
+        inverted.append(revzoo.measure_memory(model, batch).activation_bytes)
+        model.schedule = "store"
+        stored.append(revzoo.measure_memory(model, batch).activation_bytes)
+    assert inverted[0] == inverted[1] < stored[1] / 4
+    assert stored[1] > 3 * stored[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_largest_member_needs_less_than_a_quarter_of_stored_activations(family, capsys):
     """A whole training step, counted without allocating a weight."""
@@ -90,10 +106,17 @@ def test_the_largest_member_needs_less_than_a_quarter_of_stored_activations(fami
     assert report.activation_bytes < row["activation_bytes"]["store"] / 4
 
 
-def test_a_hundred_blocks_give_their_input_back():
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("irevnet_digits", []),
+        pytest.param("irevnet_300_bottleneck", ["input.size=[32,32]"], marks=pytest.mark.slow),  # a hundred blocks
+    ],
+)
+def test_features_give_the_input_back(name, overrides):
     torch.manual_seed(0)
-    model = revzoo.create("irevnet_300_bottleneck", overrides=["input.size=[32,32]"]).eval()
-    images = torch.randint(0, 256, (2, 3, 32, 32)) / 256
+    model = revzoo.create(name, overrides=overrides).eval()
+    images = torch.randint(0, 256, model.example_input(2).shape) / 256
     torch.testing.assert_close(model.inverse(model.forward_features(images)), images, rtol=0, atol=1e-4)
     model.exact = True
     assert torch.equal(model.inverse(model.forward_features(images)), images)

@@ -10,14 +10,59 @@ import revzoo
 from revzoo.errors import InputError, SpecError
 from revzoo.spec import Part
 
+# The largest networks are built in slow tests only; of the others, some of every family are also run.
+SLOW_TO_BUILD = {
+    "irevnet_300",
+    "irevnet_300_bottleneck",
+    "reformer_enwik8",
+    "rev_bert_large",
+    "rev_mvit_h",
+    "rev_mvit_l",
+    "rev_mvit_v2_b",
+    "rev_roberta_large_1024",
+    "rev_swin_g",
+    "rev_swin_g_mlp",
+    "rev_swin_h",
+    "rev_vit_h",
+    "revnet_104",
+}
+QUICK_TO_RUN = {
+    "irevnet_digits",
+    "irevnet_injective",
+    "reformer_mini",
+    "rev_bert_mini",
+    "rev_mvit_digits",
+    "rev_roberta_mini",
+    "rev_swin_digits",
+    "rev_vit_digits",
+    "rev_vit_s",
+    "revnet_digits",
+}
+MODELS = revzoo.list_models()
 
-@pytest.mark.parametrize("name", revzoo.list_models())
-def test_every_spec_builds_on_the_meta_device_as_it_expects(name):
+
+def marked(name, slow):
+    return pytest.param(name, marks=pytest.mark.slow) if slow else name
+
+
+def test_the_quick_and_the_slow_are_models():
+    assert set(MODELS) >= SLOW_TO_BUILD | QUICK_TO_RUN
+    assert not SLOW_TO_BUILD & QUICK_TO_RUN
+
+
+@pytest.mark.parametrize("name", [marked(name, name in SLOW_TO_BUILD) for name in MODELS])
+def test_every_spec_builds_on_the_meta_device_with_the_parameters_and_steps_it_expects(name):
     model = revzoo.create(name, device="meta")
     expect = model.spec.expect
     assert set(expect) >= {"parameters", "stream_shape", "reversible_steps"}
     assert sum(p.numel() for p in model.parameters()) == expect["parameters"]
     assert len(model.steps) == expect["reversible_steps"]
+
+
+@pytest.mark.parametrize("name", [marked(name, name not in QUICK_TO_RUN) for name in MODELS])
+def test_every_model_runs_with_the_streams_and_flops_it_expects(name):
+    model = revzoo.create(name, device="meta")
+    expect = model.spec.expect
     streams = []
     model.steps[-1].register_forward_hook(lambda step, inputs, out: streams.append(tuple(out.shape[1:])))
     batch = model.example_input(2)
