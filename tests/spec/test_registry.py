@@ -1,0 +1,58 @@
+"""A registry knows the entries of its home module from the first lookup on, of whatever kind."""
+
+import sys
+from itertools import count
+
+import pytest
+
+from revzoo import registry
+from revzoo.errors import UnknownNameError
+from revzoo.registry import Registry
+
+HOME = """
+from revzoo import registry
+
+@registry.toys.register("car")
+def car(context, *, wheels: "int" = 4): ...
+"""
+NUMBER = count()
+
+
+@pytest.fixture
+def toys(tmp_path, monkeypatch):
+    """Return a registry whose home module has not been imported."""
+    name = f"home_of_toys_{next(NUMBER)}"
+    (tmp_path / f"{name}.py").write_text(HOME)
+    monkeypatch.syspath_prepend(tmp_path)
+    toys = Registry("toy", name)
+    monkeypatch.setattr(registry, "toys", toys, raising=False)
+    assert name not in sys.modules
+    yield toys
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("look_up", "expected"),
+    [
+        (list, ["car"]),
+        (lambda toys: ("car" in toys, "cat" in toys), (True, False)),
+        (lambda toys: toys["car"].__name__, "car"),
+        (lambda toys: [p.annotation for p in toys.arguments("car").values()], [int]),
+    ],
+    ids=["iterate", "contains", "get", "arguments"],
+)
+def test_the_first_lookup_imports_the_home_module(toys, look_up, expected):
+    assert look_up(toys) == expected
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones(toys):
+    with pytest.raises(UnknownNameError, match=r"^Unknown toy 'cart'\. Did you mean 'car'\? Allowed: car\.$"):
+        toys["cart"]
+
+
+def test_registering_needs_no_home_module_and_a_name_is_registered_once(toys):
+    toys.register("boat")(object)
+    assert toys._home not in sys.modules
+    with pytest.raises(ValueError, match="toy 'boat' is registered twice"):
+        toys.register("boat")(object)
+    assert list(toys) == ["boat", "car"]
