@@ -125,7 +125,7 @@ def test_post_branches_in_a_row_are_transformers_layer(layer_class, config, trai
     torch.testing.assert_close(run_seeded(lambda: g(f(x))), run_seeded(layer, x), rtol=0, atol=1e-5)
 
 
-def test_attention_is_the_formula_and_passes_over_padding():
+def test_attention_is_the_formula_and_ignores_padding():
     f = SelfAttentionBranch(TOKENS, heads=3, norm_position="pre").double()
     redraw(f)
     x, mask = torch.randn(3, 11, 12, dtype=torch.float64), make_ids(1) != 1

@@ -58,7 +58,7 @@ def dense(branch, x, rotations, mask=None):
 @pytest.mark.parametrize("N", [32, 27, 3], ids="{} tokens".format)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_hashed_attention_is_the_masked_dense_one(causal, masked, N):
+def test_hashed_attention_equals_masked_dense_attention(causal, masked, N):
     f = hashed(causal=causal).eval()
     x, mask = torch.randn(2, N, 16), some_absent(N) if masked else None
     y, expected = f(x, mask), dense(f, x, f.rotations, mask)
@@ -67,7 +67,7 @@ def test_hashed_attention_is_the_masked_dense_one(causal, masked, N):
     assert y.isfinite().all()
 
 
-def test_its_gradient_is_the_dense_ones():
+def test_the_gradient_equals_that_of_dense_attention():
     f = hashed(torch.float64).eval()
     x = torch.randn(2, 27, 16, dtype=torch.float64, requires_grad=True)
     wanted = [x, *f.parameters()]
@@ -90,7 +90,7 @@ def test_training_draws_rotations_and_evaluation_does_not():
     assert not torch.equal(f(x), f.train()(x))
 
 
-def test_rotations_that_no_file_holds_can_be_made_without_the_device():
+def test_constants_can_be_built_for_a_model_on_the_meta_device():
     with torch.device("meta"):
         f = hashed()
         made = f.build_constants()
@@ -177,7 +177,7 @@ def test_half_precision_and_autocast(dtype):
     torch.testing.assert_close(y[mask].float(), expected[mask], rtol=0.05, atol=0.05)
 
 
-def test_chunks_are_the_whole():
+def test_chunked_mlp_equals_mlp():
     whole, chunked = MlpBranch(TOKENS), ChunkedMlpBranch(TOKENS, chunks=5)
     chunked.load_state_dict(whole.state_dict())
     sizes = []
@@ -203,7 +203,7 @@ def test_chunks_save_hidden_channels_without_a_gradient():
     assert peaks == {1: (1 + 4 + 4) * stream, 10: 2 * stream}
 
 
-def test_the_head_answers_for_every_token():
+def test_token_linear_is_the_formula():
     head = TokenLinear(TOKENS, outputs=5)
     x = torch.randn(2, 7, 16)
     normed = torch.nn.functional.layer_norm(x, (16,), head.norm.weight, head.norm.bias, 1e-6)

@@ -47,7 +47,7 @@ def test_window_attention_and_mlp_are_timms_block_without_the_residual(grid, win
         torch.testing.assert_close(f.mask, block.attn_mask, rtol=0, atol=0)
 
 
-def test_windows_may_stay_where_they_are():
+def test_windows_need_not_shift():
     f = WindowBranch(on_grid(8, 8, index=1), heads=3, window=4, shift="none", qkv_bias=False)
     assert (f.shift, f.mask, f.attn.qkv.bias) == ((0, 0), None, None)
 
@@ -81,7 +81,7 @@ FUSES = {
 
 
 @pytest.mark.parametrize("shift", ["alternate", "none"])
-def test_tables_that_no_file_holds_can_be_made_without_the_device(shift):
+def test_constants_can_be_built_for_a_model_on_the_meta_device(shift):
     made = WindowBranch(on_grid(8, 12, index=1), heads=3, window=4, shift=shift).bfloat16()
     with torch.device("meta"):
         on_meta = WindowBranch(on_grid(8, 12, index=1), heads=3, window=4, shift=shift).bfloat16()

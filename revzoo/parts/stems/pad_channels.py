@@ -35,7 +35,7 @@ class PadStem(nn.Module):
         if channels == 1:
             raise PartArgumentError("block", block, "at least 2, because both streams need a channel of the image")
         if width < channels or width % 2:
-            raise PartArgumentError("width", width, f"an even number from the {channels} channels that are there")
+            raise PartArgumentError("width", width, f"an even number, at least the {channels} channels before padding")
         self._halves = ((channels + 1) // 2, channels // 2)
         self._zeros = tuple(width // 2 - half for half in self._halves)
         self.out_shape = replace(self._fold.out_shape, width=width)
