@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.registry import couplings
-from revzoo.runtime.compiling import not_compiled
+from revzoo.runtime.compiling import is_exporting, not_compiled
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, has_value, require_exact
@@ -162,7 +162,7 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
             f"Received: {x1.dtype} on {x1.device} and {x2.dtype} on {x2.device}."
         )
     drops = any(isinstance(link, Step) and link.mode != "store" for link in links)
-    if drops and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    if drops and torch.is_grad_enabled() and not is_exporting():
         return _run_recorded(links, x1, x2, side, exact)
     return _run_plain(links, x1, x2, side, exact)
 
@@ -286,7 +286,8 @@ def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: boo
     couplings = [link.coupling for link in links if isinstance(link, Step)]
     if not exact and not any(coupling.is_exact for coupling in couplings):
         return None, (x1, _dense(x2))
-    grid = Grid(x1.dtype, min((c.fraction_bits for c in couplings if c.fraction_bits is not None), default=None))
+    fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]
+    grid = Grid(x1.dtype, min(fraction_bits) if fraction_bits else None)
     pair = grid.round(x1), grid.round(x2)
     grid.watch(*pair)
     return grid, pair
@@ -295,10 +296,10 @@ def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: boo
 def _dense(x: Tensor) -> Tensor:
     """Return x without gaps in memory, as inversion will return it: a compiled step relies on the strides of its first run."""
     expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride != expected:
+    for dim in sorted((dim for dim in range(x.dim()) if x.shape[dim] > 1), key=x.stride):
+        if x.stride(dim) != expected:
             return x.clone()
-        expected *= size
+        expected *= x.shape[dim]
     return x
 
 

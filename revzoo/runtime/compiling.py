@@ -33,6 +33,15 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export is tracing.
+
+    `torch.compiler.is_exporting` says so too, but before PyTorch 2.14 it also returns True under torch.compile.
+    """
+    exporting: bool = torch.compiler._is_exporting_flag
+    return exporting
+
+
 def is_compiled(function: Callable[..., Any]) -> bool:
     """Return whether a function, or a module in it, was compiled by itself."""
     compiler = sys.modules.get(_COMPILER)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.runtime.compiling import not_compiled
+from revzoo.runtime.compiling import is_exporting, not_compiled
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.tape import RecordedCall, SavedInputs
 
@@ -20,7 +20,7 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
             compute-intensive operations.
         inputs: arguments of the module.
     """
-    if mode == "store" or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+    if mode == "store" or not torch.is_grad_enabled() or is_exporting():
         return module(*inputs)
     return _run_recorded(module, name, mode, *inputs)
 
