@@ -1,4 +1,4 @@
-"""Maps between steps that lose nothing: they act on both streams and store nothing."""
+"""Bijections: parameter-free maps between steps, which are inverted exactly and store nothing."""
 
 from torch import Tensor, nn
 
@@ -6,9 +6,9 @@ from torch import Tensor, nn
 class Bijection(nn.Module):
     """A parameter-free map of one stream with an exact inverse.
 
-    A chain applies it to both streams and undoes it in backward. `forward` must consist of operations that save no
-    tensor for backward (views, permutations, copies). What either returns is contiguous: kernels choose their order of
-    sums by strides, so a rebuilt state has to have those of the first run.
+    A chain applies it to both streams and inverts it in backward. `forward` must consist of operations that save no tensor for
+    backward (views, permutations, copies). `forward` and `inverse` return contiguous tensors: kernels choose the order of their
+    sums by strides, so a rebuilt state must have the strides of the first run.
     """
 
     def inverse(self, y: Tensor) -> Tensor:

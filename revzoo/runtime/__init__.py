@@ -1,4 +1,4 @@
-"""The reversible runtime, usable alone: it knows tensors and callables, no spec and no family."""
+"""The reversible runtime. It can be used without the rest of revzoo: it knows tensors and modules, no specs and no families."""
 
 from revzoo.bijection import Bijection, SpaceToDepth
 from revzoo.runtime.chain import ReversibleChain

@@ -1,32 +1,35 @@
-"""The bits that a product with 2^-s loses, packed: what makes an integer's division by 2^s reversible."""
+"""Packing of the bits that an integer division by 2^s loses; kept, they make the division reversible."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_WIDTHS = (8, 4, 2, 1)  # fields that fill a byte; every number of bits is a sum of some of them
+_WIDTHS = (8, 4, 2, 1)  # fields of these widths fill a byte without gaps; every number of bits is a sum of some of them
 
 
 def pack(values: Tensor, bits: int) -> list[Tensor]:
-    """Return integers below 2^bits, bits from 0 to 8, in ceil(numel / 8) bytes a bit or a little less.
+    """Pack integers below 2^bits into at most bits * ceil(numel / 8) bytes.
 
     Shapes: values: any, uint8; returns flat uint8 tensors, one for each power of two in `bits`.
+    Args:
+        values: the integers.
+        bits: from 0 to 8.
     """
-    found, rest = [], values.flatten()
+    packed, rest = [], values.flatten()
     for width in _WIDTHS:
         if bits & width:
-            found.append(rest if width == 8 else _fold(rest & (2**width - 1), width))
+            packed.append(rest if width == 8 else _fold(rest & (2**width - 1), width))
             rest = rest if width == 8 else rest >> width
-    return found
+    return packed
 
 
 def unpack(packed: Sequence[Tensor], bits: int, shape: torch.Size) -> Tensor:
-    """Return what was packed, uint8 in its shape."""
-    parts, total, shift = iter(packed), None, 0
+    """Return the integers that `pack` was given, as uint8 of the given shape."""
+    fields, total, shift = iter(packed), None, 0
     for width in _WIDTHS:
         if bits & width:
-            field = _unfold(next(parts), width, shape.numel()) << shift
+            field = _unfold(next(fields), width, shape.numel()) << shift
             total = field if total is None else total | field
             shift += width
     assert total is not None, "no bits were packed"

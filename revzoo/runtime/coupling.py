@@ -1,11 +1,11 @@
-"""The one recurrence behind every reversible residual network.
+"""The recurrence behind every reversible residual network.
 
     w[k+1] = a * w[k] + b * w[k-1] + c * f(w[k])
     w[k-1] = (w[k+1] - a * w[k] - c * f(w[k])) / b          where b != 0
 
-The pair (w[k-1], w[k]) is the two streams. A coupling is the three coefficients; everything else is the chain's. With small
-b it is nearly an ordinary network, and in floating point nearly impossible to invert; with `kept_bits` it is inverted
-exactly (`exact.py`).
+The pair (w[k-1], w[k]) is the two streams, and a coupling is the three coefficients. With a small b the chain is nearly an
+ordinary residual network, and nearly impossible to invert in floating point. With `kept_bits` its inverse is exact
+(`exact.py`).
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ class Coupling:
 
     Args:
         a: weight of the current state. Where a = 0 the two streams may differ in shape.
-        b: weight of the state before it. Each inverted step multiplies the rounding error by 1 / |b|; with b = 0 the step
+        b: weight of the state before it. Each inverted step multiplies the rounding error by 1 / |b|. With b = 0 the step
             forgets the older stream and can be run in every mode but `invert`.
         c: weight of f, not 0.
-        kept_bits: s of |b| = 2^-s, for streams on a grid: the s bits of each element that the product with b loses are kept
-            until backward, and inversion is exact. None: floating point, unless the chain is `exact`.
-        fraction_bits: of the grid, whose steps are 2^-fraction_bits; None: 16 for float32, 32 for float64. Fewer make room for
-            larger states.
+        kept_bits: s, where |b| = 2^-s. The streams are then on a grid, the s bits of each element that the product with b
+            loses are kept until backward, and inversion is exact. None: floating point, unless the chain is `exact`.
+        fraction_bits: binary digits after the point on that grid; None is 16 for float32, 32 for float64. Fewer allow larger
+            states.
 
     Raises:
         InputError: a coefficient is no finite number, c is 0, or |b| is not 2^-kept_bits.
@@ -60,16 +60,16 @@ class Coupling:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the streams are on a grid in any case, and the bits that b loses are kept."""
+        """Whether inversion is exact in every chain, because the bits that b loses are kept."""
         return self.kept_bits is not None
 
     def advance(self, previous: Tensor, current: Tensor, out: Tensor) -> Tensor:
         """Return w[k+1] for out = f(w[k]); saves nothing for backward."""
         terms = [(w, s) for w, s in ((previous, self.b), (current, self.a), (out, self.c)) if s != 0]
-        terms.sort(key=lambda term: term[1] != 1)  # begin with a term that needs no scaling
+        terms.sort(key=lambda term: term[1] != 1)  # a first term that needs no scaling saves an operation
         total, scale = terms[0]
         if scale != 1:
-            total = torch.add(total, total, alpha=scale - 1)  # unlike a product, a sum keeps no scalar for backward
+            total = torch.add(total, total, alpha=scale - 1)  # a product would save its scalar for backward
         for w, scale in terms[1:]:
             total = torch.add(total, w, alpha=scale)
         return total
@@ -107,15 +107,16 @@ def momentum(
     With gain 1, m = 0 is the ordinary residual network.
 
     Args:
-        m: in [0, 1), 0.9 where neither it nor kept_bits is given.
-        gain: of f; None is 1 - m, as published.
-        residual: whether w[k] is a term of its own. False where f contains its residual, as in post-norm transformers.
-        kept_bits: s from 0 to 8 instead of m: m = 2^-s on a grid, the lost bits kept, so that inversion is exact.
-        fraction_bits: of the grid in float32, 16 unless given; states stay below 2^(24 - fraction_bits).
+        m: momentum, in [0, 1); 0.9 if neither it nor kept_bits is given.
+        gain: weight of f; None is 1 - m, as published.
+        residual: whether w[k] is a term of its own. False if f contains its own residual, as in post-norm transformers.
+        kept_bits: s from 0 to 8, instead of m: then m = 2^-s, and the bits it loses are kept, so that inversion is exact.
+        fraction_bits: with kept_bits, binary digits after the point (16 in float32 by default); states stay below
+            2^(24 - fraction_bits).
     Source: Momentum ResNets (Sander et al. 2021), equation 4, velocity eliminated; there gain is 1 - m. Bits kept as in
         Maclaurin et al. (2015), for powers of two.
     """
-    m = _strength("m", m, kept_bits, 0.9)
+    m = _resolve_weight("m", m, kept_bits, 0.9)
     return Coupling(m + residual, -m, 1.0 - m if gain is None else gain, kept_bits, fraction_bits)
 
 
@@ -130,13 +131,14 @@ def dual_residual(
     """Return w[k+1] = alpha w[k] + beta w[k-1] + f(w[k]).
 
     Args:
-        alpha: 1 for a residual network, 0 where f contains its residual.
-        beta: 0.1 where neither it nor kept_bits is given.
-        kept_bits: s from 0 to 8 instead of beta: beta = 2^-s on a grid, the lost bits kept, so that inversion is exact.
-        fraction_bits: of the grid in float32, 16 unless given; states stay below 2^(24 - fraction_bits).
+        alpha: weight of w[k]: 1 for a residual network, 0 if f contains its own residual.
+        beta: weight of w[k-1]; 0.1 if neither it nor kept_bits is given.
+        kept_bits: s from 0 to 8, instead of beta: then beta = 2^-s, and the bits it loses are kept, so that inversion is exact.
+        fraction_bits: with kept_bits, binary digits after the point (16 in float32 by default); states stay below
+            2^(24 - fraction_bits).
     Source: Dr2Net (Zhao et al. 2024); alpha = 1 and beta -> 0 is the ordinary residual network.
     """
-    return Coupling(alpha, _strength("beta", beta, kept_bits, 0.1), 1.0, kept_bits, fraction_bits)
+    return Coupling(alpha, _resolve_weight("beta", beta, kept_bits, 0.1), 1.0, kept_bits, fraction_bits)
 
 
 @couplings.register("midpoint")
@@ -157,9 +159,10 @@ def leapfrog(*, h: StepSize = 1.0) -> Coupling:
     return Coupling(2.0, -1.0, -h * h)
 
 
-def _strength(name: str, value: float | None, kept_bits: int | None, default: float) -> float:
+def _resolve_weight(name: str, value: float | None, kept_bits: int | None, default: float) -> float:
+    """Return the weight that was given, or the one that kept_bits implies, or the default."""
     if value is not None and kept_bits is not None:
-        raise PartArgumentError("kept_bits", kept_bits, f"null beside {name}: the bits that are kept say what {name} is")
+        raise PartArgumentError("kept_bits", kept_bits, f"null beside {name}: kept_bits determines {name}")
     if kept_bits is not None:
         return 2.0**-kept_bits
     return default if value is None else value

@@ -1,7 +1,8 @@
-"""What inversion in floating point rounds away: foreseen from the couplings, and measured in half precision.
+"""Rounding errors of inversion in floating point: predicted from the couplings, and measured for half precision.
 
-Each inverted step multiplies the error of the state before it by 1 / |b|, so a run of them is limited; couplings with |b| = 1,
-and those that are exact, have no limit. Half-precision streams lose so much in every step that it is measured and said once.
+Each inverted step multiplies the error of the state it rebuilds by 1 / |b|, so the number of inverted steps in a row is
+limited. Couplings with |b| = 1 and exact ones have no limit. Half-precision streams lose so much in every step that the error
+is measured in the first forward, and a warning reports it once.
 """
 
 import math
@@ -18,14 +19,14 @@ from revzoo.errors import RecoveryError
 from revzoo.runtime.coupling import Coupling
 
 HALF = (torch.float16, torch.bfloat16)
-_LARGEST_ERROR = 0.1  # of a rebuilt state, relative, at worst: a tenth of it is usual, and more is no gradient
+_LARGEST_ERROR = 0.1  # largest relative error of a rebuilt state, in the worst case; usually it is a tenth of that
 _checks_growth = ContextVar("checks_growth", default=True)
-_reported: set[tuple[Any, ...]] = set()  # chains already warned about, as `warnings` keeps for its own locations
+_reported: set[tuple[Any, ...]] = set()  # chains already warned about, as `warnings` does for source lines
 
 
 @contextmanager
 def growth_unchecked() -> Iterator[None]:
-    """Let runs of inverted steps be counted, whatever they would lose."""
+    """Allow runs of inverted steps of any length, for counting bytes and FLOPs, where rounding does not matter."""
     token = _checks_growth.set(False)
     try:
         yield
@@ -34,11 +35,13 @@ def growth_unchecked() -> Iterator[None]:
 
 
 def count_invertible_steps(couplings: Sequence[Coupling], dtype: torch.dtype, error: float = _LARGEST_ERROR) -> int | None:
-    """Return how many steps in a row may be inverted in this dtype; None is any number.
+    """Return how many steps in a row may be inverted; None is any number.
 
     Args:
-        couplings: of all steps.
-        error: of a rebuilt state, relative, from rounding alone: more than the default is refused by the chain itself.
+        couplings: the couplings of all steps.
+        dtype: dtype of the streams.
+        error: largest relative error of a rebuilt state that rounding alone may cause. The default is that of the chain, which
+            refuses longer runs.
     """
     if any(coupling.is_exact for coupling in couplings):
         return None
@@ -51,16 +54,16 @@ def count_invertible_steps(couplings: Sequence[Coupling], dtype: torch.dtype, er
 
 
 class Growth:
-    """How much a run of inverted steps multiplies rounding errors, as it grows."""
+    """The factor by which a run of inverted steps multiplies rounding errors, step by step."""
 
     def __init__(self) -> None:
         self._factor = 1.0
 
     def add(self, coupling: Coupling, name: str, dtype: torch.dtype) -> None:
-        """Note one more step.
+        """Count one more step.
 
         Raises:
-            RecoveryError: the run would rebuild its first state from rounding errors alone.
+            RecoveryError: so many steps in a row would leave only rounding errors of the first state.
         """
         self._factor = math.inf if coupling.b == 0 else self._factor / abs(coupling.b)
         if not _checks_growth.get():
@@ -79,11 +82,11 @@ class Growth:
 
 
 class Drift:
-    """Measures, in the first forward of a chain with half-precision streams, what inverting its steps would lose.
+    """Measures the error of inverting a chain's steps in half precision, in its first forward.
 
     Args:
-        dtype: of the streams.
-        steps: that are inverted.
+        dtype: dtype of the streams.
+        steps: the steps that are inverted.
     """
 
     def __init__(self, dtype: torch.dtype, steps: Sequence[Any]):
@@ -92,17 +95,17 @@ class Drift:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to say that has not been said."""
+        """Whether steps are inverted and this chain has not been warned about."""
         return self._steps > 0 and self._key not in _reported
 
     @torch.no_grad()
     def add(self, previous: Tensor, rebuilt: Tensor) -> None:
-        """Note a state before a step, and the same inverted."""
+        """Add the error of one step: of the rebuilt state against the state before the step."""
         scale = torch.linalg.vector_norm(previous).clamp_min(torch.finfo(previous.dtype).tiny)
         self._error = self._error + torch.linalg.vector_norm(rebuilt - previous) / scale
 
     def warn(self) -> None:
-        """Say how much is lost."""
+        """Warn with the measured error."""
         _reported.add(self._key)
         warnings.warn(
             f"The streams are {self._key[0]}: inverting these {self._steps} steps loses {float(self._error):.1e} of the "

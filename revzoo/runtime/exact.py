@@ -1,16 +1,17 @@
-"""Streams on a grid: the arithmetic in which an inverted chain repeats its forward bit for bit.
+"""Exact arithmetic: streams on a grid, on which inversion rebuilds every state bit for bit.
 
-A float32 that is a multiple of 2^-q and smaller than 2^(24-q) in magnitude is an integer of at most 24 bits; sums and
+A float32 that is a multiple of 2^-q and smaller than 2^(24-q) in magnitude is an integer of at most 24 bits, scaled. Sums and
 integer multiples of such numbers are exact. So with the chain's inputs on that grid, W = w * 2^q, and
 
     forward     R = round(c f(w) + a w)     W[k+1] = R + sign(b) (W[k-1] >> s)          |b| = 2^-s
     inverse                                 W[k-1] = sign(b) (W[k+1] - R) << s | kept
 
-are exact inverses of each other: R is the same number both times, and the s lowest bits of W[k-1], all that the shift
-loses, are kept. With s = 0 that is nothing. The gradient passes straight through the rounding: it is that of the recurrence.
+are exact inverses of each other: R is the same number both times, and the s lowest bits of W[k-1], which the shift loses, are
+kept (none with s = 0). The gradient ignores the rounding: it is that of the recurrence (straight-through).
 
 Source: the RevNet paper (Gomez et al. 2017, section 3.2) and Maclaurin et al. (2015) suggest fixed point for this, and the
-latter a buffer of lost bits; momentumnet (Sander et al. 2021) has one for any rational b. A power of two needs a shift.
+latter a buffer of lost bits; momentumnet (Sander et al. 2021) has one for any rational b. For a power of two,
+a shift is enough.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime.bits import pack, unpack
 from revzoo.runtime.coupling import Coupling
 
-# Binary digits after the point, and in all. The state of a trained network stays far below 2^8 (largest seen: 0.12 of it), and
-# 2^-16 is finer than what float32 resolves for values above 2^8 anyway.
+# Binary digits after the point, and in total. The states of trained networks stay far below 2^8 (the largest seen is 0.12 of
+# it), and for values above 2^8 float32 itself is coarser than 2^-16.
 _GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
 
 
@@ -60,7 +61,7 @@ def _rounded(x: Tensor, scale: float) -> Tensor:
 
 
 def _whole(current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
-    """Return R, whole numbers. Each operation here rounds by itself: a fused one would not always be repeated."""
+    """Return R as integers. Keep the operations separate: a fused multiply-add may round differently when recomputed."""
     total = out.to(current.dtype).mul(coupling.c * scale)
     if coupling.a:
         total.add_(current.mul(coupling.a * scale))
@@ -76,11 +77,11 @@ def _advanced(previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling
 
 
 class Grid:
-    """The grid of one forward call, with the largest magnitude seen so far.
+    """The grid of one forward call, and the largest magnitude of its states so far.
 
     Args:
-        dtype: of the streams: torch.float32 (steps of 2^-16, range 2^8) or torch.float64 (2^-32, 2^21).
-        fraction_bits: other steps, 2^-fraction_bits, and so another range.
+        dtype: dtype of the streams: torch.float32 (multiples of 2^-16 below 2^8) or torch.float64 (2^-32, 2^21).
+        fraction_bits: binary digits after the point, instead of 16 or 32. Fewer allow larger states.
 
     Raises:
         InputError: another dtype; half precision has too few bits to hold a stream on a grid.
@@ -122,7 +123,7 @@ class Grid:
     def invert(
         self, coupling: Coupling, following: Tensor, current: Tensor, out: Tensor, kept: Sequence[Tensor] = ()
     ) -> Tensor:
-        """Return w[k-1] from w[k+1], out = f(w[k]) and what `lost` returned."""
+        """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `pack_lost_bits` returned."""
         total = _whole(current, out, coupling, self.scale)
         if abs(coupling.b) == 1:
             return total.div_(-self.scale).add_(following).mul_(coupling.b)
@@ -131,15 +132,15 @@ class Grid:
         return total.add_(unpack(kept, coupling.kept_bits, following.shape)).div_(self.scale)
 
     def watch(self, *states: Tensor) -> None:
-        """Note the magnitude of states; nothing waits for the device until `check`."""
-        if torch.compiler.is_compiling():  # a graph cannot raise
+        """Update the largest magnitude; the device is not synchronised before `check`."""
+        if torch.compiler.is_compiling():  # `check` could not raise inside a compiled graph
             return
         for w in states:
             largest = torch.linalg.vector_norm(w.detach(), float("inf"))
             self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
     def check(self) -> None:
-        """Raise RecoveryError when a watched state has left the grid (or is not a number)."""
+        """Raise RecoveryError if a watched state has left the grid, or is NaN."""
         if self.largest is None or not has_value(self.largest):
             return
         largest = float(self.largest)
@@ -161,5 +162,5 @@ def require_exact(coupling: Coupling) -> None:
 
 
 def has_value(x: Tensor) -> bool:
-    """Return whether x has numbers to look at, which meta and fake tensors have not."""
+    """Return whether x holds numbers; meta and fake tensors do not."""
     return x.device.type != "meta" and not isinstance(x, FakeTensor)

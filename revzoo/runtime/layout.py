@@ -6,14 +6,16 @@ from torch import nn
 
 
 class LayoutEntry(NamedTuple):
-    """One module on the way from input to output.
+    """One of the modules that a model or chain calls in its forward.
 
     A `step` is reversible, a `node` is an ordinary module between chains; both are *units*, which have a mode in `schedule`.
-    The `split` and a `bijection` have none.
+    The `split` and a `bijection` have no mode.
 
     Args:
         name: path in the model, such as "stages.0.blocks.1.f".
-        stage: number of the stage it belongs to, None outside of stages.
+        module: the module itself.
+        kind: its role.
+        stage: index of the stage it belongs to, None outside of stages.
     """
 
     name: str
@@ -23,5 +25,5 @@ class LayoutEntry(NamedTuple):
 
     @property
     def is_unit(self) -> bool:
-        """Whether it has a mode."""
+        """Whether it has a mode in `schedule`."""
         return self.kind in ("step", "node")

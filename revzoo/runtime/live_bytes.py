@@ -1,14 +1,13 @@
-"""Counting live bytes exactly: what a forward and backward hold, storage by storage.
+"""Exact count of live bytes: what a forward and backward hold, storage by storage.
 
-A dispatch mode sees every operation's outputs, hangs a weak reference on each new storage and logs when it is born,
-resized and freed. The log is kept, so the peak of any class of storages can be asked for when the run is over and it is
-known which storage was what. Works alike for real tensors on any device and under `FakeTensorMode`, where nothing is
-allocated.
+A dispatch mode sees the outputs of every operation, sets a weak reference to each new storage and logs when it is created,
+resized and freed. The log is kept, so the peak of any set of storages can be computed after the run, once it is known which
+storage was what. This works for real tensors on any device and under `FakeTensorMode`, where nothing is allocated.
 
-What is not seen: the workspace that a kernel allocates and frees within one operation. On a CPU the allocator's own events
-give the same peak to the byte for a chain of transformer blocks, and 4 to 11 % more for one of convolutions. What differs
-from a run without it: autograd adds up the gradients of a tensor used twice in place, but out of place under any dispatch
-mode, so the count may lie one such tensor higher.
+Not counted: the workspace that a kernel allocates and frees within one operation. On a CPU, the allocator's own events give
+the same peak to the byte for a chain of transformer blocks, and one 4 to 11 % higher for a chain of convolutions. One thing is
+different from a run without it: autograd normally adds up the gradients of a tensor used twice in place, but out of place under
+any dispatch mode, so the count may be higher by one such tensor.
 """
 
 import weakref
@@ -29,12 +28,12 @@ _RESIZE = "resize_"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of live storages while active; nothing is kept alive and no result changes.
+    """Count the bytes of live storages while active; it keeps nothing alive and changes no result.
 
-    A storage counts with its full size, once, however many views there are, from the operation that returned it until
-    it is freed. Tensors from before must be shown to `watch`, or they count from the first operation that returns them.
-    Storages are known by their number in order of appearance. Enter it innermost, inside a `FakeTensorMode`. `log` has an
-    entry (storage, change in bytes) whenever a storage appears, changes its size or is freed.
+    A storage counts once, with its full size, however many views there are, from the operation that returned it until it is
+    freed. Pass tensors that already exist to `watch`, or they count from the first operation that returns them. Storages are
+    numbered in order of appearance. `log` has an entry (storage, change in bytes) whenever a storage appears, is resized or is
+    freed. Enter it innermost, inside a `FakeTensorMode`.
 
     Example:
         with LiveBytes() as live:
@@ -51,27 +50,27 @@ class LiveBytes(TorchDispatchMode):
         self._restore: list[Callable[[], None]] = []
 
     def watch(self, tensors: Any) -> Storages:
-        """Return the storages under tensors (any nesting of collections); new ones count from now on."""
-        return frozenset(self._note(storage) for tensor in tensors_in(tensors) for storage in _storages(tensor))
+        """Return the storages of tensors (in nested collections); those not seen before count from now on."""
+        return frozenset(self._number_of(storage) for tensor in tensors_in(tensors) for storage in _storages(tensor))
 
     def size(self, storages: Collection[int]) -> int:
         """Return the bytes that these storages hold now."""
         return sum(self._sizes[storage] for storage in storages)
 
     def now(self) -> int:
-        """Return a mark in the log, for `alive` and `alive_by_birth`."""
+        """Return the current time, which is a position in the log, for `alive` and `alive_by_birth`."""
         return len(self.log)
 
     def alive(self, without: Collection[int] = (), at: int | None = None) -> int:
-        """Return the bytes alive at a moment (default: now) in storages other than `without`."""
+        """Return the bytes alive at a time (default: now) in storages other than `without`."""
         return sum(change for storage, change in self.log[:at] if storage not in without)
 
-    def alive_by_birth(self, marks: Sequence[int], without: Collection[int], at: int) -> list[int]:
-        """Return the bytes alive at a moment, one sum for each mark: of the storages that appeared from it to the next."""
+    def alive_by_birth(self, times: Sequence[int], without: Collection[int], at: int) -> list[int]:
+        """Return the bytes alive at a time, one sum for each of `times`: of the storages that appeared from it to the next."""
         born: dict[int, int] = {}
-        sums = [0] * (len(marks) + 1)
+        sums = [0] * (len(times) + 1)
         for i, (storage, change) in enumerate(self.log[:at]):
-            sums[bisect_right(marks, born.setdefault(storage, i))] += 0 if storage in without else change
+            sums[bisect_right(times, born.setdefault(storage, i))] += 0 if storage in without else change
         return sums[1:]
 
     def peak(self, without: Collection[int] = ()) -> int:
@@ -93,14 +92,14 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def __enter__(self) -> "LiveBytes":
-        # UntypedStorage.resize_ (with which FSDP frees and refills its parameters) is no operation: no mode sees it.
+        # FSDP frees and refills its parameters with UntypedStorage.resize_, which no dispatch mode sees.
         own = vars(torch.UntypedStorage).get(_RESIZE)
         resize = getattr(torch.UntypedStorage, _RESIZE)
 
-        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_and_log(storage: torch.UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
             if id(storage) in self._known:
-                self._note(storage)
+                self._number_of(storage)
             return out
 
         def restore() -> None:
@@ -109,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
             else:
                 setattr(torch.UntypedStorage, _RESIZE, own)
 
-        setattr(torch.UntypedStorage, _RESIZE, resize_and_note)
+        setattr(torch.UntypedStorage, _RESIZE, resize_and_log)
         self._restore.append(restore)
         super().__enter__()
         return self
@@ -118,28 +117,28 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
         self._restore.pop()()
 
-    def _note(self, storage: torch.UntypedStorage) -> int:
-        # The Python object of a storage lives as long as the storage itself, so its id and a weak reference to it will do.
+    def _number_of(self, storage: torch.UntypedStorage) -> int:
+        # The Python object of a storage lives as long as the storage itself, so its id and a weak reference identify it.
         key = id(storage)
         if key not in self._known:
-            self._known[key] = len(self._sizes), weakref.ref(storage, partial(self._freed, key))
+            self._known[key] = len(self._sizes), weakref.ref(storage, partial(self._log_freed, key))
             self._sizes.append(0)
         number = self._known[key][0]
-        self._resized(number, storage.nbytes())
+        self._log_size(number, storage.nbytes())
         return number
 
-    def _freed(self, key: int, _: object) -> None:
-        self._resized(self._known.pop(key)[0], 0)
+    def _log_freed(self, key: int, _: object) -> None:
+        self._log_size(self._known.pop(key)[0], 0)
 
-    def _resized(self, number: int, size: int) -> None:
+    def _log_size(self, number: int, size: int) -> None:
         if change := size - self._sizes[number]:
             self._sizes[number] = size
             self.log.append((number, change))
 
 
-def wraps_tensors(kind: type) -> bool:
-    """Return whether instances of this type are made of other tensors, as DTensor is."""
-    return issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__")
+def wraps_tensors(tensor_type: type) -> bool:
+    """Return whether instances of this type wrap other tensors, as DTensor does."""
+    return issubclass(tensor_type, Tensor) and hasattr(tensor_type, "__tensor_flatten__")
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

@@ -1,12 +1,4 @@
-"""The mode of every step of a chain, checked, and how many inverted steps may follow each other.
-
-A mode decides what becomes of the tensors that autograd saves inside a step:
-
-    store       keep them                                                     no extra work
-    selective   keep the step's input and what was expensive to compute       run the cheap part again (`selective.py`)
-    recompute   keep the step's input                                         run again up to the last saved tensor
-    invert      keep nothing, rebuild the input from the step's output        run again
-"""
+"""Schedules: one mode for every step and node, which decides what it keeps for backward (`chain.py`)."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol, cast, get_args, runtime_checkable

@@ -1,0 +1,189 @@
+"""The coupling's way during fine-tuning."""
+
+import json
+from itertools import chain, repeat
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer
+
+import revzoo
+from revzoo.checkpoint import files
+from revzoo.checkpoint.files import read_metadata
+from revzoo.errors import InputError, SpecError
+from revzoo.training.coupling_schedule import CouplingSchedule
+from revzoo.training.interrupt import Interrupted, StopSignal
+from revzoo.training.loop import resume, train
+from revzoo.training.options import CouplingOptions
+from revzoo.training.recipe import load_recipe
+
+DIGITS = ("data.name=digits", "data.num_workers=0", "data.augment=null", "train.epochs=2", "schedule.warmup_epochs=0")
+
+
+@pytest.fixture(scope="module")
+def vit():
+    torch.manual_seed(0)
+    network = VisionTransformer(img_size=8, patch_size=2, in_chans=1, embed_dim=16, depth=2, num_heads=2, num_classes=10)
+    return network.eval()
+
+
+@pytest.fixture
+def folder(vit, tmp_path):
+    revzoo.convert(vit, out=tmp_path / "rev")
+    return tmp_path / "rev"
+
+
+def recipe(folder, *overrides):
+    return load_recipe("finetune", [f"model={folder}", "data={name: digits, batch_size: 128}", *DIGITS[3:], *overrides])
+
+
+def test_bits_fall_in_equal_parts_and_then_stay():
+    schedule = CouplingSchedule(CouplingOptions(kept_bits=(8, 4), share=0.5), 100, [])
+    assert [schedule.at(u)["kept_bits"] for u in (0, 9, 10, 20, 30, 39, 40, 50, 99)] == [8, 8, 7, 6, 5, 5, 4, 4, 4]
+    rising = CouplingSchedule(CouplingOptions(kept_bits=(0, 2), share=1.0), 9, [])
+    assert [rising.at(u)["kept_bits"] for u in range(9)] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    moving = CouplingSchedule(CouplingOptions(alpha=(1.0, 0.5), beta=(0.0, 0.5), share=0.5), 8, [])
+    assert [moving.at(u) for u in (0, 2, 4, 8)] == [
+        {"alpha": 1.0, "beta": 0.0}, {"alpha": 0.75, "beta": 0.25}, {"alpha": 0.5, "beta": 0.5}, {"alpha": 0.5, "beta": 0.5},
+    ]  # fmt: skip
+
+
+def test_the_way_is_trained_saved_and_resumed(folder, tmp_path, monkeypatch):
+    """An interruption in the first epoch, and the rest: the same weights as without; the checkpoint has the last coupling."""
+    found = recipe(folder, "ema.decay=0.9", "coupling.share=1.0", "train.freeze=[stem]")
+    stem = revzoo.create(folder).stem.state_dict()
+    whole = train(found, tmp_path / "whole")
+    records = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["kept_bits"] for record in records] == [6, 4]
+    levels = {read_metadata(whole.folder / name)["revzoo.epoch"]: name for name in ("last.safetensors", "best.safetensors")}
+    for epoch, name in levels.items():
+        assert f"kept_bits: {records[int(epoch) - 1]['kept_bits']}" in read_metadata(whole.folder / name)["revzoo.spec"]
+    last = whole.folder / "last.safetensors"
+    assert "kept_bits: 4" in read_metadata(last)["revzoo.spec"]
+    assert (whole.folder / "curves.png").is_file()
+    tuned = revzoo.create(whole.folder / "spec.yaml")
+    files.load_weights(tuned, tuned.spec, whole.folder / "state" / "00002-0000000" / "model.safetensors")
+    assert all(torch.equal(tuned.stem.state_dict()[key], tensor) for key, tensor in stem.items())
+    asked = chain([0] * 4, [15], repeat(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignal, "poll", lambda self: next(asked))
+        with pytest.raises(Interrupted):
+            train(found, tmp_path / "cut")
+    resumed = resume(tmp_path / "cut")
+    for name in ("last.safetensors", "best.safetensors"):
+        one, other = load_file(whole.folder / name), load_file(resumed.folder / name)
+        assert all(torch.equal(one[key], tensor) for key, tensor in other.items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["coupling={kept_bits: null, m: [0.0, 0.5]}"],
+            "m, alpha or beta for a network converted with a strength",
+        ),
+        (
+            ["coupling={kept_bits: null, beta: [0.0, 0.5]}"],
+            r"coupling.beta: found a schedule; .*momentum: m, gain, residual, kept_bits",
+        ),
+        (["train.freeze=[steem]"], r"train.freeze: found 'steem'; allowed: parts of the model, such as stem"),
+        (["train.freeze=[stem,split,stages,fuse,head]"], "allowed: parts, not everything"),
+    ],
+)
+def test_what_cannot_be_is_said(folder, overrides, message, tmp_path):
+    with pytest.raises(SpecError, match=message):
+        train(recipe(folder, *overrides), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["coupling.m=[0,0.5]"], "coupling.m: found .*allowed: null beside coupling.kept_bits"),
+        (["coupling={m: [0.1, 0.5]}", "memory.budget=1GiB"], "null with memory.budget"),
+        (["coupling.kept_bits=[9,0]"], "an integer from 0 to 8"),
+        (["coupling.kept_bits=null"], "kept_bits, or m, alpha or beta, or null for a coupling that stays"),
+        (["coupling.kept_bits=[0,8]", "memory.budget=1GiB"], "the larger number first with memory.budget"),
+    ],
+)
+def test_contradictions_are_found_before_anything_is_made(folder, overrides, message):
+    with pytest.raises(SpecError, match=message):
+        recipe(folder, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("coupling", "options"),
+    [
+        ("momentum", CouplingOptions(m=(0.0, 0.9), share=1.0)),
+        ("dual_residual", CouplingOptions(alpha=(1.0, 0.3), beta=(0.0, 0.7), share=1.0)),
+    ],
+)
+def test_floating_point_gradients_stay_right_on_the_whole_way(vit, coupling, options):
+    """Relative error 1e-3 against stored ones, in float32, at every point, with steps that are really inverted."""
+    deep = VisionTransformer(img_size=8, patch_size=2, in_chans=1, embed_dim=16, depth=12, num_heads=2, num_classes=10)
+    model = revzoo.convert(deep, coupling=coupling, **{"momentum": {"m": 0.0}, "dual_residual": {"beta": 0.0}}[coupling]).model
+    model.train()
+    schedule, x, inverted = CouplingSchedule(options, 20, model.schedule), torch.randn(4, 1, 8, 8), []
+    for update in range(21):
+        schedule.apply(update, model)
+        inverted.append(model.schedule.count("invert"))
+        anchored, found = model.schedule, []
+        for modes in (anchored, "store"):
+            model.schedule = modes
+            model.zero_grad()
+            model(x).square().sum().backward()
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        model.schedule = anchored
+        assert (found[0] - found[1]).norm() <= 1e-3 * found[1].norm()
+    assert inverted[0] == 0
+    assert inverted[-1] >= 20
+    assert inverted == sorted(inverted)
+
+
+def test_layer_wise_learning_rates_follow_the_depth(folder):
+    from timm.optim import create_optimizer_v2
+
+    model = revzoo.create(folder)
+    groups = create_optimizer_v2(model, "adamw", lr=1.0, weight_decay=0.1, layer_decay=0.5).param_groups
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    names = (
+        "stem.pos_embed",
+        "stages.0.blocks.0.f.attn.qkv.weight",
+        "stages.0.blocks.1.g.mlp.fc1.weight",
+        "head.linear.weight",
+    )
+    assert [scales[id(model.get_parameter(name))] for name in names] == [0.125, 0.25, 0.5, 1.0]
+
+
+def test_floating_point_trains_from_the_m_it_was_converted_with(vit, tmp_path):
+    """Nothing has moved at the first update, and yet few steps in a row may be inverted; what was stored stays stored."""
+    deep = VisionTransformer(img_size=8, patch_size=2, in_chans=1, embed_dim=16, depth=6, num_heads=2, num_classes=10)
+    revzoo.convert(deep, m=0.1, out=tmp_path / "rev")
+    moving = ("coupling={kept_bits: null, m: [0.1, 0.9]}", "coupling.share=1.0", "train.epochs=1")
+    train(recipe(tmp_path / "rev", *moving), tmp_path / "run")
+    last = read_metadata(tmp_path / "run" / "last.safetensors")["revzoo.spec"]
+    assert "m: 0.9" in last
+    model = revzoo.create(tmp_path / "rev")
+    schedule = CouplingSchedule(CouplingOptions(m=(0.1, 0.9)), 10, ["store"] * 5 + ["invert"] * 8 + ["store"] * 2)
+    schedule.apply(0, model)
+    anchored = ["invert", "invert", "recompute"] * 2 + ["invert"] * 2
+    assert model.schedule == ["store"] * 5 + anchored + ["store"] * 2
+
+
+def test_a_coupling_takes_what_it_can_have(vit):
+    model = revzoo.convert(vit).model
+    model.set_coupling(kept_bits=3)
+    assert (model.coupling.b, model.spec.coupling.arguments["kept_bits"]) == (-0.125, 3)
+    model.set_coupling(kept_bits=None, m=0.5)
+    assert (model.coupling.kept_bits, model.coupling.b) == (None, -0.5)
+    for arguments, message in (
+        ({"m": 1.5}, r"m of the coupling momentum is a number in \[0, 1\). Received: 1.5"),
+        ({"kept_bits": 2}, "null beside m: kept_bits determines m"),
+        ({"bits": 2}, "has no 'bits'. Did you mean 'kept_bits'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            model.set_coupling(**arguments)
+    assert model.coupling.b == -0.5
+    exact = revzoo.create("rev_vit_digits", overrides=["block.coupling={type: momentum, kept_bits: 2}"], exact=True)
+    with pytest.raises(InputError, match=r"Exact arithmetic needs \|b\| = 1"):
+        exact.set_coupling(kept_bits=None, m=0.5)
