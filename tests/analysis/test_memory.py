@@ -1,17 +1,13 @@
-"""`measure_memory` and the table of modes: right to the byte, and without a trace."""
-
-import io
+"""`measure_memory` and `measure_modes`: right to the byte, and without a trace."""
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import revzoo
-from revzoo.display.tables.memory import tabulate_memory
+from revzoo.analysis.memory_report import measure_modes
 from revzoo.errors import InputError
-from revzoo.format import format_bytes
 from revzoo.runtime import ReversibleChain
 
 A = 512 * 256 * 4  # one activation of the perceptron
@@ -96,7 +92,7 @@ def test_the_model_is_left_as_found(convolutions, training, fake):
     grads = {name: p.grad for name, p in convolutions.named_parameters()}
     tensors = {name: (id(t), t._version, t.clone()) for name, t in convolutions.state_dict(keep_vars=True).items()}
     random = torch.get_rng_state()
-    (tabulate_memory if fake else revzoo.measure_memory)(convolutions, x)
+    (measure_modes if fake else revzoo.measure_memory)(convolutions, x)
     after = convolutions.state_dict(keep_vars=True)
     assert tensors.keys() == after.keys()
     for name, (identity, version, value) in tensors.items():
@@ -189,7 +185,7 @@ def test_an_optimizer_that_cannot_be_predicted_is_refused():
         (nn.Embedding(4, 4).requires_grad_(False), torch.tensor([1]), "No parameter"),
     ],
 )
-def test_what_cannot_be_measured_is_said(model, batch, message):
+def test_what_cannot_be_measured_is_refused(model, batch, message):
     with pytest.raises(InputError, match=message):
         revzoo.measure_memory(model, batch)
 
@@ -201,13 +197,13 @@ def test_what_cannot_be_measured_is_said(model, batch, message):
         (torch.optim.SGD(nn.Linear(4, 4).parameters()), "parameters that are not the model's"),
     ],
 )
-@pytest.mark.parametrize("measure", [revzoo.measure_memory, tabulate_memory])
-def test_an_optimizer_of_something_else_is_said(measure, optimizer, message):
+@pytest.mark.parametrize("measure", [revzoo.measure_memory, measure_modes])
+def test_an_optimizer_of_something_else_is_refused(measure, optimizer, message):
     with pytest.raises(InputError, match=message):
         measure(nn.Linear(4, 4), torch.zeros(2, 4), optimizer)
 
 
-def test_an_output_without_gradient_is_said():
+def test_an_output_without_gradient_is_refused():
     class Detached(nn.Linear):
         def forward(self, x):
             return super().forward(x).detach()
@@ -216,69 +212,50 @@ def test_an_output_without_gradient_is_said():
         revzoo.measure_memory(Detached(4, 4), torch.zeros(2, 4))
 
 
-def test_memory_table_has_every_mode_and_restores_the_schedule():
+def test_every_mode_is_measured_and_the_schedule_restored():
     chain = ReversibleChain([mlp() for _ in range(6)])
     x, optimizer = tuple(torch.randn(2, 5, 9, 16).unbind()), torch.optim.AdamW(chain.parameters())
-    table = tabulate_memory(chain, x, optimizer)
-    assert table.current == "invert"
-    for mode, report in table.reports.items():
+    reports, current = measure_modes(chain, x, optimizer)
+    assert current == "invert"
+    for mode, report in reports.items():
         chain.schedule = mode
         assert report == revzoo.measure_memory(chain, x, optimizer)
-    assert list(table.reports) == ["store", "selective", "recompute", "invert"]
+    assert list(reports) == ["store", "selective", "recompute", "invert"]
     mixed = ["store", "invert"] * 3
     chain.schedule = mixed
-    assert tabulate_memory(chain, x).current is None
+    assert measure_modes(chain, x)[1] is None
     assert chain.schedule == mixed
 
 
-def test_memory_table_allocates_nothing():
+def test_measuring_modes_allocates_nothing():
     with torch.device("meta"):
         chain = ReversibleChain([mlp(4096) for _ in range(4)])
-    table = tabulate_memory(chain, [torch.empty(64, 4096, device="meta") for _ in range(2)])
-    assert table.reports["store"].weight_bytes == 4 * (2 * 4 * 4096**2 + (2 + 4 + 1) * 4096) * 4
+    reports, _ = measure_modes(chain, [torch.empty(64, 4096, device="meta") for _ in range(2)])
+    assert reports["store"].weight_bytes == 4 * (2 * 4 * 4096**2 + (2 + 4 + 1) * 4096) * 4
 
 
 @pytest.mark.parametrize("name", ["rev_vit_digits", "revnet_digits"])
 def test_autocast_and_half_precision_count_alike_without_values(name):
     model = revzoo.create(name, overrides=["stages.0.depth=1"])
     x = model.example_input(64)
-    full = tabulate_memory(model, x).reports["invert"]
+    full = measure_modes(model, x)[0]["invert"]
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = tabulate_memory(model, x).reports["invert"]
+        mixed = measure_modes(model, x)[0]["invert"]
     with torch.autocast("cpu", torch.bfloat16):
         missing = revzoo.measure_memory(model, x).activation_bytes - mixed.activation_bytes
     # PyTorch's fake BatchNorm returns statistics of half-precision inputs in half precision, the kernel in float32.
     assert missing == 0 if name == "rev_vit_digits" else 0 < missing < mixed.activation_bytes / 1000
     assert mixed.weight_bytes == full.weight_bytes
     assert mixed.activation_bytes < full.activation_bytes
-    half = tabulate_memory(model.bfloat16(), x.bfloat16()).reports["invert"]
+    half = measure_modes(model.bfloat16(), x.bfloat16())[0]["invert"]
     assert half.weight_bytes * 2 == full.weight_bytes
     assert half.activation_bytes < full.activation_bytes
-
-
-def test_memory_table_prints_what_a_schedule_changes():
-    console = Console(width=100, record=True, file=io.StringIO())
-    chain = ReversibleChain([mlp() for _ in range(6)])
-    console.print(tabulate_memory(chain, tuple(torch.randn(2, 5, 9, 16).unbind())))
-    text = console.export_text()
-    assert all(word in text for word in ("store", "invert *", "recompute", "weights", "gradients", "activations at the peak"))
-    assert "The mode changes the memory of activations only." in text
-    console.print(tabulate_memory(nn.Linear(4, 4), torch.zeros(2, 4)))
-    assert "as it is" in console.export_text()
 
 
 def test_report_reads_well(perceptron):
     text = str(revzoo.measure_memory(perceptron, torch.randn(512, 256)))
     assert text.splitlines()[0] == "weights                     512.0 KiB"
     assert text.splitlines()[-1] == "peak of everything            2.8 MiB"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 1024**2 // 2, "1.5 MiB"), (2**41, "2.0 TiB"), (2**50, "1024.0 TiB")],
-)
-def test_sizes_for_people(size, text):
-    assert format_bytes(size) == text
 
 
 def test_buffers_of_a_shared_storage_are_not_copied_larger():

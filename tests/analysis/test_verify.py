@@ -172,7 +172,10 @@ def test_a_parameter_without_use_has_no_gradient_in_either_run():
 def test_a_function_that_counts_its_calls_is_found():
     report = revzoo.verify(ReversibleChain([mlp(), Counting(), mlp(), mlp()]), streams())
     assert not report.ok
-    assert "does not repeat itself: the gradients of two runs with the same seed, both storing all activations, differ by" in str(report)
+    assert (
+        "does not repeat itself: the gradients of two runs with the same seed, both storing all activations, differ by"
+        in str(report)
+    )
     assert "states are reconstructed with an error above 1e-04, the worst at steps.0" in str(report)
     assert "Single gradients differ by more than 1e-01: steps.1" in str(report)
     assert report.reconstruction_errors["steps.0"] > 1e-2

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import revzoo
-import zoo_cli
 from revzoo.analysis import zoo
 from revzoo.errors import InputError
 
@@ -97,14 +96,6 @@ def test_only_what_is_outdated_is_measured(table, measured, tmp_path):
     assert {name for name in found if found[name] != table[name]} == set(measured)
     assert set(found) == set(table)
     assert (tmp_path / "zoo.md").read_text() == zoo.format_page(found)
-
-
-def test_the_command_measures_what_the_pattern_names(measured, tmp_path, capsys):
-    assert zoo_cli.main(["list", "*net_digits", "--docs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.split() == measured
-    assert measured == ["irevnet_digits", "revnet_digits"] == sorted(zoo.read_table(tmp_path / "zoo.json"))
-    assert zoo_cli.main(["list", "--docs", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere/zoo.json: No such file or directory" in capsys.readouterr().err
 
 
 def test_a_stopped_run_keeps_what_it_has_measured(measured, tmp_path, monkeypatch):

@@ -1,0 +1,59 @@
+"""The entry point: help, version, `python -m revzoo`, and a command stopped by a signal."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import revzoo
+import zoo_cli
+
+ROOT = Path(zoo_cli.__file__).parent
+
+
+def test_without_arguments_the_commands_are_listed(run):
+    printed = run()
+    assert printed == run("--help") == run("-h")
+    for name in zoo_cli.COMMANDS:
+        assert f"\n  {name:<9} {zoo_cli.load_command(name).SUMMARY}\n" in printed
+
+
+def test_every_file_is_a_command_or_shared():
+    files = {path.stem for path in (ROOT / "revzoo" / "commands").glob("*.py")}
+    assert files - set(zoo_cli.COMMANDS) == {"__init__", "parser", "model_options"}
+    assert set(zoo_cli.COMMANDS) <= files
+
+
+def test_version(run):
+    assert run("--version") == f"revzoo {revzoo.__version__}\n"
+
+
+def test_every_command_explains_its_arguments(capsys):
+    for name in zoo_cli.COMMANDS:
+        with pytest.raises(SystemExit, match="0"):  # argparse leaves by itself
+            zoo_cli.main([name, "--help"])
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"usage: revzoo {name} ")
+        assert zoo_cli.load_command(name).SUMMARY.split()[0] in printed
+
+
+def test_python_dash_m_lists_models_without_torch(tmp_path):
+    code = "import runpy, sys; sys.argv = ['revzoo', 'list', 'revnet_1*_cifar100']; " + (
+        "\ntry: runpy.run_module('revzoo', run_name='__main__')\n"
+        "except SystemExit as left: print(left.code, sorted({'torch', 'timm', 'numpy'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("revnet_110_cifar100\nrevnet_164_cifar100\n0 []\n", "")
+
+
+def test_a_stopped_command_ends_with_its_signal(capsys, monkeypatch):
+    def stop(pattern):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("revzoo.spec.list_models", stop)
+    assert zoo_cli.main(["list"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "\nrevzoo: stopped\n"

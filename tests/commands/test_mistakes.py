@@ -1,0 +1,81 @@
+"""What a user mistypes is refused with status 2 and one message, and nothing is written."""
+
+from pathlib import Path
+
+import pytest
+
+from revzoo import list_models
+
+MODELS = ", ".join(list_models()[:3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "lits",
+            "Unknown command 'lits'. Did you mean 'list'? Allowed: convert, eval, export, list, plan, profile, show, "
+            "tokenizer, train, verify.",
+        ),
+        ("check rev_vit_digits", "Unknown command 'check'. Allowed: convert, "),
+        ("list --table docs", "Unknown option of revzoo list '--table'. Allowed: --docs, --help, -h."),
+        (
+            "train --ot=runs",
+            "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --help, --out, ",
+        ),
+        (f"train --out {__file__}/run", f"The run folder {__file__}/run cannot be made: {__file__} is a file."),
+        ("train train-epochs=3", "1 problem found:\n  override: 'train-epochs=3': found no PATH=VALUE; allowed: a dotted path"),
+        ("train model.overrides=[head.outputs=3]", "1 problem found:\n  override: model.overrides: found ['head.outputs=3']; "),
+        ("train --out", "Argument --out: expected one argument. See revzoo train --help."),
+        ("list a b", "Unexpected argument 'b'. See revzoo list --help."),
+        ("verify rev_vit_digits --dtype=int8", "Argument --dtype: invalid choice: 'int8' (choose from 'float64', 'float32', "),
+        (
+            "show rev_vit_digits --batch=0",
+            "Argument --batch: expected an integer from 1 to 10^9. Received: '0'. See revzoo show --help.",
+        ),
+        ("list rev_vti*", f"Unknown model 'rev_vti*'. Did you mean 'rev_vit_ti'? Allowed: {MODELS}"),
+        ("show rev_vit_dgits", f"Unknown model or spec file 'rev_vit_dgits'. Did you mean 'rev_vit_digits'? Allowed: {MODELS}"),
+        ("verify nothing", f"Unknown model or spec file 'nothing'. Allowed: {MODELS}"),
+        ("train digts", "Unknown recipe 'digts'. Did you mean 'digits'? Allowed: digits, digits_"),
+        ("train digits more", "One run has one recipe. Received: digits, more. Overrides look like train.epochs=3."),
+        (
+            "train --resume runs/1 digits",
+            "A resumed run keeps its recipe. Received: --resume with more. Use revzoo ",
+        ),
+        ("train --resume nowhere", "nowhere is not the folder of a run: there is no config.yaml in it."),
+        (
+            "train optimizer.rl=1 train.epochs=many",
+            "2 problems found:\n"
+            "  override: optimizer.rl: found the unknown key 'rl'; allowed: opt, lr, weight_decay, momentum, betas, eps, "
+            "layer_decay. Did you mean 'lr'?\n"
+            "  override: train.epochs: found 'many'; allowed: an integer >= 1.\n",
+        ),
+        ("train model.name=rev_vit_digit", "Unknown model or spec file 'rev_vit_digit'. Did you mean 'rev_vit_digits'?"),
+        (
+            "train model.overrides=[stages.0.dpth=3]",
+            "1 problem found:\n  override: stages.0.dpth: found the unknown key ",
+        ),
+        ("train data.name=folder data.root=nowhere data.shift=0", f"There is no folder {Path.cwd()}/nowhere. Set data.root to"),
+        (
+            "train model.name=revnet_38",
+            "Digits are images of 1 channel and 8x8 pixels. Received: a model for 3 channels and ",
+        ),
+        ("eval", "Name one thing to evaluate: the folder of a run, a checkpoint in it, or --pretrained NAME."),
+        ("eval nowhere", "No weights file at nowhere."),
+        ("eval --pretrained rev_vit_s", "Unknown shipped weights 'rev_vit_s'."),
+    ],
+)
+def test_mistakes(arguments, message, refused, tmp_path, monkeypatch):
+    if "nowhere" not in arguments:
+        monkeypatch.chdir(tmp_path)
+    received = refused(*arguments.split())
+    assert received.startswith(message), received
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_system_errors_are_reported_without_a_traceback(refused, monkeypatch):
+    def list_models(pattern):
+        raise PermissionError(13, "Permission denied", "specs/a.yaml")
+
+    monkeypatch.setattr("revzoo.spec.list_models", list_models)
+    assert refused("list") == "cannot read or write specs/a.yaml: Permission denied\n"

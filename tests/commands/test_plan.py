@@ -1,0 +1,209 @@
+"""`revzoo profile` and `revzoo plan`: what they print is what the model takes when it is run, and mistakes come first."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from timm.optim import create_optimizer_v2
+
+import revzoo
+import revzoo.planning.batch  # imports `profile`: now, and not while it is replaced
+from revzoo.planning.plan import Plan
+
+BATCH = 4
+COUNTED = ("--meta", "--batch", BATCH, "--optimizer", "adamw")
+
+
+def middle(profile: revzoo.Profile) -> int:
+    """Return a budget half way between the smallest peak and that of storing everything."""
+    plan = revzoo.solve(profile, "1TB")
+    return (plan.min_peak_bytes + plan.no_recompute_peak_bytes) // 2
+
+
+@pytest.fixture
+def counted_once(monkeypatch, profile_of):
+    """Let the command have the profile that other tests have of the same model, batch and optimizer."""
+
+    def profile(model, batch, optimizer, **settings):
+        assert (len(batch), type(optimizer).__name__, next(model.parameters()).device.type) == (BATCH, "AdamW", "meta")
+        assert not any(settings.values())
+        return profile_of(model.spec.name)
+
+    monkeypatch.setattr("revzoo.planning.planner.profile", profile)
+    monkeypatch.setattr("revzoo.planning.profiling.profile.profile", profile)
+
+
+@pytest.mark.parametrize("name", ["rev_vit_digits", "rev_roberta_mini", pytest.param("revnet_digits", marks=pytest.mark.slow)])
+def test_the_saved_plan_takes_what_it_promises(name, file, short, profile_of, tmp_path, run, counted_once):
+    """Counted on the meta device, measured on a model that is run, with the optimizer that was named."""
+    out = tmp_path / "plan.json"
+    budget = middle(profile_of(name))
+    printed = run("plan", file(name), *COUNTED, "--budget", budget, "--out", out)
+    plan = Plan.load(out)
+    model = short(name, "cpu")
+    batch = model.example_input(BATCH)
+    model.schedule = plan
+    measured = revzoo.measure_memory(model, batch, create_optimizer_v2(model, "adamw"))
+    assert measured.peak_bytes == plan.peak_bytes <= plan.budget_bytes == budget
+    assert measured.optimizer_bytes == profile_of(name).other_bytes > 0
+    assert f"Peak {plan.peak_bytes / (1 << 20):.1f} MiB of the budget" in printed
+    counts = {mode: str(plan.schedule.count(mode)) for mode in ("store", "selective", "recompute", "invert")}
+    (line,) = (line for line in printed.splitlines() if line.startswith("│ all  "))
+    assert [cell for cell in line.replace("│", " ").split()[1:] if cell] == [count for count in counts.values() if count != "0"]
+    assert f"{out}: give it to a model with revzoo.Plan.load({str(out)!r}).apply(model)." in printed.replace("\n", "")
+
+
+def test_the_numbers_of_the_table_are_the_profiles(file, run, profile_of, counted_once):
+    """Bytes kept by each kind of unit, by hand: streams of BATCH x 16 tokens x 64 channels in float32."""
+    printed = run("profile", file("rev_vit_digits"), *COUNTED)
+    assert f"[{BATCH}, 1, 8, 8] float32" in printed
+    rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in printed.splitlines() if line.startswith("│")}
+    assert list(rows) == [
+        "stem",
+        "stages.0.blocks.0.f",
+        "stages.0.blocks.0-1.g",
+        "stages.0.blocks.1.f",  # the first f has no step in front of it
+        "fuse",
+        "head",
+    ]
+    stream = BATCH * 16 * 64 * 4
+    count, _, _, recompute, *_ = (cell.strip() for cell in rows["stages.0.blocks.0.f"])
+    assert (count, recompute) == ("1", f"{stream / 1024:.1f} KiB")
+    units = {unit.name: unit for unit in profile_of("rev_vit_digits").memory.units}
+    stored = units["stages.0.blocks.1.f"].options[0]
+    assert rows["stages.0.blocks.1.f"][1].strip() == f"{(stored.kept_bytes + stream) / 1024:.1f} KiB"
+    assert rows["head"][-1].strip() == "-"  # a node cannot be inverted
+    assert "extra FLOPs" in printed
+    assert "Inverting takes" not in printed
+    assert "On the meta device nothing is run" in printed
+
+
+def test_json_is_the_whole_profile(file, run, profile_of):
+    printed = json.loads(run("profile", file("rev_vit_digits"), *COUNTED, "--json"))
+    assert printed == json.loads(json.dumps(asdict(profile_of("rev_vit_digits"))))
+    assert printed["timing"] is None
+
+
+def test_json_of_a_plan_is_what_the_picture_shows(file, tmp_path, run, profile_of, monkeypatch, counted_once):
+    drawn = []
+    monkeypatch.setattr("revzoo.display.figures.plan.plot_plan", lambda *arguments: drawn.append(arguments))
+    picture, saved = tmp_path / "plan.png", tmp_path / "plan.json"
+    budget = middle(profile_of("rev_vit_digits"))
+    arguments = (*COUNTED, "--budget", budget, "--json", "--plot", picture, "--out", saved)
+    printed = json.loads(run("plan", file("rev_vit_digits"), *arguments))
+    ((plan, path, points, beside, fixed_bytes),) = drawn
+    assert path == picture
+    assert Plan.load(saved) == plan
+    assert printed == json.loads(
+        json.dumps({"plan": asdict(plan), "others": beside, "front": points, "fixed_bytes": fixed_bytes})
+    )
+    assert fixed_bytes == profile_of("rev_vit_digits").memory.fixed_bytes
+
+
+def test_the_knapsack_is_one_option_away(file, run, profile_of, counted_once):
+    plan = revzoo.solve(profile_of("rev_vit_digits"), middle(profile_of("rev_vit_digits")), "knapsack")
+    arguments = (*COUNTED, "--solver", "knapsack", "--budget", middle(profile_of("rev_vit_digits")), "--json")
+    printed = json.loads(run("plan", file("rev_vit_digits"), *arguments))
+    assert printed["plan"]["solver"] == "knapsack"
+    assert tuple(printed["plan"]["schedule"]) == plan.schedule
+
+
+def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
+    """And the batch is looked for; the plan of the best one holds when it is run."""
+    path, out, picture = file("rev_vit_digits"), tmp_path / "plan.json", tmp_path / "plan.png"
+    printed = run("profile", path, "--device", "cpu", "--batch", 2)
+    assert "Inverting takes " in printed
+    assert "A step takes " in printed
+    arguments = ("--device", "cpu", "--batch", "auto:2-4", "--budget", "1GiB", "--plot", picture, "--out", out)
+    printed = run("plan", path, *arguments)
+    assert "samples a second, measured." in printed
+    plan = Plan.load(out)
+    model = short("rev_vit_digits", "cpu")
+    batch = model.example_input(int(plan.setting.batch[0][1]))
+    plan.apply(model, batch)
+    assert revzoo.measure_memory(model, batch).peak_bytes == plan.peak_bytes
+    assert plan.seconds > 0
+    names = ("plan.png", "plan-times.png", "plan-schedules.png")
+    assert [(tmp_path / name).read_bytes()[:4] for name in names] == [b"\x89PNG"] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan NAME", "The following arguments are required: --budget. See revzoo plan --help."),
+        (
+            "plan NAME --budget lots",
+            "A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. Received: 'lots'.",
+        ),
+        (
+            "plan NAME --budget 8GiBs",
+            "A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. Received: '8GiBs'.",
+        ),
+        ("plan NAME --budget 120%", "A share of the memory is above 0 % and at most 100 %. Received: '120%'."),
+        ("plan NAME --budget 0", "A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. Received: '0'."),
+        ("plan NAME --budget 1GiB --batch 0", "Argument --batch: expected an integer from 1 to 10^9. Received: '0'."),
+        (
+            "plan NAME --budget 1GiB --batch auto",
+            "Argument --batch: a range goes from low to high, such as auto:16-256. Received:",
+        ),
+        ("plan NAME --budget 1GiB --batch auto:2-5 --estimate", "Received: --estimate and a range of batch sizes"),
+        ("plan NAME --budget 1GiB --batch auto:5-2", "Argument --batch: a range goes from low to high, such as auto:16-256. "),
+        ("plan NAME --budget 1GiB --batch auto:0-2", "Argument --batch: a range goes from low to high, such as auto:16-256. "),
+        ("profile NAME --batch auto:2-5", "Argument --batch: expected an integer from 1 to 10^9. Received: 'auto:2-5'."),
+        ("plan NAME --budget 1GiB --solver magic", "Argument --solver: invalid choice: 'magic' (choose from 'timeline', "),
+        ("plan NAME --budget 1GiB --optimizer adamv", "Unknown optimizer 'adamv'. Did you mean 'adam'? Allowed: adabelief, "),
+        ("profile NAME --optimizer adamv", "Unknown optimizer 'adamv'. Did you mean 'adam'? Allowed: adabelief, "),
+        (
+            "plan NAME --budget 1GiB --plot a.pdf",
+            "A picture is written as PNG. Received: --plot a.pdf. Use --plot network.png.",
+        ),
+        ("plan NAME --budget 1GiB --plot no/a.png", "cannot read or write no/a.png: No such file or directory"),
+        ("plan NAME --budget 1GiB --out no/a.json", "cannot read or write no/a.json: No such file or directory"),
+        ("plan rev_vit_dgits --budget 1GiB", "Unknown model or spec file 'rev_vit_dgits'. Did you mean 'rev_vit_digits'?"),
+        ("profile rev_vit_dgits", "Unknown model or spec file 'rev_vit_dgits'. Did you mean 'rev_vit_digits'?"),
+        (
+            "plan NAME --budget 1GiB --device nowhere",
+            "device is one that torch can use here, such as cpu or meta. Received: 'now",
+        ),
+        (
+            "plan NAME --budget 1GiB --device cpu --meta",
+            "Received: --meta and --device cpu. --meta runs on no device: leave one",
+        ),
+        (
+            "plan NAME --budget 1GiB --meta --batch auto:2-4",
+            "The best batch depends on measured seconds. Received: a model on the meta",
+        ),
+        ("profile NAME --dtype int8", "Argument --dtype: invalid choice: 'int8' (choose from 'float64', 'float32', "),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_profiled(arguments, message, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("revzoo.planning.planner.profile", None)
+    monkeypatch.setattr("revzoo.planning.profiling.profile.profile", None)
+    assert refused(*arguments.replace("NAME", "rev_vit_digits").split())[: len(message)] == message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(refused):
+    message = refused("profile", "rev_vit_digits", "--device", "cuda")
+    assert "device is one that torch can use here, such as cpu or meta. Received: 'cuda' (" in message
+
+
+def test_an_optimizer_that_cannot_be_made_says_why(refused, monkeypatch):
+    def create_optimizer_v2(*arguments, **settings):
+        raise AssertionError("no GPU")
+
+    monkeypatch.setattr("timm.optim.create_optimizer_v2", create_optimizer_v2)
+    message = refused("profile", "rev_vit_digits", "--meta", "--optimizer", "adamw")
+    assert message == "timm's adamw cannot be made here (AssertionError: no GPU). Try adamw.\n"
+
+
+def test_a_budget_that_nothing_fits_names_the_smallest_possible(file, refused, run, tmp_path, profile_of, counted_once):
+    smallest = revzoo.solve(profile_of("rev_vit_digits"), "1TB").min_peak_bytes
+    saved = tmp_path / "plan.json"
+    arguments = ("plan", file("rev_vit_digits"), *COUNTED, "--out", saved, "--budget")
+    assert f"({smallest} bytes) are needed" in refused(*arguments, smallest - 1)
+    assert not saved.exists()
+    run(*arguments, smallest)

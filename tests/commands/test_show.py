@@ -1,0 +1,39 @@
+"""`revzoo show`: text, JSON, picture."""
+
+import json
+
+import pytest
+
+from revzoo.analysis.report import report_model
+
+
+def test_json_is_the_report_and_nothing_else(file, short, run):
+    printed = json.loads(run("show", file("rev_vit_digits"), "--json", "--batch", 3))
+    model = short("rev_vit_digits")
+    report = report_model(model, 3)
+    assert printed == json.loads(json.dumps(report.to_dict()))
+    assert printed["digest"] == model.spec.digest
+    assert printed["memory"]["invert"] == report.memory["invert"].to_dict()
+    assert printed["parts"][1]["kept_bytes"] == report.parts[1].kept_bytes
+    assert printed["input"] == {"kind": "image", "channels": 1, "size": [8, 8]}
+
+
+def test_the_picture_comes_with_the_text(file, run, tmp_path):
+    text = run("show", file("rev_vit_digits"), "--batch", 2, "--plot", tmp_path / "a.png")
+    assert "What is kept for backward, batch of 2 images" in text
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere/a.png", "cannot read or write {}/nowhere/a.png: No such file or directory\n"),
+        ("a.pdf", "A picture is written as PNG. Received: --plot {}/a.pdf. Use --plot network.png.\n"),
+        ("folder.png", "cannot read or write {}/folder.png: Is a directory\n"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(path, message, refused, tmp_path, monkeypatch):
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr("revzoo.model.create.create", None)
+    assert refused("show", "rev_vit_digits", "--plot", tmp_path / path) == message.format(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["folder.png"]

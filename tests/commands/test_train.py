@@ -1,0 +1,33 @@
+"""`revzoo train` and `revzoo eval`, for a recipe that trains in a second."""
+
+import zoo_cli
+from revzoo.training.evaluation import Scores
+
+SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=1,block.f.heads=2"
+FAST = ["data.batch_size=512", "train.epochs=1", "schedule.warmup_epochs=0", f"model.overrides=[{SMALL}]"]
+
+
+def test_train_eval_resume(run, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = result_of(run("train", *FAST))
+    assert first.endswith("runs/digits")
+    assert result_of(run("train", "digits", "train.seed=1", *FAST)).endswith("runs/digits-2")
+    assert first in run("train", "--resume", "runs/digits")
+    top1 = first.split(" after")[0]
+    assert f"runs/digits/last.safetensors: {top1}, top-5 " in run("eval", "runs/digits/last.safetensors", "data.batch_size=50")
+    message = refused("train", *FAST, "--out", "runs/digits")
+    assert message.startswith("The run folder runs/digits is not empty. Resume that run (--resume runs/digits)")
+    message = refused("eval", "runs/digits", "train.epochs=3")
+    assert "Received: train.epochs=3. Evaluation takes data.... and train.mixed_precision" in message
+
+
+def result_of(printed: str) -> str:
+    (line,) = (line for line in printed.splitlines() if line.startswith("top-1"))
+    return line
+
+
+def test_a_loss_that_is_not_finite_is_status_1(capsys, monkeypatch):
+    scores = Scores(10.0, 50.0, float("nan"), 355)
+    monkeypatch.setattr("revzoo.training.evaluation.evaluate_checkpoint", lambda path, overrides: scores)
+    assert zoo_cli.main(["eval", "run"]) == 1
+    assert "the loss is not finite" in capsys.readouterr().err

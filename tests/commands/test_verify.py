@@ -1,0 +1,31 @@
+"""`revzoo verify`: status 0 for a model that is safe to train, 1 for one that is not."""
+
+import torch
+
+import zoo_cli
+from revzoo.analysis.verify import VerifyReport
+
+
+def test_a_model_that_is_safe_to_train(run):
+    assert "Safe to train in float32: gradients agree" in run("verify", "rev_vit_digits", "--batch", 2)
+
+
+def test_exact_and_dtype_reach_the_model(monkeypatch, run):
+    reports = []
+
+    def verify(model, batch):
+        reports.append((model.exact, next(model.parameters()).dtype, len(batch)))
+        return VerifyReport(torch.float64, {})
+
+    monkeypatch.setattr("revzoo.analysis.verify.verify", verify)
+    run("verify", "rev_vit_digits")
+    run("verify", "rev_vit_digits", "--exact", "--batch", 3)
+    run("verify", "rev_vit_digits", "--dtype", "float64")
+    assert reports == [(False, torch.float32, 4), (True, torch.float32, 3), (False, torch.float64, 4)]
+
+
+def test_a_model_that_is_not(capsys, monkeypatch):
+    report = VerifyReport(torch.float32, {}, problems=("The gradients are wrong.",))
+    monkeypatch.setattr("revzoo.analysis.verify.verify", lambda model, batch: report)
+    assert zoo_cli.main(["verify", "rev_vit_digits"]) == 1
+    assert capsys.readouterr().out == f"{report}\n"

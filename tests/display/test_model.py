@@ -1,0 +1,132 @@
+"""The report of a model as tables and as a picture, and the table of its memory."""
+
+import io
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import revzoo
+from revzoo.analysis.memory_report import MemoryReport
+from revzoo.analysis.report import ModelReport, TwinReport, report_model
+from revzoo.display.figures.model import plot_model
+from revzoo.display.tables.memory import MemoryTable, tabulate_memory
+from revzoo.display.tables.model import show_model
+from revzoo.runtime.schedule import MODES
+
+TINY = ["stages.0.depth=1"]
+
+
+@pytest.fixture(scope="module")
+def vit() -> ModelReport:
+    return report_model(revzoo.create("rev_vit_digits", overrides=TINY, device="meta"), 2)
+
+
+@pytest.fixture(scope="module")
+def irevnet() -> ModelReport:
+    return report_model(revzoo.create("irevnet_digits", overrides=[*TINY, "stages.1.depth=1"], device="meta"), 2)
+
+
+@pytest.fixture(scope="module")
+def bert() -> ModelReport:
+    return report_model(revzoo.create("rev_bert_mini", overrides=TINY, device="meta"))
+
+
+def text_of(renderable: object) -> str:
+    console = Console(width=180, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_every_question_is_answered(vit):
+    text = text_of(show_model(vit))
+    for answer in (
+        "rev_vit_digits (rev_vit)",
+        f"{vit.parameters:,}, ",
+        "2, coupling additive",
+        "What is kept for backward, batch of 2 images",
+        "node: patch_embed",
+        "stages.0",
+        "FLOP per image, a multiply-add counted once",
+        "activations at the peak",
+        "source",
+        "rev_vit_digits.safetensors (top1 98.87; trained by: revzoo train",
+    ):
+        assert answer in text
+    assert len([line for line in text.splitlines() if "node: " in line]) == 3
+
+
+def test_a_bijection_keeps_nothing(irevnet):
+    bijections = [part for part in irevnet.parts if part.kind == "bijection"]
+    lines = [line for line in text_of(show_model(irevnet)).splitlines() if "bijection: space_to_depth" in line]
+    assert len(lines) == len(bijections) > 0
+    assert all(line.count("nothing") == len(MODES) for line in lines)
+
+
+def test_texts_are_called_texts(bert):
+    text = text_of(show_model(bert))
+    assert "batch of 8 texts" in text
+    assert "per text" in text
+    assert "image" not in text
+
+
+def test_expectations_and_missing_weights_are_listed(vit):
+    text = text_of(show_model(replace(vit, expect={"parameters": 302794, "stream": None}, weights=None)))
+    assert "parameters: 302794" in text
+    assert "stream: " not in text
+    (line,) = (line for line in text.splitlines() if line.lstrip().startswith("weights ") and "iB" not in line)
+    assert line.split() == ["weights", "none"]
+
+
+def test_names_are_no_markup(vit):
+    assert "[/red] ([bold])" in text_of(show_model(replace(vit, name="[/red]", family="[bold]")))
+
+
+def test_the_twin_has_a_column(vit):
+    twin = TwinReport("timm", "plain", parameters=2400, flops=2368, memory=vit.memory["store"])
+    text = text_of(show_model(replace(vit, twin=twin)))
+    assert "timm plain: 2,400 parameters, 2.37 kFLOP per image" in text
+    (heading,) = (line for line in text.splitlines() if "twin: plain" in line)
+    assert "recompute" in heading
+
+
+def test_a_twin_that_was_not_measured_says_why(vit):
+    twin = TwinReport("timm", "plain", problem="timm has no such model")
+    assert "timm plain: not measured, timm has no such model" in text_of(show_model(replace(vit, twin=twin)))
+
+
+@pytest.mark.parametrize("name", ["bert", "irevnet"])
+def test_the_picture_is_a_png_and_repeats(name, tmp_path, request):
+    report = request.getfixturevalue(name)
+    for file in ("a.png", "b.png"):
+        plot_model(report, tmp_path / file)
+    picture = (tmp_path / "a.png").read_bytes()
+    assert picture == (tmp_path / "b.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", picture[16:24])
+    inches = {"node": 1.35, "stage": 1.75, "bijection": 1.3}
+    assert width == pytest.approx(120 * max(8.5, 1.3 + sum(inches[part.kind] for part in report.parts)), abs=1)
+    assert height == 792
+
+
+def test_the_memory_table_marks_the_present_mode(vit):
+    text = text_of(MemoryTable(vit.memory, "invert"))
+    assert all(word in text for word in ("store ", "recompute ", "invert *", "weights", "gradients", "activations at the peak"))
+    assert "The mode changes the memory of activations only." in text
+    assert "*" not in text_of(MemoryTable(vit.memory, None))
+
+
+def test_a_model_without_a_schedule_has_one_column():
+    text = text_of(tabulate_memory(nn.Linear(4, 4), torch.zeros(2, 4)))
+    assert "as it is" in text
+    assert "The mode changes" not in text
+
+
+def test_rows_that_are_zero_in_every_mode_are_left_out():
+    report = MemoryReport(8, 4, 2, weight_bytes=2, buffer_bytes=0, gradient_bytes=2, optimizer_bytes=0, batch_bytes=1)
+    text = text_of(MemoryTable({"store": report}))
+    assert "weights" in text
+    assert not any(label in text for label in ("buffers", "optimizer", "CUDA"))
