@@ -2,10 +2,10 @@
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
 from revzoo.errors import InputError
+from revzoo.runtime.exact import has_value
+from revzoo.runtime.replay import is_sharded
 from revzoo.spec.schema import ImageInput, Spec, TextInput
 
 
@@ -85,7 +85,7 @@ def _check_type(spec: Spec, x: object, parameter: Tensor) -> None:
         received = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{spec.name} takes a tensor of {expected}. Received: {received}.")
     # FSDP and Accelerate's offloading bring a parameter to its device only when it is used.
-    if isinstance(parameter, DTensor) or parameter.is_meta:
+    if is_sharded(parameter) or parameter.is_meta:
         return
     if x.device != parameter.device:
         raise InputError(
@@ -122,4 +122,4 @@ def _check_ids(name: str, text: TextInput, ids: Tensor) -> None:
 
 def _can_read(x: Tensor) -> bool:
     """Return whether a tensor has values that can be read without waiting for a device or breaking a compiled graph."""
-    return x.device.type == "cpu" and not isinstance(x, FakeTensor) and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and has_value(x) and not torch.compiler.is_compiling()

@@ -59,9 +59,9 @@ class Stage(nn.Module):
 class Model(nn.Module):
     """A reversible network built from a spec; make one with `revzoo.create` or `revzoo.build`.
 
-    The reversible steps between two transitions form one chain. Stem, transitions, fuse and head are nodes: they keep their
-    saved tensors for backward unless their mode is `selective` or `recompute`. State-dict keys depend on the architecture
-    alone, not on the schedule.
+    Reversible steps that follow each other form one chain. Stem, fuse, head, and the transitions that are not bijections, are
+    nodes: ordinary modules, which keep their saved tensors unless their mode is `selective` or `recompute`. State-dict keys
+    depend on the architecture alone, not on the schedule.
 
     Shapes: x: images (B, C, H, W) of the spec's channels and size, or ids (B, N) with N up to the spec's length.
         attention_mask: (B, N), 1 or True for tokens; by default all ids but the spec's padding. Texts only.

@@ -157,20 +157,20 @@ def test_any_registered_coupling_builds_and_trains():
     ],
 )
 def test_a_number_out_of_range_is_named(name, override, path, allowed):
-    (found,) = problems(name, override)
-    assert found.startswith(f"{path}: found ")
-    assert found.endswith(f"; allowed: {allowed}")
+    (problem,) = problems(name, override)
+    assert problem.startswith(f"{path}: found ")
+    assert problem.endswith(f"; allowed: {allowed}")
 
 
 def test_what_only_torch_can_refuse_is_named_too():
-    (found,) = problems("rev_vit_digits", f"stages.0.g.ratio={1e300}")
-    assert found.startswith("stages.0.g: found {'type': 'mlp', 'ratio': 1e+300")
-    assert "; allowed: a size that torch can build (" in found
+    (problem,) = problems("rev_vit_digits", f"stages.0.g.ratio={1e300}")
+    assert problem.startswith("stages.0.g: found {'type': 'mlp', 'ratio': 1e+300")
+    assert "; allowed: a size that torch can build (" in problem
 
 
 def test_the_arguments_of_a_twin_are_a_mapping():
-    (found,) = problems("rev_vit_ti", "twin.arguments=3")
-    assert found == "twin.arguments: found 3; allowed: a mapping"
+    (problem,) = problems("rev_vit_ti", "twin.arguments=3")
+    assert problem == "twin.arguments: found 3; allowed: a mapping"
 
 
 def test_build_takes_a_spec():
