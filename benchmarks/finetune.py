@@ -37,7 +37,7 @@ from runtime import surroundings
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.conversion.sources.base import CouplingName
+from revzoo.conversion.choice import CouplingName
 from revzoo.data.base import IGNORED
 from revzoo.format import format_bytes
 from revzoo.model.network import Model
@@ -78,11 +78,11 @@ VARIANTS = {
     "stay": Variant("8 bits", "momentum", {"kept_bits": 8}),
     **{f"bits_{last}": _kept(last) for last in (4, 2, 0)},
     "additive": Variant("additive", "additive", {}),
-    "float_m": Variant("m 0.1 to 0.9", "momentum", {"kept_bits": None, "strength": 0.1}, CouplingOptions(m=(0.1, 0.9)), "ViT"),
+    "float_m": Variant("m 0.1 to 0.9", "momentum", {"m": 0.1}, CouplingOptions(m=(0.1, 0.9)), "ViT"),
     "float_dual": Variant(
         "alpha 1 to 0.5, beta 0.1 to 0.9",
         "dual_residual",
-        {"kept_bits": None, "strength": 0.1},
+        {"beta": 0.1},
         CouplingOptions(alpha=(1.0, 0.5), beta=(0.1, 0.9)),
         "ViT",
     ),

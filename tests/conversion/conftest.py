@@ -1,4 +1,4 @@
-"""Conversions by hand: a spec is built, entries are applied, and the networks are compared."""
+"""Conversions by hand: build the spec, apply the mappings, compare the networks."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ GOLDEN = Path(__file__).parent / "golden"
 FAITHFUL = CouplingChoice("momentum", kept_bits=None, b=0.0)  # b = 0 is the original's function
 
 
-class Trial:
-    """A source of weights and what becomes of tiny originals."""
+class Converter:
+    """Converts originals of one source with the source's methods alone, without `revzoo.convert`."""
 
     def __init__(self, source, folder):
         self.source, self.folder = source, folder
@@ -25,15 +25,15 @@ class Trial:
         return revzoo.build(revzoo.load_spec(file), **options).eval()
 
     def convert(self, original, choice=FAITHFUL):
-        """Return the converted network in eval mode; entries must name all of ours and of theirs, once each."""
+        """Return the converted network in eval mode; assert that the mappings have all of ours and all of theirs once."""
         model, theirs = self.build(original, choice), original.state_dict()
         ours = {}
-        entries = self.source.map_tensors(original)
-        for entry in entries:
-            changed = entry.to_ours([theirs[key] for key in entry.theirs])
-            assert not ours.keys() & set(entry.ours)
-            ours |= dict(zip(entry.ours, changed, strict=True))
-        assert sorted(key for entry in entries for key in entry.theirs) == sorted(
+        mappings = self.source.map_tensors(original)
+        for mapping in mappings:
+            values = mapping.to_ours([theirs[key] for key in mapping.theirs])
+            assert not ours.keys() & set(mapping.ours)
+            ours |= dict(zip(mapping.ours, values, strict=True))
+        assert sorted(key for mapping in mappings for key in mapping.theirs) == sorted(
             key for key in theirs if not self.source.ignores(key)
         )
         model.load_state_dict(ours, strict=True)
@@ -41,31 +41,31 @@ class Trial:
         return model
 
     @torch.no_grad()
-    def difference(self, original, x, choice=FAITHFUL):
+    def measure_difference(self, original, x, choice=FAITHFUL):
         """Return the largest difference of the logits, relative to the largest of the original's."""
         model, expected = self.convert(original, choice), original.eval()(x)
-        found = model(x)
-        assert found.shape == expected.shape
+        outputs = model(x)
+        assert outputs.shape == expected.shape
         assert expected.abs().max() > 0.01
-        return ((found - expected).abs().max() / expected.abs().max()).item()
+        return ((outputs - expected).abs().max() / expected.abs().max()).item()
 
     def check_round_trip(self, original):
-        """Assert that what was converted, converted back, has the original's keys and bits."""
+        """Assert that converting there and back gives the original's keys and bits."""
         ours, back = self.convert(original).state_dict(), {}
-        for entry in self.source.map_tensors(original):
-            back |= dict(zip(entry.theirs, entry.to_theirs([ours[key] for key in entry.ours]), strict=True))
+        for mapping in self.source.map_tensors(original):
+            back |= dict(zip(mapping.theirs, mapping.to_theirs([ours[key] for key in mapping.ours]), strict=True))
         expected = {key: value for key, value in original.state_dict().items() if not self.source.ignores(key)}
         assert back.keys() == expected.keys()
         assert all(torch.equal(back[key], value) for key, value in expected.items())
 
-    def keys(self, original):
-        """Return where every tensor goes, a line each."""
-        entries = self.source.map_tensors(original)
-        return "".join(f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.transform})\n" for e in entries)
+    def list_mappings(self, original):
+        """Return a line for every mapping."""
+        mappings = self.source.map_tensors(original)
+        return "".join(f"{' + '.join(e.theirs)} -> {' + '.join(e.ours)} ({e.transform})\n" for e in mappings)
 
     def check_keys(self, original, name):
-        """Assert that every tensor goes where the golden list says."""
-        assert self.keys(original) == (GOLDEN / f"{name}.txt").read_text()
+        """Assert that the mappings are those of the golden list."""
+        assert self.list_mappings(original) == (GOLDEN / f"{name}.txt").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +74,14 @@ def _seed() -> None:
 
 
 @pytest.fixture
-def trial(request, tmp_path):
-    """Return what the test's module calls SOURCE, on trial."""
-    return Trial(request.module.SOURCE, tmp_path)
+def converter(request, tmp_path):
+    """Return the converter of the SOURCE of the test's module."""
+    return Converter(request.module.SOURCE, tmp_path)
 
 
 @pytest.fixture
 def randomised():
-    """Return a function that gives an original random values everywhere, norms and their statistics included."""
+    """Return a function that sets all tensors of an original at random, norms and their statistics included."""
 
     def randomise(original, scale=0.2, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -102,7 +102,7 @@ def randomised():
 
 @pytest.fixture
 def rebuilds_exactly():
-    """Return an assertion that inverting gives, bit for bit, the gradients of storing, random masks included."""
+    """Return a check that inverting gives, bit for bit, the gradients of storing, random masks included."""
 
     def check(model, x):
         gradients = []

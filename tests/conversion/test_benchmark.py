@@ -1,4 +1,4 @@
-"""The benchmark of fine-tuning runs: at toy size every network, ordinary and converted, is trained, rebuilds and is drawn."""
+"""The benchmark of fine-tuning runs: at toy size every network is trained and drawn, as it is and converted."""
 
 import json
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 FILE = Path(__file__).parents[2] / "benchmarks" / "finetune.py"
 NETWORKS = ["ViT", "Swin", "ResNet", "BERT"]
 EVERYWHERE = ["original", "stay", "bits_4", "bits_2", "bits_0", "additive"]

@@ -1,4 +1,4 @@
-"""Every source through `revzoo.convert` itself: a tiny random original, the default start, and the way back."""
+"""Every source through `revzoo.convert`: a tiny random original, the default coupling, and the way back."""
 
 import pytest
 import torch
@@ -12,17 +12,32 @@ from transformers import BertConfig, BertForSequenceClassification, RobertaConfi
 import revzoo
 from revzoo.conversion.sources import SOURCES
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 60}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 60,
+    "max_position_embeddings": 40,
+}
 MVIT = MultiScaleVitCfg(depths=(1, 2), embed_dim=16, num_heads=2, stride_q=((1, 1), (2, 2)))
+
+
+def resnet():
+    original = ResNet(BasicBlock, (2, 2, 2, 2), num_classes=5, channels=(8, 8, 16, 16))
+    original.pretrained_cfg = {"input_size": (3, 64, 64)}  # without it the images have 224x224 pixels
+    return original
+
+
 ORIGINALS = {
     "timm ViT": lambda: VisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=4, num_classes=5),
     "timm Swin": lambda: SwinTransformer(
         img_size=32, patch_size=2, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=5
     ),
     "timm MViTv2": lambda: MultiScaleVit(MVIT, img_size=32, num_classes=5),
-    "timm ResNet": lambda: ResNet(BasicBlock, (2, 2, 2, 2), num_classes=5, channels=(8, 8, 16, 16)),
+    "timm ResNet": resnet,
     "Transformers BERT": lambda: BertForSequenceClassification(BertConfig(**SIZES)),
-    "Transformers RoBERTa": lambda: RobertaForMaskedLM(RobertaConfig(**SIZES, max_position_embeddings=40)),
+    "Transformers RoBERTa": lambda: RobertaForMaskedLM(RobertaConfig(**SIZES)),
 }
 
 
@@ -31,7 +46,7 @@ def test_every_ordinary_source_has_an_original_here():
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_the_first_two_figures(name, tmp_path, rebuilds_exactly):
+def test_a_conversion_begins_as_the_original_and_comes_back(name, tmp_path, rebuilds_exactly):
     torch.manual_seed(0)
     original = ORIGINALS[name]().eval()
     with torch.no_grad():
@@ -41,7 +56,7 @@ def test_the_first_two_figures(name, tmp_path, rebuilds_exactly):
     assert report.kind == name
     same, start = report.comparisons
     assert same.largest_difference <= 1e-5
-    assert (start.cosine, start.agreement) >= (0.9999, 0.0)
+    assert start.cosine >= 0.9999
     assert revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
     back, expected = load_file(tmp_path / "back.safetensors"), original.state_dict()
     assert set(expected) - set(back) <= {"lm_head.decoder.weight", "lm_head.decoder.bias"}  # copies, tied again on loading

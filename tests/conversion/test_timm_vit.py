@@ -43,25 +43,25 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_the_converted_network_is_the_original(trial, randomised, options):
+def test_the_converted_network_is_the_original(converter, randomised, options):
     original = randomised(tiny(**options))
     x = torch.randn(2, original.patch_embed.proj.in_channels, *original.patch_embed.img_size)
-    assert trial.difference(original, x) <= 1e-5
-    assert trial.difference(original, x, CouplingChoice("dual_residual", kept_bits=None, b=0.0)) <= 1e-5
-    assert trial.difference(original, x, CouplingChoice("additive")) > 1e-3  # the same tensors, another function
-    trial.check_round_trip(original)
+    assert converter.measure_difference(original, x) <= 1e-5
+    assert converter.measure_difference(original, x, CouplingChoice("dual_residual", kept_bits=None, b=0.0)) <= 1e-5
+    assert converter.measure_difference(original, x, CouplingChoice("additive")) > 1e-3  # the same tensors, another function
+    converter.check_round_trip(original)
 
 
-def test_every_tensor_goes_where_the_golden_list_says(trial):
-    trial.check_keys(tiny(init_values=0.1), "timm_vit")
-    trial.check_keys(tiny(**MEAN), "timm_vit_mean")
+def test_every_tensor_goes_where_the_golden_list_says(converter):
+    converter.check_keys(tiny(init_values=0.1), "timm_vit")
+    converter.check_keys(tiny(**MEAN), "timm_vit_mean")
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("vit_tiny_patch16_224", 5717416), ("deit3_small_patch16_224", 22059496)])
-def test_named_models_are_read_without_weights(trial, name, parameters):
+def test_named_models_are_read_without_weights(converter, name, parameters):
     original = timm.create_model(name, num_classes=1000, device="meta", drop_path_rate=0.2)
     with torch.device("meta"):
-        model = trial.build(original, CouplingChoice())
+        model = converter.build(original, CouplingChoice())
     assert sum(p.numel() for p in model.parameters()) == parameters
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     theirs = original.state_dict()
@@ -122,17 +122,17 @@ def test_positions_of_another_square_grid_are_interpolated(rows):
 
 
 @pytest.mark.parametrize("names", ["q k v", "q_proj k_proj v_proj"])
-def test_separate_queries_keys_and_values_are_merged(trial, randomised, names):
+def test_separate_queries_keys_and_values_are_merged(converter, randomised, names):
     expected = randomised(tiny()).state_dict()
     split = {}
     for key, value in expected.items():
         parts = value.chunk(3) if ".qkv." in key else ()
         split |= {key.replace("qkv", name): part for name, part in zip(names.split(), parts, strict=bool(parts))}
         split |= {} if parts else {key: value}
-    found, notes = merge_qkv(split)
+    merged, notes = merge_qkv(split)
     assert notes == ["12 tensors of separate queries, keys and values were merged into 4 (qkv)"]
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[key], value) for key, value in expected.items())
     assert merge_qkv(expected) == (expected, [])
 
 
@@ -151,9 +151,9 @@ def test_a_file_with_other_names_is_understood(randomised):
         else:
             file[key.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2")] = value
     assert "blocks.1.gamma_2" in file
-    found, notes = SOURCE.canonicalise(original, file)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    merged, notes = SOURCE.canonicalise(original, file)
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[key], value) for key, value in expected.items())
     assert notes == [
         "6 tensors of separate queries, keys and values were merged into 2 (qkv)",
         "4 factors of LayerScale were renamed (gamma_1 to ls1.gamma)",

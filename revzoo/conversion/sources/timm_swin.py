@@ -95,7 +95,7 @@ class TimmSwin(TimmSource):
             "fuse": {"type": choice.fuse, "norm": self._name_norm(network.norm)},
             "head": {
                 "type": "pooled_linear",
-                "pool": _POOLS[network.global_pool],
+                "pool": _POOLS[network.head.global_pool.pool_type],
                 "dropout": read_rate(network.head.drop),
                 "outputs": network.num_classes,
             },
@@ -134,16 +134,17 @@ class TimmSwin(TimmSource):
         self._refuse({f"the patch embedding {type(embed).__name__}": type(embed) is not PatchEmbed})
         self._refuse({f"a head of class {type(swin.head).__name__}": type(swin.head) is not ClassifierHead})
         sizes, patch = embed.img_size or (), embed.patch_size
+        pooling = swin.head.global_pool.pool_type  # swin.global_pool may differ from it after reset_classifier
         merges = [layer.downsample for layer in swin.layers]
         norms = [embed.norm, *(merge.norm for merge in merges if isinstance(merge, PatchMerging))]
         self._refuse(
             {
-                "variable image sizes (strict_img_size=False)": swin.dynamic_img_size or not embed.strict_img_size or not sizes,
+                "variable image sizes (strict_img_size=False)": not embed.strict_img_size or not sizes,
                 f"oblong patches (patch_size {patch})": patch[0] != patch[1],
                 f"an image that patches do not cover (img_size {sizes})": any(side % patch[0] for side in sizes),
                 "layers that do not merge patches at their beginning": not isinstance(merges[0], nn.Identity)
                 or not all(isinstance(merge, PatchMerging) for merge in merges[1:]),
-                f"pooling {swin.global_pool!r} (global_pool)": swin.global_pool not in _POOLS,
+                f"pooling {pooling!r} (global_pool)": pooling not in _POOLS,
                 "no classifier (num_classes=0; with num_classes=N it starts fresh)": not isinstance(swin.head.fc, nn.Linear),
             }
         )

@@ -1,0 +1,62 @@
+"""Parts of ordinary ResNets: a step and a transition against timm's blocks on the same weights."""
+
+import pytest
+import torch
+from timm.models.resnet import BasicBlock, Bottleneck, ResNet
+
+import revzoo
+from revzoo.errors import PartArgumentError
+from revzoo.parts.branches.residual_unit import ResidualUnit
+from revzoo.parts.context import BuildContext, Shape
+from revzoo.parts.stems.resnet import ResNetStem
+from revzoo.parts.transitions.residual_block import ResidualBlock
+
+IMAGE = BuildContext(Shape(8, (6, 5), "image"), 8)
+
+
+@pytest.mark.parametrize("layout", ["basic", "bottleneck"])
+def test_the_parts_are_timms_block(layout):
+    kind = {"basic": BasicBlock, "bottleneck": Bottleneck}[layout]
+    block = kind(8, 8 // kind.expansion).eval()
+    f, alone = (ResidualUnit(IMAGE, layout=layout, residual=residual).eval() for residual in (True, False))
+    for part in (f, alone):
+        part.load_state_dict(block.state_dict())
+    x = torch.randn(2, 8, 6, 5)
+    torch.testing.assert_close(f(x), block(x), rtol=0, atol=0)
+    unit = f.compute_change(x)
+    torch.testing.assert_close(alone(x), unit.relu(), rtol=0, atol=0)
+    torch.testing.assert_close(f(x), (unit + x).relu(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fuse", ["mean", "last"])
+def test_the_transition_is_timms_first_block_on_the_fused_streams(fuse):
+    original = ResNet(Bottleneck, (1, 1, 1, 1), channels=(2, 3, 3, 3)).layer2[0].eval()
+    part = ResidualBlock(BuildContext(IMAGE.shape, 12), layout="bottleneck", stride=2, fuse=fuse).eval()
+    part.load_state_dict(original.state_dict())
+    x1, x2 = torch.randn(2, 2, 8, 6, 5).unbind()
+    y1, y2 = part(x1, x2)
+    assert y1 is y2
+    assert part.out_shape == Shape(12, (3, 3), "image")
+    torch.testing.assert_close(y1, original(x2 if fuse == "last" else (x1 + x2) / 2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "argument", "message"),
+    [
+        (lambda: ResidualUnit(IMAGE, layout="bottleneck", middle=6, groups=4), "groups", "a divisor of the 6 channels inside"),
+        (lambda: ResidualUnit(IMAGE, groups=2), "groups", "1, or the layout bottleneck"),
+        (lambda: ResidualUnit(BuildContext(Shape(8, (4,), "tokens"), 8)), "type", "a stem that gives images"),
+        (lambda: ResidualBlock(BuildContext(Shape(8, (4,), "tokens"), 8)), "type", "a stem that gives images"),
+        (lambda: ResNetStem(BuildContext(Shape(8, (4,), "text"), 8)), "type", "an input of kind image"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(make, argument, message):
+    with pytest.raises(PartArgumentError, match=message) as error:
+        make()
+    assert error.value.argument == argument
+
+
+def test_the_parts_can_be_named_in_a_spec():
+    assert {"residual_unit"} <= set(revzoo.registry.branches)
+    assert {"residual_block"} <= set(revzoo.registry.transitions)
+    assert {"resnet"} <= set(revzoo.registry.stems)
