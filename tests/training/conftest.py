@@ -1,18 +1,18 @@
-"""A recipe that trains in a second, and folders of images."""
+"""A recipe that trains in a second."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from PIL import Image
 
-from revzoo.training.recipe import Recipe, load_recipe
+from revzoo.training import loop
+from revzoo.training.options import Recipe
+from revzoo.training.recipe import load_recipe
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
 # Four batches an epoch.
 FAST = ["data.batch_size=320", "train.epochs=2", "schedule.warmup_epochs=1", f"model.overrides=[{SMALL}]"]
+_SHOWN = {name: getattr(loop, name) for name in ("tabulate_memory", "draw_curves")}
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +21,22 @@ def _fresh_accelerate() -> Iterator[None]:
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_shown() -> Iterator[None]:
+    """Leave out the table of memory and the curves, which take longer than a small run; `shown` puts them back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "tabulate_memory", lambda model, batch, optimizer: "")
+        patch.setattr(loop, "draw_curves", lambda records, path: path.write_bytes(b""))
+        yield
+
+
+@pytest.fixture
+def shown(monkeypatch) -> None:
+    """Show everything, as outside of the tests."""
+    for name, function in _SHOWN.items():
+        monkeypatch.setattr(loop, name, function)
 
 
 @pytest.fixture
@@ -33,17 +49,3 @@ def fast() -> list[str]:
 def recipe() -> Callable[..., Recipe]:
     """Return the digits recipe, made small, with further overrides."""
     return lambda *overrides: load_recipe("digits", [*FAST, *overrides])
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Eight grey images of noise in two classes; validation has the same ones."""
-    dice = np.random.default_rng(0)
-    for label in ("cat", "dog"):
-        for i in range(4):
-            pixels = Image.fromarray(dice.integers(0, 256, (8, 8), dtype=np.uint8))
-            for split in ("train", "val"):
-                path = tmp_path / "images" / split / label / f"{i}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                pixels.save(path)
-    return tmp_path / "images"

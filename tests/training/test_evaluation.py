@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 
 import revzoo
 from revzoo.checkpoint import files, index
+from revzoo.data.base import IGNORED
 from revzoo.errors import CheckpointError, InputError
 from revzoo.training.evaluation import Scores, evaluate, evaluate_checkpoint, evaluate_pretrained
 from revzoo.training.loop import train
@@ -37,9 +39,9 @@ def test_scores_by_hand():
 @pytest.mark.parametrize("ema", ["null", "{decay: 0.9}"])
 def test_what_training_saved(recipe, tmp_path, ema):
     train(recipe(f"ema={ema}"), tmp_path / "run")
-    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    best = max(found, key=lambda record: record["top1"])
-    for path, record in ((tmp_path / "run", best), (tmp_path / "run" / "last.safetensors", found[-1])):
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    best = max(records, key=lambda record: record["top1"])
+    for path, record in ((tmp_path / "run", best), (tmp_path / "run" / "last.safetensors", records[-1])):
         assert evaluate_checkpoint(path) == Scores(record["top1"], record["top5"], record["loss"], 355)
     alone = tmp_path / "alone.safetensors"  # a checkpoint says by itself what it is of, and which data it is for
     (tmp_path / "run" / "best.safetensors").rename(alone)
@@ -65,7 +67,7 @@ def test_foreign_checkpoints(tmp_path):
 def test_the_command_of_the_index(monkeypatch, command):
     """The default recipe needs no name, and a batch for training needs not be filled."""
     entries = {name: replace(entry, command=command) for name, entry in index.read_index().items()}
-    monkeypatch.setattr("revzoo.training.evaluation.index", lambda: entries)
+    monkeypatch.setattr("revzoo.training.evaluation.read_index", lambda: entries)
     scores, entry = evaluate_pretrained("rev_vit_digits")
     assert round(scores.top1, 2) == entry.metric["top1"]
 
@@ -83,3 +85,29 @@ def test_shipped_weights_repeat_their_metric():
         scores, entry = evaluate_pretrained(name)
         assert round(scores.top1, 2) == entry.metric["top1"]
         assert scores.top1 >= 96
+
+
+class Table(nn.Module):
+    """A model that looks its logits up by id."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, ids):
+        return self.logits[ids]
+
+
+def test_scores_of_ids_by_hand():
+    logits = torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
+    batches = [
+        (torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[1, IGNORED, 3], [IGNORED, 0, 0]])),
+        (torch.tensor([[6, 7]]), torch.tensor([[8, IGNORED]])),
+    ]
+    scores = evaluate(Table(logits), batches, Accelerator(), "tokens")
+    pairs = [(0, 1), (2, 3), (4, 0), (5, 0), (6, 8)]
+    losses = [-logits[i].log_softmax(0)[label].item() for i, label in pairs]
+    ranks = [int((logits[i] > logits[i, label]).sum()) for i, label in pairs]
+    assert (scores.count, scores.loss) == (5, pytest.approx(sum(losses) / 5))
+    assert (scores.top1, scores.top5) == (20 * ranks.count(0), 20 * sum(rank < 5 for rank in ranks))
+    assert f"loss {scores.loss:.4f}, {scores.loss / math.log(2):.3f} bits per token on 5 tokens" in str(scores)

@@ -2,7 +2,8 @@ import pytest
 
 from revzoo.errors import SpecError, UnknownNameError
 from revzoo.spec import list_recipes, load_spec
-from revzoo.training.recipe import load_recipe, notes
+from revzoo.training.recipe import load_recipe
+from revzoo.training.recipe_check import find_ineffective_settings
 
 PUBLISHED = ["reformer_enwik8", "rev_vit_b_imagenet", "rev_vit_s_imagenet", "revnet_cifar", "revnet_imagenet"]
 NEEDED = {"finetune": ["data.root=images", "model=rev_vit_digits"]}
@@ -20,7 +21,7 @@ def test_every_recipe():
     ]
     for name in names:
         recipe = load_recipe(name, NEEDED.get(name, ["data.root=images"] if name in PUBLISHED else []))
-        assert notes(recipe) == []
+        assert find_ineffective_settings(recipe) == []
         assert load_spec(recipe.model.name).name == recipe.model.name
 
 
@@ -68,8 +69,8 @@ def test_all_problems_at_once():
     ]
     with pytest.raises(SpecError) as caught:
         load_recipe("digits", wrong)
-    found = {(problem.path, problem.received) for problem in caught.value.problems}
-    assert found == {
+    received = {(problem.path, problem.received) for problem in caught.value.problems}
+    assert received == {
         ("optimzer", "the unknown key 'optimzer'"),
         ("optimizer.opt", "'adamww'"),
         ("data.root", "nothing"),
@@ -128,11 +129,33 @@ def test_settings_without_effect_are_named(recipe):
         "schedule.sched=constant",
         "schedule.warmup_epochs=2",
     ]
-    assert notes(recipe(*idle)) == [
+    assert find_ineffective_settings(recipe(*idle)) == [
         "data.root has no effect with digits",
         "data.augment has no effect with digits",
         "optimizer.momentum has no effect with adamw",
         "schedule.min_lr has no effect with constant",
         "schedule.warmup_epochs=2 lasts all 2 epochs",
     ]
-    assert notes(recipe()) == []
+    assert find_ineffective_settings(recipe()) == []
+
+
+def test_settings_that_contradict(tmp_path):
+    with pytest.raises(SpecError) as caught:
+        load_recipe("text_roberta", [f"data.root={tmp_path}", "mixup={mixup_alpha: 0.8}"])
+    assert [(problem.path, problem.received) for problem in caught.value.problems] == [
+        ("data.text.tokenizer", "nothing"),
+        ("mixup", "{'mixup_alpha': 0.8}"),
+    ]
+    idle = ["data.shift=1", "data.augment.hflip=0.1", "data.text.label=kind"]
+    assert find_ineffective_settings(load_recipe("text_roberta", idle)) == [
+        "data.shift has no effect with masked_lm",
+        "data.augment has no effect with masked_lm",
+        "data.text.label has no effect with masked_lm",
+    ]
+    assert find_ineffective_settings(load_recipe("digits", ["data.text.label=kind"])) == ["data.text has no effect with digits"]
+
+
+def test_paths_are_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = load_recipe("text_bert", ["data.root=rows.csv", "data.text.tokenizer=t.json"]).data
+    assert (data.root, data.text.tokenizer) == (str(tmp_path / "rows.csv"), str(tmp_path / "t.json"))

@@ -1,0 +1,179 @@
+"""Training on texts: runs, their evaluation, and the heads that data require."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import revzoo
+from revzoo.checkpoint import files
+from revzoo.data.base import IGNORED
+from revzoo.data.loading import load_data
+from revzoo.data.options import DataOptions, TextOptions
+from revzoo.errors import InputError, RevzooError
+from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.training.interrupt import Interrupted, StopSignal
+from revzoo.training.loop import resume, train
+from revzoo.training.recipe import load_recipe
+from revzoo.training.recipe_check import find_ineffective_settings
+from revzoo.training.setup import Loss
+
+CAUSAL = """
+name: causal
+family: test
+input: {kind: text, length: 16, vocabulary: 256}
+stem: {type: token_embed, width: 16}
+split: duplicate
+block: {coupling: additive, f: {type: shared_qk_attention, heads: 2, dropout: 0.1}, g: mlp}
+stages: [{depth: 1, width: 16}]
+fuse: {type: mean, norm: none}
+head: {type: token_linear, outputs: 256}
+"""
+SMALL = "stem.width=16,block.f.heads=2,stages.0.width=16,stages.0.depth=1"
+FAST = ["train.epochs=2", "train.accumulate=2", "schedule.warmup_epochs=0"]
+MEASURED = {"seconds", "texts_per_second", "memory_bytes"}
+
+
+@pytest.mark.parametrize("name", ["masked_lm", "text_classification"])
+def test_a_batch_of_different_lengths_is_each_text_alone(name, tables, tokenizer):
+    """Padding is seen by nothing: logits and the loss of a batch are those of its texts one by one."""
+    model_name = "rev_roberta_mini" if name == "masked_lm" else "rev_bert_mini"
+    sizes = ["input.length=48", "input.vocabulary=280", "input.padding=1"]
+    torch.manual_seed(0)
+    model = revzoo.create(model_name, overrides=[*SMALL.split(","), *sizes], dtype=torch.float64).eval()
+    options = DataOptions(name, 4, str(tables), text=TextOptions(str(tokenizer)))
+    loss, checked = Loss(0.1), 0
+    for ids, labels in load_data(options, model.spec.input, 0).train:
+        lengths = (ids != 1).sum(1)
+        assert (ids[torch.arange(48)[: ids.shape[1]] >= lengths[:, None]] == 1).all()
+        assert ids.shape[1] == lengths.max()  # no longer than the longest
+        checked += int(lengths.min() < lengths.max())
+        logits = model(ids)
+        total = weight = 0.0
+        for i, n in enumerate(lengths.tolist()):
+            alone = model(ids[i : i + 1, :n])
+            label = labels[i : i + 1, :n] if labels.dim() == 2 else labels[i : i + 1]
+            torch.testing.assert_close(logits[i : i + 1, :n] if labels.dim() == 2 else logits[i : i + 1], alone)
+            count = int((label != IGNORED).sum())
+            total += count * loss(alone, label)
+            weight += count
+        torch.testing.assert_close(loss(logits, labels), total / weight)
+    assert checked
+
+
+def recipe(kind, tmp_path, story, tables, tokenizer):
+    """Return overrides of a shipped recipe that make it small, on little data."""
+    if kind == "characters":
+        (tmp_path / "causal.yaml").write_text(CAUSAL)
+        model = [f"model.name={tmp_path}/causal.yaml", "model.overrides=[]"]
+        return load_recipe("text_reformer", [*FAST, *model, f"data.root={story}", "data.batch_size=8"])
+    name = "text_roberta" if kind == "masked_lm" else "text_bert"
+    model = [f"model.overrides=[{SMALL},input.length=48,input.vocabulary=280,input.padding=1]"]
+    data = [f"data.root={tables}", f"data.text.tokenizer={tokenizer}", "data.batch_size=4"]
+    return load_recipe(name, [*FAST, *model, *data])
+
+
+@pytest.mark.parametrize("kind", ["characters", "masked_lm", "text_classification"])
+def test_a_run_is_resumed_and_evaluated(kind, tmp_path, story, tables, tokenizer, monkeypatch, capsys):
+    options = recipe(kind, tmp_path, story, tables, tokenizer)
+    capsys.readouterr()
+    train(options, tmp_path / "whole")
+    out, err = capsys.readouterr()
+    assert (" bits per " in out) == (kind != "text_classification")
+    assert "texts/s" in out
+    assert err == ""
+    signals = iter([0, 15])
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignal, "poll", lambda self: next(signals))
+        with pytest.raises(Interrupted):
+            train(options, tmp_path / "cut")
+    monkeypatch.chdir("/")
+    resume(tmp_path / "cut")
+    whole, cut = (
+        [
+            {key: value for key, value in json.loads(line).items() if key not in MEASURED}
+            for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        ]
+        for run in ("whole", "cut")
+    )
+    assert whole == cut
+    assert len(whole) == 2
+    left, right = (files.read_tensors(tmp_path / run / "last.safetensors") for run in ("whole", "cut"))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[key], right[key]) for key in left)
+    scores = evaluate_checkpoint(tmp_path / "cut" / "last.safetensors", ["data.batch_size=3"])
+    assert scores.loss == pytest.approx(whole[-1]["loss"], rel=1e-5)
+    assert (scores.top1, scores.label_noun) == (
+        pytest.approx(whole[-1]["top1"]),
+        {"characters": "bytes", "masked_lm": "tokens"}.get(kind, "texts"),
+    )
+    spec = revzoo.load_spec(tmp_path / "cut")
+    assert spec.head.arguments.get("outputs") == {"characters": 256, "masked_lm": None, "text_classification": 2}[kind]
+
+
+def test_a_run_is_not_evaluated_on_other_classes(tmp_path, story, tables, tokenizer):
+    options = recipe("text_classification", tmp_path, story, tables, tokenizer)
+    train(replace(options, train=replace(options.train, epochs=1)), tmp_path / "run")
+    other = tables / "other.csv"
+    other.write_text("text,label\n" + "a cat,cow\na dog,pig\n" * 10)
+    with pytest.raises(InputError, match=r"trained on these 2 classes: cat, dog\. Received: data of 2 classes: cow, pig\."):
+        evaluate_checkpoint(tmp_path / "run", [f"data.root={other}"])
+
+
+@pytest.mark.parametrize("name", ["text_reformer", "text_roberta", "text_bert"])
+def test_recipes_need_no_files(name):
+    """The documentation of whichever Python this is gives each of them batches that its model takes."""
+    shipped = load_recipe(name)
+    assert find_ineffective_settings(shipped) == []
+    outputs = [] if name != "text_bert" else ["head.outputs=4"]  # the data say it
+    spec = revzoo.load_spec(shipped.model.name, [*shipped.model.overrides, *outputs])
+    data = load_data(shipped.data, spec.input, 0)
+    assert data.num_classes == (4 if outputs else None)
+    ids, labels = next(iter(data.train))
+    assert ids.shape[0] == labels.shape[0] == shipped.data.batch_size
+    assert ids.max() < spec.input.vocabulary
+
+
+def test_models_that_do_not_fit_are_refused_before_there_is_a_folder(tmp_path, story):
+    (tmp_path / "causal.yaml").write_text(CAUSAL)
+    causal = [f"model.name={tmp_path}/causal.yaml", "model.overrides=[]", f"data.root={story}", "data.batch_size=8"]
+    for name, overrides, message in (
+        ("text_roberta", ["data.name=text_classification"], "needs a model that predicts one class for a text"),
+        ("text_reformer", [*causal, "model.num_outputs=255"], "model.num_outputs: found 255; allowed: at least 256, the vocab"),
+        ("text_roberta", ["model.num_outputs=300"], "scores the 260 ids of its vocabulary. Received: 300 outputs."),
+    ):
+        with pytest.raises(RevzooError, match=message):
+            train(load_recipe(name, overrides), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_few_outputs_for_the_vocabulary(tmp_path, story):
+    (tmp_path / "causal.yaml").write_text(CAUSAL)
+    model = [f"model.name={tmp_path}/causal.yaml", "model.overrides=[]"]
+    train(
+        load_recipe("text_reformer", [*FAST, *model, f"data.root={story}", "data.batch_size=8", "train.epochs=1"]),
+        tmp_path / "run",
+    )
+    model = revzoo.create(tmp_path / "run", num_outputs=200)
+    facts = files.read_metadata(tmp_path / "run" / "best.safetensors")
+    files.save_weights(model, model.spec, tmp_path / "few.safetensors", {"revzoo.recipe": facts["revzoo.recipe"]})
+    with pytest.raises(RevzooError, match="causal has 200 outputs, too few for the 256 ids of its vocabulary"):
+        evaluate_checkpoint(tmp_path / "few.safetensors")
+
+
+def test_fine_tuning_with_a_head_that_the_data_complete(tmp_path, tables, tokenizer):
+    """An override that sets a head leaves its outputs to the data, with weights to start from as well."""
+    sizes = f"{SMALL},input.length=48,input.vocabulary=280,input.padding=1"
+    model = f"model.overrides=[{sizes},'head={{type: pooled_linear}}']"
+    data = [f"data.root={tables}", f"data.text.tokenizer={tokenizer}", "data.batch_size=4"]
+    short = [*FAST, "train.epochs=1"]
+    train(load_recipe("text_bert", [*short, *data, model]), tmp_path / "run")
+    start = f"model.checkpoint={tmp_path}/run/last.safetensors"
+    train(
+        load_recipe("text_bert", [*short, *data, model, start, "optimizer.lr=1e-12", "schedule.sched=constant"]),
+        tmp_path / "tuned",
+    )
+    before, after = (files.read_tensors(tmp_path / run / "last.safetensors") for run in ("run", "tuned"))
+    for key in before:
+        torch.testing.assert_close(before[key], after[key], rtol=0, atol=1e-6)
