@@ -1,14 +1,14 @@
-"""Converted networks fine-tuned beside their originals: small ordinary ones, trained here on real data, then on another task.
+"""Fine-tune small pretrained networks as they are and converted, and compare their test accuracy.
 
     python benchmarks/finetune.py                   all networks, about 20 minutes on 2 CPU cores
     python benchmarks/finetune.py --only ViT BERT   some of them
     python benchmarks/finetune.py --quick           toy sizes, which learn nothing, in half a minute
 
-Each network is trained once on a first task. Then it gets a fresh head and is fine-tuned to a second one (finetune_tasks.py):
-as it is, and converted, with every kind of coupling; each with three seeds, of the head and of the batches. Loop, optimizer
-and the batches of a seed are the same for all; converted networks rebuild their activations (schedule "invert"), in floating
-point with anchors. What is reported is the accuracy on the test set after the last update, when the learning rate is 0: no
-epoch is chosen. Writes finetune.json and the curves of each network.
+Each network is trained once on a first task. Then it gets a fresh head and is fine-tuned to a second task
+(finetune_tasks.py): as it is, and converted with each of several couplings. Three seeds draw the head and the batches. Loop,
+optimizer and the batches of a seed are the same for all. Converted networks rebuild their activations (schedule "invert"); in
+floating point some steps keep their input. The result is the accuracy on the test set after the last update, when the learning
+rate is 0; no earlier update is chosen. Writes finetune.json and a figure of curves for each network.
 """
 
 import argparse
@@ -44,22 +44,22 @@ from revzoo.model.network import Model
 from revzoo.training.coupling_schedule import CouplingSchedule
 from revzoo.training.options import CouplingOptions
 
-SEEDS = (10, 11, 12)  # others than the default was chosen with
-POINTS = 0.5  # of accuracy, that a converted network may be below its original
-_REAL = 512  # test examples on which a conversion is compared with its original
-_DECAY, _CLIP, _WARM_UP = 0.05, 1.0, 0.1  # of weights; of the gradient's norm; share of updates
+SEEDS = (10, 11, 12)  # not those with which the default was chosen
+POINTS = 0.5  # how far the accuracy of a converted network may be below its original's [percentage points]
+_COMPARED = 512  # number of test examples on which a conversion is compared with its original
+_DECAY, _CLIP, _WARM_UP = 0.05, 1.0, 0.1  # weight decay; largest norm of the gradient; share of updates
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is fine-tuned.
+    """One way to fine-tune a network.
 
     Args:
-        label: in the table and the pictures.
+        label: its name in the table and the figures.
         coupling: of the conversion; None: the original itself.
-        start: how it is converted.
-        moves: how the coupling goes on from there; None: it stays.
-        only: the one network that it is tried with; None: all.
+        start: further arguments of `revzoo.convert`.
+        moves: how the coupling changes during fine-tuning; None: it does not.
+        only: the only network that it is used for; None: all.
     """
 
     label: str
@@ -91,19 +91,19 @@ DEFAULT = "bits_4"
 
 
 def variants(name: str) -> dict[str, Variant]:
-    """Return what is tried with a network."""
+    """Return the variants of a network."""
     return {key: variant for key, variant in VARIANTS.items() if variant.only in (None, name)}
 
 
 def pretrain(name: str, quick: bool, file: Path) -> dict[str, Any]:
-    """Train a network on its first task; write its tensors; return how well it does, and how its default conversion begins."""
+    """Train a network on its first task and write its tensors; return its accuracy, and how its conversion compares with it."""
     torch.set_num_threads(1)  # of each process
     arch = archs(quick)[name]
     torch.manual_seed(0)
     network, task = arch.pretrained(), arch.first()
     curve = list(_train(network, task, arch.updates[0], arch.lr, 1, arch.every, torch.Generator().manual_seed(0), None))
     torch.save(network.state_dict(), file)
-    x = task.test()[0][:: arch.every][:_REAL]
+    x = task.test()[0][:: arch.every][:_COMPARED]
     start = revzoo.convert(network.eval(), batch=x).comparisons[-1]
     return {
         "accuracy": curve[-1][1],
@@ -114,10 +114,10 @@ def pretrain(name: str, quick: bool, file: Path) -> dict[str, Any]:
 
 
 def finetune(name: str, variant: Variant, seed: int, quick: bool, file: Path) -> dict[str, Any]:
-    """Fine-tune one network to its second task; return its curve, and what its activations take at first and at last."""
+    """Fine-tune one network to its second task; return its curve, and the bytes of its activations at the start and the end."""
     torch.set_num_threads(1)
     arch = archs(quick)[name]
-    network: Any = pretrained(arch, seed, file)
+    network: Any = load_pretrained(arch, seed, file)
     task = arch.second()
     updates, moves = arch.updates[1], None
     if variant.coupling is not None:
@@ -125,7 +125,7 @@ def finetune(name: str, variant: Variant, seed: int, quick: bool, file: Path) ->
         network = revzoo.convert(network, coupling=variant.coupling, **(variant.start or {}), batch=x).model
     if variant.moves is not None:
         moves = CouplingSchedule(variant.moves, updates, network.schedule)
-    memory = [_activation_bytes(network, task, moves, update) for update in (0, updates)]
+    memory = [_measure_activations(network, task, moves, update) for update in (0, updates)]
     curve = list(
         _train(network, task, updates, arch.tuning_lr, arch.evaluations, arch.every, torch.Generator().manual_seed(seed), moves)
     )
@@ -133,8 +133,8 @@ def finetune(name: str, variant: Variant, seed: int, quick: bool, file: Path) ->
     return {"seed": seed, "curve": [dict(zip(keys, point, strict=True)) for point in curve], "activation_bytes": memory}
 
 
-def pretrained(arch: Arch, seed: int, file: Path) -> nn.Module:
-    """Return the ordinary network with a head as the seed has it, and all other tensors from the first task."""
+def load_pretrained(arch: Arch, seed: int, file: Path) -> nn.Module:
+    """Return the ordinary network with a head drawn with the seed, and all other tensors from the first task."""
     torch.manual_seed(seed)
     network = arch.fresh()
     own = network.state_dict()
@@ -150,28 +150,29 @@ def _train(
     lr: float,
     evaluations: int,
     every: int,
-    dice: torch.Generator,
+    rng: torch.Generator,
     moves: CouplingSchedule | None,
 ) -> Iterator[tuple[int, float, float, float]]:
-    """Train; yield updates, test accuracy [%], training loss since the last of these, seconds of training.
+    """Train; at each evaluation yield updates so far, test accuracy [%], mean training loss since the last one, and seconds.
 
     Args:
-        every: one test example of so many is used.
+        evaluations: their number, evenly spaced over the updates.
+        every: n of "every n-th test example is used".
     """
     groups = [
         {"params": [p for p in network.parameters() if p.ndim > 1], "weight_decay": _DECAY},
         {"params": [p for p in network.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: _rate(update / updates))
-    stops = {updates * (i + 1) // evaluations for i in range(evaluations)}
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: _scale_rate(update / updates))
+    evaluated_after = {updates * (i + 1) // evaluations for i in range(evaluations)}
     losses, spent, test = list[float](), 0.0, [t[::every] for t in task.test()]
     for update in range(updates):
         begin = time.perf_counter()
         network.train()
         if moves is not None:
             moves.apply(update, network)
-        x, labels = task.batch(dice)
+        x, labels = task.batch(rng)
         loss = F.cross_entropy(_logits(network, x).flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), _CLIP)
@@ -180,34 +181,36 @@ def _train(
         optimizer.zero_grad()
         losses.append(loss.item())
         spent += time.perf_counter() - begin
-        if update + 1 in stops:
-            yield update + 1, accuracy(network, test[0], test[1]), mean(losses), spent
+        if update + 1 in evaluated_after:
+            yield update + 1, measure_accuracy(network, test[0], test[1]), mean(losses), spent
             losses = []
 
 
-def _rate(way: float) -> float:
-    """Return the learning rate over the largest one: up evenly at first, then down to 0 along a cosine."""
-    return way / _WARM_UP if way < _WARM_UP else 0.5 + 0.5 * math.cos(math.pi * (way - _WARM_UP) / (1 - _WARM_UP))
+def _scale_rate(progress: float) -> float:
+    """Return the learning rate as a share of the largest one: linear warm-up, then a cosine down to 0."""
+    if progress < _WARM_UP:
+        return progress / _WARM_UP
+    return 0.5 + 0.5 * math.cos(math.pi * (progress - _WARM_UP) / (1 - _WARM_UP))
 
 
 @torch.no_grad()
-def accuracy(network: nn.Module, x: Tensor, labels: Tensor) -> float:
-    """Return how much of the labels a network finds [%]."""
+def measure_accuracy(network: nn.Module, x: Tensor, labels: Tensor) -> float:
+    """Return the share of labels that a network predicts [%]."""
     network.eval()
-    right = counted = 0
-    for inputs, wanted in zip(x.split(256), labels.split(256), strict=True):
-        right += int((_logits(network, inputs).argmax(-1) == wanted).sum())
-        counted += int((wanted != IGNORED).sum())
-    return 100 * right / counted
+    correct = total = 0
+    for inputs, targets in zip(x.split(256), labels.split(256), strict=True):
+        correct += int((_logits(network, inputs).argmax(-1) == targets).sum())
+        total += int((targets != IGNORED).sum())
+    return 100 * correct / total
 
 
 def _logits(network: nn.Module, x: Tensor) -> Tensor:
-    found = network(x)
-    logits: Tensor = getattr(found, "logits", found)  # Transformers wraps them
+    outputs = network(x)
+    logits: Tensor = getattr(outputs, "logits", outputs)  # Transformers wraps them
     return logits
 
 
-def _activation_bytes(network: nn.Module, task: Task, moves: CouplingSchedule | None, update: int) -> int:
+def _measure_activations(network: nn.Module, task: Task, moves: CouplingSchedule | None, update: int) -> int:
     if moves is not None and isinstance(network, Model):
         moves.apply(update, network)
     x, _ = task.batch(torch.Generator().manual_seed(0))
@@ -215,7 +218,7 @@ def _activation_bytes(network: nn.Module, task: Task, moves: CouplingSchedule | 
 
 
 def measure(names: list[str], quick: bool, folder: Path, pool: Executor) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a network's name and everything that was found about it, one network after the other."""
+    """Yield the name and all results of one network after the other."""
     firsts = {name: pool.submit(pretrain, name, quick, folder / f"{name}.pt") for name in names}
     seeds = SEEDS[:1] if quick else SEEDS
     runs: dict[str, dict[str, list[Future[dict[str, Any]]]]] = {}
@@ -226,14 +229,14 @@ def measure(names: list[str], quick: bool, folder: Path, pool: Executor) -> Iter
             for key, variant in variants(name).items()
         }
     for name in names:
-        found = {key: [run.result() for run in each] for key, each in runs[name].items()}
-        yield name, {"first_task": firsts[name].result(), **summary(name, found)}
+        results = {key: [run.result() for run in each] for key, each in runs[name].items()}
+        yield name, {"first_task": firsts[name].result(), **summarise(results)}
 
 
-def summary(name: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the runs of each variant with their mean, how far it is from the original's [points], and whether that is met."""
+def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return each variant's runs, mean accuracy and distance from the original, and whether the default is close enough."""
     rows: dict[str, dict[str, Any]] = {}
-    for key, runs in found.items():
+    for key, runs in results.items():
         last = [run["curve"][-1]["accuracy"] for run in runs]
         rows[key] = {
             "label": VARIANTS[key].label,
@@ -248,11 +251,11 @@ def summary(name: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
     return {"variants": rows, "met": rows[DEFAULT]["difference"] >= -POINTS}
 
 
-def table(found: dict[str, dict[str, Any]]) -> Table:
+def make_table(results: dict[str, dict[str, Any]]) -> Table:
     lines = Table(box=SIMPLE_HEAD)
     for head in ("network", "coupling", "accuracy", "+-", "points", "activations", "share", "seconds"):
         lines.add_column(head, justify="left" if head in ("network", "coupling") else "right", no_wrap=head != "coupling")
-    for name, net in found.items():
+    for name, net in results.items():
         stored = net["variants"]["original"]["activation_bytes"][0]
         for key, row in net["variants"].items():
             color = {True: "green", False: "red"}[net["met"]] if key == DEFAULT else "default"
@@ -273,7 +276,7 @@ def table(found: dict[str, dict[str, Any]]) -> Table:
 
 
 def draw(name: str, net: dict[str, Any], file: Path) -> None:
-    """Draw the mean accuracy over seeds against updates, a line a coupling."""
+    """Draw the accuracy over the updates, averaged over the seeds, with one line for each variant."""
     figure = Figure(figsize=(8.4, 4.6), layout="constrained")
     axes = figure.subplots()
     for key, row in net["variants"].items():
@@ -294,21 +297,21 @@ def main() -> None:
     names = list(archs(quick=True))
     parser.add_argument("--only", nargs="+", choices=names, metavar="NET", default=names, help=f"of {', '.join(names)}")
     parser.add_argument("--out", type=Path, default=home, help=f"folder for finetune.json and pictures (default: {home})")
-    parser.add_argument("--quick", action="store_true", help="toy sizes, one seed: nothing is learned")
+    parser.add_argument("--quick", action="store_true", help="toy sizes and one seed: nothing is learned")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    console, found = Console(width=None if sys.stdout.isatty() else 140), dict[str, Any]()
+    console, results = Console(width=None if sys.stdout.isatty() else 140), dict[str, Any]()
     about = surroundings()
     spawn = multiprocessing.get_context("spawn")
     pool: Executor = ThreadPoolExecutor(1) if args.quick else ProcessPoolExecutor(os.cpu_count(), spawn)
     with TemporaryDirectory() as folder, pool, console.status("fine-tuning"):
         for name, net in measure(args.only, args.quick, Path(folder), pool):
-            found[name] = net
+            results[name] = net
             draw(name, net, args.out / f"finetune_{name.lower()}.png")
-            result = about | {"default": DEFAULT, "points": POINTS, "networks": found}
+            result = about | {"default": DEFAULT, "points": POINTS, "networks": results}
             (args.out / "finetune.json").write_text(json.dumps(result, indent=1) + "\n")
-    console.print(table(found), f"Asked: the default at most {POINTS} points below the original.")
-    for name, net in found.items():
+    console.print(make_table(results), f"Goal: the default is at most {POINTS} points below the original.")
+    for name, net in results.items():
         start = net["first_task"]["start"]
         console.print(
             f"{name}, converted with 8 kept bits, on {start['examples']} test examples of the first task before any training: "
