@@ -139,8 +139,8 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
 def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None = None) -> Plan:
     """Count the planned step and return the plan with the counted peak; where it exceeds the budget, plan for less first.
 
-    A profile can predict too small a peak, for example one that was interpolated between batch sizes. Then the limit given to
-    the solver is lowered by the excess, until the counted peak of its plan is within the budget.
+    A profile can predict too small a peak, for example one that was interpolated between batch sizes. Then the solver gets a
+    limit that is lower than the predicted peak by the excess, until the counted peak of its plan is within the budget.
 
     Args:
         model: the model that the profile is of.
@@ -156,13 +156,13 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
         counted = count_peak(model, batch, plan.schedule, loss, profile.other_bytes)
         if counted <= plan.budget_bytes or plan.peak_bytes > limit:  # the latter is a knapsack plan, which says so in its notes
             return replace(plan, peak_bytes=counted)
-        limit -= counted - plan.budget_bytes
+        limit = plan.peak_bytes - (counted - plan.budget_bytes)
         try:
             plan = replace(solve(profile, limit, plan.solver), budget_bytes=plan.budget_bytes)
         except BudgetError as error:
             raise BudgetError(
-                f"Nothing fits {format_bytes(plan.budget_bytes)}: the smallest step has a counted peak of "
-                f"{format_bytes(counted)}."
+                f"Nothing fits {format_bytes(plan.budget_bytes)}: the planned step has a counted peak of {format_bytes(counted)}, "
+                "and no schedule saves the difference. Try a larger budget, or a smaller batch."
             ) from error
 
 

@@ -51,14 +51,14 @@ def schedules() -> Callable[..., list[list[str]]]:
     """Return a function that draws schedules of a model, some of them with long runs of one mode."""
 
     def draw(model: nn.Module, count: int) -> list[list[str]]:
-        rng, found = random.Random(count), []
+        rng, schedules = random.Random(count), []
         for i in range(count):
             modes: list[str] = []
             for part in list_units(model):
                 menu = ["store", "selective", "recompute"] + ["invert"] * (part.kind == "step")
                 stays = modes and modes[-1] in menu and rng.random() < (0, 0.5, 0.8)[i % 3]
                 modes.append(modes[-1] if stays else rng.choice(menu))
-            found.append(modes)
-        return found
+            schedules.append(modes)
+        return schedules
 
     return draw

@@ -12,7 +12,7 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
 from revzoo.planning.profiling.count import count, count_peak
 from revzoo.planning.profiling.hooks import list_units
-from revzoo.planning.solvers.problem import Problem, cost, peak, list_phase_peaks
+from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
 from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth
 
 TEXTS = ("reformer", "rev_bert", "rev_roberta")
@@ -31,8 +31,8 @@ def agrees(model: nn.Module, batch: object, problem: Problem, drawn: list[list[s
     """Assert that the problem knows the peak and the FLOPs of each of these schedules."""
     _, stored = measured(model, batch, "store", autocast)
     for modes in drawn:
-        found = measured(model, batch, modes, autocast)
-        assert found == (peak(problem, modes), stored + cost(problem, modes)), modes
+        taken = measured(model, batch, modes, autocast)
+        assert taken == (peak(problem, modes), stored + cost(problem, modes)), modes
 
 
 def dropping(model: nn.Module, drawn: list[list[str]]) -> list[list[str]]:
@@ -131,12 +131,12 @@ def test_chains_of_any_coupling_and_an_odd_number_of_steps(coupling, schedules):
     x = tuple(torch.randn(2, 4, 9, 16).unbind())
     problem = count(chain, x)
     for modes in schedules(chain, 8):
-        found = measured(chain, x, modes)[0]
+        bytes_ = measured(chain, x, modes)[0]
         moments = list_phase_peaks(problem, modes)
         # At the loss, a chain's outputs count as alive, though the measured step has let them go by then.
-        assert max(m.bytes for m in moments if m.phase != "loss") <= found <= peak(problem, modes)
+        assert max(m.bytes for m in moments if m.phase != "loss") <= bytes_ <= peak(problem, modes)
         if modes[0] != "invert":
-            assert found == peak(problem, modes)
+            assert bytes_ == peak(problem, modes)
 
 
 def test_a_chain_that_begins_with_an_inverted_step_is_never_above_what_is_foreseen(schedules):
@@ -193,12 +193,12 @@ def test_the_timeline_ends_with_the_stem_and_its_highest_moment_is_the_peak(tiny
     assert max(moment.bytes for moment in moments) == measured(tiny, x, "store")[0]
 
 
-def test_the_model_is_left_as_found(tiny):
-    tiny.schedule = found = ["recompute", "store", "invert", "invert", "selective", "store", "store"]
+def test_the_model_is_left_unchanged(tiny):
+    tiny.schedule = schedule = ["recompute", "store", "invert", "invert", "selective", "store", "store"]
     x, before = tiny.example_input(2), {k: v.clone() for k, v in tiny.state_dict().items()}
     drawn = torch.get_rng_state()
     count(tiny, x)
-    assert tiny.schedule == found
+    assert tiny.schedule == schedule
     assert all(torch.equal(v, before[k]) for k, v in tiny.state_dict().items())
     assert all(p.grad is None and not p.is_meta for p in tiny.parameters())
     assert torch.equal(torch.get_rng_state(), drawn)

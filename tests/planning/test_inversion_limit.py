@@ -6,8 +6,8 @@ from torch import nn
 
 import revzoo
 from revzoo.errors import RecoveryError
-from revzoo.planning.profiling.inversion_limit import place_anchors, measure_inversion_limit
 from revzoo.planning.profiling.hooks import list_units
+from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, place_anchors
 from revzoo.runtime import Coupling, ReversibleChain
 
 pytestmark = pytest.mark.filterwarnings("ignore:The streams are torch.bfloat16:UserWarning")
@@ -49,11 +49,11 @@ def test_exact_arithmetic_has_none_at_any_depth(mlp):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("coupling", ["leapfrog", "dual_residual"])
 def test_half_precision_streams_get_one(dtype, coupling, mlp):
-    chain = chain_of(24, mlp, coupling).to(dtype)
+    chain = chain_of(8, mlp, coupling).to(dtype)
     run = measure_inversion_limit(chain, streams(dtype))
     assert run is not None
-    assert 0 <= run <= 12
-    assert chain.schedule == ["invert"] * 24
+    assert 0 <= run <= 4
+    assert chain.schedule == ["invert"] * 8
 
 
 def test_a_coupling_that_forgets_gets_one(mlp):

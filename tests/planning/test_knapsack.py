@@ -34,6 +34,8 @@ def check(solution: Solution, values, weights, capacity) -> None:
         ([3, 0, -1, 2], [4, 0, 0, 0], 3, Solution((3,), 2, 0, 0.0)),
         ([5], [6], 5, Solution((), 0, 0, 0.0)),
         ([], [], 0, Solution((), 0, 0, 0.0)),
+        # Upper bounds are floats: 49 * (1 / 49) is below 1, and rounded down it would call the first item alone the optimum.
+        ([5, 4, 2], [245, 196, 98], 294, Solution((1, 2), 6, 294, 0.0)),
     ],
 )
 def test_by_hand(values, weights, capacity, expected):
@@ -137,7 +139,11 @@ def test_the_additive_model_by_hand():
 def test_read_as_peak_it_is_slower_and_read_as_static_too_large():
     """Three stored steps need 1060 + 300 + 10 of the pair of the run (one is given), 10 for the last state, 10 for the loss."""
     problem, budget = chain(6), 1380
-    exact, additive, static = solve_timeline(problem, budget), solve_knapsack(problem, budget), solve_knapsack(problem, budget, "static")
+    exact, additive, static = (
+        solve_timeline(problem, budget),
+        solve_knapsack(problem, budget),
+        solve_knapsack(problem, budget, "static"),
+    )
     assert (peak(problem, exact), cost(problem, exact)) == (1290, 143)
     assert (peak(problem, additive), cost(problem, additive)) == (1200, 204)
     assert (peak(problem, static), cost(problem, static)) == (1390, 92)
@@ -148,8 +154,8 @@ def test_no_subset_of_stored_steps_saves_more():
     saved = [20, 31, 41, 51, 61]
     for budget in range(1200, 1750, 50):
         modes = solve_knapsack(problem, budget)
-        found = sum(time for time, mode in zip(saved, modes[1:], strict=True) if mode == "store")
-        assert found == max(
+        chosen = sum(time for time, mode in zip(saved, modes[1:], strict=True) if mode == "store")
+        assert chosen == max(
             sum(time for time, bit in zip(saved, bits, strict=True) if bit)
             for bits in product((0, 1), repeat=5)
             if 100 * sum(bits) <= budget - 1200

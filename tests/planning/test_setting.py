@@ -12,19 +12,19 @@ from revzoo.runtime import ReversibleChain
 
 
 def test_a_models_setting(tiny):
-    found = read_setting(tiny, tiny.example_input(3))
-    assert found.model == "rev_vit_digits"
-    assert len(found.digest) == 64
-    assert (found.dtype, found.device, found.training, found.exact) == ("float32", "cpu", True, False)
-    assert found.batch == ("[3, 1, 8, 8] float32",)
+    setting = read_setting(tiny, tiny.example_input(3))
+    assert setting.model == "rev_vit_digits"
+    assert len(setting.digest) == 64
+    assert (setting.dtype, setting.device, setting.training, setting.exact) == ("float32", "cpu", True, False)
+    assert setting.batch == ("[3, 1, 8, 8] float32",)
 
 
 def test_a_chains_setting():
     chains = [ReversibleChain([nn.Linear(width, width)]) for width in (4, 4, 5)]
-    found = [read_setting(chain, {"x1": torch.zeros(2, 4), "x2": torch.zeros(2, 4), "side": None}) for chain in chains]
-    assert found[0] == found[1] != found[2]
-    assert found[0].model == "ReversibleChain"
-    assert found[0].batch == ("[2, 4] float32",) * 2
+    setting = [read_setting(chain, {"x1": torch.zeros(2, 4), "x2": torch.zeros(2, 4), "side": None}) for chain in chains]
+    assert setting[0] == setting[1] != setting[2]
+    assert setting[0].model == "ReversibleChain"
+    assert setting[0].batch == ("[2, 4] float32",) * 2
 
 
 def test_autocast_is_part_of_the_dtype(tiny):
@@ -66,14 +66,16 @@ def test_frozen_parts_and_parts_in_evaluation_mode_are(tiny):
     ],
 )
 def test_differences_are_said_in_words(change, words, tiny):
-    found = read_setting(tiny, tiny.example_input(3))
-    (said,) = replace(found, **change).differences(found)
+    setting = read_setting(tiny, tiny.example_input(3))
+    (said,) = replace(setting, **change).differences(setting)
     assert said.startswith(words)
 
 
 def test_what_is_open_fits_any(tiny):
-    found = read_setting(tiny, tiny.example_input(3))
+    setting = read_setting(tiny, tiny.example_input(3))
     for change in ({"device": "meta"}, {"batch": ()}):
-        assert not list(replace(found, **change).differences(found))
-        assert not list(found.differences(replace(found, **change)))
-    assert not list(read_setting(revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"], device="meta")).differences(found))
+        assert not list(replace(setting, **change).differences(setting))
+        assert not list(setting.differences(replace(setting, **change)))
+    assert not list(
+        read_setting(revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"], device="meta")).differences(setting)
+    )

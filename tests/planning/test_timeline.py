@@ -1,6 +1,5 @@
 """The search over schedules against every schedule there is, and the walk against sums done by hand."""
 
-import math
 import random
 
 import pytest
@@ -116,7 +115,7 @@ def random_problem(rng: random.Random, count: int, modes: int = 4) -> Problem:
 
 def all_schedules(problem: Problem) -> dict[tuple[str, ...], tuple[int, int]]:
     """Return (cost, peak) of every schedule whose runs are short enough: the rules once more, in another form."""
-    found = {}
+    schedules = {}
 
     def size(states):
         return sum(problem.sizes[state] for state in states)
@@ -127,7 +126,7 @@ def all_schedules(problem: Problem) -> dict[tuple[str, ...], tuple[int, int]]:
         pair = problem.pair_after if end else problem.units[k].pair
         ended = kept + size(set(pair) - held), held | set(pair)
         if end:
-            found[modes] = price, max(top, ended[0] + problem.loss_bytes)
+            schedules[modes] = price, max(top, ended[0] + problem.loss_bytes)
             return
         unit = problem.units[k]
         for option in unit.options:
@@ -147,7 +146,7 @@ def all_schedules(problem: Problem) -> dict[tuple[str, ...], tuple[int, int]]:
             go_on((*modes, option.mode), after, H | set(option.holds), inverted, *rest)
 
     go_on((), problem.fixed_bytes, frozenset(), 0, 0, 0)
-    return found
+    return schedules
 
 
 def problems(count: int, seed: int):
@@ -158,30 +157,29 @@ def problems(count: int, seed: int):
         yield rng, random_problem(rng, rng.randint(6, 10) if long else rng.choice([2, 3, 3, 4, 4, 5]), 2 if long else 4)
 
 
-def test_equals_brute_force_on_a_thousand_problems():
-    solved = mixed = bounded = 0
-    for rng, problem in problems(1000, 0):
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_equals_brute_force(count):
+    solved = mixed = 0
+    for rng, problem in problems(count, 0):
         schedules = all_schedules(problem)
         for modes in rng.sample(list(schedules), min(3, len(schedules))):
             assert (cost(problem, modes), peak(problem, modes)) == schedules[modes]
-        least, modes = minimize_peak(problem)
+        smallest, modes = minimize_peak(problem)
         every = sorted(schedules.values())
-        assert (least, schedules[tuple(modes)][0]) == min((size, price) for price, size in every)
-        assert solve_timeline(problem, least - 1) is None
-        for budget in (least, *rng.choices([size for _, size in every], k=2)):
+        assert (smallest, schedules[tuple(modes)][0]) == min((size, price) for price, size in every)
+        assert solve_timeline(problem, smallest - 1) is None
+        for budget in (smallest, *rng.choices([size for _, size in every], k=2)):
             modes = solve_timeline(problem, budget)
             best = next((price, size) for price, size in every if size <= budget)  # the cheapest, of these the lowest
             assert schedules[tuple(modes)] == best
-            assert fractional_bound(problem, budget) <= best[0]
             solved += 1
             mixed += len(set(modes)) > 1
-            bounded += fractional_bound(problem, budget) > 0
-    assert solved == 3000
-    assert min(mixed, bounded) > 500
+    assert solved == 3 * count
+    assert mixed > count / 2
 
 
 def test_more_budget_is_never_slower():
-    for _, problem in problems(100, 1):
+    for _, problem in problems(30, 1):
         least, dearest = minimize_peak(problem)
         prices = []
         for budget in range(least, least + 120, 8):
@@ -192,22 +190,17 @@ def test_more_budget_is_never_slower():
         assert prices[0] == cost(problem, dearest)
 
 
-def test_the_bound_of_three_steps_by_hand():
-    """Stored steps weigh 110; in front of the loss 1280 - 1010 = 270 fit, 170 of them on steps 0 and 1."""
-    assert fractional_bound(THREE, 1280) == pytest.approx(21 - 7 * 270 / 110, rel=1e-15)
-    assert fractional_bound(THREE, 1350) == 0
-    assert fractional_bound(THREE, 1109) == math.inf
-
-
 def test_a_hundred_steps_of_two_kinds():
-    """Equal units merge: the search is exact, and its answer lies within one step of the relaxed bound."""
+    """Many partial solutions share their largest need, so the search stays small; more budget is never slower."""
     units = tuple(step(k, (10**9, 3 * 10**8)[k % 2], (500, 300)[k % 2], 10**8) for k in range(100))
     problem = Problem(units, dict.fromkeys(range(101), 10**8), 10**9, 10**8, (99, 100))
     least, _ = minimize_peak(problem)
     full = peak(problem, ["store"] * 100)
+    prices = []
     for part in range(0, 11, 2):
         budget = least + (full - least) * part // 10
         modes = solve_timeline(problem, budget)
         assert peak(problem, modes) <= budget
-        assert fractional_bound(problem, budget) <= cost(problem, modes)
-    assert cost(problem, modes) == 0
+        prices.append(cost(problem, modes))
+    assert prices == sorted(prices, reverse=True)
+    assert prices[-1] == 0

@@ -1,4 +1,4 @@
-"""Seconds of every unit in every mode: what is run, what is made of it, and that the model is left as found."""
+"""Seconds of every unit in every mode: what is run, what is made of it, and that the model is left unchanged."""
 
 from collections import Counter
 
@@ -8,8 +8,8 @@ from torch import nn
 
 import revzoo
 from revzoo.planning.profiling import timing
-from revzoo.planning.profiling.timing import Timing, list_variants, measure_timing, price_by_time
 from revzoo.planning.profiling.count import count
+from revzoo.planning.profiling.timing import Timing, list_variants, measure_timing, price_by_time
 from revzoo.planning.solvers.problem import cost, peak
 from revzoo.runtime import ReversibleChain
 
@@ -65,14 +65,14 @@ def test_every_unit_has_every_mode_in_every_round(timetable, tiny):
 
 
 def test_of_many_units_of_a_kind_a_few_are_stored_where_all_would_not_fit(timetable):
-    chain, batch = chain_of(40, rows=300)
+    chain, batch = chain_of(20, rows=300)
     problem = count(chain, batch)
-    allowance = peak(problem, ["store"] * 12 + ["invert"] * 28)
+    allowance = peak(problem, ["store"] * 12 + ["invert"] * 8)
     times = measure_timing(chain, batch, problem, allowance)
     assert {len(extra) for extra in times.extra} == {5}
     assert all(peak(problem, modes) <= allowance for modes in timetable)
-    assert min(Counter(modes)["invert"] for modes in timetable) >= 40 - 3 * 4  # four of the first, the last, and the rest
-    assert peak(problem, [*["store", "selective", "recompute", "invert"] * 10]) > allowance
+    assert min(Counter(modes)["invert"] for modes in timetable) >= 20 - 3 * 4  # four of the first, the last, and the rest
+    assert peak(problem, [*["store", "selective", "recompute", "invert"] * 5]) > allowance
 
 
 def test_nothing_is_run_where_nothing_fits(timetable):
@@ -97,29 +97,30 @@ def test_costs_become_nanoseconds_over_storing():
 
 def test_steps_that_are_run_give_times_of_every_unit(tiny):
     x = tiny.example_input(2)
-    found = measure_timing(tiny, x, count(tiny, x), PLENTY)
-    assert found.runs == 16
-    assert len(found.extra) == len(found.forward_seconds) == 7
-    assert [set(extra) for extra in found.extra[1:5]] == [MODES] * 4
-    assert {"store", "selective", "recompute"} == set(found.extra[0]) == set(found.extra[5])
-    assert all(extra["store"] == 0 <= min(extra.values()) for extra in found.extra)
-    assert all(seconds > 0 for seconds in found.forward_seconds)
-    assert found.step_seconds > sum(found.forward_seconds)
+    times = measure_timing(tiny, x, count(tiny, x), PLENTY)
+    assert times.runs == 16
+    assert len(times.extra) == len(times.forward_seconds) == 7
+    assert [set(extra) for extra in times.extra[1:5]] == [MODES] * 4
+    assert {"store", "selective", "recompute"} == set(times.extra[0]) == set(times.extra[5])
+    assert all(extra["store"] == 0 <= min(extra.values()) for extra in times.extra)
+    assert all(seconds > 0 for seconds in times.forward_seconds)
+    assert times.step_seconds > sum(times.forward_seconds)
 
 
 def test_steps_of_one_kind_share_their_samples():
     chain, batch = chain_of(6)
-    found = measure_timing(chain, batch, count(chain, batch), PLENTY)
-    assert len({tuple(sorted(extra.items())) for extra in found.extra[1:]}) == 1
-    assert len(set(found.forward_seconds[1:])) == 1
+    times = measure_timing(chain, batch, count(chain, batch), PLENTY)
+    assert len({tuple(sorted(extra.items())) for extra in times.extra[1:]}) == 1
+    assert len(set(times.forward_seconds[1:])) == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_is_left_as_found(fails):
+def test_the_model_is_left_unchanged(fails, monkeypatch):
+    monkeypatch.setattr(timing, "_ROUNDS", 1)
     model = revzoo.create("revnet_digits", overrides=["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"])
     x = model.example_input(3)
     model(x).sum().backward()
-    model.schedule = found = ["recompute", "store", *["invert", "selective"], "store", *["store"] * 7]
+    model.schedule = schedule = ["recompute", "store", *["invert", "selective"], "store", *["store"] * 7]
     state = {key: (t, t._version, t.clone()) for key, t in model.state_dict(keep_vars=True).items()}
     grads = [(p.grad, p.grad.clone()) for p in model.parameters()]
     problem, random = count(model, x), torch.get_rng_state()
@@ -136,7 +137,7 @@ def test_the_model_is_left_as_found(fails):
             measure_timing(model, x, problem, PLENTY, loss)
     else:
         assert measure_timing(model, x, problem, PLENTY, loss).runs == len(calls) - 1
-    assert model.schedule == found
+    assert model.schedule == schedule
     for key, t in model.state_dict(keep_vars=True).items():
         assert (t is state[key][0], t._version) == (True, state[key][1])
         assert torch.equal(t, state[key][2])
