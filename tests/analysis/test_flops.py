@@ -4,12 +4,19 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import flop_registry
 
 from revzoo.analysis.flops import FlopCounter, count_flops
 from revzoo.errors import InputError
 from revzoo.runtime import ReversibleChain
+from revzoo.runtime.operations import count_operation_flops
 
 MM = 2 * 5 * 8 * 8  # one product of (5, 8) and (8, 8)
+
+
+class Attention(nn.Linear):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, super().forward(x), x)
 
 
 def test_a_linear_layer_is_three_products():
@@ -18,14 +25,59 @@ def test_a_linear_layer_is_three_products():
     assert count_flops(model, torch.zeros(5, 8, requires_grad=True)) == 6 * MM
 
 
-def test_attention_counts():
-    class Attention(nn.Linear):
-        def forward(self, x):
-            return nn.functional.scaled_dot_product_attention(x, super().forward(x), x)
+ATTENTION = 3 * 2 * 7 * 8 * 8 * 3 + (2 + 5) * 2 * 3 * 7 * 7 * 8  # a linear layer's three products, attention's two and five
 
-    linear, attention = 2 * 7 * 8 * 8 * 3, 2 * 3 * 2 * 7 * 7 * 8
-    flops = count_flops(Attention(8, 8, bias=False), torch.zeros(3, 1, 7, 8, requires_grad=True))
-    assert flops == 3 * linear + attention + attention // 2 * 5
+
+@pytest.mark.parametrize("registry", ["pytorch", "empty"])
+def test_attention_counts_alike_on_the_cpu_on_meta_and_in_a_real_run(registry, monkeypatch):
+    """Also where PyTorch's own table has no attention, as that of 2.14 has none for the CPU."""
+    if registry == "empty":
+        monkeypatch.setattr("torch.utils.flop_counter.flop_registry", {})
+    model, x = Attention(8, 8, bias=False), torch.zeros(3, 1, 7, 8, requires_grad=True)
+    assert count_flops(model, x) == ATTENTION
+    assert (
+        count_flops(Attention(8, 8, bias=False, device="meta"), torch.zeros_like(x, device="meta").requires_grad_())
+        == ATTENTION
+    )
+    with FlopCounter() as flops:
+        model(x).sum().backward()
+    assert flops.forward + flops.backward == ATTENTION
+
+
+def test_fewer_heads_of_keys_than_of_queries():
+    q, k = torch.zeros(2, 4, 7, 8, requires_grad=True), torch.zeros(2, 2, 9, 8, requires_grad=True)
+    with FlopCounter() as flops:
+        nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True).sum().backward()
+    products = 2 * 2 * 4 * 7 * 9 * 8
+    assert (flops.forward, flops.backward) == (2 * products, 5 * products)
+
+
+def test_formulas_agree_with_pytorchs():
+    """But for those of convolutions with groups, which PyTorch counts wrongly, all that PyTorch knows of the operations."""
+    q, k, v = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 7, 8), torch.zeros(2, 3, 7, 6)
+    x, w, out = torch.zeros(2, 4, 9, 9), torch.zeros(6, 4, 3, 3), torch.zeros(2, 6, 7, 7)
+    convolution = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    arguments = {
+        "mm": ((torch.zeros(2, 3), torch.zeros(3, 4)), torch.zeros(2, 4)),
+        "addmm": ((torch.zeros(4), torch.zeros(2, 3), torch.zeros(3, 4)), torch.zeros(2, 4)),
+        "bmm": ((torch.zeros(5, 2, 3), torch.zeros(5, 3, 4)), torch.zeros(5, 2, 4)),
+        "baddbmm": ((torch.zeros(4), torch.zeros(5, 2, 3), torch.zeros(5, 3, 4)), torch.zeros(5, 2, 4)),
+        "convolution": ((x, w, None, *convolution), out),
+        "convolution_backward": ((out, x, w, [0], *convolution, [True, True, False]), (x, w, None)),
+        "_scaled_dot_product_flash_attention": ((q, k, v), torch.zeros(2, 3, 5, 6)),
+        "_scaled_dot_product_flash_attention_backward": ((torch.zeros(2, 3, 5, 6), q, k, v), (q, k, v)),
+    }
+    for name, (args, result) in arguments.items():
+        operation = getattr(torch.ops.aten, name).default
+        count = count_operation_flops(operation, args, {}, result)
+        assert count == flop_registry[operation.overloadpacket](*args, out_val=result) > 0
+
+
+def test_a_formula_that_a_user_registers_counts(monkeypatch):
+    monkeypatch.setitem(flop_registry, torch.ops.aten.sin, lambda x, out_val: 10 * x.numel())
+    with FlopCounter() as flops:
+        torch.zeros(5).sin().cos()
+    assert (flops.forward, flops.backward) == (50, 0)
 
 
 @pytest.mark.parametrize(("mode", "extra"), [("store", 0), ("selective", 0), ("recompute", 4), ("invert", 7)])

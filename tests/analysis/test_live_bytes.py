@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.runtime.live_bytes import LiveBytes
-from revzoo.runtime.nested import tensors_in
 
 A = 512 * 256 * 4  # one activation of the perceptron
 SCALARS = 8  # the loss and its gradient
@@ -176,9 +175,3 @@ def test_nothing_is_kept_alive_and_no_result_changes(convolutions):
         assert live.alive(without=live.watch([convolutions.parameters(), convolutions.buffers(), x])) == 0
     finally:
         gc.enable()
-
-
-def test_tensors_in_walks_any_nesting():
-    a, b, c = torch.zeros(3).unbind()
-    assert [id(t) for t in tensors_in({"a": a, "b": [b, {"c": (c, None, 3)}], "d": "text"})] == [id(a), id(b), id(c)]
-    assert list(tensors_in(None)) == []

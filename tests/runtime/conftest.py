@@ -60,10 +60,10 @@ def gradients() -> Callable[..., Grads]:
 def error() -> Callable[[Grads, Grads], float]:
     """Return a function that gives the worst relative error over all tensors."""
 
-    def worst(found: Grads, expected: Grads) -> float:
-        assert len(found) == len(expected) > 0
+    def worst(grads: Grads, expected: Grads) -> float:
+        assert len(grads) == len(expected) > 0
         # A step whose every example was dropped has zero gradients. Not Python's max, which may pass over a NaN.
-        errors = [(a - b).norm() / b.norm().clamp_min(torch.finfo(b.dtype).tiny) for a, b in zip(found, expected, strict=True)]
+        errors = [(a - b).norm() / b.norm().clamp_min(torch.finfo(b.dtype).tiny) for a, b in zip(grads, expected, strict=True)]
         return torch.stack(errors).max().item()
 
     return worst

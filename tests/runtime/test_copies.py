@@ -12,6 +12,9 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.runtime import ReversibleChain
 
+# PyTorch's own, when the compiler is imported for the first time.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning")
+
 
 def through_file(network: nn.Module) -> nn.Module:
     file = io.BytesIO()
@@ -167,11 +170,11 @@ def revnet_keys() -> list[str]:
             for layer in ("norm1", "conv1", "norm2", "conv2")
         ]
     layers.remove("stages.0.transition.f.norm1")  # the stem has just normalised
-    found = []
+    keys = []
     for layer in [*layers, "fuse.norm"]:
         norm = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-        found += [f"{layer}.{part}" for part in (norm if "norm" in layer else ("weight",))]
-    return [*found, "head.linear.weight", "head.linear.bias"]
+        keys += [f"{layer}.{part}" for part in (norm if "norm" in layer else ("weight",))]
+    return [*keys, "head.linear.weight", "head.linear.bias"]
 
 
 @pytest.mark.parametrize(

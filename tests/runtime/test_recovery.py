@@ -108,8 +108,8 @@ def test_parts_of_a_retained_graph_in_any_order(chain_of, streams, error):
     expected_loss = (z1 * z2).sum()
     for k in (0, 3, 1, 4, 2):
         wanted = list(chain.steps[k].parameters())
-        found = torch.autograd.grad(loss, wanted, retain_graph=True)
-        assert error(found, torch.autograd.grad(expected_loss, wanted, retain_graph=True)) < 1e-12
+        grads = torch.autograd.grad(loss, wanted, retain_graph=True)
+        assert error(grads, torch.autograd.grad(expected_loss, wanted, retain_graph=True)) < 1e-12
 
 
 @pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
@@ -222,7 +222,6 @@ def test_hooks_fire_once_on_parameters_and_once_per_run_on_modules(chain_of, str
 
 def test_an_unused_output_leaks_nothing_in_50_steps(chain_of, streams):
     chain = chain_of(4)
-    gc.collect()
     gc.disable()
     try:
         with LiveBytes() as live:
@@ -236,6 +235,26 @@ def test_an_unused_output_leaks_nothing_in_50_steps(chain_of, streams):
     finally:
         gc.enable()
     assert alive == [0] * 50
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kept"), [("invert", 2), ("recompute", 4), ("selective", 4), (["invert", "recompute", "invert", "invert"], 3)]
+)
+def test_a_forward_without_backward_is_freed_without_the_garbage_collector(schedule, kept, streams):
+    chain = ReversibleChain([Function(torch.tanh) for _ in range(4)])
+    chain.schedule = schedule
+    gc.disable()
+    try:
+        with LiveBytes() as live:
+            known = live.watch(streams)
+            for _ in range(3):
+                y1, y2 = chain(*streams)
+                alive = live.alive(without=known)
+                del y1, y2
+                assert live.alive(without=known) == 0
+                assert alive == kept * streams[0].nbytes  # of w[1] to w[4], the last two of which are the outputs
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -311,9 +330,9 @@ def test_eval_between_forward_and_backward_changes_nothing(mode, streams, error)
         torch.manual_seed(2)
         y1, y2 = chain(*streams)
         chain.eval()
-        found = list(torch.autograd.grad((y1 * y2).sum(), [*streams, *chain.parameters()]))
+        grads = list(torch.autograd.grad((y1 * y2).sum(), [*streams, *chain.parameters()]))
         assert not any(module.training for module in chain.modules())
-        return found
+        return grads
 
     assert error(run(mode), run("store")) < 1e-12
 

@@ -95,12 +95,12 @@ def test_autocast_around_forward_only_is_in_force_in_both_runs(mode, dtype, grad
         return torch.autograd.grad((y1 * y2).sum(), [*streams, *chain.parameters()])
 
     expected = run("store")
-    found = run(mode)
+    grads = run(mode)
     assert all(step.seen == [dtype] * 3 for step in chain.steps)  # stored run, first run, second run
     if mode != "invert":
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
     else:  # the recovered state differs by float32 rounding, which may flip a half-precision rounding
-        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(grads, expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
