@@ -1,4 +1,4 @@
-"""The benchmark runs, and its quick figures are the exact ones."""
+"""The benchmark of the runtime runs, and its figures at small sizes are the exact ones."""
 
 import importlib.util
 import json
@@ -23,16 +23,18 @@ def figures(tmp_path_factory):
 
 
 def values(figures, what, net, method):
-    found = [f for f in figures["figures"] if (f["what"], f["net"], f["method"]) == (what, net, method)]
-    return {f["depth"]: f["value"] for f in found}
+    matching = [f for f in figures["figures"] if (f["what"], f["net"], f["method"]) == (what, net, method)]
+    return {f["depth"]: f["value"] for f in matching}
 
 
+@pytest.mark.slow
 def test_result_says_where_and_how_it_was_measured(figures):
     assert figures["command"].startswith("python ")
     assert figures["hardware"].keys() == {"cpu", "cores", "threads"}
     assert figures["versions"].keys() == {"python", "torch", "revzoo"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("net", "states", "alone"), [("transformer", 4, 13), ("conv", 4, 5)])
 def test_inverted_memory_is_the_bound_at_every_depth(figures, net, states, alone):
     peaks = values(figures, "peak activation memory, in streams", net, "invert")
@@ -41,6 +43,7 @@ def test_inverted_memory_is_the_bound_at_every_depth(figures, net, states, alone
     assert states + alone < peaks[2] < states + alone + 0.2  # statistics of norms are a larger share of a tiny stream
 
 
+@pytest.mark.slow
 def test_checkpoint_and_recompute_add_two_streams_a_block(figures):
     for net in ("transformer", "conv"):
         for method in ("checkpoint", "recompute"):
@@ -48,6 +51,7 @@ def test_checkpoint_and_recompute_add_two_streams_a_block(figures):
             assert peaks[3] - peaks[2] == pytest.approx(2, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_flops_of_convolutions(figures):
     def ratio(method):
         return values(figures, "FLOPs over stored", "conv", method)[3]
@@ -58,6 +62,7 @@ def test_flops_of_convolutions(figures):
     assert ratio("invert") == pytest.approx(4 / 3 - 1 / 36)  # only that of the first step is not
 
 
+@pytest.mark.slow
 def test_gradients(figures):
     errors = [f for f in figures["figures"] if f["what"].startswith("gradient")]
     assert len(errors) == 3

@@ -12,23 +12,16 @@ from revzoo.analysis.resnet import RESNETS, ResNet
 from revzoo.analysis.twin import build_twin
 
 ELSEWHERE = {"pyslowfast"}  # known, and not installable
-SPECS = {name: revzoo.load_spec(name) for name in revzoo.list_models()}
-NAMED = {name: spec for name, spec in SPECS.items() if spec.twin is not None and spec.twin["library"] not in ELSEWHERE}
-DIFFERENT = {repr((spec.twin, spec.input, spec.head.arguments.get("outputs"))): name for name, spec in NAMED.items()}
+SMALL = ["irevnet_300", "rev_bert_base", "rev_mvit_t", "rev_swin_t", "rev_vit_ti", "revnet_38"]  # of each family with twins
 
 
 def parameters(model) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def test_most_models_have_a_twin():
-    assert len(NAMED) >= 40
-    assert {spec.twin["library"] for spec in NAMED.values()} == {"revzoo", "timm", "transformers"}
-
-
-@pytest.mark.parametrize("name", DIFFERENT.values())
+@pytest.mark.parametrize("name", SMALL)
 def test_the_twin_has_the_stated_parameters(name):
-    spec = NAMED[name]
+    spec = revzoo.load_spec(name)
     if spec.twin["library"] == "transformers":
         pytest.importorskip("transformers")
     twin = build_twin(spec)
@@ -36,9 +29,20 @@ def test_the_twin_has_the_stated_parameters(name):
     assert parameters(twin) == spec.twin["parameters"]
 
 
+@pytest.mark.slow
+def test_every_twin_has_the_stated_parameters():
+    specs = map(revzoo.load_spec, revzoo.list_models())
+    named = [spec for spec in specs if spec.twin is not None and spec.twin["library"] not in ELSEWHERE]
+    assert len(named) >= 40
+    assert {spec.twin["library"] for spec in named} == {"revzoo", "timm", "transformers"}
+    different = {repr((spec.twin, spec.input, spec.head.arguments.get("outputs"))): spec for spec in named}
+    sizes = {spec.name: (parameters(build_twin(spec)), spec.twin["parameters"]) for spec in different.values()}
+    assert {name: pair for name, pair in sizes.items() if pair[0] != pair[1]} == {}
+
+
 def test_a_twin_takes_the_spec_s_input_and_classes():
     overrides = ["input.size=[64,64]", "input.channels=1", "head.outputs=7"]
-    for name in ("rev_vit_ti", "revnet_56", "irevnet_300"):
+    for name in ("rev_vit_ti", "revnet_56"):
         spec = revzoo.load_spec(name, overrides)
         assert build_twin(spec)(torch.empty(2, 1, 64, 64, device="meta")).shape == (2, 7)
 
@@ -71,7 +75,9 @@ def test_why_there_is_no_twin(monkeypatch):
 
 
 def test_a_twin_that_does_not_take_the_input_is_no_reason_to_stop():
-    spec = revzoo.load_spec("rev_vit_digits", ["twin={library: timm, name: resnet18, arguments: {in_chans: 3}}"])
+    spec = revzoo.load_spec(
+        "rev_vit_digits", ["stages.0.depth=1", "twin={library: timm, name: resnet18, arguments: {in_chans: 3}}"]
+    )
     with torch.device("meta"):
         twin = report_model(revzoo.build(spec), batch_size=1).twin
     assert (twin.parameters, twin.memory) == (None, None)

@@ -4,12 +4,23 @@ import json
 
 import pytest
 
+import revzoo
 from revzoo.analysis.report import report_model
 
 
-def test_json_is_the_report_and_nothing_else(file, short, run):
-    printed = json.loads(run("show", file("rev_vit_digits"), "--json", "--batch", 3))
-    model = short("rev_vit_digits")
+@pytest.fixture
+def model() -> revzoo.Model:
+    return revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], device="meta")
+
+
+@pytest.fixture
+def file(tmp_path, model) -> str:
+    (tmp_path / "tiny.yaml").write_text(model.spec.to_yaml())
+    return str(tmp_path / "tiny.yaml")
+
+
+def test_json_is_the_report_and_nothing_else(file, model, run):
+    printed = json.loads(run("show", file, "--json", "--batch", 3))
     report = report_model(model, 3)
     assert printed == json.loads(json.dumps(report.to_dict()))
     assert printed["digest"] == model.spec.digest
@@ -19,7 +30,7 @@ def test_json_is_the_report_and_nothing_else(file, short, run):
 
 
 def test_the_picture_comes_with_the_text(file, run, tmp_path):
-    text = run("show", file("rev_vit_digits"), "--batch", 2, "--plot", tmp_path / "a.png")
+    text = run("show", file, "--batch", 2, "--plot", tmp_path / "a.png")
     assert "What is kept for backward, batch of 2 images" in text
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
