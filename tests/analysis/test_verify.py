@@ -44,7 +44,7 @@ class SecondRun(nn.Module):
 
 
 class Faulty(nn.Module):
-    """A chain with one `SecondRun` step, told apart from outside: forward sets `again` behind the chain."""
+    """A chain with one `SecondRun` step, whose `again` is set after each forward of the chain."""
 
     def __init__(self, fault):
         super().__init__()
@@ -58,7 +58,7 @@ class Faulty(nn.Module):
 
 
 class Stems(nn.Module):
-    """Somebody's network with two chains, ordinary modules around them, and an output that needs no gradient."""
+    """A network with two chains, ordinary modules around them, and an output that needs no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -309,7 +309,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault():
         (ReversibleChain([nn.Linear(8, 8, device="meta")]), "Received: meta or fake parameters"),
     ],
 )
-def test_what_cannot_be_verified_is_said(model, message):
+def test_what_cannot_be_verified_is_refused(model, message):
     with pytest.raises(InputError, match=message):
         revzoo.verify(model, streams())
 
@@ -317,6 +317,6 @@ def test_what_cannot_be_verified_is_said(model, message):
 @pytest.mark.parametrize(
     ("batch", "message"), [(torch.zeros(0, 8), "one example"), (torch.zeros(2, 8, device="meta"), "meta or fake")]
 )
-def test_a_batch_that_verifies_nothing_is_said(batch, message):
+def test_a_batch_that_verifies_nothing_is_refused(batch, message):
     with pytest.raises(InputError, match=message):
         revzoo.verify(ReversibleChain([nn.Linear(8, 8)] * 2), (batch, batch))

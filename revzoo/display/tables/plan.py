@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from revzoo.display.tables.base import make_plain_table
 from revzoo.format import format_bytes, format_flops, format_seconds
 from revzoo.planning.batch import BatchPlan
 from revzoo.planning.comparison import SchedulePoint, inversion_ratio
@@ -25,7 +26,7 @@ def show_profile(profile: Profile) -> RenderableType:
 
 def _facts_table(profile: Profile) -> Table:
     setting, fixed = profile.setting, profile.memory.fixed_bytes
-    table = _two_columns(escape(setting.model))
+    table = make_plain_table(escape(setting.model))
     table.add_row("batch", escape(", ".join(setting.batch)))
     table.add_row("dtype", setting.dtype)
     table.add_row("device", escape(setting.device))
@@ -186,11 +187,3 @@ def _fold_numbers(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _two_columns(title: str) -> Table:
-    """Return a table of names and values, without a header."""
-    table = Table(title=title, show_header=False, box=None, title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    return table
