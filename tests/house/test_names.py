@@ -37,7 +37,7 @@ PINNED = {
     "measure_memory": "(model, batch, optimizer=None)",
     "plan": "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None)",
     "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0)",
-    "solve": "(profile, budget, solver='timeline', *, reading='peak')",
+    "solve": "(profile, budget, solver='timeline', *, baseline='peak')",
     "verify": "(model, batch)",
 }
 MODEL_NAMES = {
