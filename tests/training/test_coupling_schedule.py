@@ -1,6 +1,7 @@
 """The coupling during fine-tuning: its values, what is saved with it, and gradients that stay right."""
 
 import json
+from functools import partial
 from itertools import chain, repeat
 
 import pytest
@@ -12,11 +13,14 @@ import revzoo
 from revzoo.checkpoint import files
 from revzoo.checkpoint.files import read_metadata
 from revzoo.errors import InputError, SpecError
+from revzoo.planning import planner
+from revzoo.training.budget import apply_plan
 from revzoo.training.coupling_schedule import CouplingSchedule
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import resume, train
 from revzoo.training.options import CouplingOptions
 from revzoo.training.recipe import load_recipe
+from revzoo.training.setup import build_run
 
 DIGITS = ("data.name=digits", "data.num_workers=0", "data.augment=null", "train.epochs=2", "schedule.warmup_epochs=0")
 
@@ -51,9 +55,9 @@ def test_bits_fall_in_equal_parts_and_then_stay():
     ]  # fmt: skip
 
 
-def test_a_moving_coupling_is_trained_saved_and_resumed(folder, tmp_path, monkeypatch, shown):
+def test_a_moving_coupling_is_trained_saved_and_resumed(folder, tmp_path, monkeypatch):
     """An interruption in the first epoch, and the rest: the same weights as without; the checkpoint has the last coupling."""
-    options = recipe(folder, "ema.decay=0.9", "coupling.share=1.0", "train.freeze=[stem]")
+    options = recipe(folder, "data.batch_size=320", "ema.decay=0.9", "coupling.share=1.0", "train.freeze=[stem]")
     stem = revzoo.create(folder).stem.state_dict()
     whole = train(options, tmp_path / "whole")
     records = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
@@ -63,11 +67,10 @@ def test_a_moving_coupling_is_trained_saved_and_resumed(folder, tmp_path, monkey
         assert f"kept_bits: {records[int(epoch) - 1]['kept_bits']}" in read_metadata(whole.folder / name)["revzoo.spec"]
     last = whole.folder / "last.safetensors"
     assert "kept_bits: 4" in read_metadata(last)["revzoo.spec"]
-    assert (whole.folder / "curves.png").is_file()
     tuned = revzoo.create(whole.folder / "spec.yaml")
     files.load_weights(tuned, tuned.spec, whole.folder / "state" / "00002-0000000" / "model.safetensors")
     assert all(torch.equal(tuned.stem.state_dict()[key], tensor) for key, tensor in stem.items())
-    signals = chain([0] * 4, [15], repeat(0))
+    signals = chain([0] * 2, [15], repeat(0))
     with monkeypatch.context() as patch:
         patch.setattr(StopSignal, "poll", lambda self: next(signals))
         with pytest.raises(Interrupted):
@@ -76,6 +79,18 @@ def test_a_moving_coupling_is_trained_saved_and_resumed(folder, tmp_path, monkey
     for name in ("last.safetensors", "best.safetensors"):
         one, other = load_file(whole.folder / name), load_file(resumed.folder / name)
         assert all(torch.equal(one[key], tensor) for key, tensor in other.items())
+
+
+def test_a_plan_is_made_for_the_first_coupling(folder, tmp_path, monkeypatch):
+    """A resumed run has moved on, and its plan is the one of the first update; afterwards it is where it was."""
+    monkeypatch.setattr(planner, "profile", partial(planner.profile, run=False))
+    options = recipe(folder, "data.batch_size=320", "ema.decay=0.9", "coupling.share=1.0", "memory.budget=1GiB")
+    first, later = (build_run(options, tmp_path / name, resumed=False) for name in ("first", "later"))
+    later.progress.updates = 8
+    later.set_coupling(8)
+    assert apply_plan(later) == apply_plan(first)
+    assert [run.model.coupling.kept_bits for run in (first, later)] == [8, 4]
+    assert [run.evaluated.coupling.kept_bits for run in (first, later)] == [8, 4]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +177,7 @@ def test_floating_point_trains_from_the_m_it_was_converted_with(vit, tmp_path):
     """Nothing has moved at the first update, and yet few steps in a row may be inverted; what was stored stays stored."""
     deep = VisionTransformer(img_size=8, patch_size=2, in_chans=1, embed_dim=16, depth=6, num_heads=2, num_classes=10)
     revzoo.convert(deep, m=0.1, out=tmp_path / "rev")
-    moving = ("coupling={kept_bits: null, m: [0.1, 0.9]}", "coupling.share=1.0", "train.epochs=1")
+    moving = ("coupling={kept_bits: null, m: [0.1, 0.9]}", "coupling.share=1.0", "train.epochs=1", "data.batch_size=320")
     train(recipe(tmp_path / "rev", *moving), tmp_path / "run")
     last = read_metadata(tmp_path / "run" / "last.safetensors")["revzoo.spec"]
     assert "m: 0.9" in last
