@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import yaml
+from safetensors.torch import save_file
 
 import revzoo
+from revzoo.conversion import convert as convert_module
 from revzoo.conversion.choice import CouplingChoice
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -116,3 +119,17 @@ def rebuilds_exactly():
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
     return check
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Weights of timm's `test_vit`, whose name stands for any."""
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit", num_classes=5).state_dict(), tmp_path / "w.safetensors")
+    return tmp_path / "w.safetensors"
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Write an empty report.png: drawing takes most of the time of a small conversion."""
+    monkeypatch.setattr(convert_module, "plot_conversion", lambda title, counts, logits, path: path.touch())

@@ -11,7 +11,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import revzoo
-import zoo_cli
 from revzoo.checkpoint import files
 from revzoo.conversion import convert as convert_module
 from revzoo.conversion import original as original_module
@@ -19,6 +18,8 @@ from revzoo.errors import CheckpointError, ConversionError, InputError, UnknownN
 from revzoo.runtime import ReversibleChain
 from revzoo.runtime.coupling import momentum
 from revzoo.training.evaluation import evaluate_checkpoint
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def converted(*arguments, **options):
@@ -36,37 +37,10 @@ def vit():
     return network.eval()
 
 
-@pytest.fixture
-def file(tmp_path):
-    """Weights of timm's `test_vit`, whose name stands for any."""
-    torch.manual_seed(0)
-    save_file(timm.create_model("test_vit", num_classes=5).state_dict(), tmp_path / "w.safetensors")
-    return tmp_path / "w.safetensors"
-
-
 def altered(file, change):
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
-
-
-def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, capsys):
-    out = tmp_path / "rev"
-    assert zoo_cli.main(["convert", "test_vit", "--weights", str(file), "--out", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == {
-        "spec.yaml", "model.safetensors", "report.json", "report.txt", "report.png",
-    }  # fmt: skip
-    assert f"revzoo train finetune model={out}" in capsys.readouterr().out
-    report = json.loads((out / "report.json").read_text())
-    assert report["counts"] == {"renamed": len(load_file(file))}
-    assert report["comparisons"][0]["largest_difference"] <= 1e-5
-    model = revzoo.create(out)
-    assert (model.num_outputs, model.coupling.kept_bits, model.spec.name) == (5, 8, "test_vit_momentum")
-    assert zoo_cli.main(["show", str(out)]) == 0
-    assert zoo_cli.main(["export", str(out), "--out", str(tmp_path / "back.safetensors")]) == 0
-    expected, back = load_file(file), load_file(tmp_path / "back.safetensors")
-    assert back.keys() == expected.keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in expected.items())
 
 
 @pytest.mark.parametrize("coupling", ["momentum", "dual_residual", "additive"])
@@ -140,7 +114,9 @@ def test_missing_and_extra_tensors_are_listed_and_refused_unless_strict_is_false
 def test_tensors_of_another_network_are_refused_with_the_nearest_name(all_names, vit, tmp_path, monkeypatch):
     if not all_names:
         monkeypatch.setattr(original_module, "_COMMON", ("resnet18", "vit_tiny_patch16_224"))
-    save_file(timm.create_model("vit_tiny_patch16_224").state_dict(), tmp_path / "w.safetensors")
+    with torch.device("meta"):
+        shapes = timm.create_model("vit_tiny_patch16_224").state_dict()
+    save_file({key: torch.zeros(tensor.shape) for key, tensor in shapes.items()}, tmp_path / "w.safetensors")
     with pytest.raises(ConversionError, match=r"(?s)of another shape or kind: .*look like those of 'vit_tiny_patch16_224'"):
         revzoo.convert(vit, tmp_path / "w.safetensors")
 

@@ -267,6 +267,7 @@ def test_mmpretrains_network_keeps_its_function(tmp_path):
     assert not PySlowFast().recognises(weights)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_exported_file_has_ones_for_the_class_tokens_position(tmp_path):
     weights = draw(mm_shapes())
     weights["backbone.pos_embed"][:, 0] = 1  # as in the published files

@@ -45,6 +45,7 @@ def test_every_ordinary_source_has_an_original_here():
     assert {source.name for source in SOURCES if not source.published} == set(ORIGINALS)
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_conversion_begins_as_the_original_and_comes_back(name, tmp_path, rebuilds_exactly):
     torch.manual_seed(0)

@@ -1,0 +1,29 @@
+"""The folder that `revzoo convert` writes: every command takes it, and `revzoo export` gives the source's tensors back."""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+import revzoo
+import zoo_cli
+
+
+def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, capsys):
+    out = tmp_path / "rev"
+    assert zoo_cli.main(["convert", "test_vit", "--weights", str(file), "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {
+        "spec.yaml", "model.safetensors", "report.json", "report.txt", "report.png",
+    }  # fmt: skip
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert f"revzoo train finetune model={out}" in capsys.readouterr().out
+    report = json.loads((out / "report.json").read_text())
+    assert report["counts"] == {"renamed": len(load_file(file))}
+    assert report["comparisons"][0]["largest_difference"] <= 1e-5
+    model = revzoo.create(out)
+    assert (model.num_outputs, model.coupling.kept_bits, model.spec.name) == (5, 8, "test_vit_momentum")
+    assert zoo_cli.main(["show", str(out)]) == 0
+    assert zoo_cli.main(["export", str(out), "--out", str(tmp_path / "back.safetensors")]) == 0
+    expected, back = load_file(file), load_file(tmp_path / "back.safetensors")
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in expected.items())
