@@ -25,9 +25,13 @@ def unit(x, parameters, kernels, stride=1, preactivate=True):
     return x
 
 
-@pytest.mark.parametrize(("layout", "kernels"), [("basic", (3, 3)), ("bottleneck", (1, 3, 1))])
-def test_conv_unit_is_the_formula(layout, kernels):
+@pytest.mark.parametrize(
+    ("layout", "kernels", "widths"), [("basic", (3, 3), [8, 8, 8]), ("bottleneck", (1, 3, 1), [8, 2, 2, 8])]
+)
+def test_conv_unit_is_the_formula(layout, kernels, widths):
     branch = ConvBranch(IMAGE, layout=layout)
+    convolutions = [module for module in branch.modules() if isinstance(module, torch.nn.Conv2d)]
+    assert [8, *(conv.out_channels for conv in convolutions)] == widths
     x = torch.randn(2, 8, 6, 4)
     torch.testing.assert_close(branch(x), unit(x, branch.parameters(), kernels))
 

@@ -29,6 +29,21 @@ def test_attention_and_mlp_are_timms_block_without_the_residual():
     torch.testing.assert_close(h + g(h), block(x), rtol=0, atol=0)
 
 
+def test_attention_ignores_masked_tokens():
+    f = AttentionBranch(TOKENS, heads=3).eval()
+    x, mask = torch.randn(2, 6, 12), torch.ones(2, 6, dtype=torch.bool)
+    mask[1, 4:] = False
+    y = f(x, mask)
+    torch.testing.assert_close(y[0], f(x)[0])
+    torch.testing.assert_close(y[1, :4], f(x[1:, :4])[0])
+
+
+def test_arguments_decide_the_sizes():
+    f, g = AttentionBranch(TOKENS, heads=3, qkv_bias=False), MlpBranch(TOKENS, ratio=1.5)
+    assert f.attn.qkv.bias is None
+    assert g.mlp.fc1.weight.shape == (18, 12)
+
+
 def test_patch_stem_is_timms_patch_embedding_and_position():
     vit = VisionTransformer(8, 2, 3, global_pool="avg", embed_dim=12, num_heads=3, class_token=False, depth=0)
     stem = PatchStem(BuildContext(Shape(3, (8, 8), "image"), 3), width=12, patch=2)
@@ -44,6 +59,8 @@ def test_patch_stem_is_timms_patch_embedding_and_position():
 def test_patch_stem_puts_a_class_token_first(position, rows):
     context = BuildContext(Shape(3, (4, 6), "image"), 3)
     stem = PatchStem(context, width=12, patch=2, class_token=True, position=position, position_std=0.5)
+    if rows is not None:
+        assert stem.pos_embed.std().item() == pytest.approx(0.5, rel=0.2)
     torch.nn.init.normal_(stem.cls_token)
     assert stem.out_shape == Shape(12, (7,), "tokens")
     assert (None if stem.pos_embed is None else stem.pos_embed.shape[1]) == rows
