@@ -161,8 +161,8 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
             plan = replace(solve(profile, limit, plan.solver), budget_bytes=plan.budget_bytes)
         except BudgetError as error:
             raise BudgetError(
-                f"Nothing fits {format_bytes(plan.budget_bytes)}: the planned step has a counted peak of {format_bytes(counted)}, "
-                "and no schedule saves the difference. Try a larger budget, or a smaller batch."
+                f"Nothing fits {format_bytes(plan.budget_bytes)}: the planned step has a counted peak of "
+                f"{format_bytes(counted)}, and no schedule saves the difference. Try a larger budget, or a smaller batch."
             ) from error
 
 

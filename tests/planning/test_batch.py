@@ -11,10 +11,22 @@ from revzoo.planning.batch import find_best_batch
 from revzoo.planning.profiling import profile as profiles
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.timing import Timing
-from revzoo.planning.solvers.problem import peak
+from revzoo.planning.solvers.problem import Problem, peak
 
 LOW, HIGH = 4, 12
-counted = cache(lambda name, size: count(model := revzoo.create(name), model.example_input(size)))
+SHORT = {"rev_vit_digits": ["stages.0.depth=2"], "revnet_digits": [f"stages.{i}.depth=1" for i in range(3)]}
+
+
+def create(name: str, device: str = "cpu") -> revzoo.Model:
+    """Return a model of few blocks."""
+    return revzoo.create(name, overrides=SHORT[name], device=device)
+
+
+@cache
+def counted(name: str, size: int) -> Problem:
+    """Return the counted problem of a model for a batch size."""
+    model = create(name)
+    return count(model, model.example_input(size))
 
 
 @pytest.fixture
@@ -43,7 +55,7 @@ def known_device(monkeypatch):
 @pytest.mark.parametrize("name", ["rev_vit_digits", "revnet_digits"])
 def test_a_third_batch_size_is_never_predicted_too_small(name, known_device):
     """Sizes and FLOPs lie on the line; a peak, the larger of several lines, lies under the chord through two of its points."""
-    model = revzoo.create(name)
+    model = create(name)
     predicted, third = batches._Interpolation(model, LOW, HIGH, None).at(7).memory, counted(name, 7)
     assert (predicted.fixed_bytes, predicted.sizes, predicted.loss_bytes) == (
         third.fixed_bytes,
@@ -73,7 +85,7 @@ def test_bytes_between_two_batch_sizes_are_rounded_up(low, high, at, bytes_):
 
 
 def test_times_are_interpolated(known_device):
-    interpolation = batches._Interpolation(revzoo.create("rev_vit_digits"), LOW, HIGH, None)
+    interpolation = batches._Interpolation(create("rev_vit_digits"), LOW, HIGH, None)
     times = interpolation.at(10).timing
     assert times.step_seconds == pytest.approx(1.1, rel=1e-12)
     assert {ns for extra in times.extra for ns in extra.values()} == {0, 20_000_000}
@@ -82,7 +94,7 @@ def test_times_are_interpolated(known_device):
 
 def test_the_best_is_the_largest_where_time_does_not_grow_with_it(known_device):
     """Per sample all stored takes 1 / b + 10 ms: the larger the better, as long as nothing is dropped for it."""
-    model = revzoo.create("rev_vit_digits")
+    model = create("rev_vit_digits")
     stored = peak(counted("rev_vit_digits", HIGH), ["store"] * len(model.units))
     best = find_best_batch(model, stored, LOW, HIGH)
     assert [row.batch for row in best.rows] == list(range(LOW, HIGH + 1, 2))
@@ -93,7 +105,7 @@ def test_the_best_is_the_largest_where_time_does_not_grow_with_it(known_device):
 
 
 def test_within_a_budget_dropping_is_weighed_against_size(known_device):
-    model = revzoo.create("rev_vit_digits")
+    model = create("rev_vit_digits")
     stored = peak(counted("rev_vit_digits", 8), ["store"] * len(model.units))
     best = find_best_batch(model, stored, LOW, HIGH)
     assert best.plan.peak_bytes <= stored
@@ -115,14 +127,14 @@ def test_a_size_that_the_device_cannot_run_is_passed_over(known_device, monkeypa
         return 1 + 0.01 * len(batch)
 
     monkeypatch.setattr(batches, "measure_step_seconds", full)
-    assert find_best_batch(revzoo.create("rev_vit_digits"), "1GiB", LOW, HIGH).batch == 8
+    assert find_best_batch(create("rev_vit_digits"), "1GiB", LOW, HIGH).batch == 8
 
 
 def test_sizes_that_are_none_are_refused(known_device):
-    model = revzoo.create("rev_vit_digits")
+    model = create("rev_vit_digits")
     with pytest.raises(InputError, match="Received: 5 to 2"):
         find_best_batch(model, "1GiB", 5, 2)
-    with pytest.raises(BudgetError, match="Nothing fits 1.0 MiB: at least"):
-        find_best_batch(model, "1MiB", LOW, HIGH)
+    with pytest.raises(BudgetError, match="Nothing fits 100.0 KiB: at least"):
+        find_best_batch(model, "100KiB", LOW, HIGH)
     with pytest.raises(InputError, match="on the meta device"):
-        find_best_batch(revzoo.create("rev_vit_digits", device="meta"), "1GiB", LOW, HIGH)
+        find_best_batch(create("rev_vit_digits", "meta"), "1GiB", LOW, HIGH)

@@ -1,13 +1,19 @@
-"""The benchmark of the planner runs, and what it counts at toy size is exact."""
+"""The benchmark of the planner runs; what it counts at toy size is exact, and its lower bound holds."""
 
 import json
+import math
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from revzoo.planning.solvers.problem import Option, Problem, Unit, cost
+from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
+
 FILE = Path(__file__).parents[2] / "benchmarks" / "planning.py"
+slow = pytest.mark.slow  # together the rows take about as long as all other tests of this folder
 ROWS = ["peaks", "solvers", "monotone", "brute", "speed", "front", "bound", "paper"]
 
 
@@ -32,6 +38,7 @@ def rows(result):
     return result["rows"]
 
 
+@slow
 def test_result_says_where_and_how_it_was_measured(result):
     assert result["command"].startswith("python ")
     assert result["hardware"].keys() == {"cpu", "cores", "threads"}
@@ -39,6 +46,7 @@ def test_result_says_where_and_how_it_was_measured(result):
     assert list(result["rows"]) == ROWS
 
 
+@slow
 def test_pictures(folder):
     pictures = sorted(path.name for path in folder.glob("*.png"))
     assert pictures == [
@@ -50,6 +58,7 @@ def test_pictures(folder):
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
+@slow
 def test_peaks_are_as_predicted_and_within_every_budget(rows):
     plans = rows["peaks"]["plans"]
     assert len(plans) == 6
@@ -57,6 +66,7 @@ def test_peaks_are_as_predicted_and_within_every_budget(rows):
     assert len({plan["counted_bytes"] for plan in plans}) > 1
 
 
+@slow
 def test_searches(rows):
     assert rows["brute"]["compared"] == 180
     assert rows["brute"]["longest"] == 10
@@ -68,6 +78,7 @@ def test_searches(rows):
     assert not any(found["over"] for found in rows["speed"]["knapsack"].values())
 
 
+@slow
 def test_timeline_beside_the_knapsack(rows):
     for part in rows["solvers"]["parts"].values():
         assert part["timeline_over"] == 0
@@ -76,6 +87,7 @@ def test_timeline_beside_the_knapsack(rows):
     assert rows["solvers"]["parts"]["0.5"]["static_over"] > 0
 
 
+@slow
 def test_every_method_is_beside_the_plans(rows):
     networks = rows["front"]["networks"]
     assert list(networks) == ["transformer, 2 blocks", "revnet_digits, batch 2"]
@@ -93,6 +105,7 @@ def test_every_method_is_beside_the_plans(rows):
         assert baselines["all inverted"]["beats_plans"] == []  # it is one of the schedules
 
 
+@slow
 def test_the_whole_budget_of_the_partitioner_is_the_stored_step(rows):
     """Cut for everything, the joint graph keeps and computes what eager autograd does; only statistics of norms differ."""
     for net in rows["front"]["networks"].values():
@@ -101,6 +114,7 @@ def test_the_whole_budget_of_the_partitioner_is_the_stored_step(rows):
         assert point["bytes"] == pytest.approx(net["stored"]["bytes"], rel=0.05)
 
 
+@slow
 def test_checkpoints_compute_more_than_storing_and_less_than_twice(rows):
     for net in rows["front"]["networks"].values():
         for point in net["points"]:
@@ -109,6 +123,7 @@ def test_checkpoints_compute_more_than_storing_and_less_than_twice(rows):
                 assert point["bytes"] < net["stored"]["bytes"]
 
 
+@slow
 def test_the_papers_table(rows):
     net = rows["paper"]["networks"]["RevNet"]
     assert net["largest_stored"] == 8
@@ -121,6 +136,60 @@ def test_the_papers_table(rows):
         assert (row["stored"] is None) == (row["batch"] > 8)
 
 
+@slow
 def test_bound(rows):
     assert [row["part"] for row in rows["bound"]["rows"]] == [0.3, 0.5, 0.7]
     assert all(row["ratio"] > 0 and row["bound_seconds"] >= 0 for row in rows["bound"]["rows"])
+
+
+@pytest.fixture
+def benchmarks(monkeypatch) -> None:
+    """Let the files of the benchmarks be imported as they import each other."""
+    monkeypatch.syspath_prepend(FILE.parent)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("planning_"):
+            del sys.modules[name]
+
+
+def step(k: int) -> Unit:
+    """Return a step that stores 100 bytes and its input of 10 bytes, or inverts at a cost of 7."""
+    store = Option("store", 100, (k,), 110, (120, 110), 0)
+    invert = Option("invert", 0, (), 10, (140,) * 2, 7)
+    return Unit(f"step{k}", (k - 1, k) if k else (0,), (k,), (store, invert), invert)
+
+
+def test_the_bound_of_three_steps_by_hand(benchmarks):
+    """Stored steps weigh 110; in front of the loss 1280 - 1010 = 270 fit, 170 of them on steps 0 and 1."""
+    from planning_bound import fractional_bound
+
+    three = Problem(tuple(map(step, range(3))), dict.fromkeys(range(4), 10), 1000, 10, (2, 3))
+    assert fractional_bound(three, 1280) == pytest.approx(21 - 7 * 270 / 110, rel=1e-15)
+    assert fractional_bound(three, 1350) == 0
+    assert fractional_bound(three, 1109) == math.inf
+
+
+def test_no_schedule_costs_less_than_the_bound(benchmarks):
+    from planning_bound import fractional_bound
+    from planning_chain import arbitrary
+
+    rng, above_zero = random.Random(0), 0
+    for i in range(150):
+        problem = arbitrary(rng, 2 + i % 9, 300)
+        smallest, _ = minimize_peak(problem)
+        for budget in (smallest, smallest + rng.randint(0, 60)):
+            bound = fractional_bound(problem, budget)
+            assert bound <= cost(problem, solve_timeline(problem, budget))
+            above_zero += bound > 0
+    assert above_zero > 75
+
+
+def test_searches_at_toy_size(benchmarks):
+    from planning_solver import knapsack_beside_timeline, more_budget
+
+    more = more_budget(True)
+    assert (more["plans"], more["slower"], more["over_budget"]) == (60, 0, 0)
+    parts = knapsack_beside_timeline(True)["parts"]
+    assert all(part["timeline_over"] == 0 and part["all_modes"] <= part["same_modes"] <= 1 for part in parts.values())
+    assert parts["0.5"]["static_over"] > 0

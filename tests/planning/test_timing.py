@@ -67,11 +67,12 @@ def test_every_unit_has_every_mode_in_every_round(timetable, tiny):
 def test_of_many_units_of_a_kind_a_few_are_stored_where_all_would_not_fit(timetable):
     chain, batch = chain_of(20, rows=300)
     problem = count(chain, batch)
-    allowance = peak(problem, ["store"] * 12 + ["invert"] * 8)
+    allowance = peak(problem, ["store"] * 7 + ["invert"] * 13)
     times = measure_timing(chain, batch, problem, allowance)
     assert {len(extra) for extra in times.extra} == {5}
     assert all(peak(problem, modes) <= allowance for modes in timetable)
-    assert min(Counter(modes)["invert"] for modes in timetable) >= 20 - 3 * 4  # four of the first, the last, and the rest
+    # The first and the last step each do work of their own; four of the others have every mode.
+    assert min(Counter(modes)["invert"] for modes in timetable) >= 20 - (1 + 1 + 4)
     assert peak(problem, [*["store", "selective", "recompute", "invert"] * 5]) > allowance
 
 
