@@ -23,7 +23,7 @@ def through_file(network: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-COPIERS = [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network)), through_file]
+COPIERS = {"deepcopy": copy.deepcopy, "pickle": lambda network: pickle.loads(pickle.dumps(network)), "file": through_file}
 
 
 class Twice(nn.Module):
@@ -88,9 +88,9 @@ def network(request):
     return request.param()
 
 
-@pytest.fixture(params=COPIERS, ids=["deepcopy", "pickle", "file"])
+@pytest.fixture(params=["deepcopy", "pickle", pytest.param("file", marks=pytest.mark.slow)])
 def copier(request) -> Callable[[nn.Module], nn.Module]:
-    return request.param
+    return COPIERS[request.param]
 
 
 @pytest.mark.parametrize("trained", [False, True])
