@@ -1,1 +1,1 @@
-"""Pretrained ordinary networks become reversible ones: one file per source, two-way where the coupling allows it."""
+"""Make pretrained ordinary networks reversible, and write their weights back for the library they came from."""

@@ -1,4 +1,4 @@
-"""Assign the tensors of a file to the parameters of the converted network; every tensor gets a place or a reason for none."""
+"""Assign the tensors of a file to the parameters of the converted network; for those left over, say why."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,10 +61,8 @@ def assign(
         used.update(mapping.theirs)
         if absent := [key for key in mapping.theirs if key not in tensors]:
             missing += absent
-            note, transform = f"{listing(absent)} is missing", mapping.transform
-            rows.append(
-                TensorRow(mapping.ours, mapping.theirs, "initialised", shapes, expected, transform=transform, note=note)
-            )
+            note = f"{listing(absent)} is missing"
+            rows.append(TensorRow(mapping.ours, mapping.theirs, "initialised", shapes, expected, (), mapping.transform, note))
             continue
         given, note = [tensors[key] for key in mapping.theirs], ""
         action: Action = mapping.transform
@@ -91,7 +89,7 @@ def assign(
     if any(problems.values()):
         raise _make_error(original, problems, used, tensors)
     count = sum(len(mapping.ours) for mapping in mappings)
-    if len(values) < count / 2:  # fewer are hardly this network's, and too few to build on
+    if len(values) < count / 2:  # with fewer the file hardly belongs to this network
         raise ConversionError(
             f"Only {len(values)} of {count} tensors match; at least half are needed. Is this checkpoint for another model?"
         )

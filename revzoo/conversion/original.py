@@ -87,9 +87,7 @@ def _from_timm(name: str, weights: str | Path | None) -> Original:
     tensors = read_weights(weights)
     classifier = timm.get_pretrained_cfg_value(name, "classifier") or "head"
     head = tensors.get(f"{classifier if isinstance(classifier, str) else classifier[0]}.weight", tensors.get("head.weight"))
-    options: dict[str, Any] = (
-        {} if head is None else {"num_classes": head.shape[0]}
-    )  # a fine-tuned network may have another number
+    options: dict[str, Any] = {} if head is None else {"num_classes": head.shape[0]}  # another number after fine-tuning
 
     def make() -> nn.Module:
         network: nn.Module = timm.create_model(name, **options)
@@ -108,18 +106,17 @@ def _from_module(network: nn.Module, tensors: dict[str, Tensor] | None, name: st
     shown_name = name or type(network).__name__
     if config is not None and hasattr(config, "to_dict"):
         pooled = getattr(getattr(network, "base_model", network), "pooler", None) is not None
-        filled_config = {**config.to_dict(), "architectures": [type(network).__name__]}
-        description: Any = filled_config | ({"add_pooling_layer": pooled} if network is network.base_model else {})
+        description: Any = {**config.to_dict(), "architectures": [type(network).__name__]}
+        if network is network.base_model:
+            description["add_pooling_layer"] = pooled  # the configuration does not say it
     else:
         description = network
-    given_tensors = own if tensors is None else tensors
 
-    def rebuild(_: Any, given: Mapping[str, Tensor]) -> nn.Module:
+    def build(_: Any, given: Mapping[str, Tensor]) -> nn.Module:
         return _load(copy.deepcopy(network).float().cpu(), given)
 
-    if any(tensor.is_meta for tensor in own.values()):
-        return Original(shown_name, description, given_tensors, None)
-    return Original(shown_name, description, given_tensors, rebuild)
+    has_values = not any(tensor.is_meta for tensor in own.values())
+    return Original(shown_name, description, own if tensors is None else tensors, build if has_values else None)
 
 
 def _from_folder(name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Original:

@@ -1,7 +1,7 @@
 """Transformers' BERT and RoBERTa, which are post-norm: f is the whole attention sub-block, g the whole MLP sub-block.
 
 A description is the configuration as a mapping (config.json, or `model.config.to_dict()`). Transformers leaves one fact out of
-it: a plain model without pooler needs `add_pooling_layer: false` besides. Transformers itself is not imported.
+it: for a plain model without pooler add `add_pooling_layer: false`. Transformers itself is not imported.
 
 The converted network takes no token types and no positions: all tokens are of type 0 (the table of types is kept whole), and
 positions are counted. Without an attention mask it does not attend to padding, while Transformers does.
@@ -72,7 +72,7 @@ class TransformersEncoder(Source):
         return any(key.removeprefix(f"{self.prefix}.").startswith("encoder.layer.") for key in tensors)
 
     def complete(self, description: Config, tensors: Tensors) -> dict[str, Any]:
-        """Return the configuration with the class, pooler and number of labels added that it lacks and the file's keys show.
+        """Return the configuration with what it lacks and the tensors show: its class, its pooler, the number of labels.
 
         Raises: ConversionError: the configuration names no class, and the keys fit none that can be converted.
         """
@@ -102,7 +102,7 @@ class TransformersEncoder(Source):
     def make_spec(self, description: Config, choice: CouplingChoice) -> dict[str, Any]:
         """Return the converted network's spec: f and g are post-norm sub-blocks, and no norm follows the last one.
 
-        Raises: ConversionError: a class, an activation or a setting that cannot be expressed.
+        Raises: ConversionError: a class, an activation or a setting that a spec cannot express.
         """
         config, task = self._read(description)
         width, eps, dropout = config["hidden_size"], config["layer_norm_eps"], config["hidden_dropout_prob"]
