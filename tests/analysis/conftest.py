@@ -18,7 +18,7 @@ def perceptron() -> nn.Module:
 
 @pytest.fixture
 def convolutions() -> nn.Module:
-    """Return a network with everything that a forward can leave traces in: BatchNorm and dropout."""
+    """Return a network whose forward changes state: BatchNorm its buffers, dropout the random generator."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 6 * 6, 4)
     )

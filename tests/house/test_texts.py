@@ -18,7 +18,7 @@ from revzoo import registry
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-# Run by .ci/run, tests/analysis and tests/distributed.
+# Run by .ci/run, tests/runtime, tests/planning and tests/distributed.
 NOT_RUN = ("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch", "ACCELERATE_USE_CPU=true ")
 SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=1]")
 

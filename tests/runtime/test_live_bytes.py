@@ -15,6 +15,20 @@ A = 512 * 256 * 4  # one activation of the perceptron
 SCALARS = 8  # the loss and its gradient
 
 
+@pytest.fixture
+def perceptron() -> nn.Module:
+    """Return Linear-ReLU-Linear without biases; with 512 rows of 256 floats every activation has 512 KiB."""
+    return nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU(), nn.Linear(256, 256, bias=False))
+
+
+@pytest.fixture
+def convolutions() -> nn.Module:
+    """Return a network with BatchNorm and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 6 * 6, 4)
+    )
+
+
 def forward_backward(model: nn.Module, x: Tensor) -> tuple[int, int, int]:
     """Return bytes alive after forward, at the peak, and at the peak with gradients, weights and input left in."""
     with LiveBytes() as live:
@@ -164,14 +178,14 @@ def test_nothing_is_kept_alive_and_no_result_changes(convolutions):
     expected.sum().backward()
     torch.manual_seed(1)
     with LiveBytes() as live:
-        found = convolutions(x)
-        found.sum().backward()
-    assert torch.equal(found, expected)
+        y = convolutions(x)
+        y.sum().backward()
+    assert torch.equal(y, expected)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(convolutions.parameters(), twin.parameters(), strict=True))
     gc.disable()
     try:
         convolutions.zero_grad()
-        del found
+        del y
         assert live.alive(without=live.watch([convolutions.parameters(), convolutions.buffers(), x])) == 0
     finally:
         gc.enable()
