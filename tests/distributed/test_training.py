@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 from revzoo.errors import InputError
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.loop import resume
+from revzoo.training.recipe import load_recipe
+from revzoo.training.run_folder import Progress, RunFolder
+from revzoo.training.setup import build_run
 
 ROOT = Path(__file__).parents[2]
 # A RevNet, for the statistics of its BatchNorms; 355 test images do not divide by two processes of 80.
@@ -27,12 +30,19 @@ def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
+def test_a_run_of_two_processes_is_not_resumed_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunFolder, "read_progress", lambda folder: Progress(loss_sums=[0.0, 0.0]))
+    with pytest.raises(InputError, match=f"made by 2 processes. Received: 1. Resume it with {COMMAND} --resume {tmp_path}"):
+        build_run(load_recipe("digits_revnet", FAST), tmp_path, resumed=True)
+
+
+@pytest.mark.slow
 def test_two_processes(tmp_path):
-    found = launch("digits_revnet", *FAST, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    run = tmp_path / "runs" / "digits_revnet"
+    launched = launch("digits_revnet", *FAST, cwd=tmp_path)
+    assert launched.returncode == 0, launched.stderr
+    output, run = launched.stdout, tmp_path / "runs" / "digits_revnet"
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits_revnet"]
-    assert found.stdout.count("Memory of a training step") == found.stdout.count("epoch 1/2") == found.stdout.count("top-1") - 2 == 1
+    assert output.count("Memory of a training step") == output.count("epoch 1/2") == output.count("top-1") - 2 == 1
     assert sorted(path.name for path in run.iterdir()) == [
         "best.safetensors",
         "config.yaml",
@@ -53,13 +63,14 @@ def test_two_processes(tmp_path):
     assert alone.loss == pytest.approx(records[1]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_train_under_one_plan(tmp_path):
-    """The main process makes the plan; with exact streams both arrive where two processes that store everything arrive."""
+    """The main process makes the plan; with exact streams the weights are those of two processes that store everything."""
     settings = [*FAST, "model.exact=true", "model.overrides=[stages.0.depth=1,stages.1.depth=1,stages.2.depth=1]"]
     for name, memory in (("stored", "model.schedule=store"), ("planned", "memory.budget=16MiB")):
-        found = launch("digits_revnet", *settings, memory, "--out", name, cwd=tmp_path)
-        assert found.returncode == 0, found.stderr
-    assert found.stdout.count("The plan: revnet_digits, batch of [80, 1, 8, 8] float32") == 1
+        launched = launch("digits_revnet", *settings, memory, "--out", name, cwd=tmp_path)
+        assert launched.returncode == 0, launched.stderr
+    assert launched.stdout.count("The plan: revnet_digits, batch of [80, 1, 8, 8] float32") == 1
     schedule = json.loads((tmp_path / "planned" / "plan.json").read_text())["schedule"]
     assert len(set(schedule)) > 1
     stored, planned = (load_file(tmp_path / name / "last.safetensors") for name in ("stored", "planned"))

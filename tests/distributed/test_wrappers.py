@@ -1,14 +1,14 @@
 """DDP and FSDP2 around reversible models: two gloo processes, every gradient equal to that of one stored process.
 
-This file is also the program of the two processes, which run all cases in one process group and leave their findings as
-JSON; the tests read those.
+This file is also the program of the two processes. They run either a few cases or all the others, in one process group, and
+write their results as JSON, which the tests read.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import cache
 from itertools import product
@@ -55,6 +55,21 @@ CASES += [Case(*case) for case in product(NAMES, ("invert",), ("FSDP steps", "FS
 CASES += [Case(*case) for case in product(NAMES, ("mixed",), ("DDP", "FSDP steps + root"), ("accumulated", "partly frozen"))]
 CASES += [Case(*case) for case in product(NAMES, ("invert",), ("FSDP steps + root",), ("two forwards",))]
 REFUSED = [Case(*case) for case in product(NAMES, ("invert",), BLOCKS)]
+# In the default run: every model, schedule and pattern, under DDP and FSDP.
+QUICK = [
+    Case("rev_vit_digits", "invert", "DDP"),
+    Case("revnet_digits", "mixed", "FSDP steps + root"),
+    Case("revnet_digits", "mixed", "DDP", "accumulated"),
+    Case("rev_vit_digits", "mixed", "FSDP steps + root", "partly frozen"),
+    Case("revnet_digits", "invert", "FSDP steps + root", "two forwards"),
+    Case("rev_vit_digits", "invert", "FSDP blocks"),
+]
+assert set(QUICK) <= {*CASES, *REFUSED}
+
+
+def tier(case: Case) -> object:
+    """Return the case as a parameter, marked as slow if it is not a quick one."""
+    return case if case in QUICK else pytest.param(case, marks=pytest.mark.slow)
 
 
 def model_of(case: Case, schedule: str) -> revzoo.Model:
@@ -134,8 +149,8 @@ def wrapped(model: revzoo.Model, wrapper: str) -> nn.Module:
     return model
 
 
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    errors = [0.0, *((found[key] - value).double().norm() / value.double().norm() for key, value in expected.items())]
+def worst(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    errors = [0.0, *((grads[key] - value).double().norm() / value.double().norm() for key, value in expected.items())]
     return float(torch.tensor(errors).max())  # unlike Python's max, it does not pass over a NaN
 
 
@@ -143,79 +158,97 @@ def run(case: Case, rank: int) -> dict[str, Any]:
     mean, halves, buffers = expected(case._replace(schedule="", wrapper=""))
     model = model_of(case, case.schedule)
     train(wrapped(model, case.wrapper), case, HALVES[rank])
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not name.startswith("spare")}
-    alone = {name for name, grad in found.items() if case.wrapper not in DDP and not isinstance(grad, DTensor)}
-    found = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
-    rank_seen = 0 if case.wrapper in DDP else rank  # DDP hands rank 0's buffers to everybody
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not name.startswith("spare")}
+    unsharded = {name for name, grad in grads.items() if case.wrapper not in DDP and not isinstance(grad, DTensor)}
+    grads = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    buffer_rank = 0 if case.wrapper in DDP else rank  # DDP broadcasts the buffers of rank 0
     return {
-        "gradients": sorted(found) == sorted(mean),
-        "error": worst(found, {name: grad for name, grad in mean.items() if name not in alone}),
-        "error of what nobody sharded": worst(found, {name: halves[rank][name] for name in alone}),
-        "sharded": len(found) - len(alone),
-        "statistics": worst(dict(model.named_buffers()), buffers[rank]) if rank == rank_seen else 0.0,
+        "gradients": sorted(grads) == sorted(mean),
+        "error": worst(grads, {name: grad for name, grad in mean.items() if name not in unsharded}),
+        "error of unsharded": worst(grads, {name: halves[rank][name] for name in unsharded}),
+        "sharded": len(grads) - len(unsharded),
+        "statistics": worst(dict(model.named_buffers()), buffers[rank]) if rank == buffer_rank else 0.0,
     }
 
 
-def work(rank: int, folder: Path) -> None:
+def work(rank: int, folder: Path, quick: bool) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    findings = {}
+    results = {}
     for case in (*CASES, *REFUSED):
+        if (case in QUICK) != quick:
+            continue
         try:
-            findings[str(case)] = run(case, rank)
+            results[str(case)] = run(case, rank)
         except RevzooError as error:
-            findings[str(case)] = {"refusal": f"{type(error).__name__}: {error}"}
-    (folder / f"{rank}.json").write_text(json.dumps(findings))
+            results[str(case)] = {"refusal": f"{type(error).__name__}: {error}"}
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), Path(sys.argv[2]))
+    work(int(sys.argv[1]), Path(sys.argv[2]), quick=sys.argv[3] == "quick")
 
 
 # --- the tests
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """Run both processes and return what each found."""
-    folder = tmp_path_factory.mktemp("wrappers")
-    environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1])}
-    with (folder / "said").open("w+") as said, ExitStack() as stack:
-        processes = []
-        for rank in range(2):
-            command = [sys.executable, __file__, str(rank), str(folder)]
-            process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
-            stack.callback(process.kill)
-            processes.append(process)
-        statuses = [process.wait(SECONDS) for process in processes]
-        said.seek(0)
-        assert statuses == [0, 0], said.read()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list[dict[str, Any]]]:
+    """Return a function that gives what each of the two processes reported of a case, after running them once."""
+
+    @cache
+    def reports(cases: str) -> list[dict[str, dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp("wrappers")
+        environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1])}
+        with (folder / "output").open("w+") as output, ExitStack() as stack:
+            processes = []
+            for rank in range(2):
+                command = [sys.executable, __file__, str(rank), str(folder), cases]
+                process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+                stack.callback(process.kill)
+                processes.append(process)
+            statuses = [process.wait(SECONDS) for process in processes]
+            output.seek(0)
+            assert statuses == [0, 0], output.read()
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+    return lambda case: [report[str(case)] for report in reports("quick" if case in QUICK else "others")]
 
 
-def of(findings: list[dict[str, dict[str, Any]]], case: Case) -> Iterator[dict[str, Any]]:
-    for rank in range(2):
-        yield findings[rank][str(case)]
+@pytest.mark.parametrize("case", [tier(case) for case in CASES], ids=str)
+def test_gradients_equal_those_of_one_stored_process(case, results):
+    for result in results(case):
+        assert result["gradients"], "a gradient is missing or was not expected"
+        assert result["error"] < 1e-12
+        assert result["error of unsharded"] < 1e-12
+        assert result["statistics"] < 1e-12
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_equal_those_of_one_stored_process(case, findings):
-    for found in of(findings, case):
-        assert found["gradients"], "a gradient is missing or was not expected"
-        assert found["error"] < 1e-12
-        assert found["error of what nobody sharded"] < 1e-12
-        assert found["statistics"] < 1e-12
+@pytest.mark.parametrize(
+    ("case", "sharded"),
+    [
+        (case, sharded)
+        for name, steps, everything in (("rev_vit_digits", 24, 31), ("revnet_digits", 48, 89))
+        for case, sharded in (
+            (Case(name, "invert", "FSDP steps"), steps),
+            (Case(name, "invert", "FSDP root"), everything),
+            (Case(name, "invert", "FSDP steps + root"), everything),
+        )
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_only_what_was_wrapped_is_averaged(case, sharded, results):
+    assert [result["sharded"] for result in results(case)] == [sharded, sharded]
 
 
-def test_only_what_was_wrapped_is_averaged(findings):
-    for name, steps, everything in (("rev_vit_digits", 24, 31), ("revnet_digits", 48, 89)):
-        for wrapper, sharded in (("FSDP steps", steps), ("FSDP root", everything), ("FSDP steps + root", everything)):
-            assert [found["sharded"] for found in of(findings, Case(name, "invert", wrapper))] == [sharded, sharded]
+def test_all_sharded_parameters_are_averaged(results):
+    assert [result["sharded"] for result in results(QUICK[1])] == [89, 89]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_sharded_blocks_are_refused_with_what_to_shard_instead(case, findings):
-    for found in of(findings, case):
-        assert found["refusal"].startswith("RecoveryError: stages.0.blocks.0.f has sharded parameters that nobody gathers")
-        assert "for step in model.steps: fully_shard(step)" in found["refusal"]
+@pytest.mark.parametrize("case", [tier(case) for case in REFUSED], ids=str)
+def test_sharded_blocks_are_refused_with_what_to_shard_instead(case, results):
+    for result in results(case):
+        assert result["refusal"].startswith("RecoveryError: stages.0.blocks.0.f has sharded parameters that nobody gathers")
+        assert "for step in model.steps: fully_shard(step)" in result["refusal"]
