@@ -10,8 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from revzoo.display.figures import plan as plot
-from revzoo.display.figures.plan import groups, plot_front, plot_heatmap, plot_plan, plot_times
+from revzoo.display.figures.batch import plot_schedules, plot_times
+from revzoo.display.figures.modes import group_units
+from revzoo.display.figures.plan import plot_plan
 from revzoo.display.style import MODE_COLORS
 from revzoo.planning.plan import Plan
 from revzoo.planning.setting import Setting
@@ -35,18 +36,19 @@ def plan_of(steps: int, **facts) -> Plan:
     sizes = [10 + k for k in range(len(units))]
     up = [PhasePeak(name, "forward", size * MIB) for name, size in zip(units, sizes, strict=True)]
     down = [PhasePeak(name, "backward", (size + 1) * MIB) for name, size in zip(units, sizes, strict=True)]
-    moments = (*up, PhasePeak("loss", "loss", sizes[-1] * MIB), *reversed(down))
-    found = {"peak_bytes": (sizes[-1] + 1) * MIB, "budget_bytes": (sizes[-1] + 3) * MIB, "no_recompute_peak_bytes": 90 * MIB, **facts}
+    phases = (*up, PhasePeak("loss", "loss", sizes[-1] * MIB), *reversed(down))
+    facts = {"budget_bytes": (sizes[-1] + 3) * MIB, "no_recompute_peak_bytes": 90 * MIB, **facts}
     return Plan(
         units,
         schedule,
+        peak_bytes=(sizes[-1] + 1) * MIB,
         seconds=1.25,
         extra_flops=77,
         min_peak_bytes=9 * MIB,
-        phase_peaks=moments,
+        phase_peaks=phases,
         solver="timeline",
         setting=WHERE,
-        **found,
+        **facts,
     )
 
 
@@ -54,8 +56,13 @@ def plan_of(steps: int, **facts) -> Plan:
 def figures(monkeypatch):
     """Return the figures that are drawn, once they are."""
     drawn: list[Figure] = []
-    save = plot._save
-    monkeypatch.setattr(plot, "_save", lambda figure, path: (drawn.append(figure), save(figure, path)))
+    save = Figure.savefig
+
+    def save_and_keep(figure: Figure, *args, **options) -> None:
+        drawn.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save_and_keep)
     return drawn
 
 
@@ -79,17 +86,17 @@ def test_a_plan_is_drawn_as_it_is(steps, tmp_path, figures):
     memory, modes, names, trade = figure.axes
     for stairs in memory.patches[:3]:
         if hasattr(stairs, "get_data"):
-            assert list(stairs.get_data().values) == [moment.bytes for moment in plan.phase_peaks]
+            assert list(stairs.get_data().values) == [phase.bytes for phase in plan.phase_peaks]
     assert sum(hasattr(patch, "get_data") for patch in memory.patches) == 2
     colors = [MODE_COLORS[mode] for mode in plan.schedule]
     assert cells(modes) == [[colors], [colors[::-1]]]
     level = {line.get_ydata()[0] for line in memory.lines if len(set(line.get_ydata())) == 1 and len(line.get_ydata()) == 2}
     assert {plan.budget_bytes, plan.no_recompute_peak_bytes} <= level
-    said = texts(figure)
-    assert {"forward", "loss", "backward", "this plan", "all stored", "all inverted", "stage 0", "stage 1"} <= set(said)
-    assert f"peak: {plan.peak_bytes / MIB:.1f} MiB\nin backward of head" in said
-    assert f"budget: {plan.budget_bytes / MIB:.1f} MiB" in said
-    assert any("1.25 s for a forward and backward, +25.0% against storing everything (1 s)" in text for text in said)
+    words = texts(figure)
+    assert {"forward", "loss", "backward", "this plan", "all stored", "all inverted", "stage 0", "stage 1"} <= set(words)
+    assert f"peak: {plan.peak_bytes / MIB:.1f} MiB\nin backward of head" in words
+    assert f"budget: {plan.budget_bytes / MIB:.1f} MiB" in words
+    assert any("1.25 s for a forward and backward, +25.0% against storing everything (1 s)" in text for text in words)
     count = Counter(plan.schedule)
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [line.split(":")[0] for line in legend] == [f"{mode} ({count[mode]})" for mode in MODE_COLORS if mode in count]
@@ -113,7 +120,7 @@ def test_the_front_is_a_staircase(tmp_path, figures):
 
 
 def test_without_seconds_flops_are_drawn(tmp_path, figures):
-    untimed = [{**found, "seconds": None} for found in FRONT]
+    untimed = [{**point, "seconds": None} for point in FRONT]
     plan = plan_of(4)
     plan = Plan(**{**vars(plan), "seconds": None})
     plot_plan(plan, tmp_path / "plan.png", untimed, {"all stored": {**OTHERS["all stored"], "seconds": None}})
@@ -133,7 +140,7 @@ def test_a_budget_far_above_does_not_flatten_the_picture(budget, drawn, tmp_path
 
 
 def test_names_do_not_overlap_in_any_picture(tmp_path, figures):
-    for steps in (4, 8, 30, 100):
+    for steps in (4, 30, 100):
         plot_plan(plan_of(steps), tmp_path / "plan.png", FRONT, OTHERS)
         figure = figures[-1]
         renderer = FigureCanvasAgg(figure).get_renderer()
@@ -155,18 +162,18 @@ def test_names_do_not_overlap_in_any_picture(tmp_path, figures):
 )
 def test_units_are_named_in_groups(cell, labels):
     units = plan_of(8).units
-    found = groups(units, cell)
-    assert [label for label, _, _ in found] == labels
-    assert found[0][1] == 0
-    assert found[-1][2] == len(units)
-    assert all(before[2] == after[1] for before, after in pairwise(found))
-    assert groups([f"steps.{k}" for k in range(5)], cell) == [("steps", 0, 5)]
+    groups = group_units(units, cell)
+    assert [label for label, _, _ in groups] == labels
+    assert groups[0][1] == 0
+    assert groups[-1][2] == len(units)
+    assert all(before[2] == after[1] for before, after in pairwise(groups))
+    assert group_units([f"steps.{k}" for k in range(5)], cell) == [("steps", 0, 5)]
 
 
 def test_a_heat_map_has_a_row_for_each_batch(tmp_path, figures):
     units = ["stem", "stages.0.blocks.0.f", "stages.0.blocks.0.g", "head"]
     modes = [["store"] * 4, ["store", "invert", "selective", "store"], ["recompute", "invert", "invert", "store"]]
-    plot_heatmap([{"batch": 16 * (i + 1), "schedule": row} for i, row in enumerate(modes)], units, tmp_path / "heat.png")
+    plot_schedules([{"batch": 16 * (i + 1), "schedule": row} for i, row in enumerate(modes)], units, tmp_path / "heat.png")
     heat, names = figures[0].axes
     assert cells(heat) == [[[MODE_COLORS[mode] for mode in row] for row in modes]]
     assert [tick.get_text() for tick in heat.get_yticklabels()] == ["16", "32", "48"]
@@ -195,26 +202,6 @@ def test_times_end_where_they_do_not_fit(tmp_path, figures):
     assert "best: 20" in texts(figures[0])
 
 
-def test_a_front_beside_others(tmp_path, figures):
-    series = {
-        "planned": [(30 * MIB, 1.2), (20 * MIB, 1.3), (40 * MIB, 1.0)],
-        "all inverted": [(25 * MIB, 1.4)],
-        "checkpoint per block": [(50 * MIB, 1.1), (35 * MIB, 1.5)],
-    }
-    plot_front(series, tmp_path / "front.png", cost="FLOPs", title="A title")
-    (axes,) = figures[0].axes
-    assert {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.lines} == {
-        label: sorted(points) for label, points in series.items()
-    }
-    planned, inverted, _ = axes.lines
-    assert planned.get_drawstyle() == "steps-post"
-    assert (inverted.get_linestyle(), inverted.get_color()) == ("None", MODE_COLORS["invert"])
-    assert axes.get_ylabel() == "FLOPs of a step, all stored = 1"
-    assert "A title" in texts(figures[0])
-    ticks = [axes.xaxis.get_major_formatter()(tick) for tick in axes.get_xticks()]
-    assert ticks == ["20 MiB", "25 MiB", "30 MiB", "35 MiB", "40 MiB", "45 MiB", "50 MiB"]
-
-
 def test_pictures_are_pngs_and_repeat(tmp_path):
     rows = [{"batch": 8, "schedule": ["store"], "planned": 1.0, "stored": None, "inverted": None}]
 
@@ -222,14 +209,13 @@ def test_pictures_are_pngs_and_repeat(tmp_path):
         folder.mkdir()
         plot_plan(plan_of(6), folder / "plan.png", FRONT, OTHERS, MIB)
         plot_plan(plan_of(6), folder / "alone.png")
-        plot_heatmap(rows, ["head"], folder / "heat.png")
+        plot_schedules(rows, ["head"], folder / "heat.png")
         plot_times(rows, folder / "times.png")
-        plot_front({"planned": [(5, 1.0)], "another": [(6, 1.1)]}, folder / "front.png")
 
     for name in ("a", "b"):
         draw(tmp_path / name)
     pictures = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
-    assert len(pictures) == 5
+    assert len(pictures) == 4
     assert pictures == {file.name: file.read_bytes() for file in (tmp_path / "b").iterdir()}
     assert all(picture[:8] == b"\x89PNG\r\n\x1a\n" for picture in pictures.values())
     widths = {name: struct.unpack(">I", picture[16:20])[0] for name, picture in pictures.items()}

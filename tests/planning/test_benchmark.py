@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from revzoo.display.style import MODE_COLORS
 from revzoo.planning.solvers.problem import Option, Problem, Unit, cost
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "planning.py"
+MIB = 1 << 20
 slow = pytest.mark.slow  # together the rows take about as long as all other tests of this folder
 ROWS = ["peaks", "solvers", "monotone", "brute", "speed", "front", "bound", "paper"]
 
@@ -75,7 +78,7 @@ def test_searches(rows):
     assert rows["monotone"]["plans"] == 60
     assert rows["monotone"]["slower"] == rows["monotone"]["over_budget"] == 0
     assert rows["speed"]["knapsack"]["network"]["gap"] == 0
-    assert not any(found["over"] for found in rows["speed"]["knapsack"].values())
+    assert not any(items["over"] for items in rows["speed"]["knapsack"].values())
 
 
 @slow
@@ -93,14 +96,14 @@ def test_every_method_is_beside_the_plans(rows):
     assert list(networks) == ["transformer, 2 blocks", "revnet_digits, batch 2"]
     for net in networks.values():
         baselines = net["baselines"]
-        assert {method: found["points"] for method, found in baselines.items()} == {
+        assert {method: baseline["points"] for method, baseline in baselines.items()} == {
             "all inverted": 1,
             "checkpoint per block": 1,
             "checkpoint, segments": len({p["setting"] for p in net["points"] if p["method"] == "checkpoint, segments"}),
             "activation_memory_budget": 2,
         }
-        for found in baselines.values():
-            reached = [row for row in found["rows"] if row["planned_bytes"] is not None]
+        for baseline in baselines.values():
+            reached = [row for row in baseline["rows"] if row["planned_bytes"] is not None]
             assert all(row["planned_bytes"] <= row["bytes"] for row in reached)
         assert baselines["all inverted"]["beats_plans"] == []  # it is one of the schedules
 
@@ -193,3 +196,37 @@ def test_searches_at_toy_size(benchmarks):
     parts = knapsack_beside_timeline(True)["parts"]
     assert all(part["timeline_over"] == 0 and part["all_modes"] <= part["same_modes"] <= 1 for part in parts.values())
     assert parts["0.5"]["static_over"] > 0
+
+
+def test_the_picture_of_a_front(benchmarks, tmp_path, monkeypatch):
+    """The plans are a step line, every other schedule a point of its own look; the picture repeats byte for byte."""
+    from planning_figure import plot_front
+
+    figures, save = [], Figure.savefig
+
+    def save_and_keep(figure: Figure, *args, **options) -> None:
+        figures.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save_and_keep)
+    series = {
+        "planned": [(30 * MIB, 1.2), (20 * MIB, 1.3), (40 * MIB, 1.0)],
+        "all inverted": [(25 * MIB, 1.4)],
+        "checkpoint per block": [(50 * MIB, 1.1), (35 * MIB, 1.5)],
+    }
+    for name in ("front.png", "again.png"):
+        plot_front(series, tmp_path / name, cost="FLOPs", title="A title")
+    picture = (tmp_path / "front.png").read_bytes()
+    assert picture == (tmp_path / "again.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    (axes,) = figures[0].axes
+    assert {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.lines} == {
+        label: sorted(points) for label, points in series.items()
+    }
+    planned, inverted, _ = axes.lines
+    assert planned.get_drawstyle() == "steps-post"
+    assert (inverted.get_linestyle(), inverted.get_color()) == ("None", MODE_COLORS["invert"])
+    assert axes.get_ylabel() == "FLOPs of a step, all stored = 1"
+    assert "A title" in [text.get_text() for text in figures[0].texts]
+    ticks = [axes.xaxis.get_major_formatter()(tick) for tick in axes.get_xticks()]
+    assert ticks == ["20 MiB", "25 MiB", "30 MiB", "35 MiB", "40 MiB", "45 MiB", "50 MiB"]
