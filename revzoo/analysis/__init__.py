@@ -1,1 +1,1 @@
-"""Measuring and checking models: memory, arithmetic, gradients, and what is stored where."""
+"""Runs of a model that leave no trace: memory, FLOPs and gradients of a training step, reports, and ordinary twins."""

@@ -78,7 +78,7 @@ LABELS = {
 
 
 def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
-    """Run one forward and backward of the model and count the memory of it.
+    """Run one forward and backward of the model and count the memory that they take.
 
     The loss is the sum of all outputs: it saves nothing for backward, and the outputs are freed before backward begins. The
     model runs as it is now: its schedule, its training flag, and autocast if it is active. Afterwards gradients, buffers and

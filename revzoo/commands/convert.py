@@ -60,6 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print(report)
-        fixed = "" if report.coupling.get("kept_bits") == 8 else " coupling=null"  # the recipe moves 8 kept bits
-        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES{fixed}")
+        override = "" if report.coupling.get("kept_bits") == 8 else " coupling=null"  # the recipe starts from 8 kept bits
+        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES{override}")
     return 0

@@ -1,1 +1,1 @@
-"""What people see: tables and figures of reports, and the progress of a run. Only this package imports rich and matplotlib."""
+"""What people see: tables and figures of reports, and the progress of a run. No other package imports rich or matplotlib."""

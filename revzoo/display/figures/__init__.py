@@ -1,1 +1,1 @@
-"""Reports drawn as pictures."""
+"""Figures, each drawn from plain data or a report and written as PNG."""

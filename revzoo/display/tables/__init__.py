@@ -1,1 +1,1 @@
-"""Reports laid out as tables for a terminal."""
+"""Tables for a terminal."""
