@@ -18,9 +18,9 @@ IGNORED = -100  # the label of a token that is not to be predicted: the default 
 
 
 class Examples(Protocol):
-    """A map-style data set that is told which epoch begins, so that it can choose that epoch's augmentation.
+    """A map-style data set; `start_epoch` chooses the augmentation of an epoch.
 
-    The method is not called `set_epoch`: Accelerate calls that with a count of its own, which starts at 0 in a resumed run.
+    That method is not called `set_epoch`: Accelerate calls that with a count of its own, which starts at 0 in a resumed run.
     """
 
     @property

@@ -116,12 +116,12 @@ def test_padding_replaces_the_resized_crop(image_folder):
     augment = AugmentOptions(padding=1, hflip=0, color_jitter=None, mean=(0.0,), std=(1.0,))
     (batch, labels), *_ = epoch(load_data(images(image_folder, augment=augment), GREY, 0), 0)
     for image, label in zip(batch, labels, strict=True):
-        found = []
+        matches = []
         for i in range(4):
             source = torch.tensor(np.asarray(Image.open(image_folder / "train" / ("cat", "dog")[label] / f"{i}.png")) / 255)
             padded = torch.nn.functional.pad(source, [1] * 4)
-            found += [torch.allclose(padded[y : y + 8, x : x + 8].float(), image[0]) for y in range(3) for x in range(3)]
-        assert any(found)
+            matches += [torch.allclose(padded[y : y + 8, x : x + 8].float(), image[0]) for y in range(3) for x in range(3)]
+        assert any(matches)
 
 
 def test_cifar(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def test_tables_of_every_format_hold_the_same(tables, tokenizer, tmp_path, optio
     assert next(iter(data.test))[1].tolist() == [0, 1, 0]
 
 
-def test_a_csv_is_texts_as_they_stand(tmp_path):
+def test_a_csv_is_read_as_text(tmp_path):
     long = "a" * 200_000  # more than csv reads in one field by default
     content = f'\ufeff\r\nlabel,text\r\n007,"good film, really ""good""\r\nin two lines"\r\n\r\nNA,{long}\r\n'
     (tmp_path / "table.csv").write_bytes(content.encode())
