@@ -12,6 +12,7 @@ from revzoo.parts.branches.irevnet_unit import IRevNetUnit
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.stems.pad_channels import PadStem
 from revzoo.parts.stems.space_to_depth import SpaceToDepthStem
+from revzoo.parts.transitions.space_to_depth import SpaceToDepthTransition
 
 IMAGE = BuildContext(Shape(3, (6, 4), "image"), 3)
 # Bijective and small: irevnet_300 with less of everything.
@@ -89,6 +90,13 @@ def test_only_the_first_unit_behind_a_transition_unfolds():
     assert torch.equal(units[4].unfold(model.stages[2].transition(x)), x)
 
 
+def test_dropout_follows_the_second_convolution():
+    unit = IRevNetUnit(BuildContext(Shape(8, (6, 4), "image"), 8), dropout=0.2)
+    names = "norm1 conv1 norm2 conv2 dropout norm3 conv3 drop_path"
+    assert [name for name, _ in unit.named_children()] == names.split()
+    assert unit.dropout.p == 0.2
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [("irevnet_300", TINY), ("irevnet_digits", []), pytest.param("irevnet_cifar10", [], marks=pytest.mark.slow)],
@@ -158,12 +166,15 @@ def test_transitions_keep_nothing():
     assert folded - flat == head
 
 
-def test_stems_and_their_inverses():
+def test_bijections_and_their_inverses():
     x = torch.randn(2, 3, 6, 4)
     fold = SpaceToDepthStem(IMAGE)
     assert torch.equal(fold(x), psi(x))
     assert torch.equal(fold.inverse(psi(x)), x)
     assert fold.out_shape == Shape(12, (3, 2), "image")
+    transition = SpaceToDepthTransition(BuildContext(IMAGE.shape, 12))
+    assert torch.equal(transition(x), psi(x))
+    assert transition.out_shape == fold.out_shape
     pad = PadStem(IMAGE, width=8)
     assert torch.equal(pad(x)[:, [0, 1, 4]], x)
     assert not pad(x)[:, [2, 3, 5, 6, 7]].any()
@@ -182,6 +193,8 @@ def test_stems_and_their_inverses():
         (lambda: IRevNetUnit(BuildContext(Shape(6, (6, 4), "image"), 6)), "bottleneck"),
         (lambda: SpaceToDepthStem(BuildContext(Shape(100, (8,), "text"), 100)), "type"),
         (lambda: SpaceToDepthStem(IMAGE, block=4), "block"),
+        (lambda: SpaceToDepthTransition(BuildContext(IMAGE.shape, 13)), "type"),
+        (lambda: SpaceToDepthTransition(BuildContext(IMAGE.shape, 48), block=4), "block"),
         (lambda: SpaceToDepthStem(BuildContext(Shape(3, (7, 7), "image"), 3)), "block"),
         (lambda: PadStem(IMAGE, width=2), "width"),
         (lambda: PadStem(IMAGE, width=7), "width"),
