@@ -29,7 +29,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from runtime import surroundings
+from runtime import describe_environment
 
 from revzoo.display.figures.batch import plot_schedules, plot_times
 
@@ -166,7 +166,7 @@ def main() -> None:
     torch.set_num_threads(1 if args.quick else 2)
     args.out.mkdir(parents=True, exist_ok=True)
     console, found = Console(width=None if sys.stdout.isatty() else 140), {}
-    about, file = surroundings(), args.out / "planning.json"
+    about, file = describe_environment(), args.out / "planning.json"
     rows = json.loads(file.read_text())["rows"] if file.is_file() else {}
     for name in args.only:
         with console.status(ROWS[name].what):

@@ -47,7 +47,7 @@ METHODS = ("store", "checkpoint", "recompute", "invert")  # all but checkpoint a
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured value; `target` is the most it may be, None where nothing is asked."""
+    """One measured value. `target` is the largest allowed value, None where there is no limit."""
 
     what: str
     net: str
@@ -59,20 +59,30 @@ class Figure:
 
 @dataclass(frozen=True)
 class Net:
-    """A chain to measure: how to make a block's F and G, the shape of a stream, numbers of blocks, what to reach."""
+    """A chain to measure.
+
+    Args:
+        name: name in the tables.
+        make: function that returns the F and G of a new block.
+        shape: shape of a stream.
+        depths: numbers of blocks; times are measured for the second.
+        most_units: largest allowed peak of `invert`, in streams.
+        most_flops: largest allowed FLOPs of `invert`, relative to `store`.
+        most_seconds: largest allowed time of `invert`, relative to `store`.
+    """
 
     name: str
     make: Callable[[], list[nn.Module]]
     shape: tuple[int, ...]
-    depths: tuple[int, ...]  # the second is also timed
+    depths: tuple[int, ...]
     most_units: float | None = None
     most_flops: float | None = None
     most_seconds: float | None = None
 
     def chain(self, depth: int, method: str) -> ReversibleChain:
         torch.manual_seed(0)
-        kind = Checkpointed if method == "checkpoint" else ReversibleChain
-        chain = kind([step for _ in range(depth) for step in self.make()])
+        chain_type = Checkpointed if method == "checkpoint" else ReversibleChain
+        chain = chain_type([step for _ in range(depth) for step in self.make()])
         chain.schedule = "store" if method == "checkpoint" else method
         return chain
 
@@ -96,7 +106,7 @@ class Attention(nn.Module):
 
 
 class Checkpointed(ReversibleChain):
-    """The same blocks under `torch.utils.checkpoint`, one by one, and nothing inverted."""
+    """The same blocks, each under `torch.utils.checkpoint`; nothing is inverted."""
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         for i in range(0, len(self.steps), 2):
@@ -140,33 +150,33 @@ def memory(net: Net) -> Iterator[Figure]:
 
 def flops(net: Net) -> Iterator[Figure]:
     for depth in net.depths:
-        counted = {method: count_flops(net.chain(depth, method), net.batch()) for method in METHODS}
-        ratios = {method: count / counted["store"] for method, count in counted.items()}
+        counts = {method: count_flops(net.chain(depth, method), net.batch()) for method in METHODS}
+        ratios = {method: count / counts["store"] for method, count in counts.items()}
         targets = {"invert": net.most_flops, "recompute": ratios["checkpoint"]}
         for method, ratio in ratios.items():
             yield Figure("FLOPs over stored", net.name, method, depth, ratio, targets.get(method))
 
 
 def seconds(net: Net, rounds: int) -> Iterator[Figure]:
-    """Time the methods in turn, so that a busy machine slows all of them, and take medians of the ratios per round."""
+    """Time the methods in turn, so that a busy machine slows all of them, and take the median ratio of all rounds."""
     depth, batch, weights = net.depths[1], net.batch(), net.batch()
     chains = {method: net.chain(depth, method) for method in METHODS}
-    taken: dict[str, list[float]] = {method: [] for method in METHODS}
+    durations: dict[str, list[float]] = {method: [] for method in METHODS}
     for _, (method, chain) in itertools.product(range(rounds + 1), chains.items()):
         chain.zero_grad()
-        begin = time.perf_counter()
+        start = time.perf_counter()
         torch.autograd.backward(chain(*batch), weights)
-        taken[method].append(time.perf_counter() - begin)
-    stored = taken["store"][1:]  # the first round warms up
+        durations[method].append(time.perf_counter() - start)
+    stored = durations["store"][1:]  # the first round warms up
     for method in METHODS:
-        ratio = statistics.median(t / base for t, base in zip(taken[method][1:], stored, strict=True))
+        ratio = statistics.median(t / base for t, base in zip(durations[method][1:], stored, strict=True))
         target = net.most_seconds if method == "invert" else None
         yield Figure("time over stored", net.name, method, depth, ratio, target)
     yield Figure("time over stored", net.name, "stored [s]", depth, statistics.median(stored))
 
 
 def gradients() -> Iterator[Figure]:
-    """Compare gradients with stored ones in float64: the worst over couplings and depths of 1 to 5 steps."""
+    """Compare gradients with those of `store` in float64; the largest error over couplings and depths of 1 to 5 steps."""
     for mode in ("invert", "recompute"):
         worst = 0.0
         for coupling, steps in itertools.product(couplings, range(1, 6)):
@@ -184,7 +194,7 @@ def gradients() -> Iterator[Figure]:
 
 
 def exactness(blocks: int) -> Iterator[Figure]:
-    """Count gradients that are not bit-identical to stored ones with exact=True, modes mixed, float32."""
+    """Count the gradients that differ from those of `store` in any bit, with exact=True, mixed modes and float32."""
     chain, x = small_chain(2 * blocks, torch.float32, exact=True)
     chain.schedule = [("invert", "invert", "recompute", "store", "invert")[i % 5] for i in range(2 * blocks)]
     errors = revzoo.verify(chain, x).gradient_errors.values()
@@ -210,7 +220,7 @@ def tables(figures: list[Figure]) -> Iterator[Table]:
     for what, group in itertools.groupby(figures, key=lambda figure: figure.what):
         rows: dict[tuple[str, int], dict[str, str]] = {}
         for figure in group:
-            rows.setdefault((figure.net, figure.depth), {})[figure.method] = shown(figure)
+            rows.setdefault((figure.net, figure.depth), {})[figure.method] = format_figure(figure)
         methods = list(max(rows.values(), key=len))
         table = Table(title=what, title_justify="left", box=SIMPLE_HEAD)
         for name in ("chain", "blocks", *methods):
@@ -220,13 +230,13 @@ def tables(figures: list[Figure]) -> Iterator[Table]:
         yield table
 
 
-def shown(figure: Figure) -> str:
+def format_figure(figure: Figure) -> str:
     if figure.target is None:
         return f"{figure.value:.5g}"
     return f"[{'green' if figure.value <= figure.target else 'red'}]{figure.value:.5g} ({figure.target:.5g})[/]"
 
 
-def surroundings() -> dict[str, object]:
+def describe_environment() -> dict[str, object]:
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
@@ -253,8 +263,8 @@ def main() -> None:
         for figure in measure(args.quick):
             figures.append(figure)
             status.update(f"{figure.what}: {figure.net}, {figure.depth} blocks, {figure.method}")
-    about = surroundings()
-    console.print(*tables(figures), "In brackets: the most a value may be.", about)
+    about = describe_environment()
+    console.print(*tables(figures), "In brackets: the largest allowed value.", about)
     args.out.write_text(json.dumps(about | {"figures": list(map(asdict, figures))}, indent=1) + "\n")
 
 
