@@ -230,5 +230,5 @@ def test_kept_bits_belong_to_the_step_that_keeps_them(schedules):
     elements = 64 * 16 * 64
     assert all(kept[name]["invert"] == elements for name in list(kept)[2:-3])
     assert problem.units[1].first.kept_bytes == 0
-    for modes in schedules(model, 3):
+    for modes in schedules(model, 2):
         assert abs(measured(model, x, modes)[0] - peak(problem, modes)) <= 4, modes

@@ -109,7 +109,7 @@ def test_adversaries_stay_within_the_capacity_and_the_gap(constant):
     solution = choose_subset(values, weights, capacity, max_states=2000)
     check(solution, values, weights, capacity)
     assert 0 < solution.gap < 1e-2
-    better = choose_subset(values, weights, capacity, max_states=20_000)
+    better = choose_subset(values, weights, capacity, max_states=10_000)
     check(better, values, weights, capacity)
     assert better.value * (1 - solution.gap) <= solution.value + 1
 

@@ -10,7 +10,7 @@ import revzoo
 from revzoo.planning.profiling import timing
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.timing import Timing, list_variants, measure_timing, price_by_time
-from revzoo.planning.solvers.problem import cost, peak
+from revzoo.planning.solvers.problem import Problem, cost, peak
 from revzoo.runtime import ReversibleChain
 
 PLENTY = 2**40
@@ -115,16 +115,26 @@ def test_steps_of_one_kind_share_their_samples():
     assert len(set(times.forward_seconds[1:])) == 1
 
 
+def short_revnet() -> revzoo.Model:
+    return revzoo.create("revnet_digits", overrides=["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"])
+
+
+@pytest.fixture(scope="module")
+def counted_revnet() -> Problem:
+    model = short_revnet()
+    return count(model, model.example_input(3))
+
+
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_is_left_unchanged(fails, monkeypatch):
+def test_the_model_is_left_unchanged(fails, counted_revnet, monkeypatch):
     monkeypatch.setattr(timing, "_ROUNDS", 1)
-    model = revzoo.create("revnet_digits", overrides=["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"])
+    model = short_revnet()
     x = model.example_input(3)
     model(x).sum().backward()
     model.schedule = schedule = ["recompute", "store", *["invert", "selective"], "store", *["store"] * 7]
     state = {key: (t, t._version, t.clone()) for key, t in model.state_dict(keep_vars=True).items()}
     grads = [(p.grad, p.grad.clone()) for p in model.parameters()]
-    problem, random = count(model, x), torch.get_rng_state()
+    problem, random = counted_revnet, torch.get_rng_state()
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
         if fails and len(calls) == 3:
