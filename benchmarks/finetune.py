@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from finetune_tasks import Arch, Task, archs
+from finetune_tasks import Arch, Task, list_archs
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from runtime import surroundings
+from runtime import describe_environment
 from torch import Tensor, nn
 
 import revzoo
@@ -69,14 +69,14 @@ class Variant:
     only: str | None = None
 
 
-def _kept(last: int, share: float = 0.5) -> Variant:
+def _lower_bits(last: int, share: float = 0.5) -> Variant:
     return Variant(f"8 bits to {last}", "momentum", {"kept_bits": 8}, CouplingOptions(kept_bits=(8, last), share=share))
 
 
 VARIANTS = {
     "original": Variant("original"),
     "stay": Variant("8 bits", "momentum", {"kept_bits": 8}),
-    **{f"bits_{last}": _kept(last) for last in (4, 2, 0)},
+    **{f"bits_{last}": _lower_bits(last) for last in (4, 2, 0)},
     "additive": Variant("additive", "additive", {}),
     "float_m": Variant("m 0.1 to 0.9", "momentum", {"m": 0.1}, CouplingOptions(m=(0.1, 0.9)), "ViT"),
     "float_dual": Variant(
@@ -90,7 +90,7 @@ VARIANTS = {
 DEFAULT = "bits_4"
 
 
-def variants(name: str) -> dict[str, Variant]:
+def select_variants(name: str) -> dict[str, Variant]:
     """Return the variants of a network."""
     return {key: variant for key, variant in VARIANTS.items() if variant.only in (None, name)}
 
@@ -98,7 +98,7 @@ def variants(name: str) -> dict[str, Variant]:
 def pretrain(name: str, quick: bool, file: Path) -> dict[str, Any]:
     """Train a network on its first task and write its tensors; return its accuracy, and how its conversion compares with it."""
     torch.set_num_threads(1)  # of each process
-    arch = archs(quick)[name]
+    arch = list_archs(quick)[name]
     torch.manual_seed(0)
     network, task = arch.pretrained(), arch.first()
     curve = list(_train(network, task, arch.updates[0], arch.lr, 1, arch.every, torch.Generator().manual_seed(0), None))
@@ -116,7 +116,7 @@ def pretrain(name: str, quick: bool, file: Path) -> dict[str, Any]:
 def finetune(name: str, variant: Variant, seed: int, quick: bool, file: Path) -> dict[str, Any]:
     """Fine-tune one network to its second task; return its curve, and the bytes of its activations at the start and the end."""
     torch.set_num_threads(1)
-    arch = archs(quick)[name]
+    arch = list_archs(quick)[name]
     network: Any = load_pretrained(arch, seed, file)
     task = arch.second()
     updates, moves = arch.updates[1], None
@@ -173,7 +173,7 @@ def _train(
         if moves is not None:
             moves.apply(update, network)
         x, labels = task.batch(rng)
-        loss = F.cross_entropy(_logits(network, x).flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(_compute_logits(network, x).flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), _CLIP)
         optimizer.step()
@@ -199,12 +199,12 @@ def measure_accuracy(network: nn.Module, x: Tensor, labels: Tensor) -> float:
     network.eval()
     correct = total = 0
     for inputs, targets in zip(x.split(256), labels.split(256), strict=True):
-        correct += int((_logits(network, inputs).argmax(-1) == targets).sum())
+        correct += int((_compute_logits(network, inputs).argmax(-1) == targets).sum())
         total += int((targets != IGNORED).sum())
     return 100 * correct / total
 
 
-def _logits(network: nn.Module, x: Tensor) -> Tensor:
+def _compute_logits(network: nn.Module, x: Tensor) -> Tensor:
     outputs = network(x)
     logits: Tensor = getattr(outputs, "logits", outputs)  # Transformers wraps them
     return logits
@@ -226,7 +226,7 @@ def measure(names: list[str], quick: bool, folder: Path, pool: Executor) -> Iter
         firsts[name].result()
         runs[name] = {
             key: [pool.submit(finetune, name, variant, seed, quick, folder / f"{name}.pt") for seed in seeds]
-            for key, variant in variants(name).items()
+            for key, variant in select_variants(name).items()
         }
     for name in names:
         results = {key: [run.result() for run in each] for key, each in runs[name].items()}
@@ -294,14 +294,14 @@ def draw(name: str, net: dict[str, Any], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     home = Path(__file__).parent / "results" / "cpu"
-    names = list(archs(quick=True))
+    names = list(list_archs(quick=True))
     parser.add_argument("--only", nargs="+", choices=names, metavar="NET", default=names, help=f"of {', '.join(names)}")
     parser.add_argument("--out", type=Path, default=home, help=f"folder for finetune.json and pictures (default: {home})")
     parser.add_argument("--quick", action="store_true", help="toy sizes and one seed: nothing is learned")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     console, results = Console(width=None if sys.stdout.isatty() else 140), dict[str, Any]()
-    about = surroundings()
+    about = describe_environment()
     spawn = multiprocessing.get_context("spawn")
     pool: Executor = ThreadPoolExecutor(1) if args.quick else ProcessPoolExecutor(os.cpu_count(), spawn)
     with TemporaryDirectory() as folder, pool, console.status("fine-tuning"):

@@ -177,7 +177,7 @@ class Arch:
     every: int = 1
 
 
-def archs(quick: bool) -> dict[str, Arch]:
+def list_archs(quick: bool) -> dict[str, Arch]:
     """Return the networks by name."""
     networks = {"ViT": _vit(quick), "Swin": _swin(quick), "ResNet": _resnet(quick), "BERT": _bert(quick)}
     return {name: replace(arch, updates=(2, 4), evaluations=2, every=40) if quick else arch for name, arch in networks.items()}

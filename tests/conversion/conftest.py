@@ -83,10 +83,10 @@ def converter(request, tmp_path):
 
 
 @pytest.fixture
-def randomised():
+def randomise():
     """Return a function that sets all tensors of an original at random, norms and their statistics included."""
 
-    def randomise(original, scale=0.2, seed=0):
+    def set_values(original, scale=0.2, seed=0):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, value in original.state_dict().items():
@@ -100,7 +100,7 @@ def randomised():
                     value.copy_(noise + (1 if value.ndim == 1 and leaf in ("weight", "gamma") else 0))
         return original.eval()
 
-    return randomise
+    return set_values
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from revzoo.training.evaluation import evaluate_checkpoint
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
-def converted(*arguments, **options):
+def convert_model(*arguments, **options):
     report = revzoo.convert(*arguments, **options)
     return report.model, report
 
@@ -37,7 +37,7 @@ def vit():
     return network.eval()
 
 
-def altered(file, change):
+def change_file(file, change):
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
@@ -59,7 +59,7 @@ def test_every_coupling_has_the_same_tensors(vit, coupling, tmp_path):
 
 
 def test_the_converted_network_is_the_function_it_says_and_trains_exactly(vit, rebuilds_exactly):
-    model, report = converted(vit, kept_bits=3)
+    model, report = convert_model(vit, kept_bits=3)
     x = torch.randn(4, 3, 16, 16)
     model.schedule = "store"
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_the_converted_network_is_the_function_it_says_and_trains_exactly(vit, r
 
 def test_weights_may_lie_elsewhere_and_outputs_may_be_others(vit, tmp_path):
     torch.save({"state_dict": {f"module.{key}": t for key, t in vit.state_dict().items()}}, tmp_path / "w.pth")
-    model, _ = converted(vit, tmp_path / "w.pth", out=tmp_path / "rev")
+    model, _ = convert_model(vit, tmp_path / "w.pth", out=tmp_path / "rev")
     other = revzoo.create(tmp_path / "rev", num_outputs=3)
     assert other.num_outputs == 3
     assert torch.equal(other.stem.pos_embed, model.stem.pos_embed)
@@ -82,7 +82,7 @@ def test_weights_may_lie_elsewhere_and_outputs_may_be_others(vit, tmp_path):
 
 
 def test_a_trained_checkpoint_goes_back_too(vit, tmp_path):
-    model, _ = converted(vit, out=tmp_path / "rev")
+    model, _ = convert_model(vit, out=tmp_path / "rev")
     with torch.no_grad():
         model.head.linear.bias.fill_(3.0)
     files.save_weights(model, model.spec, tmp_path / "tuned.safetensors")
@@ -96,13 +96,13 @@ def test_a_trained_checkpoint_goes_back_too(vit, tmp_path):
 
 
 def test_missing_and_extra_tensors_are_listed_and_refused_unless_strict_is_false(file, tmp_path):
-    altered(file, lambda t: [t.pop("norm.bias"), t.pop("blocks.1.norm1.weight"), t.update(more=torch.ones(2))])
+    change_file(file, lambda t: [t.pop("norm.bias"), t.pop("blocks.1.norm1.weight"), t.update(more=torch.ones(2))])
     with pytest.raises(ConversionError, match=r"(?s)2 missing: blocks.1.norm1.weight, norm.bias\n  1 extra: more") as error:
         revzoo.convert("test_vit", file, out=tmp_path / "rev")
     assert "nothing was written" in str(error.value)
     assert "strict=False (--no-strict)" in str(error.value)
     assert not (tmp_path / "rev").exists()
-    model, report = converted("test_vit", file, strict=False)
+    model, report = convert_model("test_vit", file, strict=False)
     assert {row.action: row.ours or row.theirs for row in report.rows if row.action != "renamed"} == {
         "initialised": ("fuse.norm.bias",), "dropped": ("more",),
     }  # fmt: skip

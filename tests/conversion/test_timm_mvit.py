@@ -40,8 +40,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_the_converted_network_is_the_original(converter, randomised, options):
-    original = randomised(tiny(**options))
+def test_the_converted_network_is_the_original(converter, randomise, options):
+    original = randomise(tiny(**options))
     size = options.get("model", {}).get("img_size", (16, 16))
     x = torch.randn(2, original.patch_embed.proj.in_channels, *size)
     assert converter.measure_difference(original, x) <= 1e-5
@@ -108,8 +108,8 @@ def test_what_cannot_be_expressed_is_refused_by_name(named, options):
         SOURCE.make_spec(original, CouplingChoice())
 
 
-def test_positions_of_distances_are_interpolated_as_timm_does(randomised):
-    original, larger = randomised(tiny()), tiny(model={"img_size": 24})
+def test_positions_of_distances_are_interpolated_as_timm_does(randomise):
+    original, larger = randomise(tiny()), tiny(model={"img_size": 24})
     expected = checkpoint_filter_fn(original.state_dict(), larger)
     shapes = {key: value.shape for key, value in larger.state_dict().items()}
     changed = [key for key, value in original.state_dict().items() if value.shape != shapes[key]]
@@ -122,8 +122,8 @@ def test_positions_of_distances_are_interpolated_as_timm_does(randomised):
 
 
 @pytest.mark.parametrize("options", [{}, LARGE], ids=["widening attention", "widening MLP"])
-def test_facebooks_names_become_timms(randomised, options):
-    original = randomised(tiny(**options))
+def test_facebooks_names_become_timms(randomise, options):
+    original = randomise(tiny(**options))
     expected, file, count = original.state_dict(), {}, 0
     for i, stage in enumerate(original.stages):
         for j in range(len(stage.blocks)):

@@ -31,8 +31,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_the_converted_network_is_the_original(converter, randomised, options):
-    original = randomised(tiny(**options), scale=0.1)
+def test_the_converted_network_is_the_original(converter, randomise, options):
+    original = randomise(tiny(**options), scale=0.1)
     x = torch.randn(2, *original.pretrained_cfg["input_size"])
     assert converter.measure_difference(original, x) <= 1e-5
     assert converter.measure_difference(original, x, CouplingChoice("dual_residual", kept_bits=None, b=0.0)) <= 1e-5
@@ -40,8 +40,8 @@ def test_the_converted_network_is_the_original(converter, randomised, options):
     converter.check_round_trip(original)
 
 
-def test_statistics_of_a_training_step_are_the_originals(converter, randomised):
-    original = randomised(tiny(), scale=0.1)
+def test_statistics_of_a_training_step_are_the_originals(converter, randomise):
+    original = randomise(tiny(), scale=0.1)
     model = converter.convert(original).train()
     x = torch.randn(4, 3, 32, 32)
     expected, outputs = original.train()(x), model(x)
@@ -77,8 +77,8 @@ def test_named_models_are_read_without_weights(converter, name, tensors, steps):
     assert model.spec.input.size == tuple(original.pretrained_cfg["input_size"][1:])
 
 
-def test_gradients_of_a_conversion_that_can_be_inverted_equal_stored_ones(converter, randomised):
-    original = randomised(tiny(Bottleneck, (2, 2, 3, 2), channels=(4, 8, 12, 16)), scale=0.1)
+def test_gradients_of_a_conversion_that_can_be_inverted_equal_stored_ones(converter, randomise):
+    original = randomise(tiny(Bottleneck, (2, 2, 3, 2), channels=(4, 8, 12, 16)), scale=0.1)
     model = converter.build(original, CouplingChoice("momentum", kept_bits=None, b=0.5)).double()
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
 

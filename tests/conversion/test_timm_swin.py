@@ -35,8 +35,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_the_converted_network_is_the_original(converter, randomised, options):
-    original = randomised(tiny(**options))
+def test_the_converted_network_is_the_original(converter, randomise, options):
+    original = randomise(tiny(**options))
     x = torch.randn(2, original.patch_embed.proj.in_channels, *original.patch_embed.img_size)
     assert converter.measure_difference(original, x) <= 1e-5
     assert converter.measure_difference(original, x, CouplingChoice("dual_residual", kept_bits=None, b=0.0)) <= 1e-5
@@ -70,8 +70,8 @@ def as_microsoft(tensors):
     return theirs | {key: torch.zeros(4) for key in constants}
 
 
-def test_microsofts_names_become_timms(randomised):
-    original = randomised(tiny())
+def test_microsofts_names_become_timms(randomise):
+    original = randomise(tiny())
     expected = original.state_dict()
     file = as_microsoft(expected)
     assert "layers.1.downsample.norm.weight" in file

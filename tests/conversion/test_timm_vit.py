@@ -43,8 +43,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_the_converted_network_is_the_original(converter, randomised, options):
-    original = randomised(tiny(**options))
+def test_the_converted_network_is_the_original(converter, randomise, options):
+    original = randomise(tiny(**options))
     x = torch.randn(2, original.patch_embed.proj.in_channels, *original.patch_embed.img_size)
     assert converter.measure_difference(original, x) <= 1e-5
     assert converter.measure_difference(original, x, CouplingChoice("dual_residual", kept_bits=None, b=0.0)) <= 1e-5
@@ -122,8 +122,8 @@ def test_positions_of_another_square_grid_are_interpolated(rows):
 
 
 @pytest.mark.parametrize("names", ["q k v", "q_proj k_proj v_proj"])
-def test_separate_queries_keys_and_values_are_merged(converter, randomised, names):
-    expected = randomised(tiny()).state_dict()
+def test_separate_queries_keys_and_values_are_merged(converter, randomise, names):
+    expected = randomise(tiny()).state_dict()
     split = {}
     for key, value in expected.items():
         parts = value.chunk(3) if ".qkv." in key else ()
@@ -141,8 +141,8 @@ def test_incomplete_sets_stay_as_they_are():
     assert merge_qkv(tensors) == (tensors, [])
 
 
-def test_a_file_with_other_names_is_understood(randomised):
-    original = randomised(tiny(init_values=0.1))
+def test_a_file_with_other_names_is_understood(randomise):
+    original = randomise(tiny(init_values=0.1))
     expected = original.state_dict()
     file = {}
     for key, value in expected.items():

@@ -104,7 +104,7 @@ class TransformersEncoder(Source):
 
         Raises: ConversionError: a class, an activation or a setting that a spec cannot express.
         """
-        config, task = self._read(description)
+        config, task = self._resolve(description)
         width, eps, dropout = config["hidden_size"], config["layer_norm_eps"], config["hidden_dropout_prob"]
         length, padding = config["max_position_embeddings"], config["pad_token_id"]
         roberta, last = self.family == "rev_roberta", config["classifier_dropout"]
@@ -154,7 +154,7 @@ class TransformersEncoder(Source):
 
     def map_tensors(self, description: Config) -> list[TensorMapping]:
         """Return the mapping of every tensor; the masked language model's `head.weight` is the table of embeddings."""
-        config, task = self._read(description)
+        config, task = self._resolve(description)
         return [*self._map_encoder(config, "" if task == "Model" else f"{self.prefix}."), *self._map_head(config, task)]
 
     def _map_encoder(self, config: Config, at: str) -> Iterator[TensorMapping]:
@@ -198,7 +198,7 @@ class TransformersEncoder(Source):
 
         Raises: ConversionError: the masked language model's last layer is not tied to the table of embeddings.
         """
-        config, task = self._read(description)
+        config, task = self._resolve(description)
         renamed: dict[str, Tensor] = {}
         for old, tensor in tensors.items():
             key = old
@@ -228,12 +228,12 @@ class TransformersEncoder(Source):
             notes.append("The head for the next sentence is dropped.")
         return renamed, notes
 
-    def _read(self, description: Config) -> tuple[dict[str, Any], Task]:
+    def _resolve(self, description: Config) -> tuple[dict[str, Any], Task]:
         """Return the configuration with all defaults filled in, and the task of its class, or raise ConversionError."""
         if not self.handles(description):
-            raise self._error("model_type", description.get("model_type"), listing(sorted(self.classes)))
+            raise self._make_error("model_type", description.get("model_type"), listing(sorted(self.classes)))
         if absent := [key for key in _SIZES if not isinstance(description.get(key), int)]:
-            raise self._error(listing(absent), "none", "integers in the configuration")
+            raise self._make_error(listing(absent), "none", "integers in the configuration")
         config = {key: description.get(key, default) for key, default in _DEFAULTS.items()} | {
             k: description[k] for k in _SIZES
         }
@@ -241,16 +241,16 @@ class TransformersEncoder(Source):
         config["add_pooling_layer"] = description.get("add_pooling_layer", True)
         for key, allowed in _ALLOWED.items():
             if description.get(key) not in allowed:
-                raise self._error(key, description[key], f"{allowed[0]!r}")
+                raise self._make_error(key, description[key], f"{allowed[0]!r}")
         if self.family == "rev_roberta" and config["pad_token_id"] is None:
-            raise self._error("pad_token_id", None, "an id; positions are counted from it")
+            raise self._make_error("pad_token_id", None, "an id; positions are counted from it")
         act = config["hidden_act"]
         if act not in _ACTIVATIONS:
-            raise self._error("hidden_act", act, f"{listing(sorted(_ACTIVATIONS))}.{did_you_mean(str(act), _ACTIVATIONS)}")
+            raise self._make_error("hidden_act", act, f"{listing(sorted(_ACTIVATIONS))}.{did_you_mean(str(act), _ACTIVATIONS)}")
         config["hidden_act"] = _ACTIVATIONS[act]
         task = self._find_task(description)
         if task == "ForMaskedLM" and description.get("tie_word_embeddings", True) is False:
-            raise self._error("tie_word_embeddings", False, "true, with the head masked_lm")
+            raise self._make_error("tie_word_embeddings", False, "true, with the head masked_lm")
         return config, task
 
     def _find_task(self, description: Config) -> Task:
@@ -264,10 +264,10 @@ class TransformersEncoder(Source):
             tasks["BertForPreTraining"] = "ForMaskedLM"
         name = (description.get("architectures") or [f"{stem}Model"])[0]
         if name not in tasks:
-            raise self._error("architectures", name, f"{listing(sorted(tasks))}.{did_you_mean(str(name), tasks)}")
+            raise self._make_error("architectures", name, f"{listing(sorted(tasks))}.{did_you_mean(str(name), tasks)}")
         return tasks[name]
 
-    def _error(self, key: str, received: object, allowed: str) -> ConversionError:
+    def _make_error(self, key: str, received: object, allowed: str) -> ConversionError:
         return ConversionError(
             f"{self.name}: {key} cannot be converted. Received: {received!r}. Allowed: {allowed.rstrip('.')}."
         )
