@@ -72,9 +72,9 @@ def peak_bytes(chain: ReversibleChain, shape: tuple[int, ...]) -> int:
 
 def test_the_transformer_chain_meets_its_bound_at_every_depth():
     unit = 4 * 8 * 197 * 192
-    found = {depth: peak_bytes(transformer(depth), (8, 197, 192)) for depth in (2, 6, 12)}
-    assert len(set(found.values())) == 1
-    assert 17 * unit <= found[2] < 17.1 * unit  # beside the streams, the statistics of a LayerNorm
+    peaks = {depth: peak_bytes(transformer(depth), (8, 197, 192)) for depth in (2, 6, 12)}
+    assert len(set(peaks.values())) == 1
+    assert 17 * unit <= peaks[2] < 17.1 * unit  # beside the streams, the statistics of a LayerNorm
 
 
 def test_counted_bytes_stand_beside_the_allocators():
@@ -110,8 +110,8 @@ def gradients(chain: ReversibleChain, schedule: object) -> list[Tensor]:
 def test_dropout_repeats_the_devices_stream_and_leaves_it_as_it_was(schedule):
     chain = ReversibleChain(units(0.5)).double().to(DEVICE)
     expected = gradients(chain, "store")
-    for found, right in zip(gradients(chain, schedule), expected, strict=True):
-        assert (found - right).norm() <= 1e-12 * right.norm()
+    for grad, right in zip(gradients(chain, schedule), expected, strict=True):
+        assert (grad - right).norm() <= 1e-12 * right.norm()
     for step in chain.steps:
         step[2].p = 0.0
     assert not torch.allclose(gradients(chain, "store")[0], expected[0])  # there was dropout
@@ -125,8 +125,8 @@ def test_compiled_dropout_repeats_the_devices_stream(schedule):
     for step in chain.steps:
         step.compile()
     expected = gradients(chain, "store")
-    for found, right in zip(gradients(chain, schedule), expected, strict=True):
-        assert (found - right).norm() <= 1e-12 * right.norm()
+    for grad, right in zip(gradients(chain, schedule), expected, strict=True):
+        assert (grad - right).norm() <= 1e-12 * right.norm()
 
 
 def model_gradients(model: revzoo.Model, x: Tensor, schedule: object, fp16: bool = False) -> list[Tensor]:
@@ -166,23 +166,23 @@ def test_kept_bits_make_gradients_bit_identical(bits, fp16):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fp16_with_a_loss_scaler_trains_as_the_stored_run_does(name):
     """The first scale overflows, so that one step is skipped; the second is taken."""
-    expected, kinds = scaled_training(name, "store")
-    assert kinds == {torch.float16}
-    found, kinds = scaled_training(name, "invert")
-    assert kinds == {torch.float16}  # in both runs: the streams are float32, what f computes is not
-    assert same(found, expected)
+    expected, dtypes = train_scaled(name, "store")
+    assert dtypes == {torch.float16}
+    weights, dtypes = train_scaled(name, "invert")
+    assert dtypes == {torch.float16}  # in both runs of f; the streams are float32
+    assert same(weights, expected)
 
 
-def scaled_training(name: str, schedule: str) -> tuple[list[Tensor], set[torch.dtype]]:
+def train_scaled(name: str, schedule: str) -> tuple[list[Tensor], set[torch.dtype]]:
     """Return the weights after two steps, and the dtypes that came out of the layers inside reversible steps."""
     torch.manual_seed(2)
     model = revzoo.create(name, schedule=schedule, exact=True, device=DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**40, backoff_factor=2.0**-32)
     images, labels = model.example_input(16), torch.arange(16, device=DEVICE) % 10
-    kinds: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
     for layer in (m for step in model.steps for m in step.modules() if isinstance(m, nn.Linear | nn.Conv2d)):
-        layer.register_forward_hook(lambda _, inputs, out: kinds.add(out.dtype))
+        layer.register_forward_hook(lambda _, inputs, out: dtypes.add(out.dtype))
     before = [p.detach().clone() for p in model.parameters()]
     for taken in (False, True):
         optimizer.zero_grad()
@@ -193,4 +193,4 @@ def scaled_training(name: str, schedule: str) -> tuple[list[Tensor], set[torch.d
         scaler.update()
         assert scaler.get_scale() == 2.0**8
         assert same(list(model.parameters()), before) != taken
-    return [p.detach() for p in model.parameters()], kinds
+    return [p.detach() for p in model.parameters()], dtypes
