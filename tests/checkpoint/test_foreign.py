@@ -16,9 +16,9 @@ TENSORS = FIRST | SECOND
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+def check_same(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], tensor) for key, tensor in expected.items())
 
 
 def write_shards(folder, first=FIRST, second=SECOND, **changes):
@@ -37,22 +37,22 @@ def write_shards(folder, first=FIRST, second=SECOND, **changes):
 def test_a_pickled_state_dict_is_unwrapped(tmp_path, wrapper, prefix):
     tensors = {prefix + key: tensor for key, tensor in TENSORS.items()}
     torch.save({wrapper: tensors, "epoch": 3} if wrapper else tensors, tmp_path / "weights.pth")
-    same(read_weights(tmp_path / "weights.pth"), TENSORS)
-    same(read_weights(str(tmp_path)), TENSORS)  # the only file there is
+    check_same(read_weights(tmp_path / "weights.pth"), TENSORS)
+    check_same(read_weights(str(tmp_path)), TENSORS)  # the only file there is
 
 
 def test_a_safetensors_file_is_read_whatever_it_is_called(tmp_path):
     for name in ("weights.safetensors", "weights.bin"):
         save_file(TENSORS, tmp_path / name)
-        same(read_weights(tmp_path / name), TENSORS)
+        check_same(read_weights(tmp_path / name), TENSORS)
 
 
 def test_shards_are_read_by_their_index_and_by_their_folder(tmp_path):
     index = write_shards(tmp_path / "plain")
-    same(read_weights(index), TENSORS)
-    same(read_weights(index.parent), TENSORS)
+    check_same(read_weights(index), TENSORS)
+    check_same(read_weights(index.parent), TENSORS)
     unnamed = {**SECOND, "not in the index": torch.ones(1)}
-    same(read_weights(write_shards(tmp_path / "more", second=unnamed)), TENSORS | unnamed)
+    check_same(read_weights(write_shards(tmp_path / "more", second=unnamed)), TENSORS | unnamed)
     wrapped = [{f"module.{key}": tensor for key, tensor in half.items()} for half in (FIRST, SECOND)]
     folder = tmp_path / "pickled"
     folder.mkdir()
@@ -61,7 +61,7 @@ def test_shards_are_read_by_their_index_and_by_their_folder(tmp_path):
         torch.save(half, folder / f"pytorch_model-0000{i + 1}-of-00002.bin")
         places |= dict.fromkeys(half, f"pytorch_model-0000{i + 1}-of-00002.bin")
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
-    same(read_weights(folder), TENSORS)
+    check_same(read_weights(folder), TENSORS)
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "2KB"])
@@ -70,7 +70,7 @@ def test_a_folder_that_transformers_wrote_is_read(tmp_path, shard_size):
     network = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
     network.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").is_file() == (shard_size == "2KB")
-    same(read_weights(tmp_path), network.state_dict())
+    check_same(read_weights(tmp_path), network.state_dict())
     for path in (tmp_path, tmp_path / "config.json"):
         config = read_config(path)
         assert (config["model_type"], config["architectures"]) == ("bert", ["BertForSequenceClassification"])
@@ -80,7 +80,7 @@ def test_a_folder_that_transformers_wrote_is_read(tmp_path, shard_size):
 def test_safetensors_come_before_pickles(tmp_path):
     save_file(FIRST, tmp_path / "model.safetensors")
     torch.save(SECOND, tmp_path / "pytorch_model.bin")
-    same(read_weights(tmp_path), FIRST)
+    check_same(read_weights(tmp_path), FIRST)
 
 
 def refused(path, message, read=read_weights):
