@@ -14,13 +14,19 @@ from omegaconf import OmegaConf
 import revzoo
 import zoo_cli
 from revzoo import registry
+from revzoo.commands.parser import Parser
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # Run by .ci/run, tests/runtime, tests/planning and tests/distributed.
 NOT_RUN = ("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch", "ACCELERATE_USE_CPU=true ")
+LONG = {"convert.md", "planning.md", "training.md"}  # they train and plan, as tests of these packages do with less
 SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=1]")
+
+
+def slow_if_long(document: Path):
+    return pytest.param(document, marks=pytest.mark.slow if document.name in LONG else ())
 
 
 class Fence(NamedTuple):
@@ -48,7 +54,7 @@ def own_registries(monkeypatch):
             monkeypatch.setattr(table, "_entries", dict(table._entries))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", map(slow_if_long, DOCUMENTS), ids=lambda path: path.name)
 def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
     """Blocks run in order and share names; YAML is written under the name in its first line; text is the output before it."""
     monkeypatch.chdir(tmp_path)
@@ -77,6 +83,21 @@ def run(command: str) -> None:
         own = any(argument.startswith(("model.overrides=", "model=")) for argument in arguments)  # weights fit as they are
         arguments += SHORT[:-1] if own else SHORT
     assert zoo_cli.main(arguments) == 0
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_shown_is_understood(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = [c for language, body in fences(document) if language == "bash" for c in commands(body) if c.startswith("revzoo ")]
+    for _, name, *arguments in map(shlex.split, shown):
+        parser = Parser(prog=name)
+        zoo_cli.load_command(name).declare(parser)
+        parser.parse(arguments)
+
+
+def test_most_documents_show_commands():
+    shown = {d.name for d in DOCUMENTS for fence in fences(d) if fence.language == "bash" and "revzoo " in fence.body}
+    assert shown >= LONG | {"README.md", "specs.md"}
 
 
 def test_the_two_commands_stand_first():

@@ -36,6 +36,7 @@ def wheel(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_wheel_creates_every_model_from_an_empty_directory(wheel, tmp_path):
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
@@ -67,6 +68,8 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel):
     (info,) = (top for top in tops if top.endswith(".dist-info"))
     assert tops == {"revzoo", "zoo_cli.py", info}
     assert {f"{info}/licenses/LICENSE", "revzoo/py.typed", "revzoo/_data/weights/index.yaml"} <= set(names)
-    assert {Path(name).suffix for name in names if name.startswith("revzoo/_data/specs")} == {".yaml"}
+    packed = {Path(name).relative_to("revzoo/_data") for name in names if name.startswith("revzoo/_data/")}
+    assert packed == {path.relative_to(ROOT) for folder in ("specs", "weights") for path in (ROOT / folder).rglob("*.*")}
+    assert len(packed) > 80
     assert not [name for name in names if "__pycache__" in name]
     assert "revzoo = zoo_cli:main" in entry_points
