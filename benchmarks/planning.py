@@ -1,13 +1,13 @@
-"""The planner measured: exactness of its bytes and of its search, what its plans save, and the paper's figures repeated.
+"""Measure the planner: whether its bytes and its search are exact, what its plans save, and the figures of the paper.
 
     python benchmarks/planning.py                   all rows, about 25 minutes on 2 CPU cores
     python benchmarks/planning.py --only front      one row
     python benchmarks/planning.py --quick           the same rows at toy size, in a minute
 
-Prints one line a row: what was asked and what was measured. Writes planning.json, with the data behind every line (rows that
-were there and are not measured anew stay), and pictures: the Pareto fronts, and the schedules and times over batch sizes, for
-each network. Rows that are measured in seconds
-(knapsack, bound, paper) want a machine with nothing else to do; the others count, and are the same everywhere.
+Prints one line for each row: the target and what was measured. Writes planning.json with the data behind every line (rows that
+are in the file and not measured this time stay), and pictures for each network: the Pareto front, and the schedules and times
+over batch sizes. Rows that are measured in seconds (speed, bound, paper) need a machine with nothing else to do; the others
+count bytes and FLOPs, and are the same everywhere.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from planning_figure import plot_front
-from planning_front import compared, fronts, networks
+from planning_front import compare_with_plans, fronts, networks
 from planning_network import paper, planned_time, predicted_peaks
 from planning_solver import brute_force, knapsack_beside_timeline, more_budget, speed
 from rich.box import SIMPLE_HEAD
@@ -39,47 +39,47 @@ class Row:
     """One line of the table.
 
     Args:
-        what: is measured.
-        reach: what is asked.
-        measure: returns plain data, of which `found` is the line's text and `met` says whether that is what was asked, or
-            None where nothing is; `True` is its toy size.
+        what: what is measured.
+        target: what the planner should reach.
+        measure: returns plain data. Its "found" is the text of the line; its "met" says whether the target is met, or is None
+            where there is no target. The argument `True` selects toy sizes.
         draw: writes pictures of the data into a folder.
     """
 
     what: str
-    reach: str
+    target: str
     measure: Callable[[bool], dict[str, Any]]
     draw: Callable[[dict[str, Any], Path], None] | None = None
 
 
 def pareto(quick: bool) -> dict[str, Any]:
     """Return the points of all methods on each network, and how the baselines compare with plans."""
-    found = {}
+    results = {}
     for name, network, batch in networks(quick):
         points, problem = fronts(network, batch, quick)
         stored = next(point for point in points if point.method == "all stored")
-        found[name] = {
+        results[name] = {
             "stored": asdict(stored),
             "fixed_bytes": problem.fixed_bytes,
             "points": [
                 {**asdict(point), "bytes_ratio": point.bytes / stored.bytes, "flops_ratio": point.flops / stored.flops}
                 for point in points
             ],
-            "baselines": compared(points, problem),
+            "baselines": compare_with_plans(points, problem),
         }
-    beside = {f"{name}: {method}": each for name, net in found.items() for method, each in net["baselines"].items()}
+    beside = {f"{name}: {method}": each for name, net in results.items() for method, each in net["baselines"].items()}
     losses = [f"{method} ({' | '.join(each['beats_plans'])})" for method, each in beside.items() if each["beats_plans"]]
     wins = min(each["plan_is_better"] for each in beside.values())
     return {
-        "networks": found,
+        "networks": results,
         "found": f"better than plans: {'; '.join(losses) or 'none'}; of every baseline a plan beats at least {wins} points",
         "met": not losses and wins > 0,
     }
 
 
-def draw_fronts(found: dict[str, Any], folder: Path) -> None:
+def draw_fronts(data: dict[str, Any], folder: Path) -> None:
     """Write a picture of each network's fronts."""
-    for name, net in found["networks"].items():
+    for name, net in data["networks"].items():
         series: dict[str, list[tuple[int, float]]] = {}
         for point in net["points"]:
             decomposed = ", decomposed" if "decomposed" in point["setting"] else ""
@@ -89,9 +89,9 @@ def draw_fronts(found: dict[str, Any], folder: Path) -> None:
         plot_front(series, folder / f"front_{_slug(name)}.png", "FLOPs", f"Peak against FLOPs: {name}")
 
 
-def draw_paper(found: dict[str, Any], folder: Path) -> None:
+def draw_paper(data: dict[str, Any], folder: Path) -> None:
     """Write figures 4 and 5 of each network."""
-    for name, net in found["networks"].items():
+    for name, net in data["networks"].items():
         plot_schedules(net["rows"], net["units"], folder / f"schedules_{_slug(name)}.png")
         plot_times(net["rows"], folder / f"times_{_slug(name)}.png")
 
@@ -115,7 +115,7 @@ ROWS = {
     "brute": Row("timeline against brute force, 1000 chains of up to 10 units", "equal", brute_force),
     "speed": Row(
         "knapsack of 200 items, capacity 1e11; timeline of 100 steps x 4 modes",
-        "exact in 1 s (adversarial: a stated gap, never over); 5 s",
+        "exact in 1 s (adversarial: a reported gap, never over capacity); 5 s",
         speed,
     ),
     "front": Row(
@@ -129,21 +129,21 @@ ROWS = {
 }
 
 
-def table(found: dict[str, dict[str, Any]]) -> Table:
+def make_table(results: dict[str, dict[str, Any]]) -> Table:
     lines = Table(box=SIMPLE_HEAD, show_lines=True)
-    for name in ("row", "what", "to reach", "measured", "seconds"):
+    for name in ("row", "what", "target", "measured", "seconds"):
         lines.add_column(name, justify="right" if name == "seconds" else "left", no_wrap=name == "row")
-    for name, data in found.items():
+    for name, data in results.items():
         color = {True: "green", False: "red", None: "default"}[data["met"]]
         row = ROWS[name]
-        lines.add_row(name, row.what, row.reach, f"[{color}]{escape(data['found'])}[/]", f"{data['took_seconds']:.0f}")
+        lines.add_row(name, row.what, row.target, f"[{color}]{escape(data['found'])}[/]", f"{data['took_seconds']:.0f}")
     return lines
 
 
-def sweeps(found: dict[str, Any]) -> list[Table]:
+def make_sweep_tables(data: dict[str, Any]) -> list[Table]:
     """Return table 2 of the paper for each network."""
     tables = []
-    for name, net in found["networks"].items():
+    for name, net in data["networks"].items():
         lines = Table(title=f"{name}: seconds per iteration and per sample", title_justify="left", box=SIMPLE_HEAD)
         kinds = ("stored", "inverted", "planned")
         for head in ("batch", *kinds, *(f"{kind} / sample" for kind in kinds), "speed-up"):
@@ -161,23 +161,23 @@ def main() -> None:
     home = Path(__file__).parent / "results" / kind
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--out", type=Path, default=home, help=f"folder for planning.json and pictures (default: {home})")
-    parser.add_argument("--quick", action="store_true", help="toy sizes, which reach nothing that was asked in seconds")
+    parser.add_argument("--quick", action="store_true", help="toy sizes, too small for the targets in seconds")
     args = parser.parse_args()
     torch.set_num_threads(1 if args.quick else 2)
     args.out.mkdir(parents=True, exist_ok=True)
-    console, found = Console(width=None if sys.stdout.isatty() else 140), {}
+    console, results = Console(width=None if sys.stdout.isatty() else 140), {}
     about, file = describe_environment(), args.out / "planning.json"
     rows = json.loads(file.read_text())["rows"] if file.is_file() else {}
     for name in args.only:
         with console.status(ROWS[name].what):
             begin = time.perf_counter()
-            rows[name] = found[name] = ROWS[name].measure(args.quick)
-            found[name] |= {"took_seconds": time.perf_counter() - begin, "commit": about["commit"]}
+            rows[name] = results[name] = ROWS[name].measure(args.quick)
+            results[name] |= {"took_seconds": time.perf_counter() - begin, "commit": about["commit"]}
         if draw := ROWS[name].draw:
-            draw(found[name], args.out)
+            draw(results[name], args.out)
         ordered = {row: rows[row] for row in ROWS if row in rows}
         file.write_text(json.dumps(about | {"rows": ordered}, indent=1) + "\n")
-    console.print(table(found), *(sweeps(found["paper"]) if "paper" in found else []), about)
+    console.print(make_table(results), *(make_sweep_tables(results["paper"]) if "paper" in results else []), about)
 
 
 if __name__ == "__main__":

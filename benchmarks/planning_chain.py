@@ -61,7 +61,7 @@ def _node(rng: random.Random, name: str, given: int, state: int) -> Unit:
 
 
 def of_kinds(rng: random.Random, steps: int, kinds: int) -> Problem:
-    """Return a chain of steps of one stage, of so many kinds in turn."""
+    """Return a chain of steps of one stage that repeats a given number of different steps in turn."""
     state = 2**22
     models = [_step(rng, "", (0, 1), state) for _ in range(kinds)]
     units = []
@@ -73,22 +73,22 @@ def of_kinds(rng: random.Random, steps: int, kinds: int) -> Problem:
 
 
 def only(problem: Problem, modes: tuple[str, ...]) -> Problem:
-    """Return the problem with these modes alone; a unit that would have none keeps those that it has."""
+    """Return the problem with these modes only; a unit that has none of them keeps its own."""
 
-    def limited(unit: Unit) -> Unit:
+    def limit(unit: Unit) -> Unit:
         options = tuple(option for option in unit.options if option.mode in modes)
         return replace(unit, options=options or unit.options, first=unit.first if "invert" in modes else None)
 
-    return replace(problem, units=tuple(map(limited, problem.units)))
+    return replace(problem, units=tuple(map(limit, problem.units)))
 
 
 def span(problem: Problem) -> tuple[int, int]:
-    """Return the least peak that a schedule can have, and that of storing everything."""
+    """Return the smallest peak that a schedule can have, and the peak of storing everything."""
     return minimize_peak(problem)[0], peak(problem, ["store"] * len(problem.units))
 
 
 def arbitrary(rng: random.Random, units: int, schedules: int = 4000) -> Problem:
-    """Return a chain of small random numbers with nodes, and with at most so many schedules."""
+    """Return a chain of steps and nodes with small random numbers, which has at most `schedules` schedules."""
     sizes = {state: rng.randint(1, 12) for state in range(units + 1)}
     made, product = list[Unit](), 1
     for k in range(units):
@@ -115,7 +115,7 @@ def _arbitrary(rng: random.Random, mode: str, inputs: tuple[int, ...], sizes: di
 
 
 def every_schedule(problem: Problem) -> Iterator[tuple[int, int]]:
-    """Yield cost and peak of every schedule, from what the fields of `Problem` mean and without the planner's own walk."""
+    """Yield cost and peak of every schedule, from the definition of `Problem`'s fields, without the planner's own code."""
 
     def bytes_of(states: tuple[int, ...], held: frozenset[int]) -> int:
         return sum(problem.sizes[state] for state in states if state not in held)

@@ -1,4 +1,4 @@
-"""Peak bytes against FLOPs: plans beside what else PyTorch has to offer, all on the same network.
+"""Peak bytes against FLOPs: plans beside what PyTorch itself offers, all on the same network.
 
 A point of a front is one training step, counted without running it: the most bytes alive above weights, buffers and batch
 (activations, their gradients, and those parameter gradients that exist by then), the same without parameter gradients, and
@@ -41,12 +41,12 @@ from revzoo.runtime.nested import tensors_in
 SHALLOW = [f"stages.{stage}.depth=1" for stage in range(3)]  # of revnet_digits
 BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of activation_memory_budget
 Network = nn.Module
-Part = Callable[..., Any]
+Part = Callable[..., Any]  # a block or transition, from pair to pair
 
 
 @dataclass(frozen=True)
 class Point:
-    """One way to run a step.
+    """One training step.
 
     Args:
         method: "planned", or the baseline.
@@ -54,7 +54,7 @@ class Point:
         bytes: the most alive above weights, buffers and batch.
         activation_bytes: the same without parameter gradients.
         flops: of forward and backward.
-        where: the moment of the peak, for plans.
+        where: phase of the peak, for plans.
     """
 
     method: str
@@ -77,41 +77,41 @@ def networks(quick: bool) -> Iterator[tuple[str, Network, tuple[Tensor, ...]]]:
 
 
 def fronts(network: Network, batch: tuple[Tensor, ...], quick: bool) -> tuple[list[Point], Problem]:
-    """Return what every method makes of a network, and the problem that was planned; costs are FLOPs."""
+    """Return the points of every method on a network, and the problem that was planned, with FLOPs as costs."""
     problem = revzoo.profile(network, batch, run=False).memory
-    found = list(planned(network, batch, problem, 5 if quick else 40))
+    points = list(plan_points(network, batch, problem, 5 if quick else 40))
     for mode in ("store", "invert"):
         network.schedule = mode
-        found.append(counted({"store": "all stored", "invert": "all inverted"}[mode], mode, network, batch))
+        points.append(count_point({"store": "all stored", "invert": "all inverted"}[mode], mode, network, batch))
     network.schedule = "store"
     blocks = len(blocks_of(network))
-    found.append(counted("checkpoint per block", f"{blocks} blocks", Checkpointed(network, blocks, last=True), batch))
+    points.append(count_point("checkpoint per block", f"{blocks} blocks", Checkpointed(network, blocks, last=True), batch))
     for segments in sorted({max(2, math.isqrt(blocks)), math.isqrt(blocks - 1) + 1}):
-        found.append(counted("checkpoint, segments", f"{segments}", Checkpointed(network, segments), batch))
+        points.append(count_point("checkpoint, segments", f"{segments}", Checkpointed(network, segments), batch))
     for decomposed in (False,) if quick else (False, True):
-        found += partitioned(network, batch, decomposed, (0.5, 1.0) if quick else BUDGETS)
-    return found, problem
+        points += partition_points(network, batch, decomposed, (0.5, 1.0) if quick else BUDGETS)
+    return points, problem
 
 
-def counted(method: str, setting: str, network: Network, batch: tuple[Tensor, ...], where: str = "") -> Point:
+def count_point(method: str, setting: str, network: Network, batch: tuple[Tensor, ...], where: str = "") -> Point:
     """Count a step of a network as it is."""
     report = revzoo.measure_memory(network, batch)
     constant = report.weight_bytes + report.buffer_bytes + report.batch_bytes
     return Point(method, setting, report.peak_bytes - constant, report.activation_bytes, count_flops(network, batch), where)
 
 
-def planned(network: Network, batch: tuple[Tensor, ...], problem: Problem, points: int) -> Iterator[Point]:
-    """Plan for budgets evenly spaced from the least possible to storing everything, and count what comes out."""
-    least, modes = minimize_peak(problem)
+def plan_points(network: Network, batch: tuple[Tensor, ...], problem: Problem, points: int) -> Iterator[Point]:
+    """Plan for budgets evenly spaced from the smallest possible peak to that of storing everything; yield counted points."""
+    smallest, modes = minimize_peak(problem)
     stored = peak(problem, ["store"] * len(modes))
     seen = set()
     for i in range(points):
-        budget = least + (stored - least) * i // (points - 1)
+        budget = smallest + (stored - smallest) * i // (points - 1)
         modes = solve_timeline(problem, budget) or modes
         if tuple(modes) not in seen:
-            worst = max(list_phase_peaks(problem, modes), key=lambda moment: moment.bytes)
+            worst = max(list_phase_peaks(problem, modes), key=lambda phase: phase.bytes)
             network.schedule = modes
-            yield counted("planned", f"{budget}", network, batch, f"{worst.phase} {worst.name}")
+            yield count_point("planned", f"{budget}", network, batch, f"{worst.phase} {worst.name}")
         seen.add(tuple(modes))
 
 
@@ -120,7 +120,7 @@ class Checkpointed(nn.Module):
 
     Args:
         segments: of as equal numbers of blocks as possible.
-        last: whether the last segment is checkpointed as well.
+        last: whether the last segment is checkpointed too.
     """
 
     def __init__(self, network: Network, segments: int, last: bool = False):
@@ -143,11 +143,11 @@ def blocks_of(network: Network) -> list[Part]:
     """Return the blocks and transitions of a network with additive couplings, each from pair to pair."""
     if isinstance(network, ReversibleChain):
         return [block(f, g) for f, g in zip(network.steps[::2], network.steps[1::2], strict=True)]
-    found: list[Part] = []
+    parts: list[Part] = []
     for stage in network.stages:
-        found += [stage.transition] if hasattr(stage, "transition") else []
-        found += [block(each.f, each.g) for each in stage.blocks]
-    return found
+        parts += [stage.transition] if hasattr(stage, "transition") else []
+        parts += [block(each.f, each.g) for each in stage.blocks]
+    return parts
 
 
 def block(f: Part, g: Part) -> Part:
@@ -161,17 +161,19 @@ def block(f: Part, g: Part) -> Part:
 
 
 def through(parts: Sequence[Part], *pair: Tensor) -> tuple[Tensor, ...]:
-    """Return a pair behind some parts."""
+    """Return what some parts make of a pair."""
     for part in parts:
         pair = part(*pair)
     return pair
 
 
-class _Enough(Exception):
-    """The graphs are there; nothing is to be compiled."""
+class _StopCompiling(Exception):
+    """Raised when the graphs are there, since nothing is to be compiled."""
 
 
-def partitioned(network: Network, batch: tuple[Tensor, ...], decomposed: bool, budgets: Sequence[float]) -> Iterator[Point]:
+def partition_points(
+    network: Network, batch: tuple[Tensor, ...], decomposed: bool, budgets: Sequence[float]
+) -> Iterator[Point]:
     """Cut the joint graph of a network for each budget, with or without inductor's decompositions, and run both halves."""
     names = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
     halves: list[tuple[Any, Any, int]] = []
@@ -186,13 +188,13 @@ def partitioned(network: Network, batch: tuple[Tensor, ...], decomposed: bool, b
                     copy.deepcopy(joint), args, num_fwd_outputs=num_fwd_outputs, **options
                 )
             halves.append((*cut, num_fwd_outputs))
-        raise _Enough
+        raise _StopCompiling
 
     table = select_decomp_table() if decomposed else None
     with isolated(network, batch, fake=True) as inputs:
         inputs, own = list(tensors_in(inputs)), [*network.parameters(), *network.buffers()]
         traced = aot_function(call, _itself, _itself, partition_fn=partition, decompositions=table)
-        with suppress(_Enough):
+        with suppress(_StopCompiling):
             traced(own, inputs)
         for budget, (forward, backward, outputs) in zip(budgets, halves, strict=True):
             yield Point(
@@ -224,7 +226,7 @@ def run_halves(forward: Any, backward: Any, outputs: int, own: list[Tensor], inp
     return live.peak(without=lasting), live.peak(without=lasting | gradients), flops.forward + flops.backward
 
 
-def compared(points: Sequence[Point], problem: Problem) -> dict[str, dict[str, Any]]:
+def compare_with_plans(points: Sequence[Point], problem: Problem) -> dict[str, dict[str, Any]]:
     """Return how every baseline compares with the plans for its own peaks.
 
     Returns: for each method the number of points, settings of those that beat the plan for their bytes ("beats_plans"; it
@@ -233,7 +235,7 @@ def compared(points: Sequence[Point], problem: Problem) -> dict[str, dict[str, A
     """
     stored = next(point for point in points if point.method == "all stored")
     plans = [point for point in points if point.method == "planned"]
-    found = {}
+    comparisons = {}
     for method in dict.fromkeys(point.method for point in points):
         if method in ("planned", "all stored"):
             continue
@@ -260,5 +262,5 @@ def compared(points: Sequence[Point], problem: Problem) -> dict[str, dict[str, A
                     ),
                 }
             )
-        found[method] = {"points": len(rows), "beats_plans": losses, "plan_is_better": wins, "rows": rows}
-    return found
+        comparisons[method] = {"points": len(rows), "beats_plans": losses, "plan_is_better": wins, "rows": rows}
+    return comparisons

@@ -1,4 +1,4 @@
-"""What plans of real networks reach: bytes as counted, seconds as run, and the figures of the paper repeated.
+"""Plans of real networks: predicted against counted bytes, seconds as measured, and the figures of the paper.
 
 Source: figures 4 and 5 and table 2 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al.
 2020): RevNet-104 and the 12-layer Reformer over batch sizes, at a budget with which storing everything fits up to about half
@@ -38,8 +38,8 @@ FAMILIES = (
 def predicted_peaks(quick: bool) -> dict[str, Any]:
     """Plan for random budgets, and count the planned steps one by one: predicted against counted peak.
 
-    Costs are FLOPs and what moving bytes is worth, as `revzoo.profile` takes them where nothing is run: with FLOPs alone
-    some modes would be free, and plans would have no use for a larger budget.
+    Costs are FLOPs plus weighted bytes, as `revzoo.profile` takes them where nothing is run. With FLOPs alone some modes
+    would be free, and plans could not use a larger budget.
     """
     rng, families = random.Random(0), [("revnet_digits", 4)] if quick else FAMILIES
     each = 6 if quick else -(-200 // len(families))
@@ -48,11 +48,11 @@ def predicted_peaks(quick: bool) -> dict[str, Any]:
         model = revzoo.create(name, overrides=SHALLOW if quick else None, device="meta")
         batch = model.example_input(size)
         profile = revzoo.profile(model, batch, run=False)
-        least, _ = minimize_peak(profile.problem)
+        smallest, _ = minimize_peak(profile.problem)
         stored = peak(profile.problem, ["store"] * len(model.units))
         counted: dict[tuple[str, ...], int] = {}
         for _ in range(each):
-            plan = revzoo.solve(profile, rng.randint(least, stored))
+            plan = revzoo.solve(profile, rng.randint(smallest, stored))
             if plan.schedule not in counted:
                 model.schedule = plan
                 counted[plan.schedule] = revzoo.measure_memory(model, batch).peak_bytes
@@ -94,9 +94,9 @@ def planned_time(quick: bool) -> dict[str, Any]:
     chain = ReversibleChain([step for _ in range(depth) for step in transformer_block(width, heads)]).to(_device())
     batch = torch.randn(2, size, tokens, width, device=_device()).unbind()
     profile = revzoo.profile(chain, batch)
-    least, _ = minimize_peak(profile.problem)
+    smallest, _ = minimize_peak(profile.problem)
     stored = peak(profile.problem, ["store"] * len(chain.schedule))
-    parts = {part: least + int((stored - least) * part) for part in (0.3, 0.5, 0.7)}
+    parts = {part: smallest + int((stored - smallest) * part) for part in (0.3, 0.5, 0.7)}
     schedules: dict[Any, list[str]] = {"stored": ["store"] * len(chain.schedule)}
     schedules |= {part: list(revzoo.solve(profile, budget).schedule) for part, budget in parts.items()}
     taken: dict[Any, list[float]] = {key: [] for key in schedules}
@@ -137,16 +137,16 @@ def step_seconds(model: nn.Module, batch: Any) -> float:
 
 
 def paper(quick: bool) -> dict[str, Any]:
-    """Plan RevNet-104 and the Reformer for every batch size at one budget; seconds are fitted to two batches that are run."""
-    found = {name: _sweep(*arguments) for name, *arguments in _paper_networks(quick)}
-    best = {name: max(row["speedup"] or 0 for row in each["rows"]) for name, each in found.items()}
+    """Plan RevNet-104 and the Reformer for every batch size at one budget; seconds are interpolated between two sizes."""
+    results = {name: _sweep(*arguments) for name, *arguments in _paper_networks(quick)}
+    best = {name: max(row["speedup"] or 0 for row in each["rows"]) for name, each in results.items()}
     return {
-        "networks": found,
+        "networks": results,
         "found": "; ".join(
             f"{name}: stored up to batch {each['largest_stored']}, planned up to {each['rows'][-1]['batch']}, at most "
             f"{best[name]:.2f} x as fast as all inverted, best batch {each['best']} "
-            f"({each['foreseen_seconds']:.3g} s foreseen, {each['seconds']:.3g} s run)"
-            for name, each in found.items()
+            f"({each['foreseen_seconds']:.3g} s predicted, {each['seconds']:.3g} s measured)"
+            for name, each in results.items()
         ),
         "met": None,
     }

@@ -1,4 +1,4 @@
-"""What the planner's searches reach: exactness, speed, and the published additive knapsack beside them.
+"""The planner's searches: whether they are exact, how fast they are, and how the published additive knapsack compares.
 
 Peaks and budgets are those of `revzoo.planning.solvers.problem.peak`, which `planning_network.py` compares with counted steps.
 """
@@ -15,19 +15,20 @@ from revzoo.planning.solvers.knapsack import choose_subset, solve_knapsack
 from revzoo.planning.solvers.problem import Problem, cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 
+Items = Callable[[random.Random, int], tuple[list[int], list[int]]]  # draws values and weights
 PARTS = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the range from the least possible peak to that of storing everything
 
 
 def knapsack_beside_timeline(quick: bool) -> dict[str, Any]:
-    """Plan random chains with both solvers, with the same two modes, and the timeline with all four too."""
+    """Plan random chains with both solvers and the same two modes, and with the timeline and all four modes too."""
     rng, count = random.Random(1), 10 if quick else 300
     chains = [like_network(rng, rng.randint(10, 24)) for _ in range(count)]
-    parts = {str(part): _beside(chains, part) for part in PARTS}
+    parts = {str(part): _compare(chains, part) for part in PARTS}
     half = parts["0.5"]
     return {
         "chains": count,
         "parts": parts,
-        "found": f"at half: knapsack uses {half['knapsack_used']:.1%} of the range, read as static it goes over in "
+        "found": f"at half: knapsack uses {half['knapsack_used']:.1%} of the range, with the static baseline it goes over in "
         f"{half['static_over']:.0%} (mean {half['static_over_mean']:.1%}, worst {half['static_over_worst']:.1%}); "
         f"timeline uses {half['timeline_used']:.1%}, extra time {half['same_modes']:.3f} of the knapsack's with the same "
         f"modes, {half['all_modes']:.3f} with all",
@@ -35,25 +36,25 @@ def knapsack_beside_timeline(quick: bool) -> dict[str, Any]:
     }
 
 
-def _beside(chains: Sequence[Problem], part: float) -> dict[str, float]:
+def _compare(chains: Sequence[Problem], part: float) -> dict[str, float]:
     used: dict[str, list[float]] = {"timeline": [], "knapsack": [], "static": []}
     prices: dict[str, int] = dict.fromkeys(("knapsack", "same_modes", "all_modes"), 0)
     for problem in chains:
         two = only(problem, ("store", "invert"))
-        least, most = span(two)
-        budget = least + int((most - least) * part)
-        exact, ours, theirs = solve_timeline(two, budget), solve_timeline(problem, budget), solve_knapsack(two, budget, "peak")
+        smallest, most = span(two)
+        budget = smallest + int((most - smallest) * part)
+        exact, all_modes, additive = solve_timeline(two, budget), solve_timeline(problem, budget), solve_knapsack(two, budget)
         static = solve_knapsack(two, budget, "static")
-        assert exact is not None, "the least peak is in reach"
-        assert ours is not None, "with more modes too"
+        assert exact is not None, "the budget is at least the smallest peak"
+        assert all_modes is not None, "with more modes the smallest peak is no larger"
         assert static is not None, "what is kept is below the peak"
         used["timeline"].append((peak(two, exact) - two.fixed_bytes) / (budget - two.fixed_bytes))
         used["static"].append((peak(two, static) - two.fixed_bytes) / (budget - two.fixed_bytes))
-        if theirs is not None:  # the peak of inverting everything is above the budget
-            used["knapsack"].append((peak(two, theirs) - two.fixed_bytes) / (budget - two.fixed_bytes))
-            prices["knapsack"] += cost(two, theirs)
+        if additive is not None:  # else the peak of inverting everything is above the budget
+            used["knapsack"].append((peak(two, additive) - two.fixed_bytes) / (budget - two.fixed_bytes))
+            prices["knapsack"] += cost(two, additive)
             prices["same_modes"] += cost(two, exact)
-            prices["all_modes"] += cost(problem, ours)
+            prices["all_modes"] += cost(problem, all_modes)
     over = [share - 1 for share in used["static"] if share > 1]
     return {
         "timeline_used": statistics.mean(used["timeline"]),
@@ -70,23 +71,23 @@ def _beside(chains: Sequence[Problem], part: float) -> dict[str, float]:
 
 
 def more_budget(quick: bool) -> dict[str, Any]:
-    """Count plans that are slower than one for less, or above their budget, over grids of budgets."""
+    """Over grids of budgets, count plans that are slower than a plan for a smaller budget, or above their own."""
     rng, chains, budgets = random.Random(2), 3 if quick else 40, 20 if quick else 60
     slower = over = plans = 0
     for _ in range(chains):
         problem = like_network(rng, rng.randint(10, 24))
-        least, most = span(problem)
+        smallest, most = span(problem)
         before: int | None = None
         for i in range(budgets):
-            budget = least + (most - least) * i // (budgets - 1)
+            budget = smallest + (most - smallest) * i // (budgets - 1)
             modes = solve_timeline(problem, budget)
             assert modes is not None
             price = cost(problem, modes)
             slower += before is not None and price > before
             over += peak(problem, modes) > budget
             before, plans = price, plans + 1
-    found = f"{plans} plans for {chains} chains: {slower} slower than with less, {over} above their budget"
-    return {"plans": plans, "slower": slower, "over_budget": over, "found": found, "met": slower == over == 0}
+    text = f"{plans} plans for {chains} chains: {slower} slower than with less, {over} above their budget"
+    return {"plans": plans, "slower": slower, "over_budget": over, "found": text, "met": slower == over == 0}
 
 
 def brute_force(quick: bool) -> dict[str, Any]:
@@ -98,9 +99,9 @@ def brute_force(quick: bool) -> dict[str, Any]:
         every = sorted(every_schedule(problem))
         schedules, longest = schedules + len(every), max(longest, len(problem.units))
         sizes = [size for _, size in every]
-        least = min(sizes)
-        different += minimize_peak(problem)[0] != least or solve_timeline(problem, least - 1) is not None
-        for budget in (least, *rng.choices(sizes, k=2)):
+        smallest = min(sizes)
+        different += minimize_peak(problem)[0] != smallest or solve_timeline(problem, smallest - 1) is not None
+        for budget in (smallest, *rng.choices(sizes, k=2)):
             modes = solve_timeline(problem, budget)
             best = next((price, size) for price, size in every if size <= budget)  # the cheapest, of these the lowest
             different += modes is None or (cost(problem, modes), peak(problem, modes)) != best
@@ -119,13 +120,13 @@ def brute_force(quick: bool) -> dict[str, Any]:
 def speed(quick: bool) -> dict[str, Any]:
     """Time the knapsack on 200 items, as networks produce them and adversarial, and the timeline on 100 steps x 4 modes."""
     items, steps, rounds = (16, 12, 1) if quick else (200, 100, 5)
-    found = {name: _knapsack(make, items, rounds) for name, make in _ITEMS.items()}
+    results = {name: _time_knapsack(make, items, rounds) for name, make in _ITEMS.items()}
     chains = {f"{kinds} kinds": of_kinds(random.Random(4), steps, kinds) for kinds in (2, steps)}
-    timeline = {name: statistics.median(_timeline(problem) for _ in range(rounds)) for name, problem in chains.items()}
-    network, hard = found["network"], [each for name, each in found.items() if name != "network"]
+    timeline = {name: statistics.median(_time_timeline(problem) for _ in range(rounds)) for name, problem in chains.items()}
+    network, hard = results["network"], [each for name, each in results.items() if name != "network"]
     return {
         "items": items,
-        "knapsack": found,
+        "knapsack": results,
         "steps": steps,
         "timeline_seconds": timeline,
         "found": f"knapsack, {items} items: gap {network['gap']:g} in {network['seconds']:.3f} s; adversarial: gap at most "
@@ -133,7 +134,7 @@ def speed(quick: bool) -> dict[str, Any]:
         f"{max(each['seconds'] for each in hard):.2f} s; timeline, {steps} steps: "
         + ", ".join(f"{seconds:.2f} s ({name})" for name, seconds in timeline.items()),
         "met": network["gap"] == 0
-        and not any(each["over"] for each in found.values())
+        and not any(each["over"] for each in results.values())
         and network["seconds"] < 1
         and max(timeline.values()) < 5,
     }
@@ -156,14 +157,14 @@ def _subset_sum(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
     return weights, weights
 
 
-_ITEMS: dict[str, Callable[[random.Random, int], tuple[list[int], list[int]]]] = {
+_ITEMS: dict[str, Items] = {
     "network": _from_network,
     "strongly correlated": _correlated,
     "subset sum": _subset_sum,
 }
 
 
-def _knapsack(make: Callable[[random.Random, int], tuple[list[int], list[int]]], items: int, rounds: int) -> dict[str, float]:
+def _time_knapsack(make: Items, items: int, rounds: int) -> dict[str, float]:
     gaps, seconds, over = [], [], 0
     for seed in range(rounds):
         values, weights = make(random.Random(seed), items)
@@ -176,8 +177,8 @@ def _knapsack(make: Callable[[random.Random, int], tuple[list[int], list[int]]],
     return {"gap": max(gaps), "seconds": statistics.median(seconds), "worst_seconds": max(seconds), "over": over}
 
 
-def _timeline(problem: Problem) -> float:
-    least, most = span(problem)
+def _time_timeline(problem: Problem) -> float:
+    smallest, most = span(problem)
     begin = time.perf_counter()
-    solve_timeline(problem, (least + most) // 2)
+    solve_timeline(problem, (smallest + most) // 2)
     return time.perf_counter() - begin

@@ -83,7 +83,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("given", [each for each in NONSENSE if each != "8"])
-def test_nonsense_is_said(given):
+def test_nonsense_is_refused(given):
     with pytest.raises(
         InputError, match=r"A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'\. Received: "
     ):

@@ -221,7 +221,7 @@ def test_compiled_steps_are_refused():
 
 
 def test_kept_bits_belong_to_the_step_that_keeps_them(schedules):
-    """A byte an element for every inverted step but the first of a run; the magnitude on the grid, 4 bytes, is nobody's."""
+    """A byte an element for every inverted step but the first of a run; the 4 bytes of the grid's magnitude are not counted."""
     bits = "block.coupling={type: momentum, gain: 1.0, kept_bits: 8}"
     model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=3", bits], device="meta")
     x = model.example_input(64)

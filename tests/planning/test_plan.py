@@ -51,7 +51,7 @@ def test_more_budget_is_never_slower_and_never_over(profile, tiny, x):
         assert revzoo.measure_memory(tiny, x).peak_bytes == plan.peak_bytes
 
 
-def test_above_everything_all_is_stored_and_said(profile):
+def test_above_everything_everything_is_stored_and_a_note_reports_it(profile):
     plan = revzoo.solve(profile, "8GiB")
     assert set(plan.schedule) == {"store"}
     assert plan.peak_bytes == plan.no_recompute_peak_bytes

@@ -1,4 +1,4 @@
-"""Profiles: what is counted, what is measured, and what is said where nothing can be."""
+"""Profiles: what is counted, what is measured, and which notes explain what could not be."""
 
 from contextlib import nullcontext
 

@@ -65,10 +65,10 @@ def test_frozen_parts_and_parts_in_evaluation_mode_are(tiny):
         ({"batch": ("[4] int64", "[5] bool")}, r"a batch of [4] int64, [5] bool and not [3, 1, 8, 8] float32"),
     ],
 )
-def test_differences_are_said_in_words(change, words, tiny):
+def test_differences_are_described(change, words, tiny):
     setting = read_setting(tiny, tiny.example_input(3))
-    (said,) = replace(setting, **change).differences(setting)
-    assert said.startswith(words)
+    (difference,) = replace(setting, **change).differences(setting)
+    assert difference.startswith(words)
 
 
 def test_what_is_open_fits_any(tiny):

@@ -18,7 +18,7 @@ def step(k: int, store: int, extra: int, state: int = 10) -> Unit:
 THREE = Problem(tuple(step(k, 100, 7) for k in range(3)), dict.fromkeys(range(4), 10), 1000, 10, (2, 3))
 
 
-def test_every_moment_of_three_steps():
+def test_every_phase_of_three_steps():
     """By hand: step 0 keeps 100 + state 0, the run of steps 1 and 2 keeps the pair behind it."""
     assert list_phase_peaks(THREE, ["store", "invert", "invert"]) == [
         PhasePeak("step0", "forward", 1000 + 10 + 110),
