@@ -54,7 +54,7 @@ def own_registries(monkeypatch):
             monkeypatch.setattr(table, "_entries", dict(table._entries))
 
 
-@pytest.mark.parametrize("document", map(slow_if_long, DOCUMENTS), ids=lambda path: path.name)
+@pytest.mark.parametrize("document", list(map(slow_if_long, DOCUMENTS)), ids=lambda path: path.name)
 def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
     """Blocks run in order and share names; YAML is written under the name in its first line; text is the output before it."""
     monkeypatch.chdir(tmp_path)
