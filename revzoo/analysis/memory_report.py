@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from revzoo.analysis.dry_run import call, find_chains, isolated, linear_loss, preserve_schedules, require_module
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
-from revzoo.runtime.drift import growth_unchecked
+from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.schedule import MODES
 
@@ -175,7 +175,7 @@ def measure_modes(
         for mode in MODES if present else ():
             assign(mode)
             current = mode if [chain.schedule for chain in find_chains(model).values()] == present else current
-            with isolated(model, batch, fake=True) as inputs, growth_unchecked():
+            with isolated(model, batch, fake=True) as inputs, ignore_error_growth():
                 reports[mode], _ = run_and_measure(model, inputs, optimizer_bytes)
     if not present:
         with isolated(model, batch, fake=True) as inputs:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.registry import couplings
-from revzoo.runtime.compiling import is_exporting, not_compiled
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, has_value, require_exact
@@ -220,7 +220,7 @@ class _LinkUpdate:
 
 
 def _match_dtype(out: Tensor, stream: Tensor) -> Tensor:
-    """Cast the output of f down to the streams' dtype where it has a wider one: adding it must not change theirs."""
+    """Cast the output of f to the streams' dtype if it has a wider one, which the sum would take over."""
     return out if torch.promote_types(out.dtype, stream.dtype) == stream.dtype else out.to(stream.dtype)
 
 
@@ -237,7 +237,7 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
     return pair
 
 
-@not_compiled
+@exclude_from_compilation
 def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     grid, pair = _start(links, x1, x2, exact)
@@ -320,7 +320,7 @@ def _call(step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, r
     except RuntimeError as error:
         if "DTensor" in str(error) and isinstance(step.f, nn.Module) and is_sharded(*step.f.parameters()):
             raise RecoveryError(
-                f"{step.name} has sharded parameters that nobody gathers: the chain calls each step itself, so shard every "
+                f"{step.name} has sharded parameters that are not gathered: the chain calls each step itself, so shard every "
                 "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
             ) from error
         raise

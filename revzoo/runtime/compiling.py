@@ -14,11 +14,11 @@ R = TypeVar("R")
 _COMPILER = "torch._dynamo"
 
 
-def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function run as it is where somebody compiles the whole model.
+def exclude_from_compilation(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function uncompiled also inside a model that is compiled as a whole.
 
-    For whatever records a call: backward runs outside the compiled region and calls f as it is; a first run that the compiler
-    had traced would have saved other tensors. A step compiled by itself (`step.compile()`) runs compiled both times.
+    Needed by what records a call: its second run happens in backward, outside the compiled region, with the uncompiled f, and
+    a compiled first run would have saved other tensors. A step compiled by itself (`step.compile()`) runs compiled both times.
     """
 
     @wraps(function)
@@ -36,7 +36,7 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
 def is_exporting() -> bool:
     """Return whether torch.export is tracing.
 
-    `torch.compiler.is_exporting` says so too, but before PyTorch 2.14 it also returns True under torch.compile.
+    `torch.compiler.is_exporting` does too, but that of PyTorch 2.11 also returns True under torch.compile.
     """
     exporting: bool = torch.compiler._is_exporting_flag
     return exporting

@@ -25,7 +25,7 @@ _reported: set[tuple[Any, ...]] = set()  # chains already warned about, as `warn
 
 
 @contextmanager
-def growth_unchecked() -> Iterator[None]:
+def ignore_error_growth() -> Iterator[None]:
     """Allow runs of inverted steps of any length, for counting bytes and FLOPs, where rounding does not matter."""
     token = _checks_growth.set(False)
     try:

@@ -35,7 +35,7 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        return _rounded(x, scale)
+        return _round_to_grid(x, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -48,7 +48,7 @@ class _Advance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
         ctx.coupling = coupling
-        return _advanced(previous, current, out, coupling, scale)
+        return _advance(previous, current, out, coupling, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -56,11 +56,11 @@ class _Advance(torch.autograd.Function):
         return *(None if s == 0 else grads[0] if s == 1 else grads[0] * s for s in factors), None, None
 
 
-def _rounded(x: Tensor, scale: float) -> Tensor:
+def _round_to_grid(x: Tensor, scale: float) -> Tensor:
     return x.mul(scale).round_().div_(scale)
 
 
-def _whole(current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
+def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
     """Return R as integers. Keep the operations separate: a fused multiply-add may round differently when recomputed."""
     total = out.to(current.dtype).mul(coupling.c * scale)
     if coupling.a:
@@ -68,8 +68,8 @@ def _whole(current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Te
     return total.round_()
 
 
-def _advanced(previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
-    total = _whole(current, out, coupling, scale)
+def _advance(previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
+    total = _round_terms(current, out, coupling, scale)
     if abs(coupling.b) != 1:
         sign = 1 if coupling.b > 0 else -1
         return total.add_(previous.mul(abs(coupling.b) * scale).floor_(), alpha=sign).div_(scale)
@@ -104,14 +104,14 @@ class Grid:
         if torch.is_grad_enabled() and x.requires_grad:
             rounded: Tensor = _Round.apply(x, self.scale)
             return rounded
-        return _rounded(x, self.scale)
+        return _round_to_grid(x, self.scale)
 
     def advance(self, coupling: Coupling, previous: Tensor, current: Tensor, out: Tensor) -> Tensor:
         """Return w[k+1] for out = f(w[k]); saves nothing for backward."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, out)):
             following: Tensor = _Advance.apply(previous, current, out, coupling, self.scale)
             return following
-        return _advanced(previous, current, out, coupling, self.scale)
+        return _advance(previous, current, out, coupling, self.scale)
 
     def pack_lost_bits(self, coupling: Coupling, previous: Tensor) -> list[Tensor]:
         """Return the bits of w[k-1] that `advance` loses, packed."""
@@ -124,7 +124,7 @@ class Grid:
         self, coupling: Coupling, following: Tensor, current: Tensor, out: Tensor, kept: Sequence[Tensor] = ()
     ) -> Tensor:
         """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `pack_lost_bits` returned."""
-        total = _whole(current, out, coupling, self.scale)
+        total = _round_terms(current, out, coupling, self.scale)
         if abs(coupling.b) == 1:
             return total.div_(-self.scale).add_(following).mul_(coupling.b)
         assert coupling.kept_bits, "a coupling that is not exact"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.runtime.compiling import is_exporting, not_compiled
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.tape import RecordedCall, SavedInputs
 
@@ -25,6 +25,6 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
     return _run_recorded(module, name, mode, *inputs)
 
 
-@not_compiled
+@exclude_from_compilation
 def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
     return RecordedCall(module, name, selective=mode == "selective").first_run(SavedInputs(inputs), *inputs)

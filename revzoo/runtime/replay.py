@@ -41,22 +41,22 @@ class Replay:
         self._training = [(m, m.training) for m in modules]
         self._norms = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
         moving = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
-        self._state = {key: t for key, t in self._state_now() if id(t) not in moving}
+        self._state = {key: t for key, t in self._current_state() if id(t) not in moving}
         watched = [*self._state.items(), *(("side input", t) for t in tensors_in(side))]
         self._versions = [(key, t, t._version) for key, t in watched if not t.is_inference()]
         self._random = [(generator, generator.get_state()) for generator in _generators(device)]
 
-    def first_run_ended(self) -> None:
+    def end_first_run(self) -> None:
         """Discard the random streams that f did not draw from.
 
         Raises:
             RecoveryError: f changed a buffer or parameter of its own, so a second run would not repeat the first.
         """
         self._random = [(g, state) for g, state in self._random if not _same(state, g.get_state())]
-        if changed := self._changed():
+        if changed := self._find_changed():
             raise RecoveryError(
                 f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
-                f"Set the schedule of {self._name} to 'store'. (BatchNorm statistics are understood and need no change.)"
+                f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change.)"
             )
 
     @contextmanager
@@ -66,12 +66,12 @@ class Replay:
         Raises:
             RecoveryError: a parameter, buffer or side input was changed in place or replaced since the first run.
         """
-        if changed := self._changed():
+        if changed := self._find_changed():
             raise RecoveryError(
                 f"{changed!r} of {self._name} was changed in place between forward and backward, for example by "
                 "optimizer.step(). Run backward first, or set the schedule to 'store' and let autograd say where."
             )
-        if replaced := self._replaced():
+        if replaced := self._find_replaced():
             raise RecoveryError(
                 f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
                 "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
@@ -93,17 +93,17 @@ class Replay:
                 norm._buffers.update({key: b if b is None else b.clone() for key, b in norm._buffers.items()})
             yield
 
-    def _state_now(self) -> Iterator[tuple[str, Tensor]]:
+    def _current_state(self) -> Iterator[tuple[str, Tensor]]:
         if isinstance(self._f, nn.Module):
             yield from self._f.named_parameters()
             yield from self._f.named_buffers()
 
-    def _changed(self) -> str | None:
+    def _find_changed(self) -> str | None:
         return next((key for key, t, version in self._versions if t._version != version), None)
 
-    def _replaced(self) -> str | None:
+    def _find_replaced(self) -> str | None:
         """Return the first entry that is another tensor now. FSDP exchanges shards and whole tensors of the same parameter."""
-        pairs = ((key, self._state[key], t) for key, t in self._state_now() if key in self._state)
+        pairs = ((key, self._state[key], t) for key, t in self._current_state() if key in self._state)
         return next((key for key, then, now in pairs if then is not now and not is_sharded(then, now)), None)
 
 

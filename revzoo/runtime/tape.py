@@ -75,7 +75,7 @@ class RecordedCall:
             out = self._run(*inputs)
         if self._kept_outputs is not None:
             self._kept_outputs.discard_unneeded()
-        self._replay.first_run_ended()
+        self._replay.end_first_run()
         return out
 
     def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False) -> Any:
@@ -171,7 +171,7 @@ class Handle(NamedTuple):
 
 
 class State:
-    """A tensor kept for recovery, with a check that nobody modified it in place.
+    """A tensor kept for recovery, with a check that it was not modified in place.
 
     It is detached, so that it holds no graph (a chain's output would otherwise keep itself alive), and shares storage
     and version counter with the original.

@@ -250,5 +250,5 @@ def test_all_sharded_parameters_are_averaged(results):
 @pytest.mark.parametrize("case", [tier(case) for case in REFUSED], ids=str)
 def test_sharded_blocks_are_refused_with_what_to_shard_instead(case, results):
     for result in results(case):
-        assert result["refusal"].startswith("RecoveryError: stages.0.blocks.0.f has sharded parameters that nobody gathers")
+        assert result["refusal"].startswith("RecoveryError: stages.0.blocks.0.f has sharded parameters that are not gathered")
         assert "for step in model.steps: fully_shard(step)" in result["refusal"]

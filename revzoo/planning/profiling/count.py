@@ -27,7 +27,7 @@ from revzoo.errors import InputError, listing
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import LossFunction, Trace, trace
 from revzoo.planning.solvers.problem import Option, Problem, Unit
-from revzoo.runtime.drift import growth_unchecked
+from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import Storages
 from revzoo.runtime.schedule import MODES, Mode
@@ -66,7 +66,7 @@ def count(model: nn.Module, batch: Any, loss: LossFunction | None = None, other_
         traces = [_trace_isolated(model, batch, first, loss)]
         small = traces[0].marks[-1].flops <= _FEW_FLOPS and _step_peak(traces[0]) <= _FEW_BYTES
         fake = not small or any(p.device.type != "cpu" for p in model.parameters())
-        with growth_unchecked():
+        with ignore_error_growth():
             traces += [_trace_isolated(model, batch, modes, loss, fake) for modes in others]
     finally:
         model.schedule = schedule
