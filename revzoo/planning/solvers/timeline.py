@@ -4,19 +4,19 @@ What a unit keeps is freed before the units in front of it run backward. It burd
 units keep costs almost nothing. Choosing the modes is thus a multiple-choice knapsack with a capacity for every prefix, which
 is weakly NP-hard. The additive knapsack of `knapsack.py` is the special case in which only the total counts.
 
-The search is dynamic programming over partial solutions. A search state in front of a unit is the pair (length of the run of
-inverted steps that ends there, states kept in front of it). A forward pass finds the states that can be reached within the
-budget, and the fewest bytes that a schedule keeps on arrival. A backward pass, from the last unit to the first, finds for every
-state its partial solutions: the ways to assign modes to all units behind it, as pairs (bytes, cost), where bytes is the peak of
-these units if nothing is kept in front of them. An edge that needs d bytes and keeps m extends a pair (b, c) to
-(max(d, m + b), c + its cost). Both entries grow with those of the pair that was extended. A pair that another one beats in both
-can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can one that breaks the budget even with the fewest bytes
-kept in front of it. What remains in front of the first unit are whole schedules.
+The search is dynamic programming. A *search state* in front of a unit is all that the units behind it must know: the length of
+the run of inverted steps that ends there, and the states (tensors) that are kept in front of it. A forward pass finds the
+search states that can be reached within the budget, and the fewest bytes that a schedule keeps on arrival. A backward pass,
+from the last unit to the first, finds the partial solutions of every search state: assignments of modes to all units behind it,
+as pairs (bytes, cost), where bytes is the peak of these units if nothing is kept in front of them. An edge that needs d bytes
+and keeps m extends a pair (b, c) to (max(d, m + b), c + its cost). Both entries grow with those of the pair that was extended.
+A pair that another one beats in both can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can one that exceeds
+the budget even with the fewest bytes kept in front of it. What remains in front of the first unit are whole schedules.
 
 Known inefficiencies: the number of partial solutions is exponential at worst. For 100 steps of two kinds it reached some
-thousands, for 100 different steps some tens of thousands, because many of them share their largest need. States are kept
-apart by the tensors held even where one is never better than another, and by the length of the run if that is limited. All
-partial solutions stay in memory (32 bytes each) to reconstruct the schedule. Every budget is a new search.
+thousands, for 100 different steps some tens of thousands, because many of them share their largest need. Search states with
+different tensors are kept apart even where one is never better than the other, and so are different lengths of a run if that is
+limited. All partial solutions stay in memory (32 bytes each) to reconstruct the schedule. Every budget is a new search.
 
 Source: Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation", Management Science 1969, with a
 maximum in place of a sum.
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from revzoo.planning.solvers.problem import Edge, Problem, list_edges, loss_need_bytes
 
-SearchState = tuple[int, frozenset[int]]  # (length of the run that ends here, states held that still matter)
+SearchState = tuple[int, frozenset[int]]  # (length of the run that ends here, kept states that a later unit refers to)
 _Partials = NDArray[np.int64]  # partial solutions, one per column; by rising bytes and falling cost
 _BYTES, _COST, _EDGE, _REST = range(4)  # their rows: _EDGE indexes the node's edges, _REST the successor's partial solutions
 _ANY = 1 << 62  # a budget or cost above all
@@ -37,11 +37,11 @@ _ANY = 1 << 62  # a budget or cost above all
 
 @dataclass
 class _Node:
-    """A search state that schedules within the budget reach.
+    """A search state that can be reached within the budget.
 
     Args:
         min_bytes: fewest bytes kept in front of it by a schedule that reaches it.
-        edges: one for each mode of the next unit, with the state that it leads to.
+        edges: one for each mode of the next unit, with the search state that it leads to.
     """
 
     min_bytes: int
@@ -54,7 +54,7 @@ def solve_timeline(problem: Problem, budget: int) -> list[str] | None:
     Returns: one mode per unit, or None where nothing fits: see `minimize_peak`.
     """
     budget = min(budget, _ANY)
-    layers = _reach_states(problem, budget)
+    layers = _reach_search_states(problem, budget)
     partials = [
         {state: _end_partial(loss_need_bytes(problem, state[1]), budget - node.min_bytes) for state, node in layers[-1].items()}
     ]
@@ -77,7 +77,7 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
 
     Raises: ValueError: no schedule is allowed, whatever the budget.
     """
-    layers = _reach_states(problem, _ANY)
+    layers = _reach_search_states(problem, _ANY)
     rest = {state: loss_need_bytes(problem, state[1]) for state in layers[-1]}
     for layer in reversed(layers[:-1]):
         rest = {
@@ -91,8 +91,8 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
     return smallest, modes
 
 
-def _reach_states(problem: Problem, budget: int) -> list[dict[SearchState, _Node]]:
-    """Return the states that a schedule within the budget can reach: in front of each unit, and behind the last."""
+def _reach_search_states(problem: Problem, budget: int) -> list[dict[SearchState, _Node]]:
+    """Return the search states that can be reached within the budget: in front of each unit, and behind the last."""
     longest = problem.max_invert_run
     used_later = [frozenset(problem.pair_after)]  # for each unit, from the last: the states that it or a later one refers to
     for unit in reversed(problem.units):
@@ -121,7 +121,7 @@ def _end_partial(need: int, room: int) -> _Partials:
 
 
 def _extend_partials(node: _Node, following: dict[SearchState, _Partials], budget: int) -> _Partials:
-    """Return the partial solutions of a node, given those of all states behind its unit."""
+    """Return the partial solutions of a node, given those of all search states behind its unit."""
     columns = [np.empty((4, 0), np.int64)]
     for i, (edge, to) in enumerate(node.edges):
         rest, kept = following[to], edge.kept_bytes
