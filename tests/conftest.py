@@ -55,3 +55,21 @@ def tokenizer(tables: Path, tmp_path: Path) -> Path:
     file = tmp_path / "tokenizer.json"
     assert train_tokenizer([tables / "train.csv"], 280, file) == (280, 1)
     return file
+
+
+@pytest.fixture
+def causal(tmp_path: Path) -> Path:
+    """The spec of a small network that may predict the next byte."""
+    file = tmp_path / "causal.yaml"
+    file.write_text("""
+name: causal
+family: test
+input: {kind: text, length: 16, vocabulary: 256}
+stem: {type: token_embed, width: 16}
+split: duplicate
+block: {coupling: additive, f: {type: shared_qk_attention, heads: 2, dropout: 0.1}, g: mlp}
+stages: [{depth: 1, width: 16}]
+fuse: {type: mean, norm: none}
+head: {type: token_linear, outputs: 256}
+""")
+    return file

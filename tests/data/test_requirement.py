@@ -11,17 +11,6 @@ from revzoo.spec.schema import ImageInput, TextInput
 
 BYTES = TextInput("text", 16, 256)
 MASKED = TextInput("text", 48, 260, 1)
-CAUSAL = """
-name: causal
-family: test
-input: {kind: text, length: 16, vocabulary: 256}
-stem: {type: token_embed, width: 16}
-split: duplicate
-block: {coupling: additive, f: {type: shared_qk_attention, heads: 2}, g: mlp}
-stages: [{depth: 1, width: 16}]
-fuse: {type: mean, norm: none}
-head: {type: token_linear, outputs: 256}
-"""
 LATER = "stages=[{depth: 1, width: 64}, {depth: 1, width: 64, f: {type: self_attention, heads: 2}}]"
 
 
@@ -39,12 +28,11 @@ def test_inputs_of_the_other_kind(story, options, refusal):
 
 
 @pytest.fixture
-def outputs(tmp_path, story, options):
+def outputs(causal, story, options):
     """Return a function from a model and a data set to the number of outputs that the data set requires."""
-    (tmp_path / "causal.yaml").write_text(CAUSAL)
 
     def require(model, name, *overrides):
-        source = tmp_path / "causal.yaml" if model == "causal" else model
+        source = causal if model == "causal" else model
         spec = revzoo.load_spec(source, overrides)
         root = story if name == "characters" else None
         return required_outputs(spec, load_data(options(name, root), spec.input, 0), name)

@@ -1,9 +1,13 @@
-"""A recipe that trains in a second."""
+"""A recipe that trains in a second, and the comparison of runs."""
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 
 from revzoo.training import loop
 from revzoo.training.options import Recipe
@@ -12,6 +16,7 @@ from revzoo.training.recipe import load_recipe
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
 # Four batches an epoch.
 FAST = ["data.batch_size=320", "train.epochs=2", "schedule.warmup_epochs=1", f"model.overrides=[{SMALL}]"]
+_MEASURED = {"seconds", "images_per_second", "texts_per_second", "memory_bytes"}  # different in every run
 _SHOWN = {name: getattr(loop, name) for name in ("tabulate_memory", "draw_curves")}
 
 
@@ -39,13 +44,38 @@ def shown(monkeypatch) -> None:
         monkeypatch.setattr(loop, name, function)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fast() -> list[str]:
     """Overrides that make any recipe for digits small."""
     return list(FAST)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def recipe() -> Callable[..., Recipe]:
     """Return the digits recipe, made small, with further overrides."""
     return lambda *overrides: load_recipe("digits", [*FAST, *overrides])
+
+
+def _read_records(folder: Path) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in _MEASURED} for line in lines]
+
+
+def _assert_same_run(one: Path, other: Path) -> None:
+    assert _read_records(one) == _read_records(other)
+    for name in ("last.safetensors", "best.safetensors"):
+        left, right = load_file(one / name), load_file(other / name)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.fixture
+def read_records() -> Callable[[Path], list[dict]]:
+    """Return a function that reads the metrics of a run, without times and memory."""
+    return _read_records
+
+
+@pytest.fixture
+def assert_same_run() -> Callable[[Path, Path], None]:
+    """Return a function that asserts that two runs have the same metrics and weights, bit for bit."""
+    return _assert_same_run

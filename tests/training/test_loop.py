@@ -1,7 +1,6 @@
 """The training loop: what it learns and writes, and settings that must not change the result."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,26 +10,13 @@ from safetensors.torch import load_file
 import revzoo
 from revzoo.training.loop import DivergedError, train
 
-MEASURED = {"seconds", "images_per_second", "memory_bytes"}  # different in every run
+MEASURED = {"seconds", "images_per_second", "memory_bytes"}
 
 images = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves closing them to Python
 
 
-def read_records(folder: Path) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert read_records(one) == read_records(other)
-    for name in ("last.safetensors", "best.safetensors"):
-        left, right = load_file(one / name), load_file(other / name)
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[key], right[key]) for key in left)
-
-
 @images
-def test_overfits_eight_samples(recipe, image_folder, tmp_path):
+def test_overfits_eight_samples(recipe, image_folder, tmp_path, read_records):
     data = [f"data.root={image_folder}", "data.name=folder", "data.batch_size=8", "data.shift=0"]
     still = ["data.augment={hflip: 0, color_jitter: null, scale: [1, 1], ratio: [1, 1], crop_pct: 1.0}", "ema=null"]
     long = ["schedule.sched=constant", "train.epochs=30", "train.label_smoothing=0.0", "model.overrides=[stages.0.depth=1]"]
@@ -40,7 +26,7 @@ def test_overfits_eight_samples(recipe, image_folder, tmp_path):
     assert revzoo.load_spec(tmp_path / "run").head.arguments["outputs"] == 2
 
 
-def test_run_folder(recipe, tmp_path, shown, capsys):
+def test_run_folder(recipe, tmp_path, shown, capsys, read_records):
     summary = train(recipe(), tmp_path / "run")
     out = capsys.readouterr().out
     assert out.count("activations at the peak") == out.count("epoch 1/2 ") == out.count("epoch 2/2 ") == 1
@@ -69,7 +55,7 @@ def test_run_folder(recipe, tmp_path, shown, capsys):
     assert first["images_per_second"] == pytest.approx(4 * 320 / first["seconds"])
 
 
-def test_same_loss_in_every_mode(recipe, tmp_path):
+def test_same_loss_in_every_mode(recipe, tmp_path, assert_same_run):
     mixed = "[selective,invert,recompute,store,invert,selective,recompute]"  # stem, four steps, fuse, head
     modes = ["store", "invert", "recompute", mixed]
     for mode in modes:
@@ -81,13 +67,13 @@ def test_same_loss_in_every_mode(recipe, tmp_path):
 
 
 @pytest.mark.slow  # tests/data compare the batches themselves
-def test_loader_processes_change_nothing(recipe, tmp_path):
+def test_loader_processes_change_nothing(recipe, tmp_path, assert_same_run):
     for workers in (0, 2):
         train(recipe(f"data.num_workers={workers}", "train.epochs=1"), tmp_path / str(workers))
     assert_same_run(tmp_path / "0", tmp_path / "2")
 
 
-def test_accumulation_is_a_larger_batch(recipe, tmp_path):
+def test_accumulation_is_a_larger_batch(recipe, tmp_path, read_records):
     """Four batches of 320 in one update are one of 1280, but for the order in which gradients are added."""
     model = "model.overrides=[stem.width=8,stages.0.width=8,stages.0.depth=1,block.f.heads=2]"  # nothing random
     plain = ["train.epochs=1", model, "optimizer.opt=sgd", "ema=null", "train.clip_grad=null"]
@@ -99,7 +85,7 @@ def test_accumulation_is_a_larger_batch(recipe, tmp_path):
         torch.testing.assert_close(parts[key], whole[key], rtol=0, atol=1e-6)
 
 
-def test_bf16(recipe, tmp_path):
+def test_bf16(recipe, tmp_path, read_records):
     train(recipe("train.mixed_precision=bf16", "train.epochs=1"), tmp_path / "run")
     assert read_records(tmp_path / "run")[0]["train_loss"] < 3
     assert {tensor.dtype for tensor in load_file(tmp_path / "run" / "last.safetensors").values()} == {torch.float32}

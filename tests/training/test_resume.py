@@ -1,6 +1,5 @@
 """Stopped, killed and damaged runs: each resumes to the end of an uninterrupted one, or says what is wrong."""
 
-import json
 import os
 import shutil
 import signal
@@ -25,68 +24,49 @@ from revzoo.training.run_folder import RunFolder
 from revzoo.training.setup import build_run
 
 ROOT = Path(__file__).parents[2]
-MEASURED = {"seconds", "images_per_second", "memory_bytes"}  # different in every run
-SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
-FAST = ["data.batch_size=320", "schedule.warmup_epochs=1", f"model.overrides=[{SMALL}]"]
 # Everything that draws random numbers, two updates an epoch.
-RANDOM = [*FAST, "mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.accumulate=2", "train.epochs=3"]
+RANDOM = ["mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.accumulate=2", "train.epochs=3"]
 
 
 class Killed(BaseException):
     """What nothing catches, as if the process had been killed."""
 
 
-def read_records(folder: Path) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert read_records(one) == read_records(other)
-    for name in ("last.safetensors", "best.safetensors"):
-        left, right = load_file(one / name), load_file(other / name)
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[key], right[key]) for key in left)
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def whole(tmp_path_factory, recipe) -> Path:
     """A run that was never interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    train(load_recipe("digits", RANDOM), folder)
+    train(recipe(*RANDOM), folder)
     return folder
 
 
 @pytest.mark.parametrize("updates", [1, 2, 3])  # in the first epoch, at its very end, in the second
-def test_an_interrupted_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch, updates):
+def test_an_interrupted_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch, updates, recipe, assert_same_run):
     """The folder has the name of a recipe, which must not be mistaken for it."""
     monkeypatch.chdir(tmp_path)
     signals = iter([0] * (updates - 1) + [signal.SIGTERM])
     with monkeypatch.context() as patch:
         patch.setattr(StopSignal, "poll", lambda self: next(signals))
         with pytest.raises(Interrupted, match="revzoo train --resume digits") as caught:
-            train(load_recipe("digits", RANDOM), Path("digits"))
+            train(recipe(*RANDOM), Path("digits"))
     assert caught.value.signum == signal.SIGTERM
     assert Path("digits/metrics.jsonl").is_file() == (updates > 2)
     resume(Path("digits"))
     assert_same_run(whole, tmp_path / "digits")
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "call", "epochs_written"),
-    [
-        (StopSignal, "poll", 4, 1),  # after the second update of the second epoch
-        (
-            loop,
-            "save_state",
-            3,
-            2,
-        ),  # after the metrics of the second epoch; the first call is before the first epoch
-        (RunFolder, "publish_state", 3, 2),  # after everything of the state has been written
-    ],
-)
-def test_a_killed_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch, owner, name, call, epochs_written):
-    """Killed in the second epoch: the newest state is that of the first, whatever was written since."""
+# What is called when the process dies, in which call, and how many epochs are in the metrics by then.
+KILLS = {
+    "within the second epoch": (StopSignal, "poll", 4, 1),
+    "after its metrics": (loop, "save_state", 3, 2),  # the first call is before the first epoch
+    "after its state, not yet renamed": (RunFolder, "publish_state", 3, 2),
+}
+
+
+@pytest.mark.parametrize("when", KILLS)
+def test_a_killed_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch, when, recipe, assert_same_run):
+    """The newest state is that of the first epoch, whatever was written since."""
+    owner, name, call, epochs_written = KILLS[when]
     original, calls = getattr(owner, name), count(1)
 
     def kill(*arguments):
@@ -97,9 +77,9 @@ def test_a_killed_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch, owne
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, kill)
         with pytest.raises(Killed):
-            train(load_recipe("digits", RANDOM), tmp_path / "run")
+            train(recipe(*RANDOM), tmp_path / "run")
     assert [path.name for path in (tmp_path / "run" / "state").glob("0*")] == ["00001-0000000"]
-    assert len(read_records(tmp_path / "run")) == epochs_written
+    assert len(RunFolder(tmp_path / "run").read_records()) == epochs_written
     resume(tmp_path / "run")
     assert_same_run(whole, tmp_path / "run")
 
@@ -116,7 +96,7 @@ def test_a_real_signal_is_recorded_once(signum):
 
 
 @pytest.mark.slow
-def test_killed_processes_go_on_to_the_same_end(fast, tmp_path, monkeypatch):
+def test_killed_processes_go_on_to_the_same_end(fast, tmp_path, monkeypatch, read_records, assert_same_run):
     """Ctrl-C, then SIGKILL after resuming, then to the end, with the command line and real signals."""
     long = [*fast, *RANDOM, "train.epochs=12"]
     train(load_recipe("digits", long), tmp_path / "whole")
@@ -149,10 +129,10 @@ def test_killed_processes_go_on_to_the_same_end(fast, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
+def finished(tmp_path_factory, recipe) -> Path:
     """A run of one epoch; tests change copies of it."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    train(load_recipe("digits", [*FAST, "train.epochs=1"]), folder)
+    train(recipe("train.epochs=1"), folder)
     return folder
 
 
@@ -161,7 +141,7 @@ def copied(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def test_a_finished_run_stays_as_it_is(copied, capsys):
+def test_a_finished_run_stays_as_it_is(copied, capsys, read_records):
     before = read_records(copied)
     assert str(resume(copied)) in capsys.readouterr().out
     assert read_records(copied) == before
@@ -245,7 +225,7 @@ def test_a_whole_state_is_loaded(finished, copied):
     assert len(run.optimizer.state_dict()["state"]) > 0
 
 
-def test_the_state_before_a_damaged_one(copied):
+def test_the_state_before_a_damaged_one(copied, read_records):
     newest = copied / "state" / "00002-0000000"
     newest.mkdir()
     with pytest.raises(CheckpointError, match=f"Delete {newest} to resume from the state before it"):
@@ -260,7 +240,7 @@ def test_the_state_before_a_damaged_one(copied):
     assert [record["epoch"] for record in read_records(copied)] == [1]
 
 
-def test_a_full_disk(recipe, tmp_path, monkeypatch):
+def test_a_full_disk(recipe, tmp_path, monkeypatch, read_records):
     publish_state = RunFolder.publish_state
 
     def publish(self, written, progress):

@@ -1,8 +1,5 @@
 """Training on texts: runs, their evaluation, and the heads that data require."""
 
-import json
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -17,22 +14,11 @@ from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import resume, train
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
+from revzoo.training.run_folder import RunFolder
 from revzoo.training.setup import Loss
 
-CAUSAL = """
-name: causal
-family: test
-input: {kind: text, length: 16, vocabulary: 256}
-stem: {type: token_embed, width: 16}
-split: duplicate
-block: {coupling: additive, f: {type: shared_qk_attention, heads: 2, dropout: 0.1}, g: mlp}
-stages: [{depth: 1, width: 16}]
-fuse: {type: mean, norm: none}
-head: {type: token_linear, outputs: 256}
-"""
 SMALL = "stem.width=16,block.f.heads=2,stages.0.width=16,stages.0.depth=1"
 FAST = ["train.epochs=2", "train.accumulate=2", "schedule.warmup_epochs=0"]
-MEASURED = {"seconds", "texts_per_second", "memory_bytes"}
 
 
 @pytest.mark.parametrize("name", ["masked_lm", "text_classification"])
@@ -62,22 +48,25 @@ def test_a_batch_of_different_lengths_is_each_text_alone(name, tables, tokenizer
     assert checked
 
 
-def recipe(kind, tmp_path, story, tables, tokenizer):
-    """Return overrides of a shipped recipe that make it small, on little data."""
-    if kind == "characters":
-        (tmp_path / "causal.yaml").write_text(CAUSAL)
-        model = [f"model.name={tmp_path}/causal.yaml", "model.overrides=[]"]
-        return load_recipe("text_reformer", [*FAST, *model, f"data.root={story}", "data.batch_size=8"])
-    name = "text_roberta" if kind == "masked_lm" else "text_bert"
-    model = [f"model.overrides=[{SMALL},input.length=48,input.vocabulary=280,input.padding=1]"]
-    data = [f"data.root={tables}", f"data.text.tokenizer={tokenizer}", "data.batch_size=4"]
-    return load_recipe(name, [*FAST, *model, *data])
+@pytest.fixture
+def small_recipe(causal, story, tables, tokenizer):
+    """Return a function that makes a shipped recipe small, on little data."""
+
+    def make(kind, *overrides):
+        if kind == "characters":
+            model = [f"model.name={causal}", "model.overrides=[]"]
+            return load_recipe("text_reformer", [*FAST, *model, f"data.root={story}", "data.batch_size=8", *overrides])
+        name = "text_roberta" if kind == "masked_lm" else "text_bert"
+        model = [f"model.overrides=[{SMALL},input.length=48,input.vocabulary=280,input.padding=1]"]
+        data = [f"data.root={tables}", f"data.text.tokenizer={tokenizer}", "data.batch_size=4"]
+        return load_recipe(name, [*FAST, *model, *data, *overrides])
+
+    return make
 
 
 @pytest.mark.parametrize("kind", ["characters", "masked_lm", "text_classification"])
-def test_a_run_is_resumed_and_evaluated(kind, tmp_path, story, tables, tokenizer, monkeypatch, capsys):
-    options = recipe(kind, tmp_path, story, tables, tokenizer)
-    capsys.readouterr()
+def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, monkeypatch, capsys, assert_same_run):
+    options = small_recipe(kind)
     train(options, tmp_path / "whole")
     out, err = capsys.readouterr()
     assert (" bits per " in out) == (kind != "text_classification")
@@ -90,31 +79,21 @@ def test_a_run_is_resumed_and_evaluated(kind, tmp_path, story, tables, tokenizer
             train(options, tmp_path / "cut")
     monkeypatch.chdir("/")
     resume(tmp_path / "cut")
-    whole, cut = (
-        [
-            {key: value for key, value in json.loads(line).items() if key not in MEASURED}
-            for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
-        ]
-        for run in ("whole", "cut")
-    )
-    assert whole == cut
-    assert len(whole) == 2
-    left, right = (files.read_tensors(tmp_path / run / "last.safetensors") for run in ("whole", "cut"))
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[key], right[key]) for key in left)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    *_, record = records = RunFolder(tmp_path / "cut").read_records()
+    assert len(records) == 2
     scores = evaluate_checkpoint(tmp_path / "cut" / "last.safetensors", ["data.batch_size=3"])
-    assert scores.loss == pytest.approx(whole[-1]["loss"], rel=1e-5)
+    assert scores.loss == pytest.approx(record["loss"], rel=1e-5)
     assert (scores.top1, scores.label_noun) == (
-        pytest.approx(whole[-1]["top1"]),
+        pytest.approx(record["top1"]),
         {"characters": "bytes", "masked_lm": "tokens"}.get(kind, "texts"),
     )
     spec = revzoo.load_spec(tmp_path / "cut")
     assert spec.head.arguments.get("outputs") == {"characters": 256, "masked_lm": None, "text_classification": 2}[kind]
 
 
-def test_a_run_is_not_evaluated_on_other_classes(tmp_path, story, tables, tokenizer):
-    options = recipe("text_classification", tmp_path, story, tables, tokenizer)
-    train(replace(options, train=replace(options.train, epochs=1)), tmp_path / "run")
+def test_a_run_is_not_evaluated_on_other_classes(tmp_path, tables, small_recipe):
+    train(small_recipe("text_classification", "train.epochs=1"), tmp_path / "run")
     other = tables / "other.csv"
     other.write_text("text,label\n" + "a cat,cow\na dog,pig\n" * 10)
     with pytest.raises(InputError, match=r"trained on these 2 classes: cat, dog\. Received: data of 2 classes: cow, pig\."):
@@ -135,12 +114,11 @@ def test_recipes_need_no_files(name):
     assert ids.max() < spec.input.vocabulary
 
 
-def test_models_that_do_not_fit_are_refused_before_there_is_a_folder(tmp_path, story):
-    (tmp_path / "causal.yaml").write_text(CAUSAL)
-    causal = [f"model.name={tmp_path}/causal.yaml", "model.overrides=[]", f"data.root={story}", "data.batch_size=8"]
+def test_models_that_do_not_fit_are_refused_before_there_is_a_folder(tmp_path, causal, story):
+    model = [f"model.name={causal}", "model.overrides=[]", f"data.root={story}", "data.batch_size=8"]
     for name, overrides, message in (
         ("text_roberta", ["data.name=text_classification"], "needs a model that predicts one class for a text"),
-        ("text_reformer", [*causal, "model.num_outputs=255"], "model.num_outputs: found 255; allowed: at least 256, the vocab"),
+        ("text_reformer", [*model, "model.num_outputs=255"], "model.num_outputs: found 255; allowed: at least 256, the vocab"),
         ("text_roberta", ["model.num_outputs=300"], "scores the 260 ids of its vocabulary. Received: 300 outputs."),
     ):
         with pytest.raises(RevzooError, match=message):
@@ -148,13 +126,8 @@ def test_models_that_do_not_fit_are_refused_before_there_is_a_folder(tmp_path, s
     assert not (tmp_path / "run").exists()
 
 
-def test_too_few_outputs_for_the_vocabulary(tmp_path, story):
-    (tmp_path / "causal.yaml").write_text(CAUSAL)
-    model = [f"model.name={tmp_path}/causal.yaml", "model.overrides=[]"]
-    train(
-        load_recipe("text_reformer", [*FAST, *model, f"data.root={story}", "data.batch_size=8", "train.epochs=1"]),
-        tmp_path / "run",
-    )
+def test_too_few_outputs_for_the_vocabulary(tmp_path, small_recipe):
+    train(small_recipe("characters", "train.epochs=1"), tmp_path / "run")
     model = revzoo.create(tmp_path / "run", num_outputs=200)
     facts = files.read_metadata(tmp_path / "run" / "best.safetensors")
     files.save_weights(model, model.spec, tmp_path / "few.safetensors", {"revzoo.recipe": facts["revzoo.recipe"]})
