@@ -60,7 +60,16 @@ def _count_added_product(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___
 
 
 def _count_convolution(
-    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *_: Any, out_val: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    *_: Any,
+    out_val: Tensor,
+    **__: Any,
 ) -> int:
     return _count_convolution_of(x, weight, out_val, transposed)
 
