@@ -140,7 +140,7 @@ def test_a_budget_far_above_does_not_flatten_the_picture(budget, drawn, tmp_path
 
 
 def test_names_do_not_overlap_in_any_picture(tmp_path, figures):
-    for steps in (4, 30, 100):
+    for steps in (8, 100):
         plot_plan(plan_of(steps), tmp_path / "plan.png", FRONT, OTHERS)
         figure = figures[-1]
         renderer = FigureCanvasAgg(figure).get_renderer()

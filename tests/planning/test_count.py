@@ -53,21 +53,22 @@ def test_every_family_has_what_random_schedules_take(number, family, schedules):
     assert surplus in (0, x.numel() if family.spec.family in TEXTS else 0)
 
 
-def test_runs_of_inverted_steps_of_every_length(tiny):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_runs_of_inverted_steps_of_every_length(every, tiny):
     x = tiny.example_input(2)
     steps = product(
         ("store", "invert", "recompute", "selective"), ("store", "invert"), ("recompute", "invert"), ("store", "invert")
     )
     drawn = [["store", *modes, "store", "recompute"] for modes in steps]
     assert len(drawn) == 32
-    agrees(tiny, x, count(tiny, x), drawn)
+    agrees(tiny, x, count(tiny, x), drawn[::every])
 
 
 def test_evaluation_mode_and_a_frozen_stem(schedules):
     model = revzoo.create("revnet_digits", overrides=["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"]).eval()
     model.stem.requires_grad_(False)
     x = model.example_input(2)
-    agrees(model, x, count(model, x), schedules(model, 4))
+    agrees(model, x, count(model, x), schedules(model, 3))
 
 
 def test_exact_arithmetic(tiny, schedules):
@@ -87,7 +88,7 @@ def test_autocast(tiny, schedules):
 def test_dropout_and_drop_path(schedules):
     model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2", "block.drop_path.max=0.2"])
     x = model.example_input(2)
-    agrees(model, x, count(model, x), schedules(model, 4))
+    agrees(model, x, count(model, x), schedules(model, 3))
 
 
 def test_ids_with_a_mask(schedules):
@@ -132,7 +133,7 @@ def test_chains_of_any_coupling_and_an_odd_number_of_steps(coupling, schedules):
     chain = ReversibleChain(tokens(5), coupling)
     x = tuple(torch.randn(2, 4, 9, 16).unbind())
     problem = count(chain, x)
-    for modes in schedules(chain, 8):
+    for modes in schedules(chain, 5):
         bytes_ = measured(chain, x, modes)[0]
         phases = list_phase_peaks(problem, modes)
         # At the loss, a chain's outputs count as alive, though the measured step has let them go by then.
@@ -145,7 +146,7 @@ def test_a_chain_that_begins_with_an_inverted_step_is_never_above_what_is_predic
     chain = ReversibleChain(tokens(4))
     x = tuple(torch.randn(2, 4, 9, 16).unbind())
     problem, stream = count(chain, x), 4 * 9 * 16 * 4
-    for modes in schedules(chain, 8):
+    for modes in schedules(chain, 5):
         modes = ["invert", *modes[1:]]
         # A run of one step has the batch at hand, which a longer one rebuilds.
         surplus = peak(problem, modes) - measured(chain, x, modes)[0]
@@ -156,7 +157,7 @@ def test_streams_of_unequal_width(schedules):
     steps = [nn.Sequential(nn.Linear(a, 24), nn.GELU(), nn.Linear(24, b)) for a, b in [(10, 6), (6, 10)] * 2]
     chain = ReversibleChain(steps)
     x = torch.randn(4, 5, 6), torch.randn(4, 5, 10)
-    agrees(chain, x, count(chain, x), [["recompute", *modes[1:]] for modes in schedules(chain, 8)])
+    agrees(chain, x, count(chain, x), [["recompute", *modes[1:]] for modes in schedules(chain, 5)])
 
 
 def test_bijections_between_steps(schedules):
@@ -166,7 +167,7 @@ def test_bijections_between_steps(schedules):
     chain = ReversibleChain([unit(2), unit(2), SpaceToDepth(), unit(8), SpaceToDepth(), unit(32), unit(32)])
     x = tuple(torch.randn(2, 2, 2, 8, 8).unbind())
     assert len(list_units(chain)) == 5
-    agrees(chain, x, count(chain, x), [["recompute", *modes[1:]] for modes in schedules(chain, 8)])
+    agrees(chain, x, count(chain, x), [["recompute", *modes[1:]] for modes in schedules(chain, 5)])
 
 
 def test_a_product_whose_input_is_all_that_it_keeps():
@@ -223,11 +224,11 @@ def test_compiled_steps_are_refused():
 def test_kept_bits_belong_to_the_step_that_keeps_them(schedules):
     """A byte an element for every inverted step but the first of a run; the 4 bytes of the grid's magnitude are not counted."""
     bits = "block.coupling={type: momentum, gain: 1.0, kept_bits: 8}"
-    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=3", bits], device="meta")
-    x = model.example_input(64)
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=3", bits])
+    x = model.example_input(8)
     problem = count(model, x)
     kept = {unit.name: {o.mode: o.kept_bytes for o in unit.options} for unit in problem.units}
-    elements = 64 * 16 * 64
+    elements = 8 * 16 * 64
     assert all(kept[name]["invert"] == elements for name in list(kept)[2:-3])
     assert problem.units[1].first.kept_bytes == 0
     for modes in schedules(model, 2):
