@@ -262,10 +262,14 @@ def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch
 
 def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:
     options = recipe.schedule
-    optional: dict[str, Any] = {"decay_epochs": options.decay_epochs, "decay_rate": options.decay_rate}
+    decay = {"decay_epochs": options.decay_epochs, "decay_rate": options.decay_rate}
+    name = options.sched
+    if name == "constant":  # which timm has since 1.0.30, and makes of the same steps
+        name, decay = "step", {"decay_epochs": 1, "decay_rate": 1.0}
+    arguments: dict[str, Any] = {key: value for key, value in decay.items() if value is not None}
     scheduler, _ = create_scheduler_v2(
         optimizer,
-        options.sched,
+        name,
         num_epochs=recipe.train.epochs,
         warmup_epochs=options.warmup_epochs,
         warmup_lr=options.warmup_lr,
@@ -273,7 +277,7 @@ def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_pe
         decay_milestones=list(options.decay_milestones),
         step_on_epochs=False,
         updates_per_epoch=updates_per_epoch,
-        **{name: value for name, value in optional.items() if value is not None},
+        **arguments,
     )
     return scheduler
 
