@@ -1,6 +1,7 @@
 """Write a file completely or not at all."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,5 +20,6 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         write(partial)
         partial.replace(path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # what the caller has to know is why writing failed
+            partial.unlink()
         raise

@@ -33,7 +33,8 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
         ConversionError: `convert` of this version did not write the folder, or the weights belong to another network.
         CheckpointError: the weights cannot be read.
     """
-    folder, out = Path(folder), _check_output(out, folder)
+    folder = Path(folder)
+    out = _check_output(out, folder)
     report = folder / "report.json"
     try:
         rows = _read_rows(report)

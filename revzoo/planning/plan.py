@@ -84,6 +84,8 @@ class Plan:
         """
         try:
             fields = json.loads(Path(path).read_text())
+            if "schedule" in fields and fields.keys() != cls.__dataclass_fields__.keys():
+                raise ValueError("its fields are those of another version of revzoo")
             fields |= {key: tuple(fields[key]) for key in ("units", "schedule", "notes")}
             fields["phase_peaks"] = tuple(PhasePeak(**phase) for phase in fields["phase_peaks"])
             fields["setting"] = Setting(**{**fields["setting"], "batch": tuple(fields["setting"]["batch"])})

@@ -88,11 +88,13 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
             inverts everything; "static" is what that step keeps from forward to backward, and such plans may exceed the budget.
     Raises:
         InputError: no such budget.
-        UnknownNameError: no such solver.
+        UnknownNameError: no such solver or baseline.
         BudgetError: nothing fits; names the smallest budget that would.
     Source: the knapsack is problem 6 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al.
         2020).
     """
+    if baseline not in get_args(Baseline):
+        raise UnknownNameError("baseline of the knapsack", baseline, get_args(Baseline))
     problem = profile.problem
     device = profile.setting.device.split()[0]
     limit = budget_bytes(budget, device, profile.model_bytes)
@@ -101,7 +103,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
         modes = ["store"] * len(problem.units) if stored_peak <= limit else solve_timeline(problem, limit)
     elif solver == "knapsack":
         modes = solve_knapsack(problem, limit, baseline)
-        if modes is not None and problem.max_invert_run is not None and _longest_run(modes) > problem.max_invert_run:
+        if modes is not None and problem.max_invert_run is not None and _longest_inverted_run(modes) > problem.max_invert_run:
             raise BudgetError(
                 f"The knapsack inverts more than {problem.max_invert_run} steps in a row, which would lose too much precision. "
                 "Try solver='timeline', or a larger budget."
@@ -166,7 +168,7 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
             ) from error
 
 
-def _longest_run(modes: Sequence[str]) -> int:
+def _longest_inverted_run(modes: Sequence[str]) -> int:
     return max((len(list(run)) for mode, run in groupby(modes) if mode == "invert"), default=0)
 
 

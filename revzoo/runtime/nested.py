@@ -1,7 +1,7 @@
 """The tensors in nested collections: batches, outputs of models, arguments of operations.
 
 PyTorch's pytrees know lists, tuples, dictionaries, named tuples and whatever registered itself. A batch may also be a mapping
-that is not registered, such as the BatchEncoding of Hugging Face's tokenizers, or any iterable.
+that is not registered, such as the BatchEncoding of Hugging Face's tokenizers, or any iterable. NumPy arrays hold no tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield leaf
         elif isinstance(leaf, Mapping):
             yield from tensors_in(leaf.values())
-        elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes):
+        elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes) and not hasattr(leaf, "__array__"):
             for item in leaf:
                 yield from tensors_in(item)
 

@@ -46,7 +46,7 @@ def change_file(file, change):
 @pytest.mark.parametrize("coupling", ["momentum", "dual_residual", "additive"])
 def test_every_coupling_has_the_same_tensors(vit, coupling, tmp_path):
     report = revzoo.convert(vit, coupling=coupling, out=tmp_path / "rev")
-    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    revzoo.export(str(tmp_path / "rev"), str(tmp_path / "back.safetensors"))
     back = load_file(tmp_path / "back.safetensors")
     assert all(torch.equal(back[key], tensor) for key, tensor in vit.state_dict().items())
     first, *others = report.comparisons

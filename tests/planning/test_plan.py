@@ -142,6 +142,15 @@ def test_what_is_no_plan_is_named(content, tmp_path):
         Plan.load(tmp_path / "plan.json")
 
 
+def test_a_plan_of_another_version_is_named(middle, tmp_path):
+    middle.save(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text((tmp_path / "plan.json").read_text().replace("min_peak_bytes", "least_bytes"))
+    with pytest.raises(
+        PlanError, match=r"not a saved plan \(its fields are those of another version of revzoo\)"
+    ):
+        Plan.load(tmp_path / "plan.json")
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(PlanError, match=r"nowhere\.json is not a saved plan \(.*No such file"):
         Plan.load(tmp_path / "nowhere.json")
@@ -199,6 +208,8 @@ def test_the_additive_model_refers_to_the_exact_one(profile):
         revzoo.solve(profile, 1000, "knapsack")
     with pytest.raises(UnknownNameError, match=r"Unknown solver 'timelin'\. Did you mean 'timeline'\?"):
         revzoo.solve(profile, "8GiB", "timelin")
+    with pytest.raises(UnknownNameError, match=r"Unknown baseline of the knapsack 'peek'\. Did you mean 'peak'\?"):
+        revzoo.solve(profile, "8GiB", "knapsack", baseline="peek")
 
 
 def predict_too_little(profile: Profile, missing: int) -> Profile:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, UserDict, namedtuple
 
+import numpy as np
 import torch
 from torch.utils._pytree import register_dataclass
 
@@ -23,6 +24,7 @@ def test_tensors_in_any_nesting_come_in_order():
     assert [id(t) for t in tensors_in({"b": a, "a": [b, {"c": (c, None, 3)}], "d": "text"})] == [id(a), id(b), id(c)]
     assert [id(t) for t in tensors_in(Point(Encoding(x=a, y=[b]), Pixels([c])))] == [id(a), id(b), id(c)]
     assert list(tensors_in(None)) == []
+    assert [id(t) for t in tensors_in([np.array(2.0), np.zeros(3), a])] == [id(a)]
 
 
 def test_tensors_in_iterables():
