@@ -50,7 +50,7 @@ REGISTERED = [(kind, name) for kind in REGISTRIES for name in getattr(registry, 
 
 
 def modules():
-    return [importlib.import_module(found.name) for found in pkgutil.walk_packages(revzoo.__path__, "revzoo.")]
+    return [importlib.import_module(module.name) for module in pkgutil.walk_packages(revzoo.__path__, "revzoo.")]
 
 
 def defined(module):
@@ -70,8 +70,8 @@ def members(owner: type):
 
 def sections(text: str) -> dict[str, str]:
     """Return the body of every Google section of a docstring."""
-    found = re.split(r"^(Shapes|Args|Raises|Cost|Source|Example|Yields|Returns): ?", inspect.cleandoc(text), flags=re.M)
-    return dict(zip(found[1::2], found[2::2], strict=True))
+    parts = re.split(r"^(Shapes|Args|Raises|Cost|Source|Example|Yields|Returns): ?", inspect.cleandoc(text), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def signature(function) -> str:
@@ -102,11 +102,11 @@ def test_an_unknown_public_name_is_refused_with_the_known_ones():
 
 
 def test_everything_public_says_what_it_is():
-    found = [row for module in modules() for row in defined(module)]
+    documented = [row for module in modules() for row in defined(module)]
     public = [getattr(revzoo, name) for name in PINNED] + [getattr(revzoo.runtime, name) for name in revzoo.runtime.__all__]
-    found += [row for value in public if inspect.isclass(value) for row in members(value)]
-    assert len(found) > 130
-    assert [name for name, value in found if not inspect.getdoc(value)] == []
+    documented += [row for value in public if inspect.isclass(value) for row in members(value)]
+    assert len(documented) > 130
+    assert [name for name, value in documented if not inspect.getdoc(value)] == []
     assert [module.__name__ for module in modules() if not module.__doc__] == []
 
 

@@ -37,7 +37,7 @@ class Fence(NamedTuple):
 
 
 def fences(path: Path) -> list[Fence]:
-    return [Fence(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), flags=re.M | re.S)]
+    return [Fence(*match) for match in re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), flags=re.M | re.S)]
 
 
 def commands(body: str) -> list[str]:
