@@ -6,7 +6,9 @@ from typing import Any
 
 from revzoo.display.figures.base import byte_ticks, draw_heading, label_bytes, new_figure, save, simplify_axes
 from revzoo.display.figures.batch import CURVES
-from revzoo.display.style import BROWN, INK, MODE_COLORS, PALE, PURPLE
+from revzoo.display.style import INK, MODE_COLORS, PALE
+
+_PURPLE, _BROWN = "#8b6bb1", "#b0764a"  # further curves
 
 
 def plot_front(
@@ -24,7 +26,7 @@ def plot_front(
     figure = new_figure(8.2, 5.4)
     axes = figure.add_axes((0.115, 0.25, 0.85, 0.59))
     draw_heading(figure, title, ["further down and to the left is better"])
-    looks = zip("DvPXh<>pd8", [MODE_COLORS["recompute"], MODE_COLORS["selective"], PURPLE, BROWN, PALE] * 2, strict=True)
+    looks = zip("DvPXh<>pd8", [MODE_COLORS["recompute"], MODE_COLORS["selective"], _PURPLE, _BROWN, PALE] * 2, strict=True)
     known = {label: (marker, color) for label, color, marker in CURVES.values()}
     for label, values in series.items():
         points = sorted(values)

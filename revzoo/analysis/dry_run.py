@@ -82,7 +82,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 def linear_loss(outputs: Any) -> Tensor:
     """Return the sum of all outputs that require a gradient. It saves no tensor for backward.
 
-    The gradient of `y.sum()` is one scalar expanded to the shape of y. Here it is a tensor with memory of its own, as behind
+    The gradient of `y.sum()` is one scalar expanded to the shape of y. Here it is a tensor with memory of its own, as after
     a real loss: its bytes are counted, and no kernel has to copy an expanded scalar first.
 
     Raises:

@@ -104,8 +104,8 @@ def run_and_measure(
 ) -> tuple[MemoryReport, dict[str, int]]:
     """Run a forward and backward inside `isolated`; return the report, and the bytes that each unit keeps for backward.
 
-    Every tensor counts for the unit that was called last when it was created: additions behind a unit count for it, and so
-    do the final streams of a run of inverted steps. What is created before the first unit counts for the first.
+    A tensor is attributed to the last unit called before it was created: additions after a unit to that unit, and so are the
+    final streams of a run of inverted steps. What is created before the first unit is attributed to the first.
 
     Args:
         model: the module to run.

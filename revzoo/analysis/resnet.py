@@ -14,9 +14,9 @@ class ResNetLayout(NamedTuple):
     """The hyperparameters of one ResNet.
 
     Args:
-        depths: number of residual units in each stage.
+        depths: number of residual blocks in each stage.
         widths: channels of the stem, then of each stage.
-        layout: layout of the convolutions in a unit.
+        layout: layout of the convolutions in a block.
         shrinks: whether the stem downsamples images by 4, as for ImageNet.
     """
 
@@ -41,7 +41,7 @@ class ResNet(nn.Module):
 
     Shapes: (B, C, H, W) -> (B, outputs).
     Args:
-        layout: depths, widths and units.
+        layout: depths, widths and layout of the blocks.
         channels: C.
         size: H and W, divisible by 4, or by 32 if the stem shrinks.
         outputs: number of classes.
@@ -54,24 +54,24 @@ class ResNet(nn.Module):
         context = BuildContext(Shape(channels, size, "image"), channels)
         large = layout.shrinks
         self.stem = ConvStem(context, width=width, kernel=7 if large else 3, stride=2 if large else 1, pool=large)
-        self.units = nn.ModuleList()
+        self.blocks = nn.ModuleList()
         for stage, (depth, out_width) in enumerate(zip(layout.depths, widths, strict=True)):
             for index in range(depth):
                 stride = 2 if stage > 0 and index == 0 else 1
-                self.units.append(_Unit(width, out_width, stride, layout.layout, preactivate=len(self.units) > 0))
+                self.blocks.append(_Block(width, out_width, stride, layout.layout, preactivate=len(self.blocks) > 0))
                 width = out_width
         self.norm = build_batch_norm(width, momentum=0.01)
         self.linear = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for unit in self.units:
-            x = unit(x)
+        for block in self.blocks:
+            x = block(x)
         logits: Tensor = self.linear(self.norm(x).mean((2, 3)))
         return logits
 
 
-class _Unit(nn.Module):
+class _Block(nn.Module):
     def __init__(self, width: int, out_width: int, stride: int, layout: UnitLayout, preactivate: bool):
         super().__init__()
         self.f = build_preactivated_unit(width, out_width, layout=layout, stride=stride, preactivate=preactivate)

@@ -41,7 +41,7 @@ _LIMITS = {
     torch.bfloat16: _HALF,
 }
 # The error of a gradient is relative to its norm, or to this share of a typical gradient of the model (root mean square) if
-# that is larger: the true gradient of a bias in front of a softmax or a BatchNorm is 0, and what is computed is rounding.
+# that is larger: the true gradient of a bias before a softmax or a BatchNorm is 0, and what is computed is rounding.
 _SHARE = 1e-2
 
 

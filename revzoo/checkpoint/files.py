@@ -90,7 +90,7 @@ def load_weights(model: nn.Module, spec: Spec, path: str | Path) -> None:
 
 
 def _compare_tensors(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return what keeps the tensors of a file from being loaded into a model's own, by kind of problem."""
+    """Return why a file's tensors cannot be loaded, by kind of problem."""
     common = [key for key in own if key in tensors]
     return {
         "missing": [key for key in own if key not in tensors],

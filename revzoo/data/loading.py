@@ -32,8 +32,9 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     else:
         train, test = load_images(options, input, seed)
     if processes and (most := len(train) // processes) < options.batch_size:
+        places = f" in each of {processes} processes" if processes > 1 else ""
         raise DataError(
-            f"The {len(train)} training {example_noun(train)} are not a batch for each of {processes} processes. Received: "
+            f"The {len(train)} training {example_noun(train)} are too few for one batch{places}. Received: "
             f"data.batch_size={options.batch_size}. Use {f'data.batch_size={most} or less' if most else 'fewer processes'}."
         )
     return Data(train, test, options, seed)

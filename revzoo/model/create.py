@@ -53,7 +53,7 @@ def create(
     if pretrained and checkpoint is not None:
         raise CheckpointError("Weights come from one place. Received: pretrained=True and checkpoint. Leave one of them out.")
     if isinstance(overrides, str):
-        raise InputError(f"overrides is a list of texts. Received: {overrides!r}. Use overrides=[{overrides!r}].")
+        raise InputError(f"overrides is a list of strings. Received: {overrides!r}. Use overrides=[{overrides!r}].")
     if dtype is not None and dtype not in _DTYPES:
         raise InputError(f"dtype is one of {', '.join(map(str, _DTYPES))}. Received: {dtype!r}. Use dtype=torch.float32.")
     if num_outputs is not None:

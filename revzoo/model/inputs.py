@@ -48,7 +48,7 @@ def make_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, parameter: T
             "Another size is set with overrides=['input.size=[H,W]']."
         )
     if attention_mask is not None:
-        raise InputError(f"{spec.name} takes images, which have no attention mask. Received: one.")
+        raise InputError(f"{spec.name} takes images, which have no attention mask. Received: an attention mask. Leave it out.")
     return None
 
 

@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks of one width and, in front of them, the transition that changes width or size: a node or a bijection."""
+    """Blocks of one width and, before them, the transition that changes width or size: a node or a bijection."""
 
     def __init__(self, transition: nn.Module | None, blocks: Sequence[Block]):
         super().__init__()

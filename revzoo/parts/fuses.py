@@ -85,7 +85,8 @@ class Mean(NormedFuse):
 class Last(NormedFuse):
     """Keep only x2, the newer stream, and normalise.
 
-    For couplings that begin as an ordinary network: x2 is that network's only stream.
+    With `momentum` and `dual_residual`, a converted network starts as the original: x2 is the original's activation, x1 an
+    earlier one.
 
     Shapes: x1, x2 -> one tensor of the same shape.
     Args:
@@ -102,6 +103,6 @@ def _build_norm(shape: Shape, name: FuseNorm, momentum: float) -> nn.Module:
     if name == "none":
         return nn.Identity()
     if shape.kind != ("image" if name == "batch_norm" else "tokens"):
-        allowed = "batch_norm or none behind images, layer_norm, layer_norm_1e-5 or none behind tokens"
+        allowed = "batch_norm or none for images, layer_norm, layer_norm_1e-5 or none for tokens"
         raise PartArgumentError("norm", name, allowed)
     return build_batch_norm(shape.width, momentum) if name == "batch_norm" else build_token_norm(name, shape.width)

@@ -66,7 +66,10 @@ class LiveBytes(TorchDispatchMode):
         return sum(change for storage, change in self.log[:at] if storage not in without)
 
     def alive_by_birth(self, times: Sequence[int], without: Collection[int], at: int) -> list[int]:
-        """Return the bytes alive at a time, one sum for each of `times`: of the storages that appeared from it to the next."""
+        """Return the bytes alive at `at`, by time of creation.
+
+        Entry i is the sum over the storages created between times[i] and times[i+1], the last one over all created later.
+        """
         born: dict[int, int] = {}
         sums = [0] * (len(times) + 1)
         for i, (storage, change) in enumerate(self.log[:at]):

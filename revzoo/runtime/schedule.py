@@ -34,7 +34,7 @@ def check_schedule(modes: Sequence[str] | str, names: Sequence[str], allowed: Se
         raise ScheduleError(f"A schedule is a mode ({', '.join(allowed)}) or a list of modes. Received: {modes!r}.")
     modes = [modes] * len(names) if isinstance(modes, str) else list(modes)
     if len(modes) != len(names):
-        raise ScheduleError(f"A schedule needs one mode for each of {len(names)} entries. Received: {len(modes)}.")
+        raise ScheduleError(f"A schedule needs one mode for each of {len(names)} units. Received: {len(modes)}.")
     for mode, name in zip(modes, names, strict=True):
         if mode not in allowed:
             raise ScheduleError(

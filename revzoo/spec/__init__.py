@@ -7,17 +7,17 @@ from revzoo.spec.loading import load_spec
 from revzoo.spec.names import data_root, list_models, list_recipes, recipe_file, spec_file
 from revzoo.spec.parsing import Part, parse, to_plain
 from revzoo.spec.schema import DropPathSpec, ImageInput, Input, Spec, StageSpec, TextInput
-from revzoo.spec.tree import Node, apply_overrides, load_tree, merge
+from revzoo.spec.tree import YamlNode, apply_overrides, load_tree, merge
 
 __all__ = [
     "DropPathSpec",
     "ImageInput",
     "Input",
-    "Node",
     "Part",
     "Spec",
     "StageSpec",
     "TextInput",
+    "YamlNode",
     "apply_overrides",
     "data_root",
     "list_models",

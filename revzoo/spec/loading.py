@@ -9,7 +9,7 @@ from revzoo.errors import SpecError, SpecProblem, UnknownNameError
 from revzoo.spec.names import model_files
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
-from revzoo.spec.tree import Node, apply_overrides, load_tree, merge
+from revzoo.spec.tree import YamlNode, apply_overrides, load_tree, merge
 
 
 def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
@@ -42,17 +42,17 @@ def parse_spec(mapping: Mapping[str, Any], file: str) -> Spec:
     Raises:
         SpecError: the spec has problems; all of them are listed.
     """
-    return _check(Node.from_plain(mapping, file), [], file)
+    return _check(YamlNode.from_plain(mapping, file), [], file)
 
 
-def _check(tree: Node, problems: Sequence[SpecProblem], file: str) -> Spec:
+def _check(tree: YamlNode, problems: Sequence[SpecProblem], file: str) -> Spec:
     spec, more = parse(Spec, _fill_stages(tree))
     if spec is None or problems:
         raise SpecError([*problems, *more])
     return replace(spec, file=file)
 
 
-def _fill_stages(tree: Node) -> Node:
+def _fill_stages(tree: YamlNode) -> YamlNode:
     """Give every stage its complete `f` and `g`: the block's, with the stage's own merged over them.
 
     A tree without a usable `block` or `stages` is returned as it is; `parse` reports what is wrong with it.
@@ -66,11 +66,11 @@ def _fill_stages(tree: Node) -> Node:
     return replace(tree, value=tree.value | {"stages": replace(stages, value=filled)})
 
 
-def _fill_stage(shared: dict[str, Node], stage: Node) -> Node:
+def _fill_stage(shared: dict[str, YamlNode], stage: YamlNode) -> YamlNode:
     branches = {k: merge(_expand_name(node), _expand_name(stage.value.get(k, node))) for k, node in shared.items()}
     return replace(stage, value=stage.value | branches)
 
 
-def _expand_name(part: Node) -> Node:
+def _expand_name(part: YamlNode) -> YamlNode:
     """Write a bare NAME as {type: NAME}, so that another mapping can be merged over it."""
     return replace(part, value={"type": part}) if isinstance(part.value, str) else part

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from revzoo.bounds import Bound
 from revzoo.errors import SpecProblem, did_you_mean, listing, nearest
 from revzoo.registry import Registry
-from revzoo.spec.tree import BOOLEAN_HINT, Node, join
+from revzoo.spec.tree import BOOLEAN_HINT, YamlNode, join
 
 T = TypeVar("T")
 NOT_WRITTEN = {"written": False}  # metadata of a dataclass field that the program sets and YAML must not
@@ -46,7 +46,7 @@ class _Member:
     required: bool
 
 
-def parse(cls: type[T], tree: Node, path: str = "") -> tuple[T | None, list[SpecProblem]]:
+def parse(cls: type[T], tree: YamlNode, path: str = "") -> tuple[T | None, list[SpecProblem]]:
     """Read a tree as an instance of a dataclass, and collect every problem in it.
 
     Fields may be annotated with int (true and false are not integers), float (integers are allowed), bool, str, Literal,
@@ -87,7 +87,7 @@ def has_type(value: object, annotation: Any) -> bool:
 def check_value(value: object, annotation: Any) -> str | None:
     """Return None if a plain value fits an annotation, else a description of what the annotation allows."""
     problems: list[SpecProblem] = []
-    _read(Node.from_plain(value, ""), annotation, "", problems)
+    _read(YamlNode.from_plain(value, ""), annotation, "", problems)
     return problems[0].allowed if problems else None
 
 
@@ -109,7 +109,7 @@ def describe(annotation: Any) -> str:
     return _TYPE_NAMES.get(annotation) or f"a mapping with the keys {_keys(_members(annotation))}"
 
 
-def _read(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
+def _read(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
     """Return the node's value converted to the annotated type; if it has problems, add them and return any value."""
     origin, marks = get_origin(annotation), get_args(annotation)
     if origin is Annotated and marks[0] is Part:
@@ -132,7 +132,7 @@ def _read(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -
     return None
 
 
-def _read_bounded(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
+def _read_bounded(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
     inner, *marks = get_args(annotation)
     own: list[SpecProblem] = []
     value = _read(node, inner, path, own)
@@ -142,7 +142,7 @@ def _read_bounded(node: Node, annotation: Any, path: str, problems: list[SpecPro
     return value
 
 
-def _read_union(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
+def _read_union(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
     members = [member for member in get_args(annotation) if member is not NoneType]
     if node.value is None and NoneType in get_args(annotation):
         return None
@@ -161,7 +161,7 @@ def _read_union(node: Node, annotation: Any, path: str, problems: list[SpecProbl
     return None
 
 
-def _read_tagged(node: Node, members: list[Any], path: str, problems: list[SpecProblem]) -> Any:
+def _read_tagged(node: YamlNode, members: list[Any], path: str, problems: list[SpecProblem]) -> Any:
     """Read one of several dataclasses, chosen by the value of its key `kind`."""
     kinds = {get_args(_members(member)["kind"].annotation)[0]: member for member in members}
     if not isinstance(node.value, dict):
@@ -178,7 +178,7 @@ def _read_tagged(node: Node, members: list[Any], path: str, problems: list[SpecP
     return _read(replace(node, value=node.value | {"kind": kind}), kinds[kind.value], path, problems)
 
 
-def _read_tuple(node: Node, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
+def _read_tuple(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
     types: tuple[Any, ...] = get_args(annotation)
     items = node.value
     if isinstance(items, list) and types[-1] is Ellipsis:
@@ -189,13 +189,13 @@ def _read_tuple(node: Node, annotation: Any, path: str, problems: list[SpecProbl
     return tuple(_read(items[i], item_type, join(path, i), problems) for i, item_type in enumerate(types))
 
 
-def _read_mapping(node: Node, cls: Any, path: str, problems: list[SpecProblem]) -> Any:
+def _read_mapping(node: YamlNode, cls: Any, path: str, problems: list[SpecProblem]) -> Any:
     before = len(problems)
     values = _read_members(node, node.value, _members(cls), path, problems)
     return cls(**values) if len(problems) == before else None
 
 
-def _read_part(node: Node, registry: Registry, template: bool, path: str, problems: list[SpecProblem]) -> Any:
+def _read_part(node: YamlNode, registry: Registry, template: bool, path: str, problems: list[SpecProblem]) -> Any:
     names = list(registry)
     arguments = dict(node.value) if isinstance(node.value, dict) else {"type": node}
     name = arguments.pop("type", node.missing("type"))
@@ -214,7 +214,7 @@ def _read_part(node: Node, registry: Registry, template: bool, path: str, proble
 
 
 def _read_members(
-    node: Node, written: Mapping[Any, Node], members: Mapping[str, _Member], path: str, problems: list[SpecProblem]
+    node: YamlNode, written: Mapping[Any, YamlNode], members: Mapping[str, _Member], path: str, problems: list[SpecProblem]
 ) -> dict[str, Any]:
     """Read a mapping key by key, and report all unknown keys, missing keys and wrong values."""
     for key, item in written.items():

@@ -120,7 +120,7 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Consecutive blocks of one width, and the transition in front of them.
+    """Consecutive blocks of one width, and the transition before them.
 
     Args:
         depth: number of blocks.

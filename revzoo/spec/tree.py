@@ -1,6 +1,6 @@
 """YAML files as trees that remember where every value was written.
 
-A `Node` keeps its file and path through inheritance and overrides. So a problem in the merged tree is reported with the
+A `YamlNode` keeps its file and path through inheritance and overrides. So a problem in the merged tree is reported with the
 file and key (or the override) that has to be changed.
 """
 
@@ -25,7 +25,7 @@ BOOLEAN_HINT = " YAML reads a bare yes, no, on or off as true or false: quote it
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """A YAML value, with the place where it was written.
 
     Args:
@@ -39,7 +39,7 @@ class Node:
     path: str = ""
 
     @classmethod
-    def from_plain(cls, plain: Any, file: str, path: str = "") -> "Node":
+    def from_plain(cls, plain: Any, file: str, path: str = "") -> "YamlNode":
         """Turn plain dicts, lists and scalars into a tree, as if written in `file` under `path`."""
         if isinstance(plain, Mapping):
             return cls({key: cls.from_plain(item, file, join(path, key)) for key, item in plain.items()}, file, path)
@@ -53,9 +53,9 @@ class Node:
             return {key: item.to_plain() for key, item in self.value.items()}
         return [item.to_plain() for item in self.value] if isinstance(self.value, list) else self.value
 
-    def missing(self, key: str) -> "Node":
+    def missing(self, key: str) -> "YamlNode":
         """Return a node that stands for a key that is absent from this mapping."""
-        return Node(MISSING, self.file, join(self.path, key))
+        return YamlNode(MISSING, self.file, join(self.path, key))
 
     def problem(self, allowed: str, received: str = "", hint: str = "") -> SpecProblem:
         """Return a problem located at this node.
@@ -84,7 +84,7 @@ def join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def merge(base: Node, over: Node) -> Node:
+def merge(base: YamlNode, over: YamlNode) -> YamlNode:
     """Merge two trees: mappings key by key; of anything else, `over` replaces `base`.
 
     A mapping with another `type` than that of `base` replaces it as a whole, because another part has other arguments.
@@ -94,10 +94,10 @@ def merge(base: Node, over: Node) -> Node:
     if "type" in over.value and over.value["type"].to_plain() != base.value.get("type", base.missing("type")).to_plain():
         return over
     merged = {key: merge(base.value[key], item) if key in base.value else item for key, item in over.value.items()}
-    return Node(base.value | merged, over.file, over.path)
+    return YamlNode(base.value | merged, over.file, over.path)
 
 
-def load_tree(path: Path, known: Mapping[str, Path]) -> Node:
+def load_tree(path: Path, known: Mapping[str, Path]) -> YamlNode:
     """Read a YAML file, merged over the files that it inherits from through its `base` key.
 
     Nothing in a file is evaluated: `${...}` stays text.
@@ -120,7 +120,7 @@ def load_tree(path: Path, known: Mapping[str, Path]) -> Node:
     return reduce(merge, reversed(layers))
 
 
-def _find_base(base: Node, folder: Path, known: Mapping[str, Path]) -> Path:
+def _find_base(base: YamlNode, folder: Path, known: Mapping[str, Path]) -> Path:
     name = base.value
     if isinstance(name, str) and name.endswith(".yaml"):
         path = folder / name
@@ -134,7 +134,7 @@ def _find_base(base: Node, folder: Path, known: Mapping[str, Path]) -> Path:
     return path
 
 
-def _read_yaml(path: Path) -> Node:
+def _read_yaml(path: Path) -> YamlNode:
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.MarkedYAMLError as error:
@@ -147,10 +147,10 @@ def _read_yaml(path: Path) -> Node:
     if not isinstance(values, dict) or not values:
         received = "a list" if isinstance(values, list) else "an empty file"
         raise SpecError([SpecProblem(str(path), TOP, received, "a mapping from keys to values")])
-    return Node.from_plain(values, str(path))
+    return YamlNode.from_plain(values, str(path))
 
 
-def apply_overrides(tree: Node, overrides: Iterable[str]) -> tuple[Node, list[SpecProblem]]:
+def apply_overrides(tree: YamlNode, overrides: Iterable[str]) -> tuple[YamlNode, list[SpecProblem]]:
     """Return a tree with some values replaced, each given as `PATH=VALUE`.
 
     A path is `stages.0.depth` or `stages[0].depth`, and a value is YAML. A key that the schema does not have is added like any
@@ -168,7 +168,7 @@ def apply_overrides(tree: Node, overrides: Iterable[str]) -> tuple[Node, list[Sp
     return tree, problems
 
 
-def _read_override(override: str) -> Node:
+def _read_override(override: str) -> YamlNode:
     match = _OVERRIDE.fullmatch(override)
     if match is None:
         allowed = "a dotted path, '=' and a YAML value, such as stages.0.depth=6"
@@ -178,17 +178,17 @@ def _read_override(override: str) -> Node:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={match[2]}"]))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise SpecError([SpecProblem("override", path, repr(match[2]), "a YAML value")]) from error
-    return Node.from_plain(values["value"], "override", path)
+    return YamlNode.from_plain(values["value"], "override", path)
 
 
-def _apply(base: Node, value: Node, depth: int = 0) -> Node:
+def _apply(base: YamlNode, value: YamlNode, depth: int = 0) -> YamlNode:
     """Merge a value into a tree at the value's own path; `base` is the subtree at the first `depth` keys of that path."""
     keys = value.path.split(".")
     if depth == len(keys):
         return merge(base, value)
     key, here = keys[depth], ".".join(keys[:depth])
     if base.value is None or base.value is MISSING:
-        base = Node({}, "override", here)
+        base = YamlNode({}, "override", here)
     items = base.value
     if isinstance(items, dict):
         return replace(base, value=items | {key: _apply(items.get(key, base.missing(key)), value, depth + 1)})

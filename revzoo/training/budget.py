@@ -21,11 +21,11 @@ from revzoo.data.random import seeded
 from revzoo.errors import PlanError
 from revzoo.file import write_atomically
 from revzoo.format import format_bytes
-from revzoo.planning.budget import budget_bytes
+from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Plan
 from revzoo.planning.planner import profile_and_plan
 from revzoo.planning.profiling.count import count_peak
-from revzoo.planning.profiling.profile import held_bytes
+from revzoo.planning.profiling.profile import count_model_bytes
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.training.setup import Run
 
@@ -88,7 +88,7 @@ def _plan_or_error(run: Run) -> Plan | Exception:
 def _make_plan(run: Run) -> Plan:
     options, device, step = run.recipe.memory, run.accelerator.device, _Step(run)
     assert options.budget is not None
-    limit = budget_bytes(options.budget, device, step.present_bytes)
+    limit = parse_budget(options.budget, device, step.present_bytes)
     with step.accumulated_gradients():
         _, plan = profile_and_plan(
             run.model,
@@ -127,7 +127,7 @@ def _list_changes(run: Run, plan: Plan) -> Iterator[str]:
     """Yield, in words, each difference between what the plan was made for and what the recipe asks for now."""
     options, step = run.recipe.memory, _Step(run)
     assert options.budget is not None
-    limit = plan.budget_bytes if options.budget == "auto" else budget_bytes(options.budget, run.accelerator.device)
+    limit = plan.budget_bytes if options.budget == "auto" else parse_budget(options.budget, run.accelerator.device)
     if limit != plan.budget_bytes:
         yield f"a budget of {format_bytes(plan.budget_bytes)} and not {format_bytes(limit)}"
     if options.solver != plan.solver:
@@ -160,7 +160,7 @@ class _Step:
         self.batch, self._targets = self.batch.to(device), targets.to(device)
         gradients = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
         self._accumulates = recipe.train.accumulate > 1
-        averaged = 0 if run.ema is None else held_bytes(run.ema.module)
+        averaged = 0 if run.ema is None else count_model_bytes(run.ema.module)
         buckets = gradients if run.accelerator.num_processes > 1 else 0
         ahead = self.batch.nbytes + labels.nbytes if device.type == "cpu" else 0
         soft = 0 if targets is labels else targets.nbytes
@@ -168,7 +168,7 @@ class _Step:
         batch_norm_bytes = sum(norm.num_features for norm in norms) * _MISSED_BYTES
         self.other_bytes = averaged + buckets + ahead + labels.nbytes + soft + batch_norm_bytes + _SCALAR_BYTES
         state = count_optimizer_bytes(run.model, run.optimizer) if run.optimizer.state else 0
-        self.present_bytes = held_bytes(run.model) + averaged + buckets + state  # on the device already
+        self.present_bytes = count_model_bytes(run.model) + averaged + buckets + state  # on the device already
         with run.accelerator.autocast():
             self.setting: Setting = read_setting(run.model, self.batch)
 

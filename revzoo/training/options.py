@@ -22,7 +22,7 @@ from revzoo.bounds import (
 )
 from revzoo.data.options import DataOptions
 from revzoo.errors import InputError
-from revzoo.planning.budget import budget_bytes
+from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Solver
 from revzoo.runtime.schedule import Mode
 from revzoo.spec.parsing import NOT_WRITTEN, to_plain
@@ -30,7 +30,7 @@ from revzoo.spec.parsing import NOT_WRITTEN, to_plain
 
 def _is_budget(size: int | float | str) -> bool:
     try:
-        budget_bytes(size, "cpu")
+        parse_budget(size, "cpu")
     except InputError:
         return False
     return True

@@ -8,7 +8,7 @@ from pathlib import Path
 from revzoo.errors import SpecError
 from revzoo.spec.names import model_files, recipe_file, recipe_files
 from revzoo.spec.parsing import parse
-from revzoo.spec.tree import Node, apply_overrides, load_tree
+from revzoo.spec.tree import YamlNode, apply_overrides, load_tree
 from revzoo.training.options import Recipe
 from revzoo.training.recipe_check import find_contradictions
 
@@ -45,7 +45,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return replace(recipe, data=replace(data, root=_make_absolute(data.root), text=text), file=str(path))
 
 
-def _expand_model_name(tree: Node) -> Node:
+def _expand_model_name(tree: YamlNode) -> YamlNode:
     """Replace `model: NAME` by the mapping `model: {name: NAME}`."""
     model = tree.value.get("model") if isinstance(tree.value, dict) else None
     if model is None or not isinstance(model.value, str):

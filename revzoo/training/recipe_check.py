@@ -7,7 +7,7 @@ from typing import Any
 
 from revzoo.data.options import TEXTS
 from revzoo.errors import SpecProblem, did_you_mean, listing
-from revzoo.spec.tree import MISSING, Node, apply_overrides
+from revzoo.spec.tree import MISSING, YamlNode, apply_overrides
 from revzoo.training.options import Recipe
 
 # Options of `data` that a data set does not read; the data sets of images that are not listed read all but `shift` and `text`.
@@ -54,7 +54,7 @@ def find_ineffective_settings(recipe: Recipe) -> list[str]:
     return lines
 
 
-def find_contradictions(tree: Node) -> Iterator[SpecProblem]:
+def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problems of values that are each of the right type but do not go together, or that only timm knows."""
     from timm.optim import get_optimizer_info, list_optimizers
 
@@ -109,7 +109,7 @@ def find_contradictions(tree: Node) -> Iterator[SpecProblem]:
 
 
 def _sets_outputs(overrides: list[Any]) -> bool:
-    spec, _ = apply_overrides(Node({}, ""), [item for item in overrides if isinstance(item, str)])
+    spec, _ = apply_overrides(YamlNode({}, ""), [item for item in overrides if isinstance(item, str)])
     return _value(spec, "head.outputs") is not None
 
 
@@ -123,13 +123,13 @@ def _is_policy(name: str) -> bool:
     return True
 
 
-def _node(tree: Node, path: str) -> Node:
+def _node(tree: YamlNode, path: str) -> YamlNode:
     """Return the node at a dotted path, or a node for the missing value if there is none."""
     for key in path.split("."):
         tree = (tree.value if isinstance(tree.value, dict) else {}).get(key) or tree.missing(key)
     return tree
 
 
-def _value(tree: Node, path: str) -> Any:
+def _value(tree: YamlNode, path: str) -> Any:
     value = _node(tree, path).to_plain()
     return None if value is MISSING else value

@@ -239,7 +239,9 @@ def _freeze(model: Model, recipe: Recipe) -> None:
             )
         model.get_submodule(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
-        raise SpecError([SpecProblem(recipe.file, "train.freeze", str(list(recipe.train.freeze)), "parts, not everything")])
+        raise SpecError(
+            [SpecProblem(recipe.file, "train.freeze", str(list(recipe.train.freeze)), "some parts of the model, not all")]
+        )
 
 
 def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:

@@ -99,13 +99,13 @@ def test_resnet_is_the_formula():
     model = ResNet(RESNETS["resnet_32"]._replace(depths=(1, 2, 1)), 3, (8, 8), 5)
     x = torch.randn(2, 3, 8, 8)
     expected = model.stem(x)
-    for unit_, stride in zip(model.units, (1, 2, 1, 2), strict=True):
+    for block, stride in zip(model.blocks, (1, 2, 1, 2), strict=True):
         short = expected
         if stride == 2:
             short = F.avg_pool2d(short, 2)
             zeros = torch.zeros(2, short.shape[1] // 2, *short.shape[2:])
             short = torch.cat((zeros, short, zeros), 1)
-        expected = short + unit(expected, unit_.f.parameters(), (3, 3), stride, preactivate=unit_ is not model.units[0])
+        expected = short + unit(expected, block.f.parameters(), (3, 3), stride, preactivate=block is not model.blocks[0])
     norm = model.norm
     pooled = F.relu(F.batch_norm(expected, None, None, norm.weight, norm.bias, True, eps=1e-3)).mean((2, 3))
     torch.testing.assert_close(model(x), model.linear(pooled))

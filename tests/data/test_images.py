@@ -181,7 +181,7 @@ def test_refusals_of_folders(tmp_path, image_folder):
 
 def test_refusals_of_other_data(image_folder):
     assert refusal(digits(batch_size=1000), processes=2) == (
-        "The 1442 training images are not a batch for each of 2 processes. Received: data.batch_size=1000. "
+        "The 1442 training images are too few for one batch in each of 2 processes. Received: data.batch_size=1000. "
         "Use data.batch_size=721 or less."
     )
     assert refusal(digits(), COLOUR).startswith("Digits are images of 1 channel and 8x8 pixels. Received: a model for 3")

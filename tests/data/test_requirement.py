@@ -22,8 +22,7 @@ def test_inputs_of_the_other_kind(story, options, refusal):
         "data.name=masked_lm is text. Received: a model for images. Use data.name=digits or folder, or a model for text such "
     )
     assert refusal(options("characters", story, batch_size=99), BYTES) == (
-        "The 57 training texts are not a batch for each of 1 processes. Received: data.batch_size=99. Use data.batch_size=57 "
-        "or less."
+        "The 57 training texts are too few for one batch. Received: data.batch_size=99. Use data.batch_size=57 or less."
     )
 
 

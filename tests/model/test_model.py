@@ -124,7 +124,7 @@ def test_units_and_schedule():
         ScheduleError, match=r"Unknown mode for stem\. Received: 'invert'\..* Allowed: store, selective, recompute\."
     ):
         model.schedule = ["invert"] * len(model.units)
-    with pytest.raises(ScheduleError, match="one mode for each of 14 entries. Received: 2"):
+    with pytest.raises(ScheduleError, match="one mode for each of 14 units. Received: 2"):
         model.schedule = ["store", "store"]
     with pytest.raises(ScheduleError, match="Did you mean 'store'"):
         model.schedule = "stored"

@@ -76,7 +76,7 @@ def test_conv_stem_is_the_formula():
     [
         (lambda: ConvBranch(TOKENS), "type", "a stem that gives images"),
         (lambda: ConvBranch(BuildContext(Shape(6, (2, 2), "image"), 6), layout="bottleneck"), "layout", "divisible by 4"),
-        (lambda: ConvStem(IMAGE, width=8, kernel=4), "kernel", "odd numbers"),
+        (lambda: ConvStem(IMAGE, width=8, kernel=4), "kernel", "an odd number"),
         (lambda: ConvStem(IMAGE, width=8, stride=4), "stride", r"sides \(6, 4\) divisible by stride\."),
         (lambda: ConvStem(IMAGE, width=8, stride=2, pool=True), "stride", r"sides \(6, 4\) divisible by stride times 2"),
         (lambda: ResidualPair(IMAGE, stride=4), "stride", "a divisor of both sides of the 6x4 image"),

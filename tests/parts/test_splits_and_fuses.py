@@ -62,9 +62,9 @@ def test_split_and_fuse_are_each_others_inverse():
     ("make", "argument", "message"),
     [
         (lambda: ChannelSplit(BuildContext(Shape(3, (2, 2), "image"), 3)), "type", "an even number .* the stem gives 3"),
-        (lambda: Concat(TOKENS, norm="batch_norm"), "norm", "batch_norm or none behind images"),
-        (lambda: Mean(IMAGE), "norm", "batch_norm or none behind images"),
-        (lambda: Last(IMAGE, norm="layer_norm_1e-5"), "norm", "batch_norm or none behind images"),
+        (lambda: Concat(TOKENS, norm="batch_norm"), "norm", "batch_norm or none for images"),
+        (lambda: Mean(IMAGE), "norm", "batch_norm or none for images"),
+        (lambda: Last(IMAGE, norm="layer_norm_1e-5"), "norm", "batch_norm or none for images"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(make, argument, message):

@@ -209,7 +209,7 @@ def test_gradients_equal_stored_ones(fuse):
             "fuse_ratio",
             "a hidden channel of the width 12",
         ),
-        (lambda: Concat(on_grid(8, 8, kind="image"), norm="layer_norm_1e-5"), "norm", "batch_norm or none behind images"),
+        (lambda: Concat(on_grid(8, 8, kind="image"), norm="layer_norm_1e-5"), "norm", "batch_norm or none for images"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(make, argument, message):

@@ -391,7 +391,7 @@ def test_refusals_say_what_to_type():
     with pytest.raises(InputError, match="One coupling for each of 2 steps is needed. Received: 1"):
         ReversibleChain([nn.Identity()] * 2, coupling=[Coupling(0, 1, 1)])
     chain = ReversibleChain([nn.Identity()] * 2)
-    with pytest.raises(ScheduleError, match="one mode for each of 2 entries. Received: 3"):
+    with pytest.raises(ScheduleError, match="one mode for each of 2 units. Received: 3"):
         chain.schedule = ["store"] * 3
     with pytest.raises(ScheduleError, match=r"Unknown mode for steps\.1. Received: 'inverse'. Did you mean 'invert'\?"):
         chain.schedule = ["store", "inverse"]

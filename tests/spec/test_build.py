@@ -109,8 +109,7 @@ def test_parts_that_do_not_fit_are_all_named():
             f"stages.{i}.f.type: found 'attention'; allowed: a stem that gives tokens, for example patch_embed"
             for i in range(3)
         ),
-        "fuse.norm: found 'layer_norm'; allowed: batch_norm or none behind images, "
-        "layer_norm, layer_norm_1e-5 or none behind tokens",
+        "fuse.norm: found 'layer_norm'; allowed: batch_norm or none for images, layer_norm, layer_norm_1e-5 or none for tokens",
     ]
 
 

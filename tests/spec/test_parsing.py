@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import pytest
 
 from revzoo.bounds import Bound, PositiveInt
-from revzoo.spec import Node, apply_overrides, parse, to_plain
+from revzoo.spec import YamlNode, apply_overrides, parse, to_plain
 from revzoo.spec.parsing import NOT_WRITTEN, describe
 
 
@@ -37,7 +37,7 @@ def read(annotation, value):
     class One:
         value: annotation
 
-    one, problems = parse(One, Node.from_plain({"value": value}, "one.yaml"))
+    one, problems = parse(One, YamlNode.from_plain({"value": value}, "one.yaml"))
     if one is not None:
         assert not problems
         return one.value
@@ -118,17 +118,17 @@ def test_union_is_described_with_null_first():
 
 def test_nested_dataclasses():
     tree = {"steps": 3, "many": [{"rate": 1}, {}], "maybe": {"betas": [0, 1]}, "notes": [{"text": "x"}]}
-    outer, problems = parse(Outer, Node.from_plain(tree, "outer.yaml"))
+    outer, problems = parse(Outer, YamlNode.from_plain(tree, "outer.yaml"))
 
     assert problems == []
     assert outer == Outer(3, Inner(), Inner(betas=(0.0, 1.0)), (Inner(1.0), Inner()), ({"text": "x"},))
-    assert parse(Outer, Node.from_plain(to_plain(outer), "again.yaml")) == (outer, [])
+    assert parse(Outer, YamlNode.from_plain(to_plain(outer), "again.yaml")) == (outer, [])
     assert "folder" not in to_plain(outer)
 
 
 def test_every_problem_has_its_path():
     tree = {"inner": {"rat": 1}, "maybe": {"betas": ["x", 0]}, "many": [{}, {"rate": "x"}], "notes": [3], "folder": "x"}
-    outer, problems = parse(Outer, Node.from_plain(tree, "outer.yaml"))
+    outer, problems = parse(Outer, YamlNode.from_plain(tree, "outer.yaml"))
 
     assert outer is None
     assert [str(problem).removeprefix("outer.yaml: ") for problem in problems] == [
@@ -142,12 +142,12 @@ def test_every_problem_has_its_path():
 
 
 def test_long_values_are_shortened():
-    _, problems = parse(Outer, Node.from_plain({"steps": list(range(100))}, "outer.yaml"))
+    _, problems = parse(Outer, YamlNode.from_plain({"steps": list(range(100))}, "outer.yaml"))
     assert problems[0].received == "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16..."
 
 
 def test_overrides_leave_the_tree_as_it_was_and_open_what_is_absent():
-    tree = Node.from_plain({"steps": 3, "maybe": None, "many": [{"rate": 1}]}, "outer.yaml")
+    tree = YamlNode.from_plain({"steps": 3, "maybe": None, "many": [{"rate": 1}]}, "outer.yaml")
     new, problems = apply_overrides(tree, ["maybe.rate=0.5", "inner.betas=[1, 2]", "many[0].rate=2", "steps=4"])
 
     assert problems == []
@@ -157,5 +157,5 @@ def test_overrides_leave_the_tree_as_it_was_and_open_what_is_absent():
 
 
 def test_text_with_equals_signs_and_blanks_is_one_value():
-    new, problems = apply_overrides(Node.from_plain({}, "outer.yaml"), ["a='x=y z'", "b=", "c=x=y", 'd="no"'])
+    new, problems = apply_overrides(YamlNode.from_plain({}, "outer.yaml"), ["a='x=y z'", "b=", "c=x=y", 'd="no"'])
     assert (new.to_plain(), problems) == ({"a": "x=y z", "b": None, "c": "x=y", "d": "no"}, [])

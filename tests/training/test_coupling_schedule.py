@@ -105,7 +105,7 @@ def test_a_plan_is_made_for_the_first_coupling(folder, tmp_path, monkeypatch):
             r"coupling.beta: found a schedule; .*momentum: m, gain, residual, kept_bits",
         ),
         (["train.freeze=[steem]"], r"train.freeze: found 'steem'; allowed: parts of the model, such as stem"),
-        (["train.freeze=[stem,split,stages,fuse,head]"], "allowed: parts, not everything"),
+        (["train.freeze=[stem,split,stages,fuse,head]"], "allowed: some parts of the model, not all"),
     ],
 )
 def test_recipes_that_do_not_fit_the_model(folder, overrides, message, tmp_path):

@@ -16,7 +16,7 @@ class AttentionBranch(nn.Module):
     Shapes: (B, N, D) -> (B, N, D), D divisible by heads; mask (B, N), False at padding.
     Args:
         heads: number of attention heads.
-        norm: norm in front of the attention.
+        norm: norm before the attention.
         qkv_bias: whether queries, keys and values have a bias.
         layer_scale: whether the attention's result is multiplied by a learned factor per channel, initially 1e-5.
     Source: Rev-ViT's F (SlowFast `reversible_mvit.py`, AttentionSubBlock); q, k and v are one matrix here, as in timm.

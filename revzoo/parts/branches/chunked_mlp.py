@@ -25,7 +25,7 @@ class ChunkedMlpBranch(MlpBranch):
         ratio: hidden width divided by the width.
         chunks: number of chunks; a text of fewer tokens gets one chunk per token.
         act: activation between the two linear layers.
-        norm: norm in front of the MLP.
+        norm: norm before the MLP.
     Source: Reformer (Kitaev et al. 2020), section 3, "chunking"; lucidrains/reformer-pytorch, Chunk and FeedForward.
     """
 

@@ -17,7 +17,7 @@ class IRevNetUnit(nn.Sequential):
     """Run three pre-activated convolutions, with fewer channels in the middle.
 
     In the paper, the first unit of a stage sees x2 before psi (space_to_depth) and reaches psi's size with a stride. Here psi
-    is the transition in front of the stage. So that unit undoes psi first, and takes psi's block as its stride: the same
+    is the transition before the stage. So that unit undoes psi first, and takes psi's block as its stride: the same
     function of the same pixels.
 
     Shapes: (B, C, H, W) -> (B, C, H, W), C divisible by `bottleneck`.
@@ -25,7 +25,7 @@ class IRevNetUnit(nn.Sequential):
         kernels: sides of the three kernels [pixels], odd.
         bottleneck: C divided by the number of channels in the middle.
         preactivate_first: whether the first unit of the stage begins with BatchNorm and ReLU; that of the network does not.
-        dropout: probability of dropping a value behind the second convolution, in [0, 1).
+        dropout: probability of dropping a value after the second convolution, in [0, 1).
         momentum: momentum of BatchNorm's running statistics.
     Source: i-RevNet (Jacobsen et al. 2018); pytorch-i-revnet `models/iRevNet.py`, irevnet_block.
     """
@@ -48,14 +48,14 @@ class IRevNetUnit(nn.Sequential):
         stride = 1 if folded is None else folded.block
         middle = width // bottleneck
         widths = (width // stride**2, middle, middle, width)
+        strides = (stride, 1, 1)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if folded is not None:
             layers["unfold"] = _Unfold(stride)
         for i, kernel in enumerate(kernels):
             if i > 0 or preactivate_first or context.index > 0:
                 layers[f"norm{i + 1}"] = BatchNormAct2d(widths[i], momentum=momentum)
-            step = stride if i == 0 else 1
-            layers[f"conv{i + 1}"] = nn.Conv2d(widths[i], widths[i + 1], kernel, step, kernel // 2, bias=False)
+            layers[f"conv{i + 1}"] = nn.Conv2d(widths[i], widths[i + 1], kernel, strides[i], kernel // 2, bias=False)
             if i == 1:
                 layers["dropout"] = nn.Dropout(dropout)
         layers["drop_path"] = DropPath(context.drop_path)

@@ -22,7 +22,7 @@ class LSHAttention(SharedQKBranch):
     Each round hashes the tokens into buckets by a random rotation, sorts them by bucket and position, and cuts them into
     chunks of equal length. A chunk attends to itself and to the previous one. Rounds are weighted by their sums of
     exponentials, so a pair that meets in several rounds counts in each. A token attends to itself only where it meets no
-    other. A text that does not fill its last chunk is padded; padded and masked tokens are sorted behind all others and
+    other. A text that does not fill its last chunk is padded; padded and masked tokens are sorted after all others and
     change nothing.
 
     Rotations are drawn from torch's random stream in training. In evaluation they are fixed, so that results repeat.
@@ -45,7 +45,7 @@ class LSHAttention(SharedQKBranch):
         hashes: number of rounds of hashing.
         causal: whether tokens attend only to earlier ones.
         dropout: probability of dropping an attention weight, in [0, 1).
-        norm: norm in front of the attention.
+        norm: norm before the attention.
     Source: Reformer (Kitaev et al. 2020), section 2, without its correction N_ij for pairs that meet in several rounds, as
         is the default of lucidrains/reformer-pytorch. There, the first chunk also attends to the last one of another round,
         and the number of buckets follows each text's own length. Here the first chunk has no previous one, as in the paper,
@@ -105,7 +105,7 @@ class LSHAttention(SharedQKBranch):
         tokens = qk.shape[2]
         size = min(self.bucket, tokens)
         chunks = -(-tokens // size)
-        padding = 2 * self._half_buckets  # a bucket behind all others
+        padding = 2 * self._half_buckets  # a bucket after all others
         buckets = self._hash(qk)
         if mask is not None:
             buckets = buckets.masked_fill(~mask[:, None, None, :], padding)

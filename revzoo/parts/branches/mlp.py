@@ -17,7 +17,7 @@ class MlpBranch(nn.Module):
     Args:
         ratio: hidden width divided by the width.
         act: activation between the two linear layers.
-        norm: norm in front of the MLP.
+        norm: norm before the MLP.
         layer_scale: whether the result is multiplied by a learned factor per channel, initially 1e-5, as in DeiT III.
     Source: Rev-ViT's G (SlowFast `reversible_mvit.py`, MLPSubblock).
     """

@@ -63,7 +63,7 @@ class SharedQKAttention(SharedQKBranch):
         heads: number of attention heads.
         causal: whether tokens attend only to earlier ones.
         dropout: probability of dropping an attention weight, in [0, 1).
-        norm: norm in front of the attention.
+        norm: norm before the attention.
     Source: Reformer (Kitaev et al. 2020), section 2, "shared-QK attention"; lucidrains/reformer-pytorch, FullQKAttention.
     """
 

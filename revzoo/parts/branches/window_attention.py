@@ -30,7 +30,7 @@ class WindowBranch(nn.Module):
         heads: number of attention heads.
         window: side of a window [tokens]; divides the sides of the grid. Where a side is shorter, the window is that side.
         shift: `alternate` shifts in blocks 1, 3, ... of a stage, along sides that are longer than the window; `none` never.
-        norm: norm in front of the attention.
+        norm: norm before the attention.
         qkv_bias: whether queries, keys and values have a bias.
     Source: Swin Transformer (Liu et al. 2021), section 3.2, with timm's layers. As in timm (`swin_transformer.py`,
         SwinTransformerBlock), windows as large as the grid are not shifted; RevSwin's F shifts those too.

@@ -17,7 +17,7 @@ class MaskedLM(nn.Module):
 
     Shapes: (B, N, D) -> (B, N, vocabulary); a mask of the tokens is accepted and has no effect.
     Args:
-        act: activation behind the dense layer.
+        act: activation after the dense layer.
         eps: eps of the LayerNorm.
     Source: Transformers' RobertaLMHead, and BertLMPredictionHead, which is the same.
     """

@@ -46,11 +46,11 @@ class PooledLinear(LinearHead):
         super().__init__("linear")
         kind, width = context.shape.kind, context.shape.width
         if norm == "batch_norm" and kind != "image":
-            raise PartArgumentError("norm", norm, "none, or batch_norm behind images; tokens are normed by the fuse")
+            raise PartArgumentError("norm", norm, "none, or batch_norm for images; tokens are normed by the fuse")
         if pool == "first" and kind != "tokens":
-            raise PartArgumentError("pool", pool, "mean or max behind images")
+            raise PartArgumentError("pool", pool, "mean or max for images")
         if class_token and kind != "tokens":
-            raise PartArgumentError("class_token", class_token, "false behind images")
+            raise PartArgumentError("class_token", class_token, "false for images")
         self._dims = (2, 3) if kind == "image" else (1,)
         self._pool, self._class_token = pool, class_token and pool != "first"
         self.norm = nn.Identity() if norm == "none" else BatchNormAct2d(width, momentum=momentum)

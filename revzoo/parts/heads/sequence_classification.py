@@ -14,11 +14,11 @@ from revzoo.registry import heads
 class SequenceClassification(LinearHead):
     """Classify a text by its first token: dense layer, tanh, linear layer.
 
-    Shapes: (B, N, D) -> (B, outputs); mask (B, N), False at padding, which may be in front of a text as well as behind it.
+    Shapes: (B, N, D) -> (B, outputs); mask (B, N), False at padding, which may be before a text as well as after it.
     Args:
         outputs: number of classes.
-        dropout: probability of dropping a channel in front of the last layer, in [0, 1).
-        input_dropout: probability of dropping a channel in front of the first layer, in [0, 1). RoBERTa has it, BERT has not.
+        dropout: probability of dropping a channel before the last layer, in [0, 1).
+        input_dropout: probability of dropping a channel before the first layer, in [0, 1). RoBERTa has it, BERT has not.
     Source: Transformers' RobertaClassificationHead; BERT's pooler and classifier are `dense` and `out_proj`.
     """
 

@@ -17,7 +17,7 @@ class TextFeatures(nn.Module):
 
     Shapes: (B, N, D) -> (B, D) of a text, (B, N, D) of tokens; mask (B, N), False at padding.
     Args:
-        of: `text` returns the first token behind a dense layer and tanh; `tokens` returns all tokens unchanged.
+        of: `text` returns the first token after a dense layer and tanh; `tokens` returns all tokens unchanged.
     Source: Transformers' BertModel and RobertaModel, pooler_output (`text`) and last_hidden_state (`tokens`).
     """
 

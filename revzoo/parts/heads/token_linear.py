@@ -18,7 +18,7 @@ class TokenLinear(LinearHead):
     Shapes: (B, N, D) -> (B, N, outputs); a mask of the tokens is accepted and has no effect.
     Args:
         outputs: size of the vocabulary, or number of classes.
-        norm: norm in front of the linear layer, or `none`.
+        norm: norm before the linear layer, or `none`.
     """
 
     def __init__(

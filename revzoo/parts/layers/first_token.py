@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def select_first_token(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return (B, D) from x (B, N, D): each text's first token, skipping padding in front of it.
+    """Return (B, D) from x (B, N, D): each text's first token, skipping padding before it.
 
     Args:
         mask: (B, N), False at padding; None means that there is none.

@@ -10,6 +10,7 @@ Join = Literal["mean", "last"]
 def join_streams(x1: Tensor, x2: Tensor, how: Join) -> Tensor:
     """Return the mean of the streams, or x2, the newer one, alone.
 
-    In a coupling that begins as an ordinary network, x2 is that network's only stream and x1 an earlier state of it.
+    With `momentum` and `dual_residual`, a converted network starts as the original: x2 is the original's activation, x1 an
+    earlier one.
     """
     return x2 if how == "last" else (x1 + x2) / 2

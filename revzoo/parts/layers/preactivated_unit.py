@@ -26,12 +26,12 @@ def build_preactivated_unit(
     middle = out_width if layout == "basic" else out_width // 4
     kernels = (3, 3) if layout == "basic" else (1, 3, 1)
     widths = [width, *[middle] * (len(kernels) - 1), out_width]
+    strides = [stride, *[1] * (len(kernels) - 1)]
     unit = nn.Sequential()
     for i, kernel in enumerate(kernels):
         if i > 0 or preactivate:
             unit.add_module(f"norm{i + 1}", build_batch_norm(widths[i], momentum))
-        step = stride if i == 0 else 1
-        unit.add_module(f"conv{i + 1}", nn.Conv2d(widths[i], widths[i + 1], kernel, step, kernel // 2, bias=False))
+        unit.add_module(f"conv{i + 1}", nn.Conv2d(widths[i], widths[i + 1], kernel, strides[i], kernel // 2, bias=False))
     return unit
 
 
@@ -50,7 +50,7 @@ def build_shortcut(width: int, out_width: int, stride: int, layout: UnitLayout) 
 
 
 class _PoolAndPad(nn.Module):
-    """Average-pool by `stride`, then put `channels` channels of zeros in front of the others and as many behind them."""
+    """Average-pool by `stride`, then put `channels` channels of zeros before the others and as many after them."""
 
     def __init__(self, stride: int, channels: int):
         super().__init__()

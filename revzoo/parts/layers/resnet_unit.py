@@ -42,8 +42,8 @@ class ResNetUnit(nn.Module):
         widths = [context.shape.width, *[inside] * (len(kernels) - 1), context.width]
         self._depth = len(kernels)
         for i, kernel in enumerate(kernels):
-            step, step_groups = (stride, groups) if i == strided else (1, 1)
-            conv = nn.Conv2d(widths[i], widths[i + 1], kernel, step, kernel // 2, groups=step_groups, bias=False)
+            conv_stride, conv_groups = (stride, groups) if i == strided else (1, 1)
+            conv = nn.Conv2d(widths[i], widths[i + 1], kernel, conv_stride, kernel // 2, groups=conv_groups, bias=False)
             self.add_module(f"conv{i + 1}", conv)
             self.add_module(f"bn{i + 1}", nn.BatchNorm2d(widths[i + 1], momentum=momentum))
         self.drop_path = DropPath(context.drop_path)

@@ -37,7 +37,7 @@ class ConvStem(nn.Module):
         shape = context.shape
         context.require_kind("image", "conv")
         if kernel % 2 == 0:
-            raise PartArgumentError("kernel", kernel, "odd numbers")
+            raise PartArgumentError("kernel", kernel, "an odd number")
         shrink = stride * (2 if pool else 1)
         if any(side % shrink for side in shape.size):
             raise PartArgumentError("stride", stride, f"sides {shape.size} divisible by stride{' times 2' if pool else ''}")

@@ -39,7 +39,7 @@ class OverlapPatchStem(nn.Module):
         super().__init__()
         context.require_kind("image", "overlap_patch_embed")
         if kernel % 2 == 0:
-            raise PartArgumentError("kernel", kernel, "odd numbers")
+            raise PartArgumentError("kernel", kernel, "an odd number")
         context.require_stride("stride", stride)
         self.out_shape = Shape(width, tuple(side // stride for side in context.sides), "tokens")
         pad = kernel // 2

@@ -13,7 +13,7 @@ class SpaceToDepthStem(SpaceToDepth):
     Shapes: (B, C, H, W) -> (B, block^2 C, H / block, W / block).
     Args:
         block: side of a square [pixels]; divides the image's sides.
-    Source: i-RevNet (Jacobsen et al. 2018): psi in front of the first block of the bijective network.
+    Source: i-RevNet (Jacobsen et al. 2018): psi before the first block of the bijective network.
     """
 
     def __init__(self, context: BuildContext, *, block: PositiveInt = 2):

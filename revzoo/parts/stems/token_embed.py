@@ -23,7 +23,7 @@ class TokenStem(nn.Module):
     Shapes: ids (B, N) -> (B, N, D), N up to the input's length.
     Args:
         width: channels of a token, D.
-        position: what is added for a token's position. `learned`: one embedding for each of 0 to N - 1; padding in front of a
+        position: what is added for a token's position. `learned`: one embedding for each of 0 to N - 1; padding before a
             text shifts its positions. `after_padding`: positions count only the tokens that are not padding, starting at
             padding + 1, and padding gets a row of zeros. `sinusoidal`: sines and cosines, without parameters; padding in front
             shifts them too. `none`: nothing.

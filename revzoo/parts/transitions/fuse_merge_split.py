@@ -30,7 +30,8 @@ class FuseMergeSplit(nn.Module):
         fuse_ratio: hidden width of that MLP divided by C; the authors measured with 2.
         down: `patch_merging` is LayerNorm of four concatenated tokens, then a linear map to `width`.
     Source: PaReprop's Rev-Swin (RevSwin `models/reversible_swin2.py` and `common.py`: avg, concat_linear_{fuse_ratio}, proj).
-        With `last` it is Swin's own merging, for couplings that begin as an ordinary network.
+        `last` is Swin's own merging: a network converted with `momentum` or `dual_residual` starts as the original, x2 being
+        the original's activation and x1 an earlier one.
     """
 
     def __init__(

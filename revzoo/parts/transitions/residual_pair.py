@@ -20,7 +20,7 @@ class ResidualPair(nn.Module):
         stride: stride of F and of both shortcuts; divides the sides.
         layout: layout of F and G. With `basic` a shortcut pools and pads with zero channels, with `bottleneck` it is a 1x1
             convolution.
-        preactivate: whether F begins with BatchNorm and ReLU. Use false directly behind a stem, which ends with both.
+        preactivate: whether F begins with BatchNorm and ReLU. Use false directly after a stem, which ends with both.
         momentum: momentum of BatchNorm's running statistics.
     Source: RevNet, the first unit of each stage (revnet-public `revnet_model.py`). The shortcuts follow `resnet_model.py`:
         average pooling, symmetric zero channels, projections without norm.
