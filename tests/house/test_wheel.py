@@ -51,13 +51,13 @@ def test_wheel_creates_every_model_from_an_empty_directory(wheel, tmp_path):
         text=True,
     )
     assert done.stderr == ""
-    created = json.loads(done.stdout)
-    assert set(created["models"]) == SPECS
-    assert set(created["recipes"]) == RECIPES
+    made = json.loads(done.stdout)
+    assert set(made["models"]) == SPECS
+    assert set(made["recipes"]) == RECIPES
     assert len(SPECS) >= 45
     assert len(RECIPES) >= 2
-    assert set(created["weights"]) == {"irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"}
-    assert all(home.startswith(str(site.resolve())) for home in created["homes"])
+    assert set(made["weights"]) == {"irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"}
+    assert all(home.startswith(str(site.resolve())) for home in made["homes"])
 
 
 def test_wheel_holds_what_it_should_and_nothing_else(wheel):
