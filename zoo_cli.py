@@ -47,7 +47,7 @@ def load_command(name: str) -> Command:
 def _print_help() -> int:
     print("usage: revzoo COMMAND [...]\n\nA zoo of reversible networks for PyTorch.\n")
     print("\n".join(f"  {name:<9} {load_command(name).SUMMARY}" for name in COMMANDS))
-    print("\nrevzoo COMMAND --help says more.")
+    print("\nrevzoo COMMAND --help says more; revzoo --version prints the version.")
     return 0
 
 

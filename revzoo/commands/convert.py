@@ -18,7 +18,8 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "source",
-        help="a timm name, a folder with a Transformers config.json, or a reversible model, for its published weights",
+        help="a timm name, a folder with a Transformers config.json, or a zoo model's name, if FILE is its published "
+        "checkpoint",
     )
     parser.add_argument("--weights", metavar="FILE", help="safetensors, .pth, .bin, or an index of shards (default: the hub's)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write, new or empty")
@@ -29,7 +30,12 @@ def declare(parser: Parser) -> None:
         help="how the two streams are combined in a step (default: momentum)",
     )
     parser.add_argument(
-        "--kept-bits", type=int, choices=range(9), default=8, metavar="S", help="b = 2^-S, exactly invertible (default: 8)"
+        "--kept-bits",
+        type=int,
+        choices=range(9),
+        default=8,
+        metavar="S",
+        help="bits kept per element and step, for exact inversion; b, the weight of the older stream, is 2^-S (default: 8)",
     )
     parser.add_argument("--m", type=float, metavar="M", help="momentum's m in floating point instead, without kept bits")
     parser.add_argument(

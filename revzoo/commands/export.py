@@ -11,7 +11,9 @@ SUMMARY = "Write a converted network's weights under the original's names."
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo export`."""
     parser.add_argument("folder", type=Path, help="a folder that revzoo convert wrote")
-    parser.add_argument("--weights", type=Path, metavar="FILE", help="trained weights of it (default: the folder's own)")
+    parser.add_argument(
+        "--weights", type=Path, metavar="FILE", help="fine-tuned weights of the converted network (default: the folder's own)"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors", help="the file to write")
 
 
@@ -20,5 +22,5 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.conversion.export import export
 
     count = export(arguments.folder, arguments.out, arguments.weights)
-    print(f"{arguments.out}: {count} tensors under the source's names.")
+    print(f"{arguments.out}: {count} tensors under the original's names.")
     return 0

@@ -64,11 +64,13 @@ def create_optimizer(name: str | None, model: "Model") -> "Optimizer | None":
     """Return timm's optimizer of that name for the model, or None without a name."""
     if name is None:
         return None
-    from timm.optim import create_optimizer_v2, list_optimizers
+    from timm.optim import list_optimizers
+
+    from revzoo.training.optimizer import OptimizerError, make_optimizer
 
     if name not in list_optimizers():
         raise UnknownNameError("optimizer", name, map(str, list_optimizers()))
     try:
-        return create_optimizer_v2(model, name, lr=1e-3)  # only the size of its state matters
-    except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:
-        raise InputError(f"timm's {name} cannot be made here ({type(error).__name__}: {error}). Try adamw.") from error
+        return make_optimizer(model, name, lr=1e-3)  # only the size of its state matters
+    except OptimizerError as error:
+        raise InputError(f"timm's {name} cannot be made here ({error}). Try adamw.") from error

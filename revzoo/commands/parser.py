@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 from revzoo.errors import InputError, UnknownNameError
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-DTYPE_HELP = "of weights and streams (default: float32)"
+DTYPE_HELP = "number format of weights and streams (default: float32)"
 NAME_HELP = "a model name, a spec file or a folder with spec.yaml"
 JSON_HELP = "print everything as JSON instead"
 

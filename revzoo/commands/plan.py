@@ -49,10 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
         require_png(arguments.plot)
     if arguments.out is not None:
         require_writable(arguments.out)
-    from revzoo.planning.budget import budget_bytes
+    from revzoo.planning.budget import parse_budget
 
     model = create_model(arguments)
-    budget_bytes(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
+    parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
     plan = (_plan_batches if isinstance(arguments.batch, tuple) else _plan_batch)(arguments, model)
     if arguments.out is not None:
         plan.save(arguments.out)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
     """Plan one batch size; print and draw the plan."""
-    from revzoo.display.tables.plan import show_plan
+    from revzoo.display.tables.plan import tabulate_plan
     from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
     from revzoo.planning.planner import profile_and_plan
 
@@ -82,7 +82,7 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
     else:
         from revzoo.display.console import print_renderable
 
-        print_renderable(show_plan(plan, beside))
+        print_renderable(tabulate_plan(plan, beside))
     return plan
 
 
@@ -106,7 +106,7 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
         print(json.dumps(best.to_dict(), indent=2))
     else:
         from revzoo.display.console import print_renderable
-        from revzoo.display.tables.plan import show_batches
+        from revzoo.display.tables.batch import tabulate_batches
 
-        print_renderable(show_batches(best))
+        print_renderable(tabulate_batches(best))
     return best.plan

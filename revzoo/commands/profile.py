@@ -1,4 +1,4 @@
-"""`revzoo profile`: what every unit of a model keeps and costs in every mode."""
+"""`revzoo profile`: what every step and node of a model keeps and costs in every mode."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from revzoo.commands.model_options import BATCH_HELP, create_batch, create_model, create_optimizer, declare_model
 from revzoo.commands.parser import JSON_HELP, Parser, positive_count
 
-SUMMARY = "Measure the memory and time of every unit of a model in every mode."
+SUMMARY = "Measure the memory and time of every step and node of a model in every mode."
 
 
 def declare(parser: Parser) -> None:
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(asdict(result), indent=2))
     else:
         from revzoo.display.console import print_renderable
-        from revzoo.display.tables.plan import show_profile
+        from revzoo.display.tables.profile import tabulate_profile
 
-        print_renderable(show_profile(result))
+        print_renderable(tabulate_profile(result))
     return 0

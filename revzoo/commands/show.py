@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         from revzoo.display.console import print_renderable
-        from revzoo.display.tables.model import show_model
+        from revzoo.display.tables.model import tabulate_model
 
-        print_renderable(show_model(report))
+        print_renderable(tabulate_model(report))
     return 0

@@ -19,7 +19,7 @@ def declare(parser: Parser) -> None:
         "--vocabulary", type=positive_count, required=True, metavar="N", help="number of tokens at most, such as 8000"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write it, such as tokenizer.json")
-    parser.add_argument("--kind", choices=("bytes", "wordpiece"), default="bytes", help="of tokenizer (default: bytes)")
+    parser.add_argument("--kind", choices=("bytes", "wordpiece"), default="bytes", help="kind of tokenizer (default: bytes)")
     parser.add_argument("--column", default="text", metavar="NAME", help="column of the texts in tables (default: text)")
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,8 @@ from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original, find_nearest_name
 from revzoo.conversion.report import Action, TensorRow
 from revzoo.conversion.sources.base import Source
-from revzoo.errors import ConversionError, listing
+from revzoo.errors import ConversionError, join_names
+from revzoo.format import format_dtype
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?|layer\d)\.(\d+)\.")
 
@@ -22,8 +23,8 @@ class Assignment:
 
     Args:
         rows: what was done with every tensor.
-        values: tensors of the converted network, by key; without those that begin fresh.
-        interpolated: tensors of the source that were interpolated, by the source's key.
+        values: tensors of the converted network, by key; without those that are initialised at random.
+        interpolated: tensors of the original that were interpolated, by the original's key.
     """
 
     rows: tuple[TensorRow, ...]
@@ -35,7 +36,6 @@ def assign(
     model: nn.Module,
     mappings: Sequence[TensorMapping],
     source: Source,
-    tensors: Mapping[str, Tensor],
     original: Original,
     strict: bool,
 ) -> Assignment:
@@ -44,67 +44,84 @@ def assign(
     Args:
         model: the converted network, on the meta device.
         mappings: of every tensor.
-        tensors: of the file, under the keys that the mappings use.
-        strict: refuse missing and extra tensors; else missing ones begin fresh, and extra ones are dropped.
+        original: its tensors are under the keys that the mappings use.
+        strict: refuse missing and extra tensors; else missing ones are initialised at random, and extra ones are dropped.
     Raises:
         ConversionError: tensors are missing, extra, or of another shape or dtype, or contain values that are not finite.
     """
+    tensors = original.tensors
     _check_values(tensors)
-    own = model.state_dict()
     _check_parameters(model, mappings, source, original)
-    rows, values, missing, misshapen = list[TensorRow](), dict[str, Tensor](), list[str](), list[str]()
-    used, interpolated = set[str](), dict[str, Tensor]()
+    own = model.state_dict()
+    rows, values, interpolated, misshapen = list[TensorRow](), dict[str, Tensor](), dict[str, Tensor](), list[str]()
     for mapping in mappings:
         ours = [own[key] for key in mapping.ours]
-        shapes = tuple(tuple(t.shape) for t in ours)
-        expected = tuple(tuple(t.shape) for t in mapping.to_theirs(ours))
-        used.update(mapping.theirs)
+        expected = mapping.to_theirs(ours)
+        row = TensorRow(mapping.ours, mapping.theirs, "initialised", _shapes(ours), _shapes(expected), (), mapping.transform)
         if absent := [key for key in mapping.theirs if key not in tensors]:
-            missing += absent
-            note = f"{listing(absent)} is missing"
-            rows.append(TensorRow(mapping.ours, mapping.theirs, "initialised", shapes, expected, (), mapping.transform, note))
+            rows.append(replace(row, note=f"{join_names(absent)} is missing"))
             continue
-        given, note = [tensors[key] for key in mapping.theirs], ""
-        action: Action = mapping.transform
-        for i, key in enumerate(mapping.theirs):
-            if tuple(given[i].shape) != expected[i]:
-                resized = source.resize(key, given[i], expected[i])
-                if resized is None or tuple(resized.shape) != expected[i]:
-                    misshapen.append(f"{key} {tuple(given[i].shape)} instead of {expected[i]}")
-                else:
-                    action, note = "interpolated", f"from {tuple(given[i].shape)} to {expected[i]}"
-                    given[i] = interpolated[key] = resized
-            if given[i].is_floating_point() != ours[0].is_floating_point():
-                misshapen.append(f"{key} of {given[i].dtype} instead of {ours[0].dtype}")
-        if misshapen:
+        given = {key: tensors[key] for key in mapping.theirs}
+        resized, misfits = _resize(given, expected, source)
+        interpolated |= resized
+        misshapen += misfits
+        if misshapen:  # an error follows, which lists all of them
             continue
-        values |= dict(zip(mapping.ours, (t.contiguous() for t in mapping.to_ours(given)), strict=True))
-        dtypes = tuple(str(tensors[key].dtype).removeprefix("torch.") for key in mapping.theirs)
-        rows.append(TensorRow(mapping.ours, mapping.theirs, action, shapes, expected, dtypes, mapping.transform, note))
+        converted = mapping.to_ours([*(given | resized).values()])
+        values |= dict(zip(mapping.ours, (t.contiguous() for t in converted), strict=True))
+        action: Action = "interpolated" if resized else mapping.transform
+        note = ", ".join(f"from {tuple(given[key].shape)} to {tuple(new.shape)}" for key, new in resized.items())
+        dtypes = tuple(format_dtype(tensor.dtype) for tensor in given.values())
+        rows.append(replace(row, action=action, original_dtypes=dtypes, note=note))
+    used = {key for mapping in mappings for key in mapping.theirs}
     ignored = [key for key in tensors if key not in used and source.ignores(key)]
     extra = [key for key in tensors if key not in used and key not in ignored]
     rows += [TensorRow((), (key,), "dropped", note="constant, or not used here") for key in ignored]
     rows += [TensorRow((), (key,), "dropped", note="not part of the network") for key in extra]
+    missing = [key for mapping in mappings for key in mapping.theirs if key not in tensors]
     problems = {"of another shape or kind": misshapen} | ({"missing": missing, "extra": extra} if strict else {})
     if any(problems.values()):
-        raise _make_error(original, problems, used, tensors)
-    count = sum(len(mapping.ours) for mapping in mappings)
-    if len(values) < count / 2:  # with fewer the file hardly belongs to this network
-        raise ConversionError(
-            f"Only {len(values)} of {count} tensors match; at least half are needed. Is this checkpoint for another model?"
-        )
+        raise _make_error(original, problems, used)
+    _check_share(len(values), sum(len(mapping.ours) for mapping in mappings))
     return Assignment(tuple(rows), values, interpolated)
+
+
+def _resize(given: Mapping[str, Tensor], expected: Sequence[Tensor], source: Source) -> tuple[dict[str, Tensor], list[str]]:
+    """Interpolate tensors of another shape than expected; return these alone, and what is wrong with any others."""
+    resized, misfits = dict[str, Tensor](), list[str]()
+    for (key, tensor), like in zip(given.items(), expected, strict=True):
+        if tensor.shape != like.shape:
+            new = source.resize(key, tensor, tuple(like.shape))
+            if new is None or new.shape != like.shape:
+                misfits.append(f"{key} {tuple(tensor.shape)} instead of {tuple(like.shape)}")
+            else:
+                resized[key] = new
+        if tensor.is_floating_point() != like.is_floating_point():
+            misfits.append(f"{key} of {tensor.dtype} instead of {like.dtype}")
+    return resized, misfits
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
+
+
+def _check_share(matching: int, count: int) -> None:
+    """Raise ConversionError if fewer than half of the tensors match: then the file hardly belongs to this network."""
+    if matching < count / 2:
+        raise ConversionError(
+            f"Only {matching} of {count} tensors match; at least half are needed. Is this checkpoint for another model?"
+        )
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
     if wrong := [key for key, t in tensors.items() if t.layout != torch.strided or t.is_meta or t.is_quantized]:
         raise ConversionError(
-            f"Tensors that are sparse, quantized or without values cannot be converted. Received: {listing(wrong)}. Save "
+            f"Tensors that are sparse, quantized or without values cannot be converted. Received: {join_names(wrong)}. Save "
             "them as ordinary tensors."
         )
     if wrong := [key for key, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()]:
         raise ConversionError(
-            f"Values that are not finite are in {listing(wrong)}. Use a checkpoint from before they appeared."
+            f"Values that are not finite are in {join_names(wrong)}. Use a checkpoint from before they appeared."
         )
 
 
@@ -117,20 +134,18 @@ def _check_parameters(model: nn.Module, mappings: Sequence[TensorMapping], sourc
     unmapped = [key for key, t in own.items() if key not in mapped and id(t) not in tied]
     if unknown or unmapped:
         raise ConversionError(
-            f"{original.name} has other parameters than a {source.name}: {listing(unknown + unmapped)}. Undo what was done to "
-            "its layers (torch.nn.utils.parametrize.remove_parametrizations, prune.remove) first."
+            f"{original.name} has other parameters than a {source.name}: {join_names(unknown + unmapped)}. Undo what was done "
+            "to its layers (torch.nn.utils.parametrize.remove_parametrizations, prune.remove) first."
         )
 
 
-def _make_error(
-    original: Original, problems: Mapping[str, Sequence[str]], expected: set[str], tensors: Mapping[str, Tensor]
-) -> ConversionError:
+def _make_error(original: Original, problems: Mapping[str, Sequence[str]], expected: set[str]) -> ConversionError:
     """Return the error that lists all problems, and the network that the tensors look like."""
-    lines = [f"\n  {len(keys)} {what}: {listing(list(keys), most=1000)}" for what, keys in problems.items() if keys]
+    lines = [f"\n  {len(keys)} {what}: {join_names(list(keys), most=1000)}" for what, keys in problems.items() if keys]
     wrong = sum(len(keys) for what, keys in problems.items() if what != "extra")
-    nearest = find_nearest_name(tensors) if wrong > len(expected) / 2 else ""
+    nearest = find_nearest_name(original.tensors) if wrong > len(expected) / 2 else ""
     hint = f"\nThey look like those of {nearest!r}." if nearest else ""
-    theirs, ours = _count_blocks(tensors), _count_blocks(expected)
+    theirs, ours = _count_blocks(original.tensors), _count_blocks(expected)
     hint += f"\nThe file has {theirs} blocks in a row, the network {ours}." if theirs != ours else ""
     advice = "" if problems.get("of another shape or kind") else "\nGo on all the same with strict=False (--no-strict)."
     return ConversionError(

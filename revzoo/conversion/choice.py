@@ -12,10 +12,10 @@ class CouplingChoice:
     """The coupling that a network is converted to.
 
     Args:
-        name: "momentum" and "dual_residual" begin as nearly the source's function, "additive" as another function.
+        name: "momentum" and "dual_residual" start as nearly the original's function, "additive" as another function.
         kept_bits: s of b = 2^-s on a grid; None: floating point.
-        b: size of b where kept_bits is None: m of momentum, beta of dual_residual. With 0 the network is the source's function
-            itself and cannot be inverted.
+        b: size of b where kept_bits is None: m of momentum, beta of dual_residual. With 0 the network is the original's
+            function itself and cannot be inverted.
     """
 
     name: CouplingName = "momentum"
@@ -29,7 +29,7 @@ class CouplingChoice:
 
     @property
     def fuse(self) -> Literal["mean", "last"]:
-        """How the two streams become one: except with the additive coupling, the newer stream is the source's only one."""
+        """How the two streams become one: except with the additive coupling, the newer stream is the original's only one."""
         return "mean" if self.is_additive else "last"
 
     def describe(self, residual: bool) -> dict[str, Any]:

@@ -15,22 +15,24 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from revzoo.checkpoint.files import save_weights
-from revzoo.conversion.assign import assign
+from revzoo.conversion.assign import Assignment, assign
 from revzoo.conversion.choice import B_ARGUMENTS, CouplingChoice, CouplingName
 from revzoo.conversion.compare import compare, measure_largest_state, zero_b
+from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.report import Comparison, ConvertReport
 from revzoo.conversion.sources import find_source
 from revzoo.conversion.sources.base import Source
 from revzoo.display.figures.conversion import plot_conversion
-from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, listing
+from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, join_names
 from revzoo.model.builder import build
 from revzoo.model.network import Model
 from revzoo.spec.loading import parse_spec
 from revzoo.spec.names import CONVERTED_WEIGHTS
+from revzoo.spec.schema import Spec
 
 _ROUNDING = 1e-4  # largest relative difference of logits that the order of sums may explain; 1e-6 is usual
 _UNLIKE = (
@@ -68,7 +70,8 @@ def convert(
             which cannot be inverted.
         beta: the same for dual_residual.
         out: folder to write, new or empty: spec.yaml, model.safetensors, report.json, report.txt, report.png.
-        strict: refuse missing and extra tensors; if False, missing ones begin fresh, and extra ones are dropped.
+        strict: refuse missing and extra tensors; if False, missing ones are initialised at random, and extra ones
+            are dropped.
         batch: examples on which both networks are compared; None: random ones.
     Returns: the reversible network in eval mode (`.model`), and a report of what was done.
     Raises:
@@ -79,43 +82,34 @@ def convert(
     choice = _check_coupling(coupling, kept_bits, {"m": m, "beta": beta})
     folder = None if out is None else _check_folder(out)
     original = find_original(source, weights)
-    family = find_source(original)
-    if family.published:
+    source_family = find_source(original)
+    if source_family.published:
         choice = CouplingChoice("additive", None)
-    try:
-        description = family.complete(original.description, original.tensors)
-        settings, mappings = family.make_spec(description, choice), family.map_tensors(description)
-        tensors, notes = family.canonicalise(description, original.tensors)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        if isinstance(error, RevzooError):
-            raise
-        raise ConversionError(
-            f"{original.name} has a description that does not fit a {family.name} ({type(error).__name__}: {error})."
-        ) from error
-    original = replace(original, description=description)
-    spec = parse_spec({"name": _make_name(original.name, choice, family), **settings}, original.name)
+    original, spec, mappings, notes = _read_original(original, source_family, choice)
     with torch.device("meta"):
-        shapes = build(spec)
-    assignment = assign(shapes, mappings, family, tensors, original, strict)
-    rows = assignment.rows
-    if cast := sorted({dtype for row in rows for dtype in row.source_dtypes} & {"float16", "bfloat16", "float64"}):
-        notes.append(f"Tensors of {listing(cast)} became float32.")
+        meta_model = build(spec)
+    assignment = assign(meta_model, mappings, source_family, original, strict)
+    dtypes = {dtype for row in assignment.rows for dtype in row.original_dtypes}
+    if cast := sorted(dtypes & {"float16", "bfloat16", "float64"}):
+        notes.append(f"Tensors of {join_names(cast)} became float32.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build(spec).eval()
         with torch.no_grad():
             model.load_state_dict(assignment.values, strict=False)
         notes += _coarsen_grid(model, batch)
-        if any(row.action == "initialised" for row in rows):
-            comparisons = tuple[Comparison, ...]()
-            notes.append("The original was not run: tensors are missing, and those that begin fresh have to be trained.")
-        else:
-            comparisons, more = _compare_networks(model, original, {**tensors, **assignment.interpolated}, choice, batch)
-            notes += more
+        comparisons, reasons = _compare_networks(model, original, assignment, choice, batch)
     model.schedule = "invert"
-    settings_of_coupling = {"type": spec.coupling.type, **model.spec.coupling.arguments}
-    expect = _describe_expectation(model, comparisons, family.published)
-    report = ConvertReport(original.name, family.name, settings_of_coupling, rows, comparisons, tuple(notes), expect, model)
+    report = ConvertReport(
+        original=original.name,
+        kind=source_family.name,
+        coupling={"type": spec.coupling.type, **model.spec.coupling.arguments},
+        rows=assignment.rows,
+        comparisons=comparisons,
+        notes=(*notes, *reasons),
+        expect=_describe_expectation(model, comparisons, source_family.published),
+        model=model,
+    )
     if folder is not None:
         _write(folder, model, report)
     return report
@@ -154,6 +148,24 @@ def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mappin
     return CouplingChoice(coupling, kept_bits)
 
 
+def _read_original(
+    original: Original, source_family: Source, choice: CouplingChoice
+) -> tuple[Original, Spec, Sequence[TensorMapping], list[str]]:
+    """Return the original with a complete description and the mappings' keys, the converted network's spec, mappings, notes."""
+    try:
+        description = source_family.complete(original.description, original.tensors)
+        settings, mappings = source_family.make_spec(description, choice), source_family.map_tensors(description)
+        tensors, notes = source_family.canonicalise(description, original.tensors)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        if isinstance(error, RevzooError):
+            raise
+        raise ConversionError(
+            f"{original.name} has a description that does not fit a {source_family.name} ({type(error).__name__}: {error})."
+        ) from error
+    spec = parse_spec({"name": _make_name(original.name, choice, source_family), **settings}, original.name)
+    return replace(original, description=description, tensors=tensors), spec, mappings, notes
+
+
 def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:
     stem = Path(name).name or "converted"
     clean = "".join(letter if letter.isalnum() else "_" for letter in stem).lower()
@@ -161,13 +173,15 @@ def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:
 
 
 def _compare_networks(
-    model: Model, original: Original, tensors: Mapping[str, Tensor], choice: CouplingChoice, batch: Any
+    model: Model, original: Original, assignment: Assignment, choice: CouplingChoice, batch: Any
 ) -> tuple[tuple[Comparison, ...], list[str]]:
     """Compare the converted network with the original, first at b = 0; return a note instead if the original cannot be run."""
+    if any(row.action == "initialised" for row in assignment.rows):
+        return (), ["The original was not run: tensors are missing, and those initialised at random have to be trained."]
     if original.build is None:
         return (), ["The original was not run: no library here has it, or it has no values."]
     try:
-        network = original.build(original.description, tensors)
+        network = original.build(original.description, {**original.tensors, **assignment.interpolated})
     except ImportError:
         return (), ["The original was not run: its library is not installed (pip install transformers)."]
     comparisons = []
@@ -176,7 +190,7 @@ def _compare_networks(
         with zero_b(model):
             same = compare(what, network, model, batch, "Due to the order of sums alone.")
         comparisons.append(same if same.largest_difference <= _ROUNDING else replace(same, note=_UNLIKE))
-    cause = "the coupling: it begins as another function" if choice.is_additive else _explain_difference(model)
+    cause = "the coupling: until fine-tuned it computes another function" if choice.is_additive else _explain_difference(model)
     comparisons.append(compare("the original and the converted network", network, model, batch, f"Due to {cause}."))
     return tuple(comparisons), []
 
@@ -252,7 +266,7 @@ def _write(folder: Path, model: Model, report: ConvertReport) -> None:
 
 
 def _draw(report: ConvertReport, path: Path) -> None:
-    title = f"{report.source} as a reversible network, {report.coupling['type']}"
+    title = f"{report.original} as a reversible network, {report.coupling['type']}"
     plots = {}
     for each in report.comparisons:
         figures = f"cosine {each.cosine:.6f}, same answer {each.agreement:.1%}"

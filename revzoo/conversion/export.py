@@ -1,4 +1,4 @@
-"""The way back: write a converted network's tensors under the source's keys."""
+"""The way back: write a converted network's tensors under the original's keys."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from revzoo.checkpoint.foreign import read_weights
 from revzoo.conversion.report import TensorRow
-from revzoo.errors import ConversionError, InputError, RevzooError, listing
+from revzoo.errors import ConversionError, InputError, RevzooError, join_names
 from revzoo.file import write_atomically
 from revzoo.spec.names import CONVERTED_WEIGHTS
 
 
 def export(folder: str | Path, out: str | Path, weights: str | Path | None = None) -> int:
-    """Write the tensors of a converted network under the source's keys, as safetensors; return their number.
+    """Write the tensors of a converted network under the original's keys, as safetensors; return their number.
 
-    The folder's report lists the tensors of the source and their changes, which are undone here. Tensors that were dropped are
-    not written. The folder's own weights get the source's dtypes back; other weights keep theirs.
+    The folder's report lists the tensors of the original and their changes, which are undone here. Tensors that were dropped
+    are not written. The folder's own weights get the original's dtypes back; other weights keep theirs.
 
     Args:
         folder: a folder that `convert` wrote.
@@ -56,24 +56,24 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
 def _read_rows(report: Path) -> list[TensorRow]:
     """Return the rows of a report.json."""
     rows = json.loads(report.read_text())["rows"]
-    if any("way" in row for row in rows):  # revzoo 0.1.0 wrote how and way instead of action and transform
+    if any("source_shapes" in row for row in rows):  # from before they were renamed
         raise ConversionError(f"{report} was written by an older version of revzoo and cannot be read. Convert again.")
     return [TensorRow(**{key: _to_tuples(value) for key, value in row.items()}) for row in rows]
 
 
 def _restore_tensors(folder: Path, rows: Sequence[TensorRow], tensors: Mapping[str, Tensor], dtypes: bool) -> dict[str, Tensor]:
-    """Return the tensors under the source's keys.
+    """Return the tensors under the original's keys.
 
     Args:
-        dtypes: whether to give them the source's dtypes as well.
+        dtypes: whether to give them the original's dtypes as well.
     """
     restored: dict[str, Tensor] = {}
     for row in rows:
         if missing := [key for key in row.ours if key not in tensors]:
-            raise ConversionError(f"The weights are not of the network in {folder}: {listing(missing)} is missing.")
+            raise ConversionError(f"The weights are not of the network in {folder}: {join_names(missing)} is missing.")
         theirs = _invert_row(row, [tensors[key] for key in row.ours]) if row.ours else ()
-        if dtypes and row.source_dtypes:
-            theirs = [t.to(getattr(torch, dtype)) for t, dtype in zip(theirs, row.source_dtypes, strict=True)]
+        if dtypes and row.original_dtypes:
+            theirs = [t.to(getattr(torch, dtype)) for t, dtype in zip(theirs, row.original_dtypes, strict=True)]
         restored |= dict(zip(row.theirs, theirs, strict=False))  # of dropped tensors there is nothing to restore
     if not restored:
         raise ValueError("no rows")
@@ -90,12 +90,12 @@ def _check_output(out: str | Path, folder: Path) -> Path:
 
 
 def _invert_row(row: TensorRow, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a row's tensors with the source's values and shapes."""
+    """Return a row's tensors with the original's values and shapes."""
     if row.transform == "merged":
-        return torch.split(tensors[0], [shape[0] for shape in row.source_shapes])
+        return torch.split(tensors[0], [shape[0] for shape in row.original_shapes])
     if row.transform == "reshaped":
-        (shape,), (tensor,) = row.source_shapes, tensors
-        if tensor.dim() == len(shape) == 3:  # position embeddings, without the source's rows in front, which are ones
+        (shape,), (tensor,) = row.original_shapes, tensors
+        if tensor.dim() == len(shape) == 3:  # position embeddings, without the original's first rows, which are ones
             tensor = F.pad(tensor, (0, 0, shape[1] - tensor.shape[1], 0), value=1.0)
         return [tensor.reshape(shape)]
     return tensors

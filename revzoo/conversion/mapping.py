@@ -1,6 +1,6 @@
-"""Which tensors of the source become which tensors of the converted network, in both directions.
+"""Which tensors of the original become which tensors of the converted network, in both directions.
 
-Throughout `revzoo.conversion`, "ours" are the keys and tensors of the converted network, "theirs" those of the source.
+Throughout `revzoo.conversion`, "ours" are the keys and tensors of the converted network, "theirs" those of the original.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,11 @@ def _keep(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Some tensors of the source, the tensors of the converted network with the same values, and the functions between them.
+    """Some tensors of the original, the tensors of the converted network with the same values, and the functions between them.
 
     Args:
         ours: keys in the converted network's state dict.
-        theirs: keys in the source's state dict.
+        theirs: keys in the original's state dict.
         transform: name of the change, for the report.
         to_ours: computes the tensors at `ours` from those at `theirs`, both in the order of the keys.
         to_theirs: the inverse of `to_ours`.
@@ -56,12 +56,12 @@ def merge(ours: str, theirs: Sequence[str]) -> TensorMapping:
     )
 
 
-def reshape(ours: str, theirs: str, shape: Sequence[int], source_shape: Sequence[int]) -> TensorMapping:
+def reshape(ours: str, theirs: str, shape: Sequence[int], original_shape: Sequence[int]) -> TensorMapping:
     """Return the mapping that changes the shape of a tensor and nothing else."""
     return TensorMapping(
         (ours,),
         (theirs,),
         "reshaped",
         lambda tensors: [tensors[0].reshape(tuple(shape))],
-        lambda tensors: [tensors[0].reshape(tuple(source_shape))],
+        lambda tensors: [tensors[0].reshape(tuple(original_shape))],
     )

@@ -18,22 +18,22 @@ class TensorRow:
     """What was done with one tensor, or with several that belong together.
 
     Args:
-        ours: keys in the converted network; empty if the source's tensor was dropped.
-        theirs: keys in the source.
+        ours: keys in the converted network; empty if the original's tensor was dropped.
+        theirs: keys in the original.
         action: copied, renamed, merged, reshaped, interpolated, initialised or dropped.
         shapes: of the tensors in the converted network.
-        source_shapes: of the source's tensors, after an interpolation.
-        source_dtypes: of the source's tensors, such as "float16"; empty where they are missing or dropped.
+        original_shapes: of the original's tensors, after an interpolation.
+        original_dtypes: of the original's tensors, such as "float16"; empty where they are missing or dropped.
         transform: how ours follow from theirs, whatever the action was; `export` inverts it.
-        note: the reason for an interpolation, a fresh start or a drop.
+        note: the reason for an interpolation, an initialisation at random or a drop.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     action: Action
     shapes: tuple[tuple[int, ...], ...] = ()
-    source_shapes: tuple[tuple[int, ...], ...] = ()
-    source_dtypes: tuple[str, ...] = ()
+    original_shapes: tuple[tuple[int, ...], ...] = ()
+    original_dtypes: tuple[str, ...] = ()
     transform: Transform = "renamed"
     note: str = ""
 
@@ -72,8 +72,8 @@ class ConvertReport:
     """The result of a conversion: the network, and what was done to get it.
 
     Args:
-        source: name of the original.
-        kind: its family and library.
+        original: its name.
+        kind: the original's family and library.
         coupling: of the converted network, as its spec has it.
         rows: what was done with every tensor.
         comparisons: of the original with the converted network; empty if the original could not be run.
@@ -82,7 +82,7 @@ class ConvertReport:
         model: the reversible network, in eval mode.
     """
 
-    source: str
+    original: str
     kind: str
     coupling: dict[str, Any]
     rows: tuple[TensorRow, ...]
@@ -93,7 +93,7 @@ class ConvertReport:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of tensors of the converted network by action; those of the source for "dropped"."""
+        """Number of tensors of the converted network by action; those of the original for "dropped"."""
         counts: Counter[str] = Counter()
         for row in self.rows:
             counts[row.action] += len(row.ours or row.theirs)
@@ -112,7 +112,7 @@ class ConvertReport:
     def __str__(self) -> str:
         coupling = ", ".join(f"{key} {value}" for key, value in self.coupling.items() if key != "type")
         lines = [
-            f"{self.source} ({self.kind}) -> {self.coupling['type']}{f' ({coupling})' if coupling else ''}",
+            f"{self.original} ({self.kind}) -> {self.coupling['type']}{f' ({coupling})' if coupling else ''}",
             "tensors: " + ", ".join(f"{count} {action}" for action, count in sorted(self.counts.items())),
             *(f"  {line}" for line in _list_changes(self.rows)),
             *map(str, self.comparisons),
@@ -123,7 +123,7 @@ class ConvertReport:
 
 
 def _list_changes(rows: Sequence[TensorRow]) -> list[str]:
-    """Return a line for each tensor whose values are not simply the source's."""
+    """Return a line for each tensor whose values are not simply the original's."""
     return [
         f"{row.action}: {', '.join(row.ours if row.action == 'initialised' else row.theirs)} ({row.note})"
         for row in rows

@@ -114,7 +114,7 @@ def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     path, out, picture = file("rev_vit_digits"), tmp_path / "plan.json", tmp_path / "plan.png"
     printed = run("profile", path, "--device", "cpu", "--batch", 2)
     assert "Inverting takes " in printed
-    assert "A step takes " in printed
+    assert "A training step takes " in printed
     arguments = ("--device", "cpu", "--batch", "auto:2-4", "--budget", "1GiB", "--plot", picture, "--out", out)
     printed = run("plan", path, *arguments)
     assert "samples a second, measured." in printed
@@ -195,7 +195,7 @@ def test_an_optimizer_that_cannot_be_made_says_why(refused, monkeypatch):
     def create_optimizer_v2(*arguments, **settings):
         raise AssertionError("no GPU")
 
-    monkeypatch.setattr("timm.optim.create_optimizer_v2", create_optimizer_v2)
+    monkeypatch.setattr("revzoo.training.optimizer.create_optimizer_v2", create_optimizer_v2)
     message = refused("profile", "rev_vit_digits", "--meta", "--optimizer", "adamw")
     assert message == "timm's adamw cannot be made here (AssertionError: no GPU). Try adamw.\n"
 

@@ -9,7 +9,7 @@ from revzoo.conversion.sources.timm_resnet import TimmResNet
 from revzoo.conversion.sources.timm_swin import TimmSwin
 from revzoo.conversion.sources.timm_vit import TimmViT
 from revzoo.conversion.sources.transformers_bert import BERT, ROBERTA
-from revzoo.errors import ConversionError, listing
+from revzoo.errors import ConversionError, join_names
 
 SOURCES: tuple[Source, ...] = (
     TimmViT(),
@@ -36,7 +36,7 @@ def find_source(original: Original) -> Source:
     if candidates:
         raise ConversionError(
             f"{original.name} can be converted, but these tensors do not belong to a "
-            f"{' or '.join(source.name for source in candidates)}. Received: {listing(list(original.tensors), most=4)}. Is "
+            f"{' or '.join(source.name for source in candidates)}. Received: {join_names(list(original.tensors), most=4)}. Is "
             "this checkpoint for another model?"
         )
     description = original.description
@@ -44,5 +44,5 @@ def find_source(original: Original) -> Source:
         kind = description.get("model_type", "a configuration without model_type")
     else:
         kind = type(description).__name__
-    names = listing([source.name for source in SOURCES])
+    names = join_names([source.name for source in SOURCES])
     raise ConversionError(f"{original.name} ({kind}) cannot be converted. What can: {names}.")

@@ -40,7 +40,7 @@ class Source(ABC):
 
     @abstractmethod
     def map_tensors(self, description: Any) -> Sequence[TensorMapping]:
-        """Return the mappings of all tensors: each of ours once, and each of theirs once, except those that `ignores` names."""
+        """Return mappings that contain each of our tensors once, and each of theirs once unless `ignores` drops it."""
 
     def recognises(self, tensors: Tensors) -> bool:
         """Return whether a file's keys may be this source's; True where the description alone decides."""

@@ -14,13 +14,11 @@ from torch import Tensor
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import Source
-from revzoo.errors import ConversionError, UnknownNameError, listing
+from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.model.builder import build
 from revzoo.spec.loading import load_spec
 from revzoo.spec.parsing import to_plain
-from revzoo.spec.schema import Spec
-
-_ABOUT = ("name", "sources", "twin", "expect")  # what a spec says about a network beside what is built
+from revzoo.spec.schema import STATEMENTS, Spec
 
 
 class PublishedSource(Source):
@@ -49,7 +47,7 @@ class PublishedSource(Source):
                 f"The networks of {self.name} were trained with the additive coupling; another one would change their "
                 f"function. Received: coupling={choice.name!r}. Use coupling='additive'."
             )
-        return {key: value for key, value in to_plain(spec).items() if key not in _ABOUT and value is not None}
+        return {key: value for key, value in to_plain(spec).items() if key not in STATEMENTS and value is not None}
 
     def map_tensors(self, description: Any) -> list[TensorMapping]:
         """Return the mapping of every tensor.
@@ -59,18 +57,16 @@ class PublishedSource(Source):
         spec = self._load_spec(description)
         with torch.device("meta"):
             model = build(spec)
-        numbers, count = {}, 0  # the number of each block and transition among all layers of the network
-        for i, stage in enumerate(spec.stages):
-            if stage.transition is not None:
-                numbers[f"stages.{i}.transition"] = f"layers.{count}.transition"
-            count += stage.transition is not None
-            for j in range(stage.depth):
-                numbers[f"stages.{i}.blocks.{j}"] = f"layers.{count + j}"
-            count += stage.depth
+        layers: dict[str, str] = {}  # our blocks and transitions, numbered through the network
+        for entry in model.layout():
+            if entry.kind == "step":
+                layers.setdefault(entry.name.rpartition(".")[0], f"layers.{len(layers)}")
+            elif entry.stage is not None:
+                layers[entry.name] = f"layers.{len(layers)}.transition"
         mappings = []
         for key, tensor in model.state_dict().items():
-            place = next((place for place in numbers if key.startswith(f"{place}.")), "")
-            ours = numbers.get(place, "") + key.removeprefix(place)
+            place = next((place for place in layers if key.startswith(f"{place}.")), "")
+            ours = layers.get(place, "") + key.removeprefix(place)
             theirs = next(re.sub(rule, name, ours, count=1) for rule, name in self.rules.items() if re.match(rule, ours))
             mappings.append(self.map_tensor(key, theirs, tensor))
         return mappings
@@ -90,7 +86,7 @@ class PublishedSource(Source):
         spec = load_spec(description)
         if spec.family not in self.families:
             raise ConversionError(
-                f"{self.name} has networks of {listing(self.families)}. Received: {spec.name} of {spec.family}. Name one of "
+                f"{self.name} has networks of {join_names(self.families)}. Received: {spec.name} of {spec.family}. Name one of "
                 "these, for example rev_vit_b."
             )
         expected = {

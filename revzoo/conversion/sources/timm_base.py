@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import Source, Tensors
 from revzoo.conversion.sources.tensors import merge_qkv
-from revzoo.errors import ConversionError, listing
+from revzoo.errors import ConversionError, join_names
 
 _ACTIVATIONS = {"GELU": "gelu", "ReLU": "relu", "SiLU": "silu", "Swish": "silu"}
 _NORMS = {1e-6: "layer_norm", 1e-5: "layer_norm_1e-5"}  # by eps
@@ -35,7 +35,7 @@ class TimmSource(Source):
         present = [name for name, value in features.items() if value]
         if present:
             raise ConversionError(
-                f"A {self.name} with {listing(present)} cannot be converted: revzoo has no part for it. Convert a variant "
+                f"A {self.name} with {join_names(present)} cannot be converted: revzoo has no part for it. Convert a variant "
                 "without it. If it acts in training only (dropout, drop path, ...), make the original with it set to 0."
             )
 
@@ -96,7 +96,7 @@ class TimmSource(Source):
                 unknown.append(key)
             else:
                 mappings.append(rename(re.sub(*rule, key, count=1), key))
-        self._refuse({f"the tensors {listing(unknown)}": unknown})
+        self._refuse({f"the tensors {join_names(unknown)}": unknown})
         return mappings
 
 

@@ -116,7 +116,9 @@ class TimmMViT(TimmSource):
                 "patches that are oblong, have even sides, or are not padded by half of them (patch_kernel, patch_stride, "
                 "patch_padding)": not square or not kernel % 2 or proj.padding != (kernel // 2, kernel // 2),
                 f"pooling {mvit.global_pool!r} (global_pool)": mvit.global_pool not in ("avg", ""),
-                "no classifier (num_classes=0; with num_classes=N it starts fresh)": not isinstance(mvit.head.fc, nn.Linear),
+                "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
+                    mvit.head.fc, nn.Linear
+                ),
                 "drop_rate in front of a classifier of tokens": not mvit.global_pool and read_rate(mvit.head.drop),
             }
         )

@@ -94,7 +94,9 @@ class TimmResNet(TimmSource):
                 "a stem that is not a 7x7 convolution of stride 2": not _is_conv(conv, 7, 2),
                 "a pooling in the stem that is not 3x3 with stride 2 (replace_stem_pool, aa_layer)": not pools,
                 f"pooling {resnet.global_pool.pool_type!r} (global_pool)": resnet.global_pool.pool_type not in _POOLS,
-                "no classifier (num_classes=0; with num_classes=N it starts fresh)": not isinstance(resnet.fc, nn.Linear),
+                "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
+                    resnet.fc, nn.Linear
+                ),
             }
         )
         norms = [norm for norm in resnet.modules() if isinstance(norm, nn.BatchNorm2d)]

@@ -145,7 +145,9 @@ class TimmSwin(TimmSource):
                 "layers that do not merge patches at their beginning": not isinstance(merges[0], nn.Identity)
                 or not all(isinstance(merge, PatchMerging) for merge in merges[1:]),
                 f"pooling {pooling!r} (global_pool)": pooling not in _POOLS,
-                "no classifier (num_classes=0; with num_classes=N it starts fresh)": not isinstance(swin.head.fc, nn.Linear),
+                "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
+                    swin.head.fc, nn.Linear
+                ),
             }
         )
         kinds = {self._name_norm(norm) for norm in norms}

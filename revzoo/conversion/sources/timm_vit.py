@@ -123,7 +123,9 @@ class TimmViT(TimmSource):
                 "a norm in front of the blocks (pre_norm)": not isinstance(vit.norm_pre, nn.Identity),
                 f"pooling {vit.global_pool!r} (global_pool)": vit.global_pool not in {*_POOLS, ""},
                 "fc_norm without pooling": not vit.global_pool and not isinstance(vit.fc_norm, nn.Identity),
-                "no classifier (num_classes=0; with num_classes=N it starts fresh)": not isinstance(vit.head, nn.Linear),
+                "no classifier (num_classes=0; num_classes=N makes one, initialised at random)": not isinstance(
+                    vit.head, nn.Linear
+                ),
                 "pos_drop_rate": read_rate(vit.pos_drop),
                 "patch_drop_rate": not isinstance(vit.patch_drop, nn.Identity),
             }

@@ -17,7 +17,7 @@ from torch import Tensor
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping, rename, rename_module
 from revzoo.conversion.sources.base import Source, Tensors, find_mlp_ratio
-from revzoo.errors import ConversionError, did_you_mean, listing
+from revzoo.errors import ConversionError, did_you_mean, join_names
 
 Task = Literal["Model", "ForSequenceClassification", "ForMaskedLM"]
 Config = Mapping[str, Any]
@@ -86,7 +86,7 @@ class TransformersEncoder(Source):
             elif "classifier.dense.weight" in names or "pooler.dense.weight" in names:
                 task = "ForSequenceClassification"
             else:
-                classifier = listing(sorted(name for name in names if name.startswith("classifier.")))
+                classifier = join_names(sorted(name for name in names if name.startswith("classifier.")))
                 raise ConversionError(
                     "The configuration names no class, and the weights have a classifier of an unknown kind. Received: "
                     f'{classifier}. Write "architectures" into config.json.'
@@ -231,9 +231,9 @@ class TransformersEncoder(Source):
     def _resolve(self, description: Config) -> tuple[dict[str, Any], Task]:
         """Return the configuration with all defaults filled in, and the task of its class, or raise ConversionError."""
         if not self.handles(description):
-            raise self._make_error("model_type", description.get("model_type"), listing(sorted(self.classes)))
+            raise self._make_error("model_type", description.get("model_type"), join_names(sorted(self.classes)))
         if absent := [key for key in _SIZES if not isinstance(description.get(key), int)]:
-            raise self._make_error(listing(absent), "none", "integers in the configuration")
+            raise self._make_error(join_names(absent), "none", "integers in the configuration")
         config = {key: description.get(key, default) for key, default in _DEFAULTS.items()} | {
             k: description[k] for k in _SIZES
         }
@@ -246,7 +246,9 @@ class TransformersEncoder(Source):
             raise self._make_error("pad_token_id", None, "an id; positions are counted from it")
         act = config["hidden_act"]
         if act not in _ACTIVATIONS:
-            raise self._make_error("hidden_act", act, f"{listing(sorted(_ACTIVATIONS))}.{did_you_mean(str(act), _ACTIVATIONS)}")
+            raise self._make_error(
+                "hidden_act", act, f"{join_names(sorted(_ACTIVATIONS))}.{did_you_mean(str(act), _ACTIVATIONS)}"
+            )
         config["hidden_act"] = _ACTIVATIONS[act]
         task = self._find_task(description)
         if task == "ForMaskedLM" and description.get("tie_word_embeddings", True) is False:
@@ -264,7 +266,7 @@ class TransformersEncoder(Source):
             tasks["BertForPreTraining"] = "ForMaskedLM"
         name = (description.get("architectures") or [f"{stem}Model"])[0]
         if name not in tasks:
-            raise self._make_error("architectures", name, f"{listing(sorted(tasks))}.{did_you_mean(str(name), tasks)}")
+            raise self._make_error("architectures", name, f"{join_names(sorted(tasks))}.{did_you_mean(str(name), tasks)}")
         return tasks[name]
 
     def _make_error(self, key: str, received: object, allowed: str) -> ConversionError:
