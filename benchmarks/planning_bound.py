@@ -19,7 +19,7 @@ def fractional_bound(problem: Problem, budget: int) -> float:
     Source: Dantzig, "Discrete-variable extremum problems", Operations Research 1957, for nested capacities; the greedy choice
         is optimal for those.
     """
-    keepers = Counter(state for unit in problem.units for state in {s for option in unit.options for s in option.holds})
+    keepers = Counter(state for unit in problem.units for state in {s for option in unit.options for s in option.kept_states})
     room = [Fraction(budget - problem.fixed_bytes - need) for need in [*map(_smallest_need, problem.units), problem.loss_bytes]]
     bound, gains = Fraction(0), []
     for k, unit in enumerate(problem.units):
@@ -47,7 +47,9 @@ def _smallest_need(unit: Unit) -> int:
 
 
 def _weigh(problem: Problem, option: Option, keepers: Counter[int]) -> Fraction:
-    return option.kept_bytes + sum((Fraction(problem.sizes[state], keepers[state]) for state in option.holds), Fraction(0))
+    return option.kept_bytes + sum(
+        (Fraction(problem.sizes[state], keepers[state]) for state in option.kept_states), Fraction(0)
+    )
 
 
 def _convex_hull(choices: list[tuple[Fraction, int]]) -> list[tuple[Fraction, int]]:

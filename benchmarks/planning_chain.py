@@ -42,9 +42,9 @@ def _step(rng: random.Random, name: str, pair: tuple[int, ...], state: int) -> U
     given = pair[-1:]
 
     def option(mode: str, own: int, backward: int, share: float) -> Option:
-        holds = () if mode == "invert" else given
+        kept_states = () if mode == "invert" else given
         known = (backward + state, backward)  # the input, unless a unit in front keeps it
-        return Option(mode, own, holds, kept + state, known, int(work * share))
+        return Option(mode, own, kept_states, kept + state, known, int(work * share))
 
     invert = option("invert", 0, top + 2 * state, 1.05)
     first = replace(invert, cost=int(work * 0.8), backward_bytes=tuple(b - state for b in invert.backward_bytes))
@@ -67,7 +67,7 @@ def of_kinds(rng: random.Random, steps: int, kinds: int) -> Problem:
     units = []
     for k in range(steps):
         pair = (k - 1, k) if k else (0,)
-        options = tuple(replace(o, holds=(k,) if o.holds else ()) for o in models[k % kinds].options)
+        options = tuple(replace(o, kept_states=(k,) if o.kept_states else ()) for o in models[k % kinds].options)
         units.append(replace(models[k % kinds], name=f"step{k}", pair=pair, inputs=(k,), options=options))
     return Problem(tuple(units), dict.fromkeys(range(steps + 1), state), 0, 2 * state, (steps - 1, steps))
 
@@ -110,8 +110,8 @@ def _arbitrary(rng: random.Random, mode: str, inputs: tuple[int, ...], sizes: di
     top = rng.randint(kept, kept + 30)
     known = (sum(sizes[s] for j, s in enumerate(inputs) if not i >> j & 1) for i in range(2 ** len(inputs)))
     cost = 0 if mode == "store" else rng.randint(1, 9)
-    holds = () if mode == "invert" else inputs
-    return Option(mode, kept, holds, rng.randint(kept, kept + 20), tuple(top + more for more in known), cost)
+    kept_states = () if mode == "invert" else inputs
+    return Option(mode, kept, kept_states, rng.randint(kept, kept + 20), tuple(top + more for more in known), cost)
 
 
 def every_schedule(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -137,7 +137,7 @@ def every_schedule(problem: Problem) -> Iterator[tuple[int, int]]:
             assert taken is not None
             index = sum(2**j for j, state in enumerate(problem.units[k].inputs) if state in have)
             needs = now + bytes_of(pair, have) + taken.forward_bytes, now + taken.backward_bytes[index]
-            after = now + taken.kept_bytes + bytes_of(taken.holds, have)
+            after = now + taken.kept_bytes + bytes_of(taken.kept_states, have)
             waiting.append(
-                (k + 1, after, have.union(taken.holds), run + 1 if inverted else 0, price + taken.cost, max(top, *needs))
+                (k + 1, after, have.union(taken.kept_states), run + 1 if inverted else 0, price + taken.cost, max(top, *needs))
             )

@@ -1,15 +1,20 @@
-"""Format bytes, FLOPs, counts, seconds, shapes and losses for people to read."""
+"""Format bytes, FLOPs, counts, seconds, shapes, dtypes and losses for people to read."""
 
 from math import log
+
+BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def format_bytes(size: float) -> str:
     """Return a size such as "17.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    unit = _choose_byte_unit(size)
+    return f"{size:.0f} B" if unit == "B" else f"{size / BYTE_UNITS[unit]:.1f} {unit}"
+
+
+def format_tick(size: float) -> str:
+    """Return a size without the zeros after its decimal point, such as "1.25 GiB"."""
+    unit = _choose_byte_unit(size)
+    return f"{size / BYTE_UNITS[unit]:.6g} {unit}"
 
 
 def format_flops(flops: int) -> str:
@@ -37,9 +42,19 @@ def format_shape(shape: tuple[int, ...] | None) -> str:
     return "" if shape is None else " x ".join(map(str, shape))
 
 
-def format_bits(loss: float, unit: str, prefix: str) -> str:
-    """Return a loss in nats as bits, such as "1.234 bits per byte", after `prefix`; empty unless `unit` is tokens or bytes."""
-    return f"{prefix}{loss / log(2):.3f} bits per {unit[:-1]}" if unit in ("tokens", "bytes") else ""
+def format_dtype(dtype: object) -> str:
+    """Return the name of a torch dtype without "torch.", such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def format_bits(loss: float, label_noun: str, prefix: str) -> str:
+    """Return a loss in nats as bits, such as "1.234 bits per byte", after `prefix`; empty for labels of images and texts."""
+    return f"{prefix}{loss / log(2):.3f} bits per {label_noun[:-1]}" if label_noun in ("tokens", "bytes") else ""
+
+
+def _choose_byte_unit(size: float) -> str:
+    """Return the largest unit that the size is one of at least, or "B"."""
+    return next(unit for unit in reversed(BYTE_UNITS) if unit == "B" or abs(size) >= BYTE_UNITS[unit])
 
 
 def _scale(number: float, unit: str) -> str:

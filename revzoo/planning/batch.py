@@ -16,7 +16,7 @@ import torch
 from revzoo.errors import BudgetError, InputError
 from revzoo.format import format_bytes
 from revzoo.model.network import Model
-from revzoo.planning.budget import budget_bytes, free_bytes
+from revzoo.planning.budget import free_bytes, parse_budget
 from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.planner import enforce_budget, solve
 from revzoo.planning.profiling.count import count
@@ -25,7 +25,7 @@ from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import Timing, measure_step_seconds, measure_timing, memory_errors
 from revzoo.planning.setting import read_setting
-from revzoo.planning.solvers.problem import Option, Problem, Unit, cost, peak
+from revzoo.planning.solvers.problem import Option, Problem, Unit, peak
 
 _CANDIDATES = 32  # at most, evenly spaced
 _STRETCH = 4  # the larger batch whose time is measured is this multiple of the smallest
@@ -37,7 +37,7 @@ class BatchRow:
 
     Args:
         batch: the size.
-        planned: seconds of a step with the plan.
+        planned: seconds of a training step with the plan.
         stored: seconds with everything stored; None where that does not fit the budget.
         inverted: seconds with every step inverted; None where that does not fit the budget.
         peak_bytes: of the plan.
@@ -59,8 +59,8 @@ class BatchPlan:
     Args:
         batch: the best size.
         plan: for this size.
-        seconds: of a step with the plan, measured by running it.
-        predicted_seconds: of the same step, from the interpolated times.
+        seconds: of a training step with the plan, measured by running it.
+        predicted_seconds: of the same training step, from the interpolated times.
         rows: every candidate size that fits the budget, rising.
     """
 
@@ -82,7 +82,7 @@ class BatchPlan:
     def __str__(self) -> str:
         return (
             f"{self.plan}\nbatch {self.batch} of {self.rows[0].batch} to {self.rows[-1].batch} is best: "
-            f"{self.samples_per_second:.4g} samples a second ({self.seconds:.4g} s a step measured, "
+            f"{self.samples_per_second:.4g} samples a second ({self.seconds:.4g} s a training step measured, "
             f"{self.predicted_seconds:.4g} s predicted)"
         )
 
@@ -121,7 +121,7 @@ def find_best_batch(
             "The best batch depends on measured seconds. Received: a model on the meta device. Make it on a real one."
         )
     profiles = _Interpolation(model, low, high, optimizer)
-    limit = budget_bytes(budget, profiles.small.setting.device.split()[0], profiles.small.model_bytes)
+    limit = parse_budget(budget, profiles.small.setting.device.split()[0], profiles.small.model_bytes)
     solve(profiles.at(low), limit, solver)  # raises BudgetError where not even this fits
     sizes = range(low, high + 1, -(-(high - low + 1) // _CANDIDATES))
     rows = tuple(_predict_rows(model, profiles, limit, sizes, solver))
@@ -202,7 +202,7 @@ class _Line:
 
 
 def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
-    """Return the problem of a third batch size. Units, states and what units hold do not depend on the size."""
+    """Return the problem of a third batch size. Units, states and what units keep do not depend on the size."""
 
     def option(a: Option, b: Option) -> Option:
         return replace(
@@ -236,16 +236,15 @@ def _predict_rows(model: Model, profiles: _Interpolation, limit: int, sizes: ran
             plan = solve(predicted, limit, solver)
         except BudgetError:
             return
-        problem, stored_seconds = predicted.problem, cast(Timing, predicted.timing).step_seconds
 
-        def seconds(modes: Sequence[str], problem: Problem = problem, stored: float = stored_seconds) -> float | None:
-            return stored + cost(problem, modes) / 1e9 if peak(problem, modes) <= limit else None
+        def seconds(modes: Sequence[str], predicted: Profile = predicted) -> float | None:
+            return predicted.predict_seconds(modes) if peak(predicted.problem, modes) <= limit else None
 
         yield BatchRow(
             batch=size,
             planned=cast(float, plan.seconds),
             stored=seconds(["store"] * len(entries)),
-            inverted=seconds(place_anchors(entries, problem.max_invert_run)),
+            inverted=seconds(place_anchors(entries, predicted.memory.max_invert_run)),
             peak_bytes=plan.peak_bytes,
             schedule=plan.schedule,
         )

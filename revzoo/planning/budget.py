@@ -6,23 +6,20 @@ import psutil
 import torch
 
 from revzoo.errors import InputError
+from revzoo.format import BYTE_UNITS
 
-_UNITS = (
-    {"B": 1}
-    | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
-    | {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
-)
+_UNITS = BYTE_UNITS | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
 _FREE_SHARE = 0.9  # of the free memory, for "auto": the rest is for kernel workspaces and fragments, which are not counted
 
 
-def budget_bytes(budget: str | int | float, device: torch.device | str, held_bytes: int = 0) -> int:
+def parse_budget(budget: str | int | float, device: torch.device | str, present_bytes: int = 0) -> int:
     """Return a budget in bytes.
 
     Args:
         budget: bytes, "8GiB" (or KiB, MiB, TiB; KB, MB, GB, TB are powers of 1000), "60%" of the device's memory, or "auto":
-            nine tenths of the memory that is free now, plus what the model itself holds already.
+            nine tenths of the memory that is free now, plus `present_bytes`.
         device: the device whose memory "60%" and "auto" refer to; "cpu" is the whole machine.
-        held_bytes: what the model holds on this device already.
+        present_bytes: on this device already and part of what the budget is for: weights and buffers, for example.
     Raises:
         InputError: none of these, or less than one byte.
     """
@@ -32,7 +29,7 @@ def budget_bytes(budget: str | int | float, device: torch.device | str, held_byt
     if not isinstance(budget, str):
         size = budget
     elif budget == "auto":
-        size = _read_memory(device)[0] * _FREE_SHARE + held_bytes
+        size = _read_memory(device)[0] * _FREE_SHARE + present_bytes
     elif share := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget):
         if not 0 < float(share[1]) <= 100:
             raise InputError(f"A share of the memory is above 0 % and at most 100 %. Received: {budget!r}.")

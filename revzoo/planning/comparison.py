@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from torch import nn
 
+from revzoo.planning.plan import Plan
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile
@@ -31,8 +32,16 @@ class SchedulePoint(TypedDict):
 
 def evaluate_schedule(profile: Profile, modes: Sequence[str]) -> SchedulePoint:
     """Return the memory and work of a schedule of the profiled model."""
-    seconds = None if profile.timing is None else profile.timing.step_seconds + cost(profile.problem, modes) / 1e9
-    return {"peak_bytes": peak(profile.problem, modes), "seconds": seconds, "extra_flops": cost(profile.memory, modes)}
+    return {
+        "peak_bytes": peak(profile.problem, modes),
+        "seconds": profile.predict_seconds(modes),
+        "extra_flops": cost(profile.memory, modes),
+    }
+
+
+def summarize_plan(plan: Plan) -> SchedulePoint:
+    """Return the memory and work that a plan names."""
+    return {"peak_bytes": plan.peak_bytes, "seconds": plan.seconds, "extra_flops": plan.extra_flops}
 
 
 def evaluate_uniform_schedules(model: nn.Module, profile: Profile) -> dict[str, SchedulePoint]:

@@ -66,9 +66,12 @@ class Plan:
         """
         reasons = list(self.setting.differences(read_setting(model, batch)))
         if not reasons and self.units != tuple(entry.name for entry in list_units(model)):
-            reasons = ["other units than the model has"]
+            reasons = ["its units are not the model's"]
         if reasons:
-            raise PlanError(f"This plan is for {'; '.join(reasons)}. Make a new one with revzoo.plan(model, batch, budget).")
+            raise PlanError(
+                f"This plan was made for other circumstances ({'; '.join(reasons)}). Make a new one with "
+                "revzoo.plan(model, batch, budget)."
+            )
         model.schedule = list(self.schedule)  # type: ignore[assignment]
 
     def save(self, path: str | Path) -> None:
@@ -116,7 +119,11 @@ class Plan:
     def __str__(self) -> str:
         counts = Counter(self.schedule)
         modes = ", ".join(f"{counts[mode]} {mode}" for mode in MODES if counts[mode])
-        work = f"{self.extra_flops:.2e} FLOPs more than storing" if self.seconds is None else f"{self.seconds:.4g} s a step"
+        work = (
+            f"{self.extra_flops:.2e} FLOPs more than storing"
+            if self.seconds is None
+            else f"{self.seconds:.4g} s a training step"
+        )
         lines = [
             f"{self.setting.model}, batch of {', '.join(self.setting.batch)}, {self.setting.dtype} on {self.setting.device}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "

@@ -1,4 +1,4 @@
-"""From a model and a budget to a plan: profile, solve, and count the planned step before its peak is promised."""
+"""From a model and a budget to a plan: profile, solve, and count the planned training step before its peak is promised."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch import nn
 
 from revzoo.errors import BudgetError, UnknownNameError
 from revzoo.format import format_bytes
-from revzoo.planning.budget import budget_bytes
+from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.profiling.count import count_peak
 from revzoo.planning.profiling.hooks import PlannableModel
@@ -32,7 +32,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
 ) -> Plan:
-    """Return the fastest plan whose peak is within the budget; the planned step is counted before its peak is promised.
+    """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
     Args:
         model: a `revzoo.Model` or a `ReversibleChain`, in the state in which it will be trained.
@@ -43,7 +43,7 @@ def plan(
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
     Raises:
         InputError: a model, batch, optimizer or budget that cannot be used.
-        BudgetError: nothing fits; names the smallest budget that would.
+        BudgetError: no schedule fits; names the smallest budget that would.
         RecoveryError: a step does not return the same output when it runs again.
     """
     return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss)[1]
@@ -61,12 +61,12 @@ def profile_and_plan(
     other_bytes: int = 0,
     setting: Setting | None = None,
 ) -> tuple[Profile, Plan]:
-    """Profile a model, solve for a budget and count the planned step; return the profile and the plan. Raises as `plan` does.
+    """Profile a model, solve for a budget and count the training step; return profile and plan. Raises as `plan` does.
 
     Args:
         model, batch, budget, solver, optimizer, loss: as for `plan`.
         estimate: time only the minimum-memory schedule, as for `revzoo.profile`.
-        other_bytes: other memory that is alive during the whole step, such as averaged weights.
+        other_bytes: other memory that is alive during the whole training step, such as averaged weights.
         setting: what the plan will hold for; None is the model and batch as they are now.
     """
     measured = profile(model, batch, optimizer, loss=loss, estimate=estimate, other_bytes=other_bytes)
@@ -89,7 +89,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
     Raises:
         InputError: no such budget.
         UnknownNameError: no such solver or baseline.
-        BudgetError: nothing fits; names the smallest budget that would.
+        BudgetError: no schedule fits; names the smallest budget that would.
     Source: the knapsack is problem 6 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al.
         2020).
     """
@@ -97,7 +97,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
         raise UnknownNameError("baseline of the knapsack", baseline, get_args(Baseline))
     problem = profile.problem
     device = profile.setting.device.split()[0]
-    limit = budget_bytes(budget, device, profile.model_bytes)
+    limit = parse_budget(budget, device, profile.model_bytes)
     stored_peak = peak(problem, ["store"] * len(problem.units))
     if solver == "timeline":
         modes = ["store"] * len(problem.units) if stored_peak <= limit else solve_timeline(problem, limit)
@@ -126,7 +126,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
         schedule=cast(tuple[Mode, ...], tuple(modes)),
         peak_bytes=planned_peak,
         budget_bytes=limit,
-        seconds=None if profile.timing is None else profile.timing.step_seconds + cost(problem, modes) / 1e9,
+        seconds=profile.predict_seconds(modes),
         extra_flops=cost(profile.memory, modes),
         min_peak_bytes=min_peak,
         no_recompute_peak_bytes=stored_peak,
@@ -139,7 +139,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
 
 
 def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None = None) -> Plan:
-    """Count the planned step and return the plan with the counted peak; where it exceeds the budget, plan for less first.
+    """Count the training step of a plan and return the plan with the counted peak; above the budget, plan for less first.
 
     A profile can predict too small a peak, for example one that was interpolated between batch sizes. Then the solver gets a
     limit that is lower than the predicted peak by the excess, until the counted peak of its plan is within the budget.
@@ -163,8 +163,8 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
             plan = replace(solve(profile, limit, plan.solver), budget_bytes=plan.budget_bytes)
         except BudgetError as error:
             raise BudgetError(
-                f"Nothing fits {format_bytes(plan.budget_bytes)}: the planned step has a counted peak of "
-                f"{format_bytes(counted)}, and no schedule saves the difference. Try a larger budget, or a smaller batch."
+                f"No schedule fits {format_bytes(plan.budget_bytes)}: the planned training step has a counted peak of "
+                f"{format_bytes(counted)}, and none saves the difference. Try a larger budget, or a smaller batch."
             ) from error
 
 
@@ -173,13 +173,13 @@ def _longest_inverted_run(modes: Sequence[str]) -> int:
 
 
 def _explain_shortage(problem: Problem, limit: int, min_peak: int, min_peak_modes: Sequence[str], solver: Solver) -> str:
-    """Return the message for a budget that nothing fits: what is missing, and what would help."""
+    """Return the message for a budget that no schedule fits: what is missing, and what would help."""
     if solver == "knapsack":
         return f"The knapsack has no schedule within {format_bytes(limit)}. Try solver='timeline', or a larger budget."
     worst = max(list_phase_peaks(problem, min_peak_modes), key=lambda phase: phase.bytes)
     where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
     return (
-        f"Nothing fits {format_bytes(limit)}: at least {format_bytes(min_peak)} ({min_peak} bytes) are needed, {where}. Of "
+        f"No schedule fits {format_bytes(limit)}: at least {format_bytes(min_peak)} ({min_peak} bytes) are needed, {where}. Of "
         f"these {format_bytes(problem.fixed_bytes)} are weights, optimizer state and batch. Try a smaller batch, autocast, "
         "or an optimizer of less state."
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from revzoo.analysis.dry_run import require_module
 from revzoo.errors import InputError
+from revzoo.format import format_dtype
 from revzoo.model.network import Model
 from revzoo.runtime.nested import tensors_in
 
@@ -42,18 +43,10 @@ class Setting:
             mine, others = getattr(self, key), getattr(other, key)
             matches_any = (key == "batch" and not (mine and others)) or (key == "device" and "meta" in (mine, others))
             if mine != others and not matches_any and not (key == "digest" and self.model != other.model):
-                yield f"{_WORDS[key]} {_format_value(mine)} and not {_format_value(others)}"
+                yield f"{_WORDS.get(key, key)}: {_format_value(mine)} in the plan, {_format_value(others)} now"
 
 
-_WORDS = {
-    "model": "the model",
-    "digest": "a model of the same name but other parts, sizes or frozen parameters:",
-    "dtype": "the dtype",
-    "device": "the device",
-    "training": "training mode",
-    "exact": "exact =",
-    "batch": "a batch of",
-}
+_WORDS = {"digest": "hash of the model's parts, sizes and frozen parameters", "training": "training mode"}
 
 
 def read_setting(model: nn.Module, batch: Any = None) -> Setting:
@@ -70,9 +63,9 @@ def read_setting(model: nn.Module, batch: Any = None) -> Setting:
     if weight is None:
         raise InputError(f"A plan is for a model with parameters. Received: {type(model).__name__} without any.")
     device = weight.device
-    dtype = str(weight.dtype).removeprefix("torch.")
+    dtype = format_dtype(weight.dtype)
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        dtype += f", autocast {str(torch.get_autocast_dtype(device.type)).removeprefix('torch.')}"
+        dtype += f", autocast {format_dtype(torch.get_autocast_dtype(device.type))}"
     return Setting(
         model=model.spec.name if isinstance(model, Model) else type(model).__name__,
         digest=_compute_digest(model),
@@ -80,12 +73,12 @@ def read_setting(model: nn.Module, batch: Any = None) -> Setting:
         device=f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type,
         training=model.training,
         exact=bool(getattr(model, "exact", False)),
-        batch=tuple(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in(batch)),
+        batch=tuple(f"{list(t.shape)} {format_dtype(t.dtype)}" for t in tensors_in(batch)),
     )
 
 
 def _compute_digest(model: nn.Module) -> str:
-    """Return a hash that differs between models of the same name wherever bytes and seconds may differ."""
+    """Hash everything in a model that memory or time depends on."""
     facts = (
         model.spec.digest if isinstance(model, Model) else repr(model),
         getattr(model, "couplings", ()),

@@ -119,7 +119,7 @@ def _read_plan(run: Run) -> Plan:
         raise PlanError(f"{error} {remedy}") from error
     reasons = list(plan.setting.differences(_Step(run).setting)) or list(_list_changes(run, plan))
     if reasons:
-        raise PlanError(f"{run.folder.plan} is for {'; '.join(reasons)}. {remedy}")
+        raise PlanError(f"{run.folder.plan} was made for other circumstances ({'; '.join(reasons)}). {remedy}")
     return plan
 
 
@@ -129,17 +129,17 @@ def _list_changes(run: Run, plan: Plan) -> Iterator[str]:
     assert options.budget is not None
     limit = plan.budget_bytes if options.budget == "auto" else parse_budget(options.budget, run.accelerator.device)
     if limit != plan.budget_bytes:
-        yield f"a budget of {format_bytes(plan.budget_bytes)} and not {format_bytes(limit)}"
+        yield f"budget: {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(limit)} now"
     if options.solver != plan.solver:
-        yield f"the solver {plan.solver!r} and not {options.solver!r}"
+        yield f"solver: {plan.solver} in the plan, {options.solver} now"
     if plan.units != run.model.units:
-        yield "other units than the model has"
+        yield "its units are not the model's"
         return
     with step.accumulated_gradients():
         state = count_optimizer_bytes(run.model, run.optimizer)
         peak = count_peak(run.model, step.batch, plan.schedule, step.loss, step.other_bytes + state)
     if peak > max(plan.peak_bytes, plan.budget_bytes):
-        yield f"steps of {format_bytes(plan.peak_bytes)} and not {format_bytes(peak)}, which is above the budget"
+        yield f"peak: {format_bytes(plan.peak_bytes)} in the plan, {format_bytes(peak)} now, which is above the budget"
 
 
 class _Step:

@@ -19,7 +19,7 @@ def test_curves_show_the_records(coupling, tmp_path, monkeypatch):
         {"epoch": i + 1, "train_loss": 3.0 - i, "loss": 2.0 - i, "top1": 10.0 * i} | {k: v[i] for k, v in coupling.items()}
         for i in range(2)
     ]
-    curves.draw_curves(records, tmp_path / "curves.png")
+    curves.plot_curves(records, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     (figure,) = figures
     lines = [[[*line.get_ydata()] for line in axes.lines] for axes in figure.axes]

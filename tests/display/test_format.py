@@ -2,7 +2,7 @@
 
 import pytest
 
-from revzoo.format import format_bytes, format_count, format_flops, format_seconds
+from revzoo.format import format_bytes, format_count, format_flops, format_seconds, format_tick
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,11 @@ def test_seconds(seconds, text):
 )
 def test_bytes(size, text):
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (512, "512 B"), (1280 << 20, "1.25 GiB"), (3 << 10, "3 KiB")])
+def test_ticks(size, text):
+    assert format_tick(size) == text
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from rich.console import Console
 from torch import nn
 
 import revzoo
-from revzoo.analysis.memory_report import MemoryReport
+from revzoo.analysis.memory_report import MemoryReport, measure_modes
 from revzoo.analysis.report import ModelReport, TwinReport, report_model
 from revzoo.display.figures.model import plot_model
-from revzoo.display.tables.memory import MemoryTable, tabulate_memory
-from revzoo.display.tables.model import show_model
+from revzoo.display.tables.memory import MemoryTable
+from revzoo.display.tables.model import tabulate_model
 from revzoo.runtime.schedule import MODES
 
 TINY = ["stages.0.depth=1"]
@@ -42,7 +42,7 @@ def text_of(renderable: object) -> str:
 
 
 def test_every_question_is_answered(vit):
-    text = text_of(show_model(vit))
+    text = text_of(tabulate_model(vit))
     for answer in (
         "rev_vit_digits (rev_vit)",
         f"{vit.parameters:,}, ",
@@ -61,20 +61,20 @@ def test_every_question_is_answered(vit):
 
 def test_a_bijection_keeps_nothing(irevnet):
     bijections = [part for part in irevnet.parts if part.kind == "bijection"]
-    lines = [line for line in text_of(show_model(irevnet)).splitlines() if "bijection: space_to_depth" in line]
+    lines = [line for line in text_of(tabulate_model(irevnet)).splitlines() if "bijection: space_to_depth" in line]
     assert len(lines) == len(bijections) > 0
     assert all(line.count("nothing") == len(MODES) for line in lines)
 
 
 def test_texts_are_called_texts(bert):
-    text = text_of(show_model(bert))
+    text = text_of(tabulate_model(bert))
     assert "batch of 8 texts" in text
     assert "per text" in text
     assert "image" not in text
 
 
 def test_expectations_and_missing_weights_are_listed(vit):
-    text = text_of(show_model(replace(vit, expect={"parameters": 302794, "stream": None}, weights=None)))
+    text = text_of(tabulate_model(replace(vit, expect={"parameters": 302794, "stream": None}, weights=None)))
     assert "parameters: 302794" in text
     assert "stream: " not in text
     (line,) = (line for line in text.splitlines() if line.lstrip().startswith("weights ") and "iB" not in line)
@@ -82,12 +82,12 @@ def test_expectations_and_missing_weights_are_listed(vit):
 
 
 def test_names_are_no_markup(vit):
-    assert "[/red] ([bold])" in text_of(show_model(replace(vit, name="[/red]", family="[bold]")))
+    assert "[/red] ([bold])" in text_of(tabulate_model(replace(vit, name="[/red]", family="[bold]")))
 
 
 def test_the_twin_has_a_column(vit):
     twin = TwinReport("timm", "plain", parameters=2400, flops=2368, memory=vit.memory["store"])
-    text = text_of(show_model(replace(vit, twin=twin)))
+    text = text_of(tabulate_model(replace(vit, twin=twin)))
     assert "timm plain: 2,400 parameters, 2.37 kFLOP per image" in text
     (heading,) = (line for line in text.splitlines() if "twin: plain" in line)
     assert "recompute" in heading
@@ -95,7 +95,7 @@ def test_the_twin_has_a_column(vit):
 
 def test_a_twin_that_was_not_measured_says_why(vit):
     twin = TwinReport("timm", "plain", problem="timm has no such model")
-    assert "timm plain: not measured, timm has no such model" in text_of(show_model(replace(vit, twin=twin)))
+    assert "timm plain: not measured, timm has no such model" in text_of(tabulate_model(replace(vit, twin=twin)))
 
 
 @pytest.mark.parametrize("name", ["bert", "irevnet"])
@@ -120,7 +120,7 @@ def test_the_memory_table_marks_the_present_mode(vit):
 
 
 def test_a_model_without_a_schedule_has_one_column():
-    text = text_of(tabulate_memory(nn.Linear(4, 4), torch.zeros(2, 4)))
+    text = text_of(MemoryTable(*measure_modes(nn.Linear(4, 4), torch.zeros(2, 4))))
     assert "as it is" in text
     assert "The mode changes" not in text
 

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 import revzoo
-from revzoo.display.tables.plan import fold_names, show_plan, show_profile
+from revzoo.display.tables.plan import tabulate_plan
+from revzoo.display.tables.profile import fold_names, tabulate_profile
 from revzoo.planning.comparison import inversion_ratio
 from revzoo.planning.profiling.timing import Timing
 
@@ -27,7 +28,7 @@ def text_of(renderable: object) -> str:
 def test_equal_units_are_folded(profile):
     stem, f, g, *_ = profile.memory.units
     eight = [replace(unit, name=f"stages.0.blocks.{i}.{branch}") for i in range(8) for branch, unit in (("f", f), ("g", g))]
-    text = text_of(show_profile(replace(profile, memory=replace(profile.memory, units=(stem, *eight)))))
+    text = text_of(tabulate_profile(replace(profile, memory=replace(profile.memory, units=(stem, *eight)))))
     assert [line.split("│")[1:3] for line in text.splitlines() if "blocks" in line] == [
         [" stages.0.blocks.0-7.f ", "     8 "],
         [" stages.0.blocks.0-7.g ", "     8 "],
@@ -57,8 +58,8 @@ def test_seconds_of_the_table_and_the_papers_observation(profile):
         extra[k] |= {"invert": invert, "first": 7}
     timed = replace(profile, timing=Timing(0.25, forward, tuple(extra), 0.125, 16))
     assert inversion_ratio(timed) == 2.0
-    text = text_of(show_profile(timed))
-    assert "A step takes 250 ms with everything stored." in text
+    text = text_of(tabulate_profile(timed))
+    assert "A training step takes 250 ms with everything stored." in text
     assert "Median of 16 runs; half of the samples of a unit lie within 12% of their median." in text
     assert "Inverting takes 2.00 of the forward time (the paper assumes 1)." in text
     (line,) = (line for line in text.splitlines() if "stages.0.blocks.1.f" in line)
@@ -78,7 +79,7 @@ def test_the_plan_beside_others(profile):
         "all inverted": {"peak_bytes": 1 << 20, "seconds": 2.0, "extra_flops": 5},
     }
     rows = [
-        " ".join(line.replace("│", " ").split()) for line in text_of(show_plan(plan, beside)).splitlines() if " MiB" in line
+        " ".join(line.replace("│", " ").split()) for line in text_of(tabulate_plan(plan, beside)).splitlines() if " MiB" in line
     ]
     assert rows[:4] == [
         "Peak 1.0 MiB of the budget of 3.0 MiB (33%).",

@@ -64,9 +64,9 @@ def test_a_third_batch_size_is_never_predicted_too_small(name, known_device):
     )
     for unit, counted_unit in zip(predicted.units, third.units, strict=True):
         for a, b in zip(unit.options, counted_unit.options, strict=True):
-            assert (a.mode, a.holds, a.kept_bytes, a.cost, a.made_bytes) == (
+            assert (a.mode, a.kept_states, a.kept_bytes, a.cost, a.made_bytes) == (
                 b.mode,
-                b.holds,
+                b.kept_states,
                 b.kept_bytes,
                 b.cost,
                 b.made_bytes,
@@ -134,7 +134,7 @@ def test_sizes_that_are_none_are_refused(known_device):
     model = create("rev_vit_digits")
     with pytest.raises(InputError, match="Received: 5 to 2"):
         find_best_batch(model, "1GiB", 5, 2)
-    with pytest.raises(BudgetError, match="Nothing fits 100.0 KiB: at least"):
+    with pytest.raises(BudgetError, match="No schedule fits 100.0 KiB: at least"):
         find_best_batch(model, "100KiB", LOW, HIGH)
     with pytest.raises(InputError, match="on the meta device"):
         find_best_batch(create("rev_vit_digits", "meta"), "1GiB", LOW, HIGH)

@@ -8,7 +8,7 @@ import torch
 
 from revzoo.errors import InputError
 from revzoo.planning import budget
-from revzoo.planning.budget import budget_bytes, free_bytes
+from revzoo.planning.budget import free_bytes, parse_budget
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from revzoo.planning.budget import budget_bytes, free_bytes
     ],
 )
 def test_sizes(given, size):
-    assert budget_bytes(given, "cpu") == size
+    assert parse_budget(given, "cpu") == size
 
 
 @pytest.fixture
@@ -42,19 +42,19 @@ def memory(monkeypatch):
 
 
 def test_shares_are_of_the_whole_memory(memory):
-    assert budget_bytes("60%", "cpu") == 600
-    assert budget_bytes("12.5 %", "cpu") == 125
-    assert budget_bytes("100%", "cpu", held_bytes=77) == 1000
+    assert parse_budget("60%", "cpu") == 600
+    assert parse_budget("12.5 %", "cpu") == 125
+    assert parse_budget("100%", "cpu", present_bytes=77) == 1000
 
 
 def test_auto_is_nine_tenths_of_what_is_free_and_what_the_model_holds(memory):
-    assert budget_bytes("auto", "cpu") == 360
-    assert budget_bytes("auto", "cpu", held_bytes=100) == 460
+    assert parse_budget("auto", "cpu") == 360
+    assert parse_budget("auto", "cpu", present_bytes=100) == 460
     assert free_bytes("cpu") == 400
 
 
 def test_the_memory_of_a_cpu_is_the_machines():
-    assert budget_bytes("50%", "meta") == psutil.virtual_memory().total // 2
+    assert parse_budget("50%", "meta") == psutil.virtual_memory().total // 2
     assert 0 < free_bytes(torch.device("cpu")) <= psutil.virtual_memory().total
 
 
@@ -87,18 +87,18 @@ def test_nonsense_is_refused(given):
     with pytest.raises(
         InputError, match=r"A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'\. Received: "
     ):
-        budget_bytes(given, "cpu")
+        parse_budget(given, "cpu")
 
 
 @pytest.mark.parametrize("given", ["0%", "101%", "1000 %"])
 def test_a_share_of_nothing_or_of_more_than_all(given):
     with pytest.raises(InputError, match=rf"above 0 % and at most 100 %\. Received: '{given}'"):
-        budget_bytes(given, "cpu")
+        parse_budget(given, "cpu")
 
 
 def test_a_device_whose_memory_is_unknown():
     with pytest.raises(
         InputError, match=r"The memory of xpu devices is not known here\. Give the budget in bytes, such as '8GiB'\."
     ):
-        budget_bytes("50%", "xpu")
-    assert budget_bytes("8GiB", "xpu") == 2**33
+        parse_budget("50%", "xpu")
+    assert parse_budget("8GiB", "xpu") == 2**33

@@ -176,7 +176,9 @@ def test_a_product_whose_input_is_all_that_it_keeps():
     for unit in count(chain, x).units:
         options = {option.mode: option for option in unit.options}
         assert options["store"].kept_bytes == options["selective"].kept_bytes == options["recompute"].kept_bytes == 0
-        assert options["store"].holds == options["selective"].holds == options["recompute"].holds == unit.inputs
+        assert (
+            options["store"].kept_states == options["selective"].kept_states == options["recompute"].kept_states == unit.inputs
+        )
 
 
 def test_a_node_that_keeps_nothing_holds_nothing():
@@ -184,7 +186,7 @@ def test_a_node_that_keeps_nothing_holds_nothing():
     model = revzoo.create("reformer_mini", overrides=["stages.0.depth=1", "input.length=64"])
     x = model.example_input(2)
     fuse = next(unit for unit in count(model, x).units if unit.name == "fuse")
-    assert {option.mode: option.holds for option in fuse.options} == {"store": (), "selective": (), "recompute": ()}
+    assert {option.mode: option.kept_states for option in fuse.options} == {"store": (), "selective": (), "recompute": ()}
 
 
 def test_the_phases_end_with_the_stem_and_the_highest_is_the_peak(tiny):

@@ -92,7 +92,7 @@ def test_the_gap_covers_what_thinning_loses(likeness):
         capacity = sum(weights) // 2
         optimum = table(values, weights, capacity)
         for most in (1, 3, 10, 30):
-            solution = choose_subset(values, weights, capacity, max_states=most)
+            solution = choose_subset(values, weights, capacity, max_partials=most)
             check(solution, values, weights, capacity)
             assert optimum - solution.value <= solution.gap * optimum + 1e-9
             thinned += solution.gap > 0
@@ -106,10 +106,10 @@ def test_adversaries_stay_within_the_capacity_and_the_gap(constant):
     weights = [rng.randint(10**7, 10**9) for _ in range(200)]
     values = [weight + constant for weight in weights]
     capacity = sum(weights) // 2
-    solution = choose_subset(values, weights, capacity, max_states=2000)
+    solution = choose_subset(values, weights, capacity, max_partials=2000)
     check(solution, values, weights, capacity)
     assert 0 < solution.gap < 1e-2
-    better = choose_subset(values, weights, capacity, max_states=10_000)
+    better = choose_subset(values, weights, capacity, max_partials=10_000)
     check(better, values, weights, capacity)
     assert better.value * (1 - solution.gap) <= solution.value + 1
 

@@ -56,13 +56,13 @@ def test_frozen_parts_and_parts_in_evaluation_mode_are(tiny):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "revnet_digits", "digest": "1" * 64}, "the model revnet_digits and not rev_vit_digits"),
-        ({"digest": "1" * 64}, "a model of the same name but other parts, sizes or frozen parameters: 111111111111 and not "),
-        ({"dtype": "bfloat16"}, "the dtype bfloat16 and not float32"),
-        ({"device": "cuda A"}, "the device cuda A and not cpu"),
-        ({"training": False}, "training mode False and not True"),
-        ({"exact": True}, "exact = True and not False"),
-        ({"batch": ("[4] int64", "[5] bool")}, r"a batch of [4] int64, [5] bool and not [3, 1, 8, 8] float32"),
+        ({"model": "revnet_digits", "digest": "1" * 64}, "model: revnet_digits in the plan, rev_vit_digits now"),
+        ({"digest": "1" * 64}, "hash of the model's parts, sizes and frozen parameters: 111111111111 in the plan, "),
+        ({"dtype": "bfloat16"}, "dtype: bfloat16 in the plan, float32 now"),
+        ({"device": "cuda A"}, "device: cuda A in the plan, cpu now"),
+        ({"training": False}, "training mode: False in the plan, True now"),
+        ({"exact": True}, "exact: True in the plan, False now"),
+        ({"batch": ("[4] int64", "[5] bool")}, "batch: [4] int64, [5] bool in the plan, [3, 1, 8, 8] float32 now"),
     ],
 )
 def test_differences_are_described(change, words, tiny):

@@ -97,12 +97,14 @@ def random_problem(rng: random.Random, count: int, modes: int = 4) -> Problem:
 
         def option(mode, cheap, inputs=inputs, k=k):
             kept = 0 if mode in ("recompute", "invert") else rng.randint(0, 30) // (1 + (mode == "selective"))
-            holds = () if mode == "invert" else (*inputs, k + 1) if rng.random() < 0.2 else inputs
+            kept_states = () if mode == "invert" else (*inputs, k + 1) if rng.random() < 0.2 else inputs
             rare = rng.randint(1, 3) if mode == "invert" and rng.random() < 0.1 else 0
             top = rng.randint(kept, kept + 30)
             known = [sum(sizes[s] for j, s in enumerate(inputs) if not i >> j & 1) for i in range(2 ** len(inputs))]
             extra = 0 if cheap else rng.randint(1, 9)
-            return Option(mode, kept + rare, holds, rng.randint(kept, kept + 20), tuple(top + more for more in known), extra)
+            return Option(
+                mode, kept + rare, kept_states, rng.randint(kept, kept + 20), tuple(top + more for more in known), extra
+            )
 
         names = ["store", *rng.sample(["selective", "recompute"], rng.randint(0, max(modes - 2, 0)))]
         inverts = not node and rng.random() < 0.8
@@ -140,10 +142,10 @@ def all_schedules(problem: Problem) -> dict[tuple[str, ...], tuple[int, int]]:
             mask = [state in H for state in (*unit.inputs, None)]
             forward = S + size(set(pair) - H) + option.forward_bytes
             backward = S + option.backward_bytes[mask[0] + 2 * mask[1]]
-            after = S + option.kept_bytes + size(set(option.holds) - H)
+            after = S + option.kept_bytes + size(set(option.kept_states) - H)
             inverted = run + 1 if option.mode == "invert" else 0
             rest = price + option.cost, max(top, forward, backward)
-            go_on((*modes, option.mode), after, H | set(option.holds), inverted, *rest)
+            go_on((*modes, option.mode), after, H | set(option.kept_states), inverted, *rest)
 
     go_on((), problem.fixed_bytes, frozenset(), 0, 0, 0)
     return schedules

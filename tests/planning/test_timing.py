@@ -78,7 +78,7 @@ def test_of_many_units_of_a_kind_a_few_are_stored_where_all_would_not_fit(timeta
 
 def test_nothing_is_run_where_nothing_fits(timetable):
     chain, batch = chain_of(8)
-    with pytest.raises(MemoryError, match="no step with a few stored units fits"):
+    with pytest.raises(MemoryError, match="no training step with a few stored units fits"):
         measure_timing(chain, batch, count(chain, batch), 1000)
     assert not timetable
 

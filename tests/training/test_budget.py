@@ -184,7 +184,7 @@ def test_a_budget_below_the_minimum_leaves_no_folder(tmp_path, monkeypatch, caps
     assert main(["train", *FAST, f"model.overrides=[{VIT}]", "memory.budget=1MiB", "model.schedule=store"]) == 2
     out, err = capsys.readouterr()
     assert out == "Note: model.schedule has no effect with memory.budget.\n"
-    assert err.startswith("revzoo: Nothing fits 1.0 MiB: at least ")
+    assert err.startswith("revzoo: No schedule fits 1.0 MiB: at least ")
     assert list(tmp_path.iterdir()) == []
     least = int(err.partition("(")[2].partition(" bytes")[0])
     with pytest.raises(BudgetError, match=f"{least} bytes"):
@@ -233,17 +233,16 @@ def other(*overrides: str) -> Callable[[Path], None]:
     [
         (
             other("data.batch_size=160"),
-            r"is for a batch of \[320, 1, 8, 8\] float32 and not \[160, 1, 8, 8\] float32\. Put back",
+            r"batch: \[320, 1, 8, 8\] float32 in the plan, \[160, 1, 8, 8\] float32 now\)\. Put back",
         ),
-        (other("train.mixed_precision=bf16"), "is for the dtype float32 and not float32, autocast bfloat16"),
-        (other("model.exact=true"), "is for exact = False and not True"),
-        (other("memory.budget=2500KiB"), r"is for a budget of 3\.0 MiB and not 2\.4 MiB"),
-        (other("memory.solver=knapsack"), "is for the solver 'timeline' and not 'knapsack'"),
-        (edited(device="cuda NVIDIA X"), "is for the device cuda NVIDIA X and not cpu"),
-        (edited(digest="0" * 64), "is for a model of the same name but other parts, sizes or frozen parameters: 0{12} and "),
-        (edited(units=["a"] * 5), "is for other units than the model has"),
-        (edited(schedule=["store"] * 5, peak_bytes=1), r"is for steps of 1 B and not 3\.\d MiB, which is above the budget"),
-        (lambda folder: (folder / "plan.json").write_text("{"), "plan.json is not a saved plan .* Put back"),
+        (other("train.mixed_precision=bf16"), "dtype: float32 in the plan, float32, autocast bfloat16 now"),
+        (other("model.exact=true"), "exact: False in the plan, True now"),
+        (other("memory.budget=2500KiB"), r"budget: 3\.0 MiB in the plan, 2\.4 MiB now"),
+        (other("memory.solver=knapsack"), "solver: timeline in the plan, knapsack now"),
+        (edited(device="cuda NVIDIA X"), "device: cuda NVIDIA X in the plan, cpu now"),
+        (edited(digest="0" * 64), "hash of the model's parts, sizes and frozen parameters: 0{12} in the plan, "),
+        (edited(units=["a"] * 5), "its units are not the model's"),
+        (edited(schedule=["store"] * 5, peak_bytes=1), r"peak: 1 B in the plan, 3\.\d MiB now, which is above the budget"),
     ],
 )
 def test_a_plan_for_something_else_is_refused(planned, tmp_path, change, reason):
@@ -251,9 +250,18 @@ def test_a_plan_for_something_else_is_refused(planned, tmp_path, change, reason)
     change(tmp_path / "run")
     file = tmp_path / "run" / "plan.json"
     run = build_run(load_recipe(tmp_path / "run"), tmp_path / "run", resumed=True)
-    with pytest.raises(PlanError, match=f"^{file} {reason.removeprefix('plan.json ')}") as caught:
+    with pytest.raises(PlanError, match=rf"^{file} was made for other circumstances \({reason}") as caught:
         apply_plan(run)
     assert f"delete {file} to have it planned again, or start a new run" in str(caught.value)
+
+
+def test_a_damaged_plan_is_refused(planned, tmp_path):
+    shutil.copytree(planned, tmp_path / "run")
+    file = tmp_path / "run" / "plan.json"
+    file.write_text("{")
+    run = build_run(load_recipe(tmp_path / "run"), tmp_path / "run", resumed=True)
+    with pytest.raises(PlanError, match=f"^{file} is not a saved plan .* Put back .* delete {file} to have it planned again"):
+        apply_plan(run)
 
 
 @pytest.mark.parametrize("budget", ["8GiB", "1.5MB", "60%", "100 %", "auto", "24000000", "2e9", "null"])

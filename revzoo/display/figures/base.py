@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from revzoo.display.style import FAINT, GRID, INK
+from revzoo.format import format_tick
 
-LEFT = 0.95  # margin in front of the axes and the heading [inch]
-_UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+LEFT = 0.95  # margin to the left of the axes and the heading [inch]
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -58,12 +58,6 @@ def byte_ticks(low: float, high: float, most: int = 7) -> list[float]:
     steps = (scale * 1024.0**power for power in range(5) for scale in (1, 2, 5, 10, 20, 50, 100, 200, 256, 512))
     step = next(step for step in steps if (high - low) / step <= most)
     return [k * step for k in range(int(-(-low // step)), int(high // step) + 1)]
-
-
-def format_tick(size: float) -> str:
-    """Return a size without the zeros after its decimal point, such as "1.25 GiB"."""
-    unit = next(unit for unit in _UNITS if unit == "B" or size >= _UNITS[unit])
-    return f"{size / _UNITS[unit]:.6g} {unit}"
 
 
 def save(figure: Figure, path: str | Path) -> None:

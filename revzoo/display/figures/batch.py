@@ -18,7 +18,7 @@ from revzoo.display.figures.modes import (
 from revzoo.display.style import INK, MODE_COLORS, RED
 from revzoo.format import format_seconds
 
-_RIGHT = 0.3  # margin behind the axes [inch]
+_RIGHT = 0.3  # margin to the right of the axes [inch]
 _CELL, _MIN_WIDTH, _MAX_WIDTH = 0.26, 6.6, 14.0  # width of a unit, and the limits for all units together [inch]
 CURVES = {  # label, color and marker, for each key of a row
     "planned": ("planned", RED, "o"),
@@ -61,10 +61,10 @@ def plot_schedules(rows: Sequence[Mapping[str, Any]], units: Sequence[str], path
 
 
 def plot_times(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Draw the time of a step and of a sample over the batch size; write a PNG.
+    """Draw the time of a training step and of a sample over the batch size; write a PNG.
 
     Args:
-        rows: "batch", and the seconds of a step as "stored", "inverted" and "planned", None where it does not fit.
+        rows: "batch", and the seconds of a training step as "stored", "inverted" and "planned", None where it does not fit.
         path: of the picture.
     """
     figure = new_figure(10.5, 4.6)
@@ -81,7 +81,7 @@ def plot_times(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
                 if fits[-1][0] < rows[-1]["batch"]:
                     axes.plot(*fits[-1], "|", ms=19, mew=2.2, color=color)
         axes.set_xlabel("batch size", fontsize=9, color=INK)
-        axes.set_ylabel(f"time per {'sample' if shared else 'step'}", fontsize=9, color=INK)
+        axes.set_ylabel(f"time per {'sample' if shared else 'training step'}", fontsize=9, color=INK)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: format_seconds(x)))
         axes.set_ylim(0, 1.12 * axes.get_ylim()[1])

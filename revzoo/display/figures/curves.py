@@ -12,7 +12,7 @@ from revzoo.display.style import BLUE, ORANGE, PALE
 _COUPLING = ("kept_bits", "m", "alpha", "beta")  # keys of a record, where training moves the coupling
 
 
-def draw_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
+def plot_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw losses and top-1 over epochs, and the coupling where it moves; write a PNG.
 
     Args:

@@ -94,7 +94,7 @@ def _box_lines(part: PartReport) -> list[str]:
 
 
 def _wrap(text: str, most: int) -> list[str]:
-    """Break a text at spaces and behind underscores into lines of at most this many characters, if possible."""
+    """Break a text at spaces and after underscores into lines of at most this many characters, if possible."""
     lines = [""]
     for word in text.replace("_", "_ ").split(" "):
         join = "" if lines[-1].endswith("_") or not lines[-1] else " "

@@ -1,6 +1,5 @@
 """Schedules as rows of coloured cells, with the names of the units below and a legend of the modes."""
 
-import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -12,6 +11,7 @@ from matplotlib.patches import Patch
 
 from revzoo.display.figures.base import LEFT
 from revzoo.display.style import INK, MODE_COLORS, PALE
+from revzoo.display.unit_name import parse_unit_name
 from revzoo.runtime.schedule import MODES
 
 CHARACTER = 0.075  # width of a character at 8 points [inch]
@@ -95,11 +95,10 @@ def group_units(units: Sequence[str], cell: float) -> list[tuple[str, int, int]]
 
 def _group_key(name: str, k: int) -> tuple[str, int]:
     """Return the label of a unit, and a number that is equal for units that are named together."""
-    if stage := re.match(r"stages\.(\d+)\.blocks\.", name):
-        return f"stage {stage[1]}", -1
-    if re.fullmatch(r"steps\.\d+", name):
-        return "steps", -1
-    return name.rpartition(".")[2], k
+    unit = parse_unit_name(name)
+    if unit.number is None:
+        return name.rpartition(".")[2], k
+    return "steps" if unit.stage is None else f"stage {unit.stage}", -1
 
 
 def draw_mode_legend(figure: Figure, schedule: Sequence[str], with_counts: bool = True) -> None:

@@ -3,7 +3,6 @@
 Every function draws what it is given and nothing else, so that the data written beside a picture is all there is in it.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,12 @@ from revzoo.display.figures.modes import (
     unit_names_height,
 )
 from revzoo.display.style import CREAM, GREY, INK, LIGHT_BLUE, MODE_COLORS, PALE, RED
+from revzoo.display.unit_name import parse_unit_name
 from revzoo.format import format_bytes, format_flops, format_seconds
-from revzoo.planning.comparison import SchedulePoint
+from revzoo.planning.comparison import SchedulePoint, summarize_plan
 from revzoo.planning.plan import Plan
 
-_RIGHT, _GAP = 0.3, 0.25  # margins behind the last axes and between axes [inch]
+_RIGHT, _GAP = 0.3, 0.25  # margins after the last axes and between axes [inch]
 _PHASE, _MIN_WIDTH, _MAX_WIDTH = 0.17, 6.6, 12.5  # width of a phase, and the limits for all phases together [inch]
 
 
@@ -36,7 +36,7 @@ def plot_plan(
     others: Mapping[str, SchedulePoint] | None = None,
     fixed_bytes: int = 0,
 ) -> None:
-    """Draw the memory of one step under a plan, the mode of every unit, and what other budgets would take; write a PNG.
+    """Draw the memory of a training step with a plan, the mode of every unit, and what other budgets would take; write a PNG.
 
     Args:
         plan: to be drawn.
@@ -172,7 +172,7 @@ def _draw_front(
     def work(point: SchedulePoint) -> float:
         return float(point["seconds"] or 0) if timed else point["extra_flops"]
 
-    planned: SchedulePoint = {"peak_bytes": plan.peak_bytes, "seconds": plan.seconds, "extra_flops": plan.extra_flops}
+    planned = summarize_plan(plan)
     points = sorted((point["peak_bytes"], work(point)) for point in front)
     best = [p for i, p in enumerate(points) if all(x > p[1] for _, x in points[:i])]  # FLOPs are not what was minimised
     ends = [size for size, _ in best[1:]] + [top]  # a schedule is the fastest up to the budget of the next one
@@ -194,7 +194,7 @@ def _draw_front(
         style: dict[str, Any] = {"fontsize": 8.5, "color": color, "ha": ha, "va": va, "textcoords": "offset points"}
         axes.annotate(name, where, (dx, dy), **style)
     axes.text(low + 0.4 * room, top * 1.012, "the fastest at other budgets", fontsize=9.5, color=INK, ha="center", va="bottom")
-    axes.set_xlabel("time of a step" if timed else "FLOPs over storing everything", fontsize=9, color=INK)
+    axes.set_xlabel("time of a training step" if timed else "FLOPs over storing everything", fontsize=9, color=INK)
     label_bytes(axes.yaxis, byte_ticks(0, top))
     simplify_axes(axes)
     axes.tick_params(labelleft=False)
@@ -203,4 +203,8 @@ def _draw_front(
 
 
 def _short(name: str) -> str:
-    return re.sub(r"^stages\.(\d+)\.(blocks\.)?", lambda match: f"stage {match[1]}, {'block ' if match[2] else ''}", name)
+    unit = parse_unit_name(name)
+    if unit.stage is None:
+        return name
+    where = name.removeprefix(f"stages.{unit.stage}.") if unit.number is None else f"block {unit.number}{unit.end}"
+    return f"stage {unit.stage}, {where}"

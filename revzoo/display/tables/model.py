@@ -11,7 +11,7 @@ from revzoo.format import format_bytes, format_flops, format_shape
 from revzoo.runtime.schedule import MODES
 
 
-def show_model(report: ModelReport) -> RenderableType:
+def tabulate_model(report: ModelReport) -> RenderableType:
     """Return what rich is to print: sizes and costs, parts, memory in every mode, then sources, expectations and weights."""
     return Group(_tabulate_facts(report), _tabulate_parts(report), _tabulate_memory(report), _tabulate_sources(report))
 

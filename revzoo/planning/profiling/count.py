@@ -4,15 +4,16 @@ In four of the schedules all units have the same mode (nodes, which cannot inver
 other two, inverted steps alternate with recomputed ones, because the first step of an inverted run is recovered like a
 recomputed one. From each log follows, for every unit in the mode that it had there,
 
-    kept_bytes, holds   storages that appeared in its forward and are alive between forward and backward; the states it keeps
+    kept_bytes          storages that appeared in its forward and are alive between forward and backward, without states
+    kept_states         the states that it keeps
     forward_bytes       peak of the storages that appeared in its forward
-    backward_bytes      peak of its backward above what the units in front of it keep
+    backward_bytes      peak of its backward above what the preceding units keep
     cost, made_bytes    FLOPs, and bytes allocated in backward, beyond those that storing needs
 
-At the same place of the step, two schedules differ only in what the units in front keep. The numbers therefore hold for every
-schedule, exactly for the zoo's models (`tests/planning/test_count.py` counts random schedules). Known to come out too high:
-bare chains, by at most a pair of streams, where the first steps are inverted alone or all steps are stored; and a mask that no
-unit keeps.
+At the same place of the training step, two schedules differ only in what the preceding units keep. The numbers therefore hold
+for every schedule, exactly for the zoo's models (`tests/planning/test_count.py` counts random schedules). Known to come out too
+high: bare chains, by at most a pair of streams, where the first steps are inverted alone or all steps are stored; and a mask
+that no unit keeps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from revzoo.analysis.dry_run import isolated
-from revzoo.errors import InputError, listing
+from revzoo.errors import InputError, join_names
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import LossFunction, Trace, trace
 from revzoo.planning.solvers.problem import Option, Problem, Unit
@@ -47,7 +48,7 @@ def count(model: nn.Module, batch: Any, loss: LossFunction | None = None, other_
         model: a `revzoo.Model` or a `ReversibleChain`.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
-        other_bytes: other memory that is alive during the whole step, such as optimizer state and averaged weights.
+        other_bytes: other memory that is alive during the whole training step, such as optimizer state and averaged weights.
     Raises:
         InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient.
     """
@@ -58,7 +59,7 @@ def count(model: nn.Module, batch: Any, loss: LossFunction | None = None, other_
         )
     if compiled := [name or "model" for name, m in model.named_modules() if m._compiled_call_impl is not None]:
         raise InputError(
-            f"What compiled code keeps cannot be counted. Received: compiled {listing(compiled, most=3)}. Plan first, then "
+            f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan first, then "
             "compile the steps: the plan stays in force."
         )
     try:
@@ -103,8 +104,8 @@ def _trace_isolated(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: L
             ) from error
 
 
-def _step_peak(step: Trace) -> int:
-    return max(accumulate(change for _, change in step.log))
+def _step_peak(traced: Trace) -> int:
+    return max(accumulate(change for _, change in traced.log))
 
 
 def build_problem(entries: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0) -> Problem:
@@ -114,15 +115,15 @@ def build_problem(entries: Sequence[LayoutEntry], traces: Sequence[Trace], other
     # Where autograd saves nothing, a unit that recomputes does not need its inputs either.
     given = [_number(inputs, states) if saved else () for inputs, saved in zip(stored.inputs, stored.saved, strict=True)]
     made = (_number(made, inverted.number_states()) for made in _kept_outputs(inverted))
-    holds = {
+    kept_states = {
         "store": [_number(saved, states) for saved in stored.saved],
         "selective": [inputs + outputs for inputs, outputs in zip(given, made, strict=True)],
         "recompute": given,
     }
     stored_work = _count_work(stored)
     options: list[dict[tuple[str, bool], Option]] = [{} for _ in entries]
-    for step in traces:
-        for k, option, first in _build_options(step, holds, stored_work):
+    for traced in traces:
+        for k, option, first in _build_options(traced, kept_states, stored_work):
             options[k].setdefault((option.mode, first), option)
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     pairs = [_number(pair, states) for pair in stored.pairs]
@@ -146,97 +147,101 @@ def _build_unit(
 
 
 def _build_options(
-    step: Trace, holds: Mapping[str, Sequence[tuple[int, ...]]], stored_work: Sequence[tuple[int, int]]
+    traced: Trace, kept_states: Mapping[str, Sequence[tuple[int, ...]]], stored_work: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, Option, bool]]:
     """Yield for every unit its index, its option in this trace, and whether it begins a run of inverted steps there."""
-    states = step.number_states()
+    states = traced.number_states()
     storages = {number: storage for storage, number in states.items()}
-    kept, work = _kept_storages(step), _count_work(step)
-    forward, backward = _forward_peaks(step), {unit: span for unit, *span, _ in step.phases("backward")}
-    front, own, run = set[int](), set[int](), 0  # states and other storages kept by the units in front; length of the run
-    for k, mode in enumerate(step.modes):
-        given = sorted(step.inputs[k])
-        held = set[int]() if mode == "invert" else {storages[number] for number in holds[mode][k]}
+    kept, work = _kept_storages(traced), _count_work(traced)
+    forward, backward = _forward_peaks(traced), {unit: span for unit, *span, _ in traced.phases("backward")}
+    held_before, own, run = (
+        set[int](),
+        set[int](),
+        0,
+    )  # states and other storages kept by the preceding units; length of the run
+    for k, mode in enumerate(traced.modes):
+        given = sorted(traced.inputs[k])
+        held = set[int]() if mode == "invert" else {storages[number] for number in kept_states[mode][k]}
         if mode != "invert" and run:
-            front |= step.pairs[k]
+            held_before |= traced.pairs[k]
             run = 0
-        others = front - (set(given) if mode == "invert" else held)
-        in_front = [others.union(*([s] for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
-        peaks = [_peak(step, backward[k], step.fixed | own | kept_) if k in backward else 0 for kept_ in in_front]
+        others = held_before - (set(given) if mode == "invert" else held)
+        kept_before = [others.union(*([s] for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
+        peaks = [_peak(traced, backward[k], traced.fixed | own | kept_) if k in backward else 0 for kept_ in kept_before]
         kept_bytes = sum(kept[k].values())
         flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
         option = Option(mode, kept_bytes, _number(held, states), forward[k], tuple(peaks), flops, made_bytes)
         yield k, option, mode == "invert" and run == 0
         own |= kept[k].keys()
-        front |= held
+        held_before |= held
         run = run + 1 if mode == "invert" else 0
 
 
 def _kept_outputs(inverted: Trace) -> list[Storages]:
     """Return for every unit the states that it makes and, when it is selective, keeps; only nodes do.
 
-    In this trace the inverted steps behind a node keep none of its states; a node behind it keeps its own inputs.
+    In this trace the inverted steps after a node keep none of its states; a node after it keeps its own inputs.
     """
-    waiting, outputs = inverted.alive(inverted.turn).keys(), list[Storages]()
+    waiting, outputs = inverted.alive(inverted.backward_start).keys(), list[Storages]()
     following = [*zip(inverted.inputs, inverted.modes, strict=True), (_NONE, "invert")][1:]
-    for mode, (front, behind), (inputs, next_mode) in zip(inverted.modes, pairwise(inverted.pairs), following, strict=True):
-        made = behind - front if mode == "selective" else _NONE
+    for mode, (before, after), (inputs, next_mode) in zip(inverted.modes, pairwise(inverted.pairs), following, strict=True):
+        made = after - before if mode == "selective" else _NONE
         outputs.append((made - inputs if next_mode == "selective" else made) & waiting)
     return outputs
 
 
-def _kept_storages(step: Trace) -> list[dict[int, int]]:
+def _kept_storages(traced: Trace) -> list[dict[int, int]]:
     """Return for every unit the storages, with their bytes, that it keeps for backward and that are not states."""
-    waiting, states = step.alive(step.turn), step.number_states()
-    touched = [{storage for storage, _ in step.log[start:end]} for _, start, end, _ in step.phases("forward")]
-    earlier, kept = {storage for storage, _ in step.log[: step.marks[0].position]}, []
+    waiting, states = traced.alive(traced.backward_start), traced.number_states()
+    touched = [{storage for storage, _ in traced.log[start:end]} for _, start, end, _ in traced.phases("forward")]
+    earlier, kept = {storage for storage, _ in traced.log[: traced.marks[0].position]}, []
     for storages in touched:
         kept.append({s: waiting[s] for s in storages - earlier if s in waiting and s not in states})
         earlier |= storages
     return kept
 
 
-def _forward_peaks(step: Trace) -> list[int]:
+def _forward_peaks(traced: Trace) -> list[int]:
     """Return for every unit the peak of the storages that appear in its forward."""
-    known, peaks = {storage for storage, _ in step.log[: step.marks[0].position]}, []
-    for _, start, end, _ in step.phases("forward"):
+    known, peaks = {storage for storage, _ in traced.log[: traced.marks[0].position]}, []
+    for _, start, end, _ in traced.phases("forward"):
         total = highest = 0
-        for storage, change in step.log[start:end]:
+        for storage, change in traced.log[start:end]:
             if storage not in known:
                 total += change
                 highest = max(highest, total)
-        known |= {storage for storage, _ in step.log[start:end]}
+        known |= {storage for storage, _ in traced.log[start:end]}
         peaks.append(highest)
     return peaks
 
 
-def _loss_peak(step: Trace) -> int:
-    """Return what the loss needs between forward and backward, above what is kept and what the model returned."""
-    states, kept = step.number_states().keys(), {s for storages in _kept_storages(step) for s in storages}
-    start = next(mark.position for mark in step.marks if mark.phase == "loss")
-    end = next(mark.position for mark in step.marks if mark.position >= start and mark.phase in ("backward", "end"))
-    return _peak(step, (start, end), step.fixed | kept | states)
+def _loss_peak(traced: Trace) -> int:
+    """Return the loss's peak bytes between forward and backward, beyond what units keep and the model returned."""
+    states, kept = traced.number_states().keys(), {s for storages in _kept_storages(traced) for s in storages}
+    start = next(mark.position for mark in traced.marks if mark.phase == "loss")
+    end = next(mark.position for mark in traced.marks if mark.position >= start and mark.phase in ("backward", "end"))
+    return _peak(traced, (start, end), traced.fixed | kept | states)
 
 
-def _peak(step: Trace, span: Sequence[int], without: Storages | set[int]) -> int:
+def _peak(traced: Trace, span: Sequence[int], without: Storages | set[int]) -> int:
     """Return the peak between two positions of the log, of all storages other than `without`."""
     start, end = span
-    total = highest = sum(size for storage, size in step.alive(start).items() if storage not in without)
-    for storage, change in step.log[start:end]:
+    total = highest = sum(size for storage, size in traced.alive(start).items() if storage not in without)
+    for storage, change in traced.log[start:end]:
         if storage not in without:
             total += change
             highest = max(highest, total)
     return highest
 
 
-def _count_work(step: Trace) -> list[tuple[int, int]]:
+def _count_work(traced: Trace) -> list[tuple[int, int]]:
     """Return for every unit its FLOPs, forward and backward together, and the bytes allocated in its backward."""
-    flops, made = [0] * len(step.modes), [0] * len(step.modes)
-    for unit, _, _, more in step.phases("forward"):
+    flops, made = [0] * len(traced.modes), [0] * len(traced.modes)
+    for unit, _, _, more in traced.phases("forward"):
         flops[unit] += more
-    for unit, start, end, more in step.phases("backward"):
+    for unit, start, end, more in traced.phases("backward"):
         flops[unit] += more
-        made[unit] += sum(change for _, change in step.log[start:end] if change > 0)
+        made[unit] += sum(change for _, change in traced.log[start:end] if change > 0)
     return list(zip(flops, made, strict=True))
 
 

@@ -51,7 +51,7 @@ class Listener(Protocol):
         """React to the first gradient of a unit's outputs."""
 
     def identify(self, tensors: Any) -> frozenset[int]:
-        """Return what is to be remembered of tensors. The tensors themselves must not be kept alive."""
+        """Return ids that stand for the tensors without keeping them alive."""
 
 
 class StepHooks:

@@ -1,5 +1,6 @@
 """The profile of a model: the bytes and costs of every unit in every mode, from which any number of plans can be made."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, p
 from revzoo.planning.profiling.timing import Timing, estimate_timing, measure_timing, memory_errors, price_by_time
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.setting import Setting, read_setting
-from revzoo.planning.solvers.problem import Problem, reprice
+from revzoo.planning.solvers.problem import Problem, cost, reprice
 
 # What a device computes in float32 while it moves a byte: about 14 on an H200 (67 TFLOP/s, 4.8 TB/s).
 _FLOPS_PER_BYTE = 16
@@ -29,7 +30,7 @@ class Profile:
         timing: measured seconds; None where nothing was run.
         setting: what the profile holds for.
         model_bytes: weights and buffers, which are on the device already.
-        other_bytes: optimizer state, and whatever else was given as alive during the whole step.
+        other_bytes: optimizer state, and whatever else was given as alive during the whole training step.
         notes: remarks for the reader, such as why nothing was run.
     """
 
@@ -44,6 +45,10 @@ class Profile:
     def problem(self) -> Problem:
         """What the solvers get: costs are nanoseconds if they were measured, else FLOPs plus moved bytes weighted as FLOPs."""
         return price_by_work(self.memory) if self.timing is None else price_by_time(self.memory, self.timing)
+
+    def predict_seconds(self, modes: Sequence[str]) -> float | None:
+        """Return the seconds of a forward and backward with a schedule; None where nothing was timed."""
+        return None if self.timing is None else self.timing.step_seconds + cost(self.problem, modes) / 1e9
 
 
 def profile(
@@ -70,7 +75,7 @@ def profile(
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         run: False measures no seconds. Whether steps can be inverted is still checked, on a few examples.
         estimate: time only the minimum-memory schedule, and assume that every mode but storing costs one extra forward.
-        other_bytes: other memory that is alive during the whole step, such as averaged weights.
+        other_bytes: other memory that is alive during the whole training step, such as averaged weights.
     Raises:
         InputError: not such a model, an unusable batch, no parameter with a gradient, or an optimizer of other parameters.
         RecoveryError: a step does not return the same output when it runs again.
@@ -96,7 +101,7 @@ def profile(
         if run:
             timing, more = _measure_or_estimate(model, batch, memory, loss, estimate)
             notes += more
-    return Profile(memory, timing, read_setting(model, batch), held_bytes(model), other_bytes, tuple(notes))
+    return Profile(memory, timing, read_setting(model, batch), count_model_bytes(model), other_bytes, tuple(notes))
 
 
 def _measure_or_estimate(
@@ -107,7 +112,7 @@ def _measure_or_estimate(
     if not estimate:
         try:
             device = next(model.parameters()).device
-            allowance = free_bytes(device) + held_bytes(model) if device.type in ("cpu", "cuda") else 2**62
+            allowance = free_bytes(device) + count_model_bytes(model) if device.type in ("cpu", "cuda") else 2**62
             with memory_errors():
                 return measure_timing(model, batch, memory, allowance, loss), []
         except MemoryError:
@@ -124,6 +129,6 @@ def price_by_work(memory: Problem) -> Problem:
     return reprice(memory, lambda k, variant, option: option.cost + _FLOPS_PER_BYTE * option.made_bytes)
 
 
-def held_bytes(model: nn.Module) -> int:
+def count_model_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers."""
     return sum(t.nbytes for t in {id(t): t for t in (*model.parameters(), *model.buffers())}.values())

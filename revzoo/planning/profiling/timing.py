@@ -40,7 +40,7 @@ class Timing:
         extra: for each unit, by mode, the time of forward and backward beyond storing [nanoseconds]; "first" is "invert" for a
             step that begins a run of inverted steps.
         spread: half of the samples of a unit and mode lie within this fraction of their median, typically.
-        runs: number of steps that were run.
+        runs: number of training steps that were run.
         backward_seconds: of each unit when stored, without any recovery.
     """
 
@@ -56,7 +56,7 @@ def measure_step_seconds(model: nn.Module, batch: Any, modes: Sequence[Mode], lo
     """Run training steps with a schedule and return the median of their times, forward and backward [seconds].
 
     Raises:
-        MemoryError: a step ran out of memory.
+        MemoryError: a training step ran out of memory.
     """
     schedule = model.schedule
     try:
@@ -76,7 +76,7 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
         allowance: limit for the peak of each step that is run [bytes].
         loss: computes the loss from what the model returns; None is a sum.
     Raises:
-        MemoryError: no step that stores a few of its units fits the allowance, or one ran out of memory.
+        MemoryError: no training step that stores a few of its units fits the allowance, or one ran out of memory.
     """
     entries = list_units(model)
     groups = [_work_key(entry, unit) for entry, unit in zip(entries, problem.units, strict=True)]
@@ -119,7 +119,7 @@ def estimate_timing(model: nn.Module, batch: Any, problem: Problem, loss: LossFu
     Cheap, and needs the least memory. `selective` and `recompute` cost less in truth, so the plan may not be the fastest.
 
     Raises:
-        MemoryError: the step ran out of memory.
+        MemoryError: the training step ran out of memory.
     Source: Jiang et al. 2020, who find that inverting costs one more forward.
     """
     _, modes = minimize_peak(problem)
@@ -191,7 +191,7 @@ def _draw_fitting_schedules(
         schedules = list(_draw_schedules(entries, groups, rng, most))
         if all(peak(problem, modes) <= allowance for modes in schedules):
             return schedules
-    raise MemoryError("no step with a few stored units fits")
+    raise MemoryError("no training step with a few stored units fits")
 
 
 def _draw_schedules(
@@ -213,7 +213,7 @@ def _draw_schedules(
 def _time_step(
     model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None
 ) -> tuple[float, list[float], list[float]]:
-    """Run a step; return the seconds of the whole step, of each unit's forward, and of each unit's backward."""
+    """Run a training step; return the seconds of all of it, of each unit's forward, and of each unit's backward."""
     model.schedule = list(modes)  # type: ignore[assignment]
     clock = _make_clock(model)
     with memory_errors(), isolated(model, batch) as inputs, StepHooks(model, clock) as hooks:

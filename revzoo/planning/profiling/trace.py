@@ -1,7 +1,7 @@
 """Following one training step: a log of the memory that appears and is freed, with marks where each unit begins.
 
 The states, the tensors that pass from unit to unit, are listed apart because more than one unit may keep them: the input of a
-stored step is also the output of the step in front of it, and one of the pair that a run of inverted steps ends with.
+stored step is also the output of the step before it, and one of the pair that a run of inverted steps ends with.
 `count.py` reads the logs.
 """
 
@@ -29,13 +29,13 @@ Phase = Literal["forward", "loss", "backward", "end"]
 
 @dataclass(frozen=True)
 class Mark:
-    """The beginning of a phase of the step.
+    """The beginning of a phase of the training step.
 
     Args:
-        phase: "forward" or "backward" of a unit, "loss", or "end" of the step.
+        phase: "forward" or "backward" of a unit, "loss", or "end" of the training step.
         unit: index of the unit; the number of units for "loss" and "end".
         position: length of the log at this time.
-        flops: counted from the beginning of the step until now.
+        flops: counted from the beginning of the training step until now.
     """
 
     phase: Phase
@@ -53,10 +53,10 @@ class Trace:
         log: of `LiveBytes`: (storage, change of its bytes) for every allocation and release, in order.
         marks: the phases in order.
         inputs: storages of what each unit is given.
-        pairs: storages of the states in front of each unit, and at the end those behind the last.
+        pairs: storages of the states before each unit, and at the end those after the last.
         saved: storages of what autograd saved in each unit that stores.
         fixed: storages that exist from the beginning.
-        turn: length of the log between forward and backward.
+        backward_start: length of the log between forward and backward.
     """
 
     modes: list[Mode]
@@ -66,7 +66,7 @@ class Trace:
     pairs: list[Storages] = field(default_factory=list)
     saved: list[Storages] = field(default_factory=list)
     fixed: Storages = frozenset()
-    turn: int = 0
+    backward_start: int = 0
 
     def phases(self, phase: str) -> Iterator[tuple[int, int, int, int]]:
         """Yield unit, first and last position in the log, and FLOPs of all "forward" or all "backward" phases."""
@@ -97,8 +97,8 @@ def trace(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunctio
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
     """
     model.schedule = list(modes)  # type: ignore[assignment]
-    step, flops, live = Trace(list(modes)), FlopCounter(), LiveBytes()
-    recorder = _Recorder(step, flops, live)
+    traced, flops, live = Trace(list(modes)), FlopCounter(), LiveBytes()
+    recorder = _Recorder(traced, flops, live)
     with flops, live, StepHooks(model, recorder) as hooks:
         fixed = live.watch([*model.parameters(), *model.buffers()]) | live.watch(batch)
         outputs = call(model, batch)
@@ -106,15 +106,15 @@ def trace(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunctio
         recorder.mark("loss", len(modes))
         total = compute_loss(loss, outputs)
         del outputs
-        step.turn = live.now()
+        traced.backward_start = live.now()
         hooks.enter_backward()
         total.backward()
         recorder.mark("end", len(modes))
-    step.log = live.log
-    step.fixed = fixed | step.alive(step.marks[0].position).keys()  # a mask, for example
-    step.inputs = [given - step.fixed for given in step.inputs]
-    step.pairs = [pair - step.fixed for pair in (*step.pairs, after)]
-    return step
+    traced.log = live.log
+    traced.fixed = fixed | traced.alive(traced.marks[0].position).keys()  # a mask, for example
+    traced.inputs = [given - traced.fixed for given in traced.inputs]
+    traced.pairs = [pair - traced.fixed for pair in (*traced.pairs, after)]
+    return traced
 
 
 def compute_loss(loss: LossFunction | None, outputs: Any) -> Tensor:
@@ -133,8 +133,8 @@ def compute_loss(loss: LossFunction | None, outputs: Any) -> Tensor:
 class _Recorder:
     """The listener that fills a trace."""
 
-    def __init__(self, step: Trace, flops: FlopCounter, live: LiveBytes):
-        self._trace, self._flops, self._live = step, flops, live
+    def __init__(self, traced: Trace, flops: FlopCounter, live: LiveBytes):
+        self._trace, self._flops, self._live = traced, flops, live
         self._saving = ExitStack()
 
     def mark(self, phase: Phase, unit: int) -> None:

@@ -2,19 +2,19 @@
 
 `solver="knapsack"` uses it to repeat the published model; `timeline.py` is what plans are made with. A general solver does not
 replace it: HiGHS (`scipy.optimize.milp`) is correct on the same tests only within floating-point tolerances, takes up to 3 s
-for the 200 items of a network that take 0.02 s here, and after 20 s is behind on the adversarial ones.
+for the 200 items of a network that take 0.02 s here, and after 20 s has only worse solutions to the adversarial ones.
 
-The search keeps states (weight, value), one for each subset of the items seen so far that no other subset beats in both
-(Nemhauser & Ullmann 1969). Items are sorted by falling value per byte. Each state then has two bounds: adding whole items from
-here on until one does not fit is a solution, and adding the fitting part of that one as well is worth more than any completion
-(Dantzig 1957). States whose upper bound does not exceed the best solution so far are dropped. There is no table over bytes and
-no rounding of sizes: with the few distinct sizes of a network some hundred states suffice, where a table would have n x 1e10
-cells.
+The search keeps partial solutions (weight, value), one for each subset of the items seen so far that no other subset beats in
+both (Nemhauser & Ullmann 1969). Items are sorted by falling value per byte. Each partial solution then has two bounds: adding
+whole items from here on until one does not fit is a solution, and adding the fitting part of that one as well is worth more
+than any completion (Dantzig 1957). Partial solutions whose upper bound does not exceed the best solution so far are dropped.
+There is no table over bytes and no rounding of sizes: with the few distinct sizes of a network some hundred of them suffice,
+where a table would have n x 1e10 cells.
 
 Known inefficiencies: the bounds cannot tell apart items of nearly equal value per byte that differ a little in size, nor pure
-sums of subsets, and the number of states then doubles with every item. Above `max_states` only the lightest state of each
-interval of values is kept. The possible loss is reported as the gap. Such runs take seconds. Every state of every item
-leaves four bytes to reconstruct the subset.
+sums of subsets, and the number of partial solutions then doubles with every item. Above `max_partials` only the lightest of
+each interval of values is kept. The possible loss is reported as the gap. Such runs take seconds. Every partial solution of
+every item leaves four bytes to reconstruct the subset.
 
 Source: Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation", Management Science 1969; Dantzig,
 "Discrete-variable extremum problems", Operations Research 1957.
@@ -53,14 +53,14 @@ class Solution:
     gap: float
 
 
-def choose_subset(values: Sequence[int], weights: Sequence[int], capacity: int, max_states: int = 200_000) -> Solution:
+def choose_subset(values: Sequence[int], weights: Sequence[int], capacity: int, max_partials: int = 200_000) -> Solution:
     """Return the most valuable subset whose weight is at most `capacity`.
 
     Args:
         values: one integer per item; an item whose value is 0 or negative is never chosen.
         weights: one integer per item, at least 0.
         capacity: limit for the sum of the chosen weights, at least 0.
-        max_states: most states that are kept; the gap is 0 unless this limit is reached.
+        max_partials: most partial solutions that are kept; the gap is 0 unless this limit is reached.
     Raises: ValueError: not one weight per value, or a weight or the capacity is negative.
     """
     if min(capacity, *weights, 0) < 0:
@@ -71,7 +71,7 @@ def choose_subset(values: Sequence[int], weights: Sequence[int], capacity: int, 
     value_to, weight_to = (_prefix_sums([column[i] for i in items]) for column in (values, weights))
     rates = np.array([values[i] / (weights[i] or 1) for i in items] + [0.0])
 
-    worth, weight = np.zeros((2, 1), np.int64)  # value and weight of each state, by rising weight
+    worth, weight = np.zeros((2, 1), np.int64)  # value and weight of each partial solution, by rising weight
     best, end = -1, (0, 0, 0)
     lost = doubt = 0  # by thinning: the optimum is at most best + lost, and if it is above best, at most doubt
     origins: list[_Ints] = []
@@ -84,8 +84,8 @@ def choose_subset(values: Sequence[int], weights: Sequence[int], capacity: int, 
         if whole[top] > best:
             best, end = int(whole[top]), (k, top, int(fit[top]))
         alive = np.flatnonzero(most > best)
-        if len(alive) > max_states:
-            grid = (worth[alive] - worth[alive[0]]) // -(-int(np.ptp(worth[alive]) + 1) // max_states)
+        if len(alive) > max_partials:
+            grid = (worth[alive] - worth[alive[0]]) // -(-int(np.ptp(worth[alive]) + 1) // max_partials)
             lightest = np.diff(grid, prepend=-1) > 0  # of each cell of the grid; it also has the smallest value there
             closest = np.flatnonzero(lightest)[np.cumsum(lightest) - 1]
             lost += int((worth[alive] - worth[alive[closest]]).max())
@@ -96,19 +96,19 @@ def choose_subset(values: Sequence[int], weights: Sequence[int], capacity: int, 
         worth, weight, origin = _branch(worth[alive], weight[alive], values[items[k]], weights[items[k]], capacity)
         origins.append((2 * alive[origin // 2] + origin % 2).astype(np.int32))
 
-    k, state, whole_to = end
+    k, partial, whole_to = end
     chosen = items[k:whole_to]
     for item, came in zip(reversed(items[:k]), reversed(origins[:k]), strict=True):
-        state, taken = divmod(int(came[state]), 2)
+        partial, taken = divmod(int(came[partial]), 2)
         chosen += [item] * taken
     limit = min(best + lost, max(best, doubt))
     return Solution(tuple(sorted(chosen)), best, sum(weights[i] for i in chosen), (limit - best) / limit if limit else 0.0)
 
 
 def _branch(worth: _Ints, weight: _Ints, value: int, size: int, capacity: int) -> tuple[_Ints, _Ints, _Ints]:
-    """Return the undominated states with and without one more item: values, weights, origins.
+    """Return the undominated partial solutions with and without one more item: values, weights, origins.
 
-    The origin of a state is twice the index of the state that it extends, plus 1 if it contains the item.
+    The origin of a partial solution is twice the index of the one that it extends, plus 1 if it contains the item.
     """
     room = int(weight.searchsorted(capacity - size, "right"))
     worth = np.concatenate([worth, worth[:room] + value])
@@ -128,7 +128,7 @@ def solve_knapsack(problem: Problem, budget: int, baseline: Baseline = "peak") -
     """Return the schedule of the additive model: store the steps that save most time per byte, invert all others.
 
     The model adds the bytes of the stored steps to a baseline m_o, that of the schedule that inverts every step that it can.
-    It cannot see that the last steps store almost for free, nor that shorter runs leave pairs of states behind. With the
+    It cannot see that the last steps store almost for free, nor that every further run keeps a pair of states. With the
     baseline "peak" much of the budget stays unused, and yet the true peak can exceed it; with "static" it nearly always does.
     `solve_timeline` is exact. This function is here to compare with.
 
@@ -153,7 +153,7 @@ def solve_knapsack(problem: Problem, budget: int, baseline: Baseline = "peak") -
         return None
     stored = [options[k]["store"] for k in steps]
     saved = [inverted[k].cost - store.cost for k, store in zip(steps, stored, strict=True)]
-    sizes = [store.kept_bytes + problem.bytes_of(store.holds, frozenset()) for store in stored]
+    sizes = [store.kept_bytes + problem.bytes_of(store.kept_states, frozenset()) for store in stored]
     for i in choose_subset(saved, sizes, budget - baseline_bytes).chosen:
         modes[steps[i]] = "store"
     return modes

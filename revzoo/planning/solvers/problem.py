@@ -2,10 +2,10 @@
 
 A unit is a reversible step or a node. Between its forward and its backward it keeps bytes of its own. It may also keep some of
 the *states*, the tensors that pass between units; a state that two units keep is counted once. A run of inverted steps keeps
-only the pair of states behind it. Backward visits the units in reverse and frees what each of them kept. The memory in use
-during unit k is therefore what the units in front of it keep, a prefix sum, plus what the unit itself needs.
+only the pair of states after it. Backward visits the units in reverse and frees what each of them kept. The memory in use
+during unit k is therefore what the preceding units keep, a prefix sum, plus what the unit itself needs.
 
-A schedule gives each unit one of its modes. An `Edge` is one unit in one mode, given what the units in front of it did. Both
+A schedule gives each unit one of its modes. An `Edge` is one unit in one mode, given the modes of the preceding units. Both
 `follow_schedule` below and the search in `timeline.py` are made of edges, so they always agree to the byte.
 """
 
@@ -21,17 +21,17 @@ class Option:
     Args:
         mode: "store", "selective", "recompute" or "invert".
         kept_bytes: bytes of its own, states not included, that the unit keeps from its forward until its backward.
-        holds: states that the unit keeps as well, from its inputs or its outputs.
-        forward_bytes: peak of what the unit allocates during its forward; the states in front of it are not counted.
-        backward_bytes: peak of its backward above what the units in front keep, one number for each subset of the unit's
-            inputs: bit j of the index says that a unit in front keeps `inputs[j]`, which is then not counted here.
+        kept_states: states that the unit keeps as well, from its inputs or its outputs.
+        forward_bytes: peak of what the unit allocates during its forward; the states before it are not counted.
+        backward_bytes: peak of its backward above what the preceding units keep, one number for each subset of the unit's
+            inputs: bit j of the index says that a preceding unit keeps `inputs[j]`, which is then not counted here.
         cost: extra work over storing [nanoseconds or FLOPs], at least 0.
         made_bytes: bytes allocated in backward beyond those that storing allocates there.
     """
 
     mode: str
     kept_bytes: int
-    holds: tuple[int, ...]
+    kept_states: tuple[int, ...]
     forward_bytes: int
     backward_bytes: tuple[int, ...]
     cost: int
@@ -64,9 +64,9 @@ class Problem:
     Args:
         units: in the order of forward.
         sizes: bytes of every state.
-        fixed_bytes: alive during the whole step: weights, buffers, batch, optimizer state.
+        fixed_bytes: alive during the whole training step: weights, buffers, batch, optimizer state.
         loss_bytes: what the loss needs between forward and backward, above what the units keep.
-        pair_after: states behind the last unit; they are alive at the loss, and a run that ends there keeps them.
+        pair_after: states after the last unit; they are alive at the loss, and a run that ends there keeps them.
         max_invert_run: most inverted steps in one run; None: any number.
     """
 
@@ -115,12 +115,12 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class Edge:
-    """One unit in one mode, behind given modes of the units in front of it.
+    """One unit in one mode, given the modes of the preceding units.
 
     Args:
         mode: of the unit.
         cost: extra work over storing.
-        forward_bytes: peak of the unit's forward above what the units in front keep.
+        forward_bytes: peak of the unit's forward above what the preceding units keep.
         backward_bytes: the same of its backward.
         kept_bytes: what the unit adds to the memory kept until its backward.
         run: length of the run of inverted steps that ends with this unit, 0 if it is not inverted.
@@ -146,8 +146,8 @@ def list_edges(problem: Problem, k: int, run: int, held: frozenset[int]) -> Iter
 
     Args:
         k: index of the unit.
-        run: length of the run of inverted steps that ends in front of it.
-        held: states kept by the units in front of it.
+        run: length of the run of inverted steps that ends before it.
+        held: states kept by the preceding units.
     """
     unit = problem.units[k]
     for option in unit.options:
@@ -156,17 +156,17 @@ def list_edges(problem: Problem, k: int, run: int, held: frozenset[int]) -> Iter
             if unit.first is None:
                 continue
             option = unit.first
-        closed = unit.pair if run and not inverted else ()  # the run ends in front of this unit and keeps its pair
-        before, front = problem.bytes_of(closed, held), held.union(closed)
-        known = sum(1 << j for j, state in enumerate(unit.inputs) if state in front)
+        closed = unit.pair if run and not inverted else ()  # the run ends before this unit and keeps its pair
+        closed_bytes, held_before = problem.bytes_of(closed, held), held.union(closed)
+        known = sum(1 << j for j, state in enumerate(unit.inputs) if state in held_before)
         yield Edge(
             mode=option.mode,
             cost=option.cost,
-            forward_bytes=before + problem.bytes_of(unit.pair, front) + option.forward_bytes,
-            backward_bytes=before + option.backward_bytes[known],
-            kept_bytes=before + option.kept_bytes + problem.bytes_of(option.holds, front),
+            forward_bytes=closed_bytes + problem.bytes_of(unit.pair, held_before) + option.forward_bytes,
+            backward_bytes=closed_bytes + option.backward_bytes[known],
+            kept_bytes=closed_bytes + option.kept_bytes + problem.bytes_of(option.kept_states, held_before),
             run=run + 1 if inverted else 0,
-            held=front.union(option.holds),
+            held=held_before.union(option.kept_states),
         )
 
 

@@ -1,17 +1,17 @@
 """The cheapest schedule whose peak fits a budget, exactly.
 
-What a unit keeps is freed before the units in front of it run backward. It burdens only the units behind it, and what the last
+What a unit keeps is freed before the preceding units run backward. It burdens only the units that follow it, and what the last
 units keep costs almost nothing. Choosing the modes is thus a multiple-choice knapsack with a capacity for every prefix, which
 is weakly NP-hard. The additive knapsack of `knapsack.py` is the special case in which only the total counts.
 
-The search is dynamic programming. A *search state* in front of a unit is all that the units behind it must know: the length of
-the run of inverted steps that ends there, and the states (tensors) that are kept in front of it. A forward pass finds the
-search states that can be reached within the budget, and the fewest bytes that a schedule keeps on arrival. A backward pass,
-from the last unit to the first, finds the partial solutions of every search state: assignments of modes to all units behind it,
-as pairs (bytes, cost), where bytes is the peak of these units if nothing is kept in front of them. An edge that needs d bytes
-and keeps m extends a pair (b, c) to (max(d, m + b), c + its cost). Both entries grow with those of the pair that was extended.
-A pair that another one beats in both can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can one that exceeds
-the budget even with the fewest bytes kept in front of it. What remains in front of the first unit are whole schedules.
+The search is dynamic programming. A *search state* before a unit is all that this unit and the following ones must know: the
+length of the run of inverted steps that ends there, and the states (tensors) that the preceding units keep. A forward pass
+finds the search states that can be reached within the budget, and the fewest bytes that a schedule keeps on arrival. A
+backward pass, from the last unit to the first, finds the partial solutions of every search state: assignments of modes to all
+units after it, as pairs (bytes, cost), where bytes is the peak of these units if the preceding ones keep nothing. An edge that
+needs d bytes and keeps m extends a pair (b, c) to (max(d, m + b), c + its cost). Both entries grow with those of the pair that
+was extended. A pair that another one beats in both can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can
+one that exceeds the budget even with the fewest bytes kept before it. What remains before the first unit are whole schedules.
 
 Known inefficiencies: the number of partial solutions is exponential at worst. For 100 steps of two kinds it reached some
 thousands, for 100 different steps some tens of thousands, because many of them share their largest need. Search states with
@@ -40,7 +40,7 @@ class _Node:
     """A search state that can be reached within the budget.
 
     Args:
-        min_bytes: fewest bytes kept in front of it by a schedule that reaches it.
+        min_bytes: fewest bytes kept before it by a schedule that reaches it.
         edges: one for each mode of the next unit, with the search state that it leads to.
     """
 
@@ -92,11 +92,11 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
 
 
 def _reach_search_states(problem: Problem, budget: int) -> list[dict[SearchState, _Node]]:
-    """Return the search states that can be reached within the budget: in front of each unit, and behind the last."""
+    """Return the search states that can be reached within the budget: before each unit, and after the last."""
     longest = problem.max_invert_run
     used_later = [frozenset(problem.pair_after)]  # for each unit, from the last: the states that it or a later one refers to
     for unit in reversed(problem.units):
-        used_later.append(used_later[-1].union(unit.pair, unit.inputs, *(option.holds for option in unit.options)))
+        used_later.append(used_later[-1].union(unit.pair, unit.inputs, *(option.kept_states for option in unit.options)))
     used_later.pop()
     layers = [{(0, frozenset[int]()): _Node(problem.fixed_bytes)}]
     for k in range(len(problem.units)):
@@ -116,12 +116,12 @@ def _reach_search_states(problem: Problem, budget: int) -> list[dict[SearchState
 
 
 def _end_partial(need: int, room: int) -> _Partials:
-    """Base case: one empty assignment behind the last unit if the loss fits the budget, else none."""
+    """Base case: one empty assignment after the last unit if the loss fits the budget, else none."""
     return np.array([[need], [0], [0], [0]])[:, : int(need <= room)]
 
 
 def _extend_partials(node: _Node, following: dict[SearchState, _Partials], budget: int) -> _Partials:
-    """Return the partial solutions of a node, given those of all search states behind its unit."""
+    """Return the partial solutions of a node, given those of all search states after its unit."""
     columns = [np.empty((4, 0), np.int64)]
     for i, (edge, to) in enumerate(node.edges):
         rest, kept = following[to], edge.kept_bytes
