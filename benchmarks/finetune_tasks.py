@@ -23,7 +23,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from revzoo.data.base import IGNORED
-from revzoo.data.corpus import standard_text
+from revzoo.data.corpus import read_standard_text
 
 _HELD_OUT = 3  # of each class, every third image is for testing
 _CHUNK, _CHUNKS = 1024, 8  # bytes of a chunk; every eighth chunk of a text is for testing
@@ -100,9 +100,9 @@ class Windows:
 
     def __post_init__(self) -> None:
         self._kinds = (
-            [_split_chunks(standard_text())]
+            [_split_chunks(read_standard_text())]
             if self.masked
-            else [_split_chunks(standard_text()), _split_chunks(_read_programs())]
+            else [_split_chunks(read_standard_text()), _split_chunks(_read_programs())]
         )
 
     def batch(self, rng: torch.Generator) -> tuple[Tensor, Tensor]:

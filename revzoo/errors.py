@@ -18,7 +18,7 @@ class UnknownNameError(RevzooError, LookupError):
 
     def __init__(self, kind: str, received: str, allowed: Iterable[str]):
         allowed = sorted(allowed)
-        super().__init__(f"Unknown {kind} {received!r}.{did_you_mean(str(received), allowed)} Allowed: {listing(allowed)}.")
+        super().__init__(f"Unknown {kind} {received!r}.{did_you_mean(str(received), allowed)} Allowed: {join_names(allowed)}.")
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,18 @@ class DataError(RevzooError, ValueError):
     """Training data that is missing, empty or malformed."""
 
 
-def nearest(received: str, allowed: Iterable[str]) -> str | None:
+def find_nearest(received: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed name that is spelled most like `received`, or None if none is similar."""
     return next(iter(difflib.get_close_matches(received, list(allowed), n=1, cutoff=0.5)), None)
 
 
 def did_you_mean(received: str, allowed: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" (with the leading blank) for the nearest name, or an empty string if none is similar."""
-    match = nearest(received, allowed)
+    match = find_nearest(received, allowed)
     return f" Did you mean {match!r}?" if match else ""
 
 
-def listing(names: Sequence[str], most: int = 12) -> str:
+def join_names(names: Sequence[str], most: int = 12) -> str:
     """Return the names joined by commas: all of them, or the first `most` and their total number."""
     shown = ", ".join(names[:most])
     return f"{shown}, ... ({len(names)} in all)" if len(names) > most else shown or "none"

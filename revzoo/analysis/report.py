@@ -10,7 +10,6 @@ from revzoo.analysis.dry_run import isolated, preserve_schedules
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.memory_report import MemoryReport, run_and_measure
 from revzoo.analysis.twin import build_twin
-from revzoo.bijection import Bijection
 from revzoo.checkpoint import index
 from revzoo.model.network import Model
 from revzoo.runtime.schedule import MODES
@@ -195,17 +194,17 @@ def _report_parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[Par
     shape = _dims(model.split)
     yield part("stem", f"{spec.stem.type}, then {spec.split.type}", shape, ["stem"])
     for i, stage in enumerate(spec.stages):
+        entries = [entry for entry in model.layout() if entry.stage == i]
         if stage.transition is not None:
-            name = f"stages.{i}.transition"
-            transition = model.get_submodule(name)
-            shape = _dims(transition)
-            if isinstance(transition, Bijection):
+            transition = entries.pop(0)
+            name, shape = transition.name, _dims(transition.module)
+            if transition.kind == "bijection":
                 yield PartReport(name, "bijection", stage.transition.type, 0, shape, 0, dict.fromkeys(MODES, 0))
             else:
                 yield part(name, stage.transition.type, shape, [name])
         branches = " + ".join(branch.type for branch in (stage.f, stage.g) if branch is not None)
-        units = [entry.name for entry in model.layout() if entry.kind == "step" and entry.stage == i]
-        yield part(f"stages.{i}", f"{_pluralise(stage.depth, 'block')}: {branches}", shape, units, "stage")
+        steps = [entry.name for entry in entries]
+        yield part(f"stages.{i}", f"{_pluralise(stage.depth, 'block')}: {branches}", shape, steps, "stage")
     yield part("fuse", spec.fuse.type, _dims(model.fuse), ["fuse"])
     yield part("head", spec.head.type, None, ["head"])
 

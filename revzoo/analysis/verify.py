@@ -21,7 +21,8 @@ from revzoo.analysis.dry_run import (
     require_module,
     select_differentiable,
 )
-from revzoo.errors import InputError, RecoveryError, listing
+from revzoo.errors import InputError, RecoveryError, join_names
+from revzoo.format import format_dtype
 from revzoo.runtime.schedule import Mode
 
 Gradients = dict[str, Tensor | None]
@@ -74,7 +75,7 @@ class VerifyReport:
         return not self.problems
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = format_dtype(self.dtype)
         width = max(map(len, self.modes), default=0)
         lines = ["step, mode, relative error of its input when reconstructed in backward:"]
         for name, mode in self.modes.items():
@@ -211,7 +212,7 @@ def _find_problems(report: VerifyReport, scheduled: _Outcome, stored: _Outcome, 
         )
     missing = [name for name, g in scheduled.gradients.items() if (g is None) != (stored.gradients[name] is None)]
     if missing:
-        yield f"Parameters with a gradient in one run and none in the other: {listing(missing)}."
+        yield f"Parameters with a gradient in one run and none in the other: {join_names(missing)}."
     errors = report.reconstruction_errors
     inaccurate = [name for name, error in errors.items() if not error <= state_limit]
     if inaccurate:
@@ -226,10 +227,10 @@ def _find_problems(report: VerifyReport, scheduled: _Outcome, stored: _Outcome, 
         yield f"The gradients differ from those of storing everything by {error:.1e}; rounding explains {gradient_limit:.0e}."
     wrong = [name for name, error in report.gradient_errors.items() if not error <= single_limit]
     if wrong:
-        yield f"Single gradients differ by more than {single_limit:.0e}: {listing(wrong, most=4)}."
+        yield f"Single gradients differ by more than {single_limit:.0e}: {join_names(wrong, most=4)}."
     changed = [name for name, b in scheduled.buffers.items() if not torch.allclose(b, stored.buffers[name], equal_nan=True)]
     if changed:
-        yield f"Buffers end with other values than when everything is stored, as if updated twice: {listing(changed)}."
+        yield f"Buffers end with other values than when everything is stored, as if updated twice: {join_names(changed)}."
     if not all(map(torch.equal, scheduled.rng_states, stored.rng_states)):
         yield "The run uses another amount of torch's random numbers than when everything is stored."
 

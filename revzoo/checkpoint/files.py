@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from revzoo.errors import CheckpointError, listing
+from revzoo.errors import CheckpointError, join_names
 from revzoo.file import write_atomically
 from revzoo.spec.parsing import to_plain
-from revzoo.spec.schema import Spec
+from revzoo.spec.schema import STATEMENTS, Spec
 from revzoo.spec.tree import join
 
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DistributedDataParallel and torch.compile add to every key
-_STATEMENTS = ("name", "sources", "expect", "twin", "block.f", "block.g")  # keys of a spec that its digest leaves out
+_NOT_COMPARED = (*STATEMENTS, "block.f", "block.g")  # keys of a spec that its digest leaves out
 
 
 def save_weights(model: nn.Module, spec: Spec, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -71,13 +71,13 @@ def load_weights(model: nn.Module, spec: Spec, path: str | Path) -> None:
         "of other values": [f"{key}, which is {tied[key]} in this model" for key in untied],
     }
     if any(problems.values()):
-        rows = [f"\n  {len(keys)} {problem}: {listing(keys, most=1000)}" for problem, keys in problems.items() if keys]
+        rows = [f"\n  {len(keys)} {problem}: {join_names(keys, most=1000)}" for problem, keys in problems.items() if keys]
         raise CheckpointError(
             f"{path} does not fit {spec.name}, which has {len(own)} tensors; nothing was loaded.{''.join(rows)}\n"
             "Create the model it was saved from (a run's folder holds its spec.yaml), or pass the same overrides."
         )
     if metadata.get("revzoo.digest", spec.digest) != spec.digest:
-        differing = listing(_compare_specs(metadata.get("revzoo.spec", ""), spec))
+        differing = join_names(_compare_specs(metadata.get("revzoo.spec", ""), spec))
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
     on_meta = any(tensor.is_meta for tensor in own.values())
     model.load_state_dict(tensors, assign=on_meta)
@@ -164,7 +164,7 @@ def _compare_specs(text: str, spec: Spec) -> list[str]:
         return []
     own = dict(_leaves(to_plain(spec)))
     paths = [path for path in {**own, **saved} if (path in own, own.get(path)) != (path in saved, saved.get(path))]
-    return [path for path in paths if not path.startswith(_STATEMENTS)]
+    return [path for path in paths if not path.startswith(_NOT_COMPARED)]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

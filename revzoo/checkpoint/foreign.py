@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from revzoo.checkpoint.files import read_tensors, strip_wrappers
-from revzoo.errors import CheckpointError, listing
+from revzoo.errors import CheckpointError, join_names
 
 _INDEX = ".index.json"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
@@ -69,9 +69,9 @@ def _find_weights(folder: Path) -> Path:
     elif candidates:
         advice = "Name one of them"
     else:
-        advice = f"Give a folder with {listing(_TRANSFORMERS_FILES)}, or a file ({', '.join(_SUFFIXES)})"
+        advice = f"Give a folder with {join_names(_TRANSFORMERS_FILES)}, or a file ({', '.join(_SUFFIXES)})"
     names = [path.name for path in candidates or files]
-    raise CheckpointError(f"The folder {folder} does not show which weights to read. Received: {listing(names)}. {advice}.")
+    raise CheckpointError(f"The folder {folder} does not show which weights to read. Received: {join_names(names)}. {advice}.")
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
@@ -84,10 +84,12 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         )
     names = sorted(set(places.values()))
     if elsewhere := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{index} names files outside its own folder. Received: {listing(elsewhere)}. Write plain names.")
+        raise CheckpointError(
+            f"{index} names files outside its own folder. Received: {join_names(elsewhere)}. Write plain names."
+        )
     if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise CheckpointError(
-            f"{index} names {len(names)} shards, of which {len(missing)} are missing: {listing(missing)}. Fetch them into "
+            f"{index} names {len(names)} shards, of which {len(missing)} are missing: {join_names(missing)}. Fetch them into "
             f"{index.parent}."
         )
     tensors: dict[str, Tensor] = {}
@@ -101,8 +103,8 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 def _refuse_missing(index: Path, name: str, absent: Iterable[str]) -> None:
     if lacking := list(absent):
         raise CheckpointError(
-            f"{index.parent / name} lacks {len(lacking)} tensors that {index.name} says it holds: {listing(lacking)}. The two "
-            "are not of the same checkpoint: fetch both again."
+            f"{index.parent / name} lacks {len(lacking)} tensors that {index.name} says it holds: {join_names(lacking)}. The "
+            "two are not of the same checkpoint: fetch both again."
         )
 
 

@@ -38,7 +38,7 @@ def read_index() -> dict[str, WeightsEntry]:
     return {str(name): WeightsEntry(**row) for name, row in rows.items()}
 
 
-def shipped_weights(name: str) -> Path:
+def find_shipped_weights(name: str) -> Path:
     """Return the file of a model's shipped weights, after checking its checksum.
 
     Raises:
@@ -56,7 +56,7 @@ def shipped_weights(name: str) -> Path:
     return path
 
 
-def converted_weights(source: str | Path) -> Path | None:
+def find_converted_weights(source: str | Path) -> Path | None:
     """Return the weights beside the spec of a folder that `revzoo convert` wrote, or None for any other source.
 
     Raises:

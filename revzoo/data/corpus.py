@@ -47,12 +47,12 @@ class Texts:
         return Texts(self.source, [self.rows[i] for i in indices], [self.texts[i] for i in indices], labels)
 
 
-def standard_text() -> str:
+def read_standard_text() -> str:
     """Return the language reference behind Python's `help`: about 400 kB, slightly different in each Python version."""
     return "\n\n".join(paragraph for _, paragraph in _read_paragraphs())
 
 
-def standard_texts(labelled: bool) -> tuple[Texts, Texts]:
+def read_standard_texts(labelled: bool) -> tuple[Texts, Texts]:
     """Return the paragraphs of Python's language reference, for training and for testing.
 
     Args:

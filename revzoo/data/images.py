@@ -17,7 +17,7 @@ from torchvision import transforms
 
 from revzoo.data.options import AugmentOptions, DataOptions
 from revzoo.data.random import seeded
-from revzoo.errors import DataError, listing
+from revzoo.errors import DataError, join_names
 from revzoo.spec.schema import ImageInput
 
 # timm looks for the same names, but where none exists it takes the root folder itself, for both splits.
@@ -142,7 +142,7 @@ def _open_folders(name: str, root: Path, mode: str) -> tuple[Any, Any, int]:
     train = _open_split(folders["train"], mode)
     classes = train.reader.class_to_idx
     if len(classes) < 2:
-        raise DataError(f"{folders['train']} has one class: {listing(list(classes))}. Classification needs two or more.")
+        raise DataError(f"{folders['train']} has one class: {join_names(list(classes))}. Classification needs two or more.")
     if name == "imagenet" and len(classes) != 1000:
         raise DataError(
             f"{folders['train']} should hold ImageNet's 1000 class folders. Received: {len(classes)}. "
@@ -151,7 +151,7 @@ def _open_folders(name: str, root: Path, mode: str) -> tuple[Any, Any, int]:
     validation = _open_split(folders["validation"], mode)
     own_classes = validation.reader.class_to_idx
     if unknown := sorted(set(own_classes) - set(classes)):
-        raise DataError(f"{folders['validation']} has classes that {folders['train']} does not have: {listing(unknown)}.")
+        raise DataError(f"{folders['validation']} has classes that {folders['train']} does not have: {join_names(unknown)}.")
     if own_classes != classes:  # a class without validation images shifted the labels of those after it
         validation = _open_split(folders["validation"], mode, classes)
     return train, validation, len(classes)
@@ -163,7 +163,7 @@ def _find_split(root: Path, split: str) -> Path:
             return root / name
     raise DataError(
         f"No {split} images in {root}: looked for a folder called {' or '.join(_SPLITS[split])} with one folder of images per "
-        f"class. Received: {listing(sorted(path.name for path in root.iterdir()))}."
+        f"class. Received: {join_names(sorted(path.name for path in root.iterdir()))}."
     )
 
 
@@ -179,5 +179,5 @@ def _open_split(folder: Path, mode: str, classes: dict[str, int] | None = None) 
     if "" in dataset.reader.class_to_idx:
         raise DataError(f"There are images directly in {folder}, outside of any class folder. Move or remove them.")
     if empty := sorted(names - set(dataset.reader.class_to_idx)):
-        raise DataError(f"Class folders in {folder} without images in them: {listing(empty)}. Fill or remove them.")
+        raise DataError(f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them.")
     return dataset

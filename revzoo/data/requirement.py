@@ -11,7 +11,7 @@ from revzoo.spec.schema import ImageInput, Spec
 _POINTWISE = ("chunked_mlp", "feed_forward", "mlp")  # branches that transform each token by itself
 
 
-def required_outputs(spec: Spec, data: Data, name: str) -> int:
+def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
     """Return how many outputs a model needs for a data set: the number of classes, or a language model's vocabulary.
 
     Args:

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from revzoo.data.corpus import Texts, read_utf8
-from revzoo.errors import DataError, RevzooError, did_you_mean, listing
+from revzoo.errors import DataError, RevzooError, did_you_mean, join_names
 
 FORMATS = {".csv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SPLITS = {"training": ("train", "training"), "test": ("test", "validation", "valid", "val", "dev")}
@@ -46,7 +46,7 @@ def read_table(file: Path, column: str, label: str | None) -> Texts:
     for name, option in ((column, "column"), (label, "label")):
         if name is not None and name not in table:
             raise DataError(
-                f"{file} has no column {name!r}.{did_you_mean(name, table)} Received: {listing(list(table))}. Name one with "
+                f"{file} has no column {name!r}.{did_you_mean(name, table)} Received: {join_names(list(table))}. Name one with "
                 f"data.text.{option}=..."
             )
     texts = table[column]
@@ -71,7 +71,7 @@ def _find_split(root: Path, split: str) -> Path:
             return root / name
     raise DataError(
         f"No {split} texts in {root}: looked for {' or '.join(_SPLITS[split])} with the ending {' or '.join(FORMATS)}. "
-        f"Received: {listing(sorted(path.name for path in root.iterdir()))}."
+        f"Received: {join_names(sorted(path.name for path in root.iterdir()))}."
     )
 
 

@@ -14,12 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from revzoo.data.base import IGNORED, Examples
-from revzoo.data.corpus import Texts, read_files, standard_text, standard_texts
+from revzoo.data.corpus import Texts, read_files, read_standard_text, read_standard_texts
 from revzoo.data.options import DataOptions
 from revzoo.data.random import make_generator
 from revzoo.data.table import read_texts
 from revzoo.data.tokenizer import Tokenizer, open_tokenizer
-from revzoo.errors import DataError, listing
+from revzoo.errors import DataError, join_names
 from revzoo.spec.schema import TextInput
 
 # Share of the tokens to predict; of these, the shares that become the mask token and any other token. The rest stays (BERT).
@@ -86,7 +86,8 @@ class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
         for row, label in zip(texts.rows, texts.labels or (), strict=True):
             if label not in classes:
                 raise DataError(
-                    f"{texts.source}, row {row}: the training texts have no label {label!r}. They have: {listing(class_names)}."
+                    f"{texts.source}, row {row}: the training texts have no label {label!r}. They have: "
+                    f"{join_names(class_names)}."
                 )
         self.labels = torch.tensor([classes[label] for label in texts.labels or ()])
 
@@ -161,7 +162,7 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
     labelled = options.name == "text_classification"
     tokenizer = open_tokenizer(options.text.tokenizer, input)
     if options.root is None:
-        train, test = standard_texts(labelled)
+        train, test = read_standard_texts(labelled)
     else:
         train, test = read_texts(Path(options.root), options.text.column, options.text.label if labelled else None)
     if not test.texts:
@@ -172,14 +173,14 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
         return MaskedTexts(train, tokenizer, input.length, seed), MaskedTexts(test, tokenizer, input.length, None)
     class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
     if len(class_names) < 2:
-        raise DataError(f"{train.source} has one label: {listing(class_names)}. Classification needs two or more.")
+        raise DataError(f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more.")
     train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
     return train_texts, test_texts
 
 
 def _load_windows(options: DataOptions, input: TextInput, seed: int) -> tuple[Windows, Windows]:
     """Return windows of the first nine tenths of the bytes, and of the last tenth."""
-    content = standard_text().encode() if options.root is None else read_files(Path(options.root))
+    content = read_standard_text().encode() if options.root is None else read_files(Path(options.root))
     if input.vocabulary < 256:
         raise DataError(
             f"Characters are bytes, 256 of them. Received: a model with a vocabulary of {input.vocabulary}. Use "

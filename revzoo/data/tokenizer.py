@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from revzoo.data.corpus import read_utf8
 from revzoo.data.table import FORMATS, explain_missing, read_table
-from revzoo.errors import DataError, InputError, listing
+from revzoo.errors import DataError, InputError, join_names
 from revzoo.spec.schema import TextInput
 
 Kind = Literal["bytes", "wordpiece"]
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Bytes:
+class PlainBytes:
     """UTF-8 bytes: byte b has id 4 + b. Ids 0 to 3 are <s> <pad> </s> <mask>, or [PAD] [CLS] [SEP] [MASK] if padding is 0."""
 
     padding: int
@@ -124,7 +124,7 @@ def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:
             text.
     """
     padding = input.padding if input.padding in (0, 1) else 1
-    tokenizer: Tokenizer = Bytes(padding) if file is None else TokenizerFile(Path(file))
+    tokenizer: Tokenizer = PlainBytes(padding) if file is None else TokenizerFile(Path(file))
     overrides = []
     if tokenizer.padding != input.padding:
         overrides.append(f"input.padding={tokenizer.padding}")
@@ -171,7 +171,7 @@ def train_tokenizer(
     if not out.parent.is_dir():
         raise InputError(f"There is no folder {out.parent} to write {out.name} into. Make the folder, or name another.")
     if missing := [str(file) for file in files if not file.is_file()]:
-        raise InputError(f"No such text files or tables: {listing(missing)}. For all files of a folder use FOLDER/*.txt.")
+        raise InputError(f"No such text files or tables: {join_names(missing)}. For all files of a folder use FOLDER/*.txt.")
     texts = [text for file in files for text in _read_lines(file, column)]
     with explain_missing("tokenizers"):
         import tokenizers

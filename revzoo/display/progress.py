@@ -3,8 +3,6 @@
 import time
 from typing import Any
 
-import psutil
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -58,16 +56,16 @@ class TrainingDisplay:
         title = f"epoch {epoch + 1}/{self.epochs}"
         self._task = self._bar.add_task(title, total=self.batches, completed=done, numbers="")
 
-    def step(self, done: int, loss: float) -> None:
+    def step(self, done: int, loss: float, memory_bytes: int) -> None:
         """Move the bar.
 
         Args:
             done: batches of the epoch that are done.
             loss: mean training loss of the epoch so far.
+            memory_bytes: memory in use.
         """
         rate = (done - self._first) * self.batch_size / (time.perf_counter() - self._began)
-        memory = format_bytes(memory_bytes())
-        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} {self.example_noun}/s {memory}"
+        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} {self.example_noun}/s {format_bytes(memory_bytes)}"
         self._bar.update(self._task, completed=done, numbers=numbers)
 
     def end_epoch(self, record: dict[str, Any], best: float) -> None:
@@ -85,8 +83,3 @@ class TrainingDisplay:
             f"test loss {loss}  top-1 {self.top1} (best {best:.2f})  "
             f"{rate}  {format_bytes(record['memory_bytes'])}  {record['seconds']:.1f} s"
         )
-
-
-def memory_bytes() -> int:
-    """Return the peak of allocated CUDA memory; without CUDA, the current resident memory of the process."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from revzoo.checkpoint.files import load_weights
-from revzoo.checkpoint.index import converted_weights, shipped_weights
+from revzoo.checkpoint.index import find_converted_weights, find_shipped_weights
 from revzoo.errors import CheckpointError, InputError
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
@@ -60,9 +60,9 @@ def create(
         check_num_outputs(num_outputs)
     target = _check_device("cpu" if device is None else device)
     spec = load_spec(source, list(overrides or ()))
-    file = shipped_weights(str(source)) if pretrained else checkpoint
+    file = find_shipped_weights(str(source)) if pretrained else checkpoint
     if file is None and target.type != "meta":
-        file = converted_weights(source)
+        file = find_converted_weights(source)
     with target:
         model = build(spec)
     model.to(dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from revzoo.errors import InputError, did_you_mean, listing
+from revzoo.errors import InputError, did_you_mean, join_names
 from revzoo.registry import couplings
 from revzoo.spec.parsing import check_value
 from revzoo.spec.schema import Spec
@@ -23,7 +23,7 @@ def with_coupling(spec: Spec, arguments: Mapping[str, object]) -> Spec:
     for name, value in arguments.items():
         if name not in known:
             raise InputError(
-                f"The coupling {part.type} has no {name!r}.{did_you_mean(name, known)} It has: {listing(list(known))}."
+                f"The coupling {part.type} has no {name!r}.{did_you_mean(name, known)} It has: {join_names(list(known))}."
             )
         if allowed := check_value(value, known[name].annotation):
             raise InputError(f"{name} of the coupling {part.type} is {allowed}. Received: {value!r}.")

@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 from revzoo.bounds import Bound
-from revzoo.errors import SpecProblem, did_you_mean, listing, nearest
+from revzoo.errors import SpecProblem, did_you_mean, find_nearest, join_names
 from revzoo.registry import Registry
 from revzoo.spec.tree import BOOLEAN_HINT, YamlNode, join
 
@@ -169,7 +169,7 @@ def _read_tagged(node: YamlNode, members: list[Any], path: str, problems: list[S
         return None
     kind = node.value.get("kind", node.missing("kind"))
     if not _is_text(kind.value) or kind.value not in kinds:
-        guess = nearest(kind.value, kinds) if _is_text(kind.value) else None
+        guess = find_nearest(kind.value, kinds) if _is_text(kind.value) else None
         hint = did_you_mean(kind.value, kinds) if guess else ""
         problems.append(kind.problem(" or ".join(map(repr, kinds)), hint=hint))
         if guess is None:
@@ -200,7 +200,7 @@ def _read_part(node: YamlNode, registry: Registry, template: bool, path: str, pr
     arguments = dict(node.value) if isinstance(node.value, dict) else {"type": node}
     name = arguments.pop("type", node.missing("type"))
     if not _is_text(name.value) or name.value not in registry:
-        allowed = f"one of {listing(names)}"
+        allowed = f"one of {join_names(names)}"
         if not _is_text(node.value) and name is node:
             allowed = f"{{type: NAME, ...}} or NAME, with NAME {allowed}"
         hint = did_you_mean(name.value, names) if _is_text(name.value) else ""
@@ -244,7 +244,7 @@ def _members(cls: Any) -> dict[str, _Member]:
 
 
 def _keys(members: Mapping[str, _Member]) -> str:
-    return listing(list(members), most=20)
+    return join_names(list(members), most=20)
 
 
 def _is_text(value: object) -> bool:

@@ -18,7 +18,7 @@ from revzoo.spec.parsing import NOT_WRITTEN, TEMPLATE, Part, to_plain
 
 Branch = Annotated[Part, registry.branches]
 Template = Annotated[Part, registry.branches, TEMPLATE]
-_NOT_ARCHITECTURE = {"name", "sources", "expect", "twin", "block"}
+STATEMENTS = ("name", "sources", "expect", "twin")  # keys that say something about the network, and build nothing
 
 
 class Citation(TypedDict):
@@ -185,7 +185,7 @@ class Spec:
 
         Formatting, key order, inheritance and `4` instead of `4.0` do not change it. Writing out an argument's default does.
         """
-        facts = {key: value for key, value in to_plain(self).items() if key not in _NOT_ARCHITECTURE}
+        facts = {key: value for key, value in to_plain(self).items() if key not in (*STATEMENTS, "block")}
         facts |= {"coupling": to_plain(self.coupling), "drop_path": to_plain(self.drop_path)}
         return hashlib.sha256(json.dumps(_canonical(facts), sort_keys=True).encode()).hexdigest()
 

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from revzoo.errors import SpecError, SpecProblem, did_you_mean, listing
+from revzoo.errors import SpecError, SpecProblem, did_you_mean, join_names
 
 MISSING = object()  # value of a node that stands for an absent key
 TOP = "(top level)"  # path of a whole file
@@ -128,7 +128,7 @@ def _find_base(base: YamlNode, folder: Path, known: Mapping[str, Path]) -> Path:
         path = known[name]
     else:
         hint = did_you_mean(name, known) if isinstance(name, str) else ""
-        raise SpecError([base.problem(f"a path ending in .yaml, or one of {listing(sorted(known))}", hint=hint)])
+        raise SpecError([base.problem(f"a path ending in .yaml, or one of {join_names(sorted(known))}", hint=hint)])
     if not path.is_file():
         raise SpecError([base.problem("an existing file", f"{name!r}, but there is no file {path}")])
     return path

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from revzoo.errors import SpecError, SpecProblem, listing
+from revzoo.errors import SpecError, SpecProblem, join_names
 from revzoo.model.network import Model
 from revzoo.registry import couplings
 from revzoo.runtime.drift import count_invertible_steps
@@ -77,7 +77,7 @@ def make_coupling_schedule(recipe: Recipe, model: Model, updates: int) -> Coupli
     part, known = model.spec.coupling, list(couplings.arguments(model.spec.coupling.type))
     for key in schedule.at(0):
         if key not in known:
-            allowed = f"what the coupling of {model.spec.name} has ({part.type}: {listing(known)}), or null"
+            allowed = f"what the coupling of {model.spec.name} has ({part.type}: {join_names(known)}), or null"
             raise SpecError([SpecProblem(recipe.file, f"coupling.{key}", "a schedule", allowed)])
     if schedule.is_exact != (model.coupling.kept_bits is not None):
         allowed = "m, alpha or beta for a network converted with m or beta, kept_bits for one converted with kept bits"

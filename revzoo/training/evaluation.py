@@ -14,11 +14,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from revzoo.checkpoint.files import read_metadata, read_tensors
-from revzoo.checkpoint.index import WeightsEntry, read_index, shipped_weights
+from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_index
 from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
-from revzoo.data.requirement import required_outputs
-from revzoo.errors import CheckpointError, InputError, listing
+from revzoo.data.requirement import count_required_outputs
+from revzoo.errors import CheckpointError, InputError, join_names
 from revzoo.format import format_bits
 from revzoo.model.create import create
 from revzoo.spec.names import CONVERTED_WEIGHTS
@@ -108,7 +108,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
 
 def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, WeightsEntry]:
     """Evaluate shipped weights on the test data of the command that trained them; return their index entry too."""
-    shipped_weights(name)
+    find_shipped_weights(name)
     entry = read_index()[name]
     words = shlex.split(entry.command)  # revzoo train [RECIPE] [OVERRIDE...]
     words = words[words.index("train") + 1 :]
@@ -134,7 +134,7 @@ def _load_and_evaluate(recipe: Recipe, source: str, classes: str | None = None, 
     accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
-    if model.num_outputs < (needed := required_outputs(model.spec, data, recipe.data.name)):
+    if model.num_outputs < (needed := count_required_outputs(model.spec, data, recipe.data.name)):
         targets = f"{needed} classes" if data.num_classes else f"the {needed} ids of its vocabulary"
         raise InputError(
             f"{model.spec.name} has {model.num_outputs} outputs, too few for {targets}. Received: "
@@ -143,7 +143,7 @@ def _load_and_evaluate(recipe: Recipe, source: str, classes: str | None = None, 
     known: list[str] | None = None if classes is None else json.loads(classes)
     if known is not None and data.class_names is not None and data.class_names != known:
         raise InputError(
-            f"{model.spec.name} was trained on these {len(known)} classes: {listing(known)}. Received: data of "
-            f"{len(data.class_names)} classes: {listing(data.class_names)}. Evaluate it on data with the same classes."
+            f"{model.spec.name} was trained on these {len(known)} classes: {join_names(known)}. Received: data of "
+            f"{len(data.class_names)} classes: {join_names(data.class_names)}. Evaluate it on data with the same classes."
         )
     return evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)

@@ -18,15 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors import SafetensorError
 from timm.utils import distribute_bn
 
+from revzoo.analysis.memory_report import measure_modes
 from revzoo.checkpoint import files
 from revzoo.data.random import reseed
-from revzoo.display.figures.curves import draw_curves
-from revzoo.display.progress import memory_bytes
-from revzoo.display.tables.memory import tabulate_memory
+from revzoo.display.figures.curves import plot_curves
+from revzoo.display.tables.memory import MemoryTable
 from revzoo.errors import CheckpointError, RevzooError
 from revzoo.file import write_atomically
 from revzoo.training.budget import apply_plan, save_plan
@@ -90,7 +91,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     save_plan(run, plan)
     if run.accelerator.is_main_process:
         batch = run.model.example_input(recipe.data.batch_size)
-        run.display.console.print(tabulate_memory(run.model, batch, run.optimizer))
+        run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer)))
     if plan is not None:
         run.display.console.print(f"The plan: {plan}", markup=False)
     save_state(run)
@@ -191,7 +192,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.train_loader):
             progress.loss_sums[rank] = loss_sum.item()
             _check_finite(run, epoch)
-            run.display.step(progress.batch, progress.loss_sums[rank] / progress.examples)
+            run.display.step(progress.batch, progress.loss_sums[rank] / progress.examples, _read_memory_bytes())
         if signum:
             break
     progress.seconds = before + time.perf_counter() - began
@@ -216,7 +217,7 @@ def _finish_epoch(run: Run, epoch: int) -> None:
         "top5": scores.top5,
         "seconds": progress.seconds,
         f"{run.data.example_noun}_per_second": examples / progress.seconds,
-        "memory_bytes": memory_bytes(),
+        "memory_bytes": _read_memory_bytes(),
     }
     if run.coupling is not None:
         record |= run.coupling.at(progress.updates)
@@ -283,6 +284,11 @@ def _is_not_about_tied_tensors(record: logging.LogRecord) -> bool:
     return "Removed shared tensor" not in record.getMessage()
 
 
+def _read_memory_bytes() -> int:
+    """Return the peak of allocated CUDA memory; without CUDA, the current resident memory of the process."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
+
+
 def _gather_losses(run: Run) -> list[float]:
     own = torch.tensor([run.progress.loss_sums[run.accelerator.process_index]], device=run.accelerator.device)
     losses: list[float] = run.accelerator.gather(own).tolist()
@@ -292,7 +298,7 @@ def _gather_losses(run: Run) -> list[float]:
 def _save_curves(run: Run) -> None:
     records = run.folder.read_records()
     if run.accelerator.is_main_process and records:
-        write_atomically(run.folder.curves, lambda path: draw_curves(records, path))
+        write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
 
 
 def _check_finite(run: Run, epoch: int) -> None:

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from revzoo.data.options import TEXTS
-from revzoo.errors import SpecProblem, did_you_mean, listing
+from revzoo.errors import SpecProblem, did_you_mean, join_names
 from revzoo.spec.tree import MISSING, YamlNode, apply_overrides
 from revzoo.training.options import Recipe
 
@@ -29,15 +29,13 @@ _READ_BY_SCHEDULE = {
 
 def find_ineffective_settings(recipe: Recipe) -> list[str]:
     """Return a line for each setting that has no effect because of another one, or not the effect it seems to have."""
-    from timm.optim import get_optimizer_info
+    from revzoo.training.optimizer import find_accepted_options
 
-    info = get_optimizer_info(recipe.optimizer.opt)
-    accepted = {"momentum": info.has_momentum, "betas": info.has_betas, "eps": info.has_eps}
     decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ_BY_SCHEDULE[recipe.schedule.sched]
     ruled_out = {
         ("data", recipe.data.name): _UNREAD_BY_DATA.get(recipe.data.name, {"shift", "text"}),
         ("data.text", recipe.data.name): {"label"} if recipe.data.name == "masked_lm" else set(),
-        ("optimizer", recipe.optimizer.opt): {name for name, accepts in accepted.items() if not accepts},
+        ("optimizer", recipe.optimizer.opt): {"momentum", "betas", "eps"} - find_accepted_options(recipe.optimizer.opt),
         ("schedule", recipe.schedule.sched): decay,
         ("model", "memory.budget"): set() if recipe.memory.budget is None else {"schedule"},
         ("memory", "budget: null"): {"solver"} if recipe.memory.budget is None else set(),
@@ -61,7 +59,7 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     opt, optimizers = _node(tree, "optimizer.opt"), [str(name) for name in list_optimizers()]
     if isinstance(opt.value, str) and opt.value not in optimizers:
         hint = did_you_mean(opt.value, optimizers)
-        yield opt.problem(f"the name of a timm optimizer ({listing(optimizers)})", hint=hint)
+        yield opt.problem(f"the name of a timm optimizer ({join_names(optimizers)})", hint=hint)
     elif isinstance(opt.value, str) and get_optimizer_info(opt.value).second_order:
         yield opt.problem("a first-order optimizer: this one needs the computation graph of the gradient")
     name = _value(tree, "data.name")

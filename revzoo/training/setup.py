@@ -10,24 +10,24 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from timm.data import Mixup
-from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from revzoo.checkpoint.index import converted_weights
+from revzoo.checkpoint.index import find_converted_weights
 from revzoo.data.base import IGNORED, Data
 from revzoo.data.loading import load_data
 from revzoo.data.random import reseed
-from revzoo.data.requirement import required_outputs
+from revzoo.data.requirement import count_required_outputs
 from revzoo.display.progress import TrainingDisplay
-from revzoo.errors import InputError, SpecError, SpecProblem, listing
+from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.registry import heads
 from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
+from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.run_folder import Progress, RunFolder, find_free_folder
 
@@ -206,7 +206,7 @@ def _load_model_spec(options: ModelOptions) -> tuple[Spec, bool]:
 
 
 def _make_model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe: Recipe) -> Model:
-    needed = required_outputs(spec, data, recipe.data.name)
+    needed = count_required_outputs(spec, data, recipe.data.name)
     outputs, overrides = options.num_outputs, options.overrides
     if outputs is not None and outputs < needed:
         allowed = f"at least {needed}, the {'classes in the data' if data.num_classes else 'vocabulary'}"
@@ -215,7 +215,7 @@ def _make_model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, re
         outputs = outputs or needed
         # Pretrained weights may have another head, which is replaced after loading. Without them the head is built with the
         # right size, so that it has the initialisation that the spec asks for.
-        fine_tuned = options.pretrained or options.checkpoint is not None or converted_weights(options.name) is not None
+        fine_tuned = options.pretrained or options.checkpoint is not None or find_converted_weights(options.name) is not None
         overrides = overrides if fine_tuned and not is_open else (*overrides, f"head.outputs={outputs}")
     return create(
         options.name,
@@ -235,7 +235,7 @@ def _freeze(model: Model, recipe: Recipe) -> None:
         if name not in known:
             parts = [part for part in known if part.count(".") < 2]
             raise SpecError(
-                [SpecProblem(recipe.file, "train.freeze", repr(name), f"parts of the model, such as {listing(parts)}")]
+                [SpecProblem(recipe.file, "train.freeze", repr(name), f"parts of the model, such as {join_names(parts)}")]
             )
         model.get_submodule(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
@@ -245,21 +245,15 @@ def _freeze(model: Model, recipe: Recipe) -> None:
 
 
 def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:
-    info = get_optimizer_info(options.opt)
-    arguments = {
-        name: getattr(options, name)
-        for name, accepted in (("momentum", info.has_momentum), ("betas", info.has_betas), ("eps", info.has_eps))
-        if accepted and getattr(options, name) is not None
-    }
+    values = {name: getattr(options, name) for name in find_accepted_options(options.opt)}
+    arguments = {name: value for name, value in values.items() if value is not None}
     try:
-        return create_optimizer_v2(
+        return make_optimizer(
             model, options.opt, options.lr, options.weight_decay, layer_decay=options.layer_decay, **arguments
         )
-    except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise SpecError(
-            [SpecProblem(file, "optimizer", reason, f"what timm's {options.opt} accepts on this machine")]
-        ) from error
+    except OptimizerError as error:
+        allowed = f"what timm's {options.opt} accepts on this machine"
+        raise SpecError([SpecProblem(file, "optimizer", str(error), allowed)]) from error
 
 
 def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:

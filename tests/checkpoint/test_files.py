@@ -169,10 +169,10 @@ def test_pretrained_asks_the_index(monkeypatch, model, file, tmp_path):
     monkeypatch.setattr(index, "data_root", lambda: tmp_path)
     monkeypatch.setattr(index, "read_index", lambda: {"rev_vit_digits": entry})
     with pytest.raises(CheckpointError, match="which is missing"):
-        index.shipped_weights("rev_vit_digits")
+        index.find_shipped_weights("rev_vit_digits")
     (tmp_path / "weights" / "w.safetensors").write_bytes(file.read_bytes())
     with pytest.raises(CheckpointError, match="its sha256 differs"):
-        index.shipped_weights("rev_vit_digits")
+        index.find_shipped_weights("rev_vit_digits")
 
 
 @pytest.mark.parametrize("name", ["rev_swin_digits", "reformer_mini", "rev_roberta_mini", "irevnet_digits"])

@@ -5,7 +5,7 @@ import pytest
 import revzoo
 from revzoo.data.loading import load_data
 from revzoo.data.options import DataOptions
-from revzoo.data.requirement import required_outputs
+from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput, TextInput
 
@@ -34,7 +34,7 @@ def outputs(causal, story, options):
         source = causal if model == "causal" else model
         spec = revzoo.load_spec(source, overrides)
         root = story if name == "characters" else None
-        return required_outputs(spec, load_data(options(name, root), spec.input, 0), name)
+        return count_required_outputs(spec, load_data(options(name, root), spec.input, 0), name)
 
     return require
 
@@ -44,7 +44,7 @@ def test_required_outputs(outputs):
     assert outputs("rev_roberta_mini", "masked_lm") == 260
     assert outputs("rev_bert_mini", "text_classification", "head.outputs=9") == 4
     digits = revzoo.load_spec("rev_vit_digits")
-    assert required_outputs(digits, load_data(DataOptions("digits", 4), digits.input, 0), "digits") == 10
+    assert count_required_outputs(digits, load_data(DataOptions("digits", 4), digits.input, 0), "digits") == 10
 
 
 @pytest.mark.parametrize(

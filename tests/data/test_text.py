@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from revzoo.data.base import IGNORED
-from revzoo.data.corpus import standard_text, standard_texts
+from revzoo.data.corpus import read_standard_text, read_standard_texts
 from revzoo.data.loading import load_data
 from revzoo.spec.schema import TextInput
 
@@ -80,14 +80,14 @@ def test_masking(options):
 
 
 def test_the_documentation_is_split_without_repetition():
-    content = standard_text()
+    content = read_standard_text()
     assert 300_000 < len(content) < 600_000
     assert 'The "assert" statement' in content
     paragraphs = [" ".join(paragraph.split()) for paragraph in content.split("\n\n")]
-    train_texts, test_texts = standard_texts(labelled=False)
+    train_texts, test_texts = read_standard_texts(labelled=False)
     assert len(set(paragraphs)) == len(paragraphs) == len(train_texts.texts) + len(test_texts.texts)
     assert not set(train_texts.texts) & set(test_texts.texts)
-    for texts in standard_texts(labelled=True):
+    for texts in read_standard_texts(labelled=True):
         shares = [texts.labels.count(label) / len(texts.labels) for label in sorted(set(texts.labels))]
         assert len(shares) == 4
         assert min(shares) > 0.1

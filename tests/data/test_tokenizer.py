@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from revzoo.data.corpus import standard_texts
+from revzoo.data.corpus import read_standard_texts
 from revzoo.data.loading import load_data
 from revzoo.data.tokenizer import train_tokenizer
 from revzoo.errors import InputError
@@ -16,7 +16,7 @@ SUBWORDS = TextInput("text", 48, 280, 1)
 
 def test_byte_ids(tables, tokenizer, options):
     roberta, bert = (load_data(options("masked_lm"), TextInput("text", 6, 260, padding), 0).test.dataset for padding in (1, 0))
-    first = standard_texts(labelled=False)[1].texts[0].encode()[:4]
+    first = read_standard_texts(labelled=False)[1].texts[0].encode()[:4]
     assert roberta.ids[0].tolist() == [0, *(byte + 4 for byte in first), 2]
     assert bert.ids[0].tolist() == [1, *(byte + 4 for byte in first), 2]
 

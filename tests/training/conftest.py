@@ -17,7 +17,7 @@ SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.dr
 # Four batches an epoch.
 FAST = ["data.batch_size=320", "train.epochs=2", "schedule.warmup_epochs=1", f"model.overrides=[{SMALL}]"]
 _MEASURED = {"seconds", "images_per_second", "texts_per_second", "memory_bytes"}  # different in every run
-_SHOWN = {name: getattr(loop, name) for name in ("tabulate_memory", "draw_curves")}
+_SHOWN = {name: getattr(loop, name) for name in ("measure_modes", "plot_curves")}
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,8 @@ def _fresh_accelerate() -> Iterator[None]:
 def _nothing_shown() -> Iterator[None]:
     """Leave out the table of memory and the curves, which take longer than a small run; `shown` puts them back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "tabulate_memory", lambda model, batch, optimizer: "")
-        patch.setattr(loop, "draw_curves", lambda records, path: path.write_bytes(b""))
+        patch.setattr(loop, "measure_modes", lambda model, batch, optimizer: ({}, None))
+        patch.setattr(loop, "plot_curves", lambda records, path: path.write_bytes(b""))
         yield
 
 

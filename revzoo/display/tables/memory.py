@@ -1,13 +1,10 @@
 """The memory of a training step as a table with one column for each mode."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from rich.table import Table
-from torch import nn
 
-from revzoo.analysis.memory_report import LABELS, MemoryReport, measure_modes
+from revzoo.analysis.memory_report import LABELS, MemoryReport
 from revzoo.format import format_bytes
 
 _DEPEND_ON_MODE = ("after_forward_bytes", "activation_bytes", "peak_bytes")  # rows that depend on the mode
@@ -36,11 +33,3 @@ class MemoryTable:
             if any(sizes):
                 table.add_row(label, *map(format_bytes, sizes), style="bold" if field in _DEPEND_ON_MODE else None)
         return table
-
-
-def tabulate_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryTable:
-    """Measure a training step in every mode without allocating anything, and return the table.
-
-    Args: as for `revzoo.measure_memory`; a model without a `schedule` is measured as it is.
-    """
-    return MemoryTable(*measure_modes(model, batch, optimizer))
