@@ -116,7 +116,7 @@ def convert(
 
 
 def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mapping[str, float | None]) -> CouplingChoice:
-    """Return the choice of a coupling, or raise the error that names the wrong argument.
+    """Return the checked CouplingChoice; raise an error that names the wrong argument.
 
     Args:
         sizes: the arguments m and beta.
