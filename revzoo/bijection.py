@@ -7,8 +7,8 @@ class Bijection(nn.Module):
     """A parameter-free map of one stream with an exact inverse.
 
     A chain applies it to both streams and inverts it in backward. `forward` must consist of operations that save no tensor for
-    backward (views, permutations, copies). `forward` and `inverse` return contiguous tensors: kernels choose the order of their
-    sums by strides, so a rebuilt state must have the strides of the first run.
+    backward (views, permutations, copies). `forward` and `inverse` should return contiguous tensors: a rebuilt state needs the
+    strides of the first run, and is copied where `inverse` returns others.
     """
 
     def inverse(self, y: Tensor) -> Tensor:

@@ -32,9 +32,12 @@ from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.tape import InvertedSegment, RecordedCall, Recoverer, SavedInputs
+
+_Strides = tuple[int, ...] | None
 
 
 class ReversibleChain(nn.Module):
@@ -106,6 +109,7 @@ class ReversibleChain(nn.Module):
     def inverse(self, y1: Tensor, y2: Tensor, side: Any = None) -> Pair:
         """Return (x1, x2) from (y1, y2), up to rounding, or exactly with `exact=True`.
 
+        Exactly only if every f_k(w) has the strides of the streams: those that the states had in forward are not known here.
         Call it in eval mode: dropout and BatchNorm's batch statistics are not those of the forward.
 
         Raises:
@@ -187,41 +191,63 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
 class _LinkUpdate:
     """How one step or bijection updates the pair of states, and how to undo that; on the grid if arithmetic is exact.
 
+    Kernels choose the order of their sums by strides, so a rebuilt state needs those of the state in forward, whatever the
+    strides of f's output are.
+
     Args:
         link: the step or bijection.
         grid: the grid of this forward call, None in floating point.
-        keep_bits: whether `advance` keeps the bits that the coupling loses until the next `invert`.
+        will_invert: whether `advance` keeps what the next `invert` needs: the strides of the states, and the bits that the
+            coupling loses.
     """
 
-    def __init__(self, link: Step | Bijection, grid: Grid | None, keep_bits: bool = False):
+    def __init__(self, link: Step | Bijection, grid: Grid | None, will_invert: bool = False):
         self._link = link
         self._grid = grid
-        self._keep_bits = keep_bits
+        self._will_invert = will_invert
+        self._strides: tuple[_Strides, _Strides] = None, None
         self._lost_bits: list[Tensor] = []
 
     def advance(self, pair: Pair, out: Tensor | None) -> Pair:
+        if self._will_invert:
+            self._strides = _get_strides(pair[0]), _get_strides(pair[1])
         if isinstance(self._link, Bijection):
             return self._link(pair[0]), self._link(pair[1])
         out, coupling = cast(Tensor, out), self._link.coupling
         if self._grid is None:
             return pair[1], coupling.advance(*pair, _match_dtype(out, pair[0]))
-        if self._keep_bits:
+        if self._will_invert:
             self._lost_bits = self._grid.pack_lost_bits(coupling, pair[0])
         return pair[1], self._grid.advance(coupling, *pair, out)
 
     def invert(self, pair: Pair, out: Tensor | None) -> Pair:
         if isinstance(self._link, Bijection):
-            return self._link.inverse(pair[0]), self._link.inverse(pair[1])
+            x1, x2 = (self._link.inverse(y) for y in pair)
+            return _restore_strides(x1, self._strides[0]), _restore_strides(x2, self._strides[1])
         out, coupling = cast(Tensor, out), self._link.coupling
+        strides, into = self._strides[0], None
+        if strides is not None and not wraps_tensors(type(pair[1])):  # the operands of DTensors may be sharded differently
+            into = pair[1].new_empty_strided(pair[1].shape, strides)
         if self._grid is None:
-            return coupling.invert(pair[1], pair[0], _match_dtype(out, pair[1])), pair[0]
-        bits, self._lost_bits = self._lost_bits, []
-        return self._grid.invert(coupling, pair[1], pair[0], out, bits), pair[0]
+            rebuilt = coupling.invert(pair[1], pair[0], _match_dtype(out, pair[1]), into)
+        else:
+            bits, self._lost_bits = self._lost_bits, []
+            rebuilt = self._grid.invert(coupling, pair[1], pair[0], out, bits, into)
+        return _restore_strides(rebuilt, strides), pair[0]
 
 
 def _match_dtype(out: Tensor, stream: Tensor) -> Tensor:
     """Cast the output of f to the streams' dtype if it has a wider one, which the sum would take over."""
     return out if torch.promote_types(out.dtype, stream.dtype) == stream.dtype else out.to(stream.dtype)
+
+
+def _get_strides(x: Tensor) -> _Strides:
+    """Return the strides that a rebuilt x must have; None for a layout without strides, or with gaps or overlaps."""
+    return x.stride() if x.layout is torch.strided and _is_dense(x) else None
+
+
+def _restore_strides(x: Tensor, strides: _Strides) -> Tensor:
+    return x if strides is None or x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
@@ -244,8 +270,8 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
     drift = _pending_drift(links, x1)
     segment, growth = cast(InvertedSegment | None, None), Growth()
     for link in links:
-        # A bijection before the first inverted step is never undone, so its update keeps no bits.
-        call, out, update = None, None, _LinkUpdate(link, grid, keep_bits=segment is not None)
+        # A bijection before the first inverted step is never undone, so its update keeps nothing.
+        call, out, update = None, None, _LinkUpdate(link, grid, will_invert=segment is not None)
         if isinstance(link, Step):
             if link.mode != "invert" and segment is not None:
                 segment.end(pair)
@@ -295,12 +321,18 @@ def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: boo
 
 def _dense(x: Tensor) -> Tensor:
     """Return x without gaps in memory, as inversion will return it: a compiled step relies on the strides of its first run."""
+    return x if _is_dense(x) else x.clone()
+
+
+def _is_dense(x: Tensor) -> bool:
+    if x.is_contiguous():
+        return True
     expected = 1
     for dim in sorted((dim for dim in range(x.dim()) if x.shape[dim] > 1), key=x.stride):
         if x.stride(dim) != expected:
-            return x.clone()
+            return False
         expected *= x.shape[dim]
-    return x
+    return True
 
 
 def _watch(grid: Grid | None, pair: Pair) -> None:

@@ -74,9 +74,9 @@ class Coupling:
             total = torch.add(total, w, alpha=scale)
         return total
 
-    def invert(self, following: Tensor, current: Tensor, out: Tensor) -> Tensor:
-        """Return w[k-1] for following = w[k+1] and out = f(w[k]); allocates one stream."""
-        total = torch.sub(following, out, alpha=self.c)
+    def invert(self, following: Tensor, current: Tensor, out: Tensor, into: Tensor | None = None) -> Tensor:
+        """Return w[k-1] for following = w[k+1] and out = f(w[k]), written into `into` or a new tensor."""
+        total = torch.sub(following, out, alpha=self.c, out=into)
         if self.a != 0:
             total.sub_(current, alpha=self.a)
         if self.b != 1:

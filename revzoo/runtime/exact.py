@@ -60,9 +60,9 @@ def _round_to_grid(x: Tensor, scale: float) -> Tensor:
     return x.mul(scale).round_().div_(scale)
 
 
-def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
+def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float, into: Tensor | None = None) -> Tensor:
     """Return R as integers. Keep the operations separate: a fused multiply-add may round differently when recomputed."""
-    total = out.to(current.dtype).mul(coupling.c * scale)
+    total = torch.mul(out.to(current.dtype), coupling.c * scale, out=into)
     if coupling.a:
         total.add_(current.mul(coupling.a * scale))
     return total.round_()
@@ -121,10 +121,16 @@ class Grid:
         return pack(low.to(torch.uint8), coupling.kept_bits)
 
     def invert(
-        self, coupling: Coupling, following: Tensor, current: Tensor, out: Tensor, kept: Sequence[Tensor] = ()
+        self,
+        coupling: Coupling,
+        following: Tensor,
+        current: Tensor,
+        out: Tensor,
+        kept: Sequence[Tensor] = (),
+        into: Tensor | None = None,
     ) -> Tensor:
-        """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `pack_lost_bits` returned."""
-        total = _round_terms(current, out, coupling, self.scale)
+        """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `pack_lost_bits` returned, in `into` or a new tensor."""
+        total = _round_terms(current, out, coupling, self.scale, into)
         if abs(coupling.b) == 1:
             return total.div_(-self.scale).add_(following).mul_(coupling.b)
         assert coupling.kept_bits, "a coupling that is not exact"
