@@ -144,15 +144,16 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         TOKENS,
     ),
 }
+QUICK = ("MultiheadAttention_batch_first", "GRU", "timm.Block", "transformers.BertLayer")
 FORMATS = {"contiguous": lambda x: x, "channels_last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1)}
 
 
 def exact_cases() -> list[Any]:
-    """Return every module in every memory format; by default, only images are channels-last."""
+    """Return every module in every memory format; the fast tests run images that are channels-last, and some of the others."""
     cases = []
     for name, (_, shape) in MODULES.items():
         for memory_format in FORMATS:
-            is_slow = memory_format == "channels_last" and len(shape) < 4
+            is_slow = name not in QUICK if memory_format == "contiguous" else len(shape) < 4
             cases.append(pytest.param(name, memory_format, marks=[pytest.mark.slow] if is_slow else []))
     return cases
 
@@ -202,8 +203,9 @@ def test_exact_modes_are_bit_identical(name, memory_format):
         assert all(torch.equal(a, b) for a, b in zip(run(chain, inputs, mode), stored, strict=True)), mode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("memory_format", ["contiguous", pytest.param("channels_last", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("memory_format", FORMATS)
 def test_floating_point_modes_agree_within_rounding(name, memory_format):
     chain, inputs = make(name, memory_format, torch.float64, exact=False)
     stored = run(chain, inputs, "store")
