@@ -20,7 +20,9 @@ def fractional_bound(problem: Problem, budget: int) -> float:
         is optimal for those.
     """
     keepers = Counter(state for unit in problem.units for state in {s for option in unit.options for s in option.kept_states})
-    room = [Fraction(budget - problem.fixed_bytes - need) for need in [*map(_smallest_need, problem.units), problem.loss_bytes]]
+    room = [
+        Fraction(budget - problem.fixed_bytes - need) for need in [*map(_find_min_need, problem.units), problem.loss_bytes]
+    ]
     bound, gains = Fraction(0), []
     for k, unit in enumerate(problem.units):
         choices = [(_weigh(problem, option, keepers), option.cost) for option in _all_options(unit)]
@@ -42,7 +44,7 @@ def _all_options(unit: Unit) -> list[Option]:
     return [*unit.options, unit.first] if unit.first else [*unit.options]
 
 
-def _smallest_need(unit: Unit) -> int:
+def _find_min_need(unit: Unit) -> int:
     return min(max(option.forward_bytes, min(option.backward_bytes)) for option in _all_options(unit))
 
 

@@ -147,7 +147,7 @@ def _from_network(rng: random.Random, items: int) -> tuple[list[int], list[int]]
     return [value for value, _ in chosen], [weight for _, weight in chosen]
 
 
-def _correlated(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
+def _draw_correlated_items(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
     weights = [rng.randint(10**7, 2 * 10**9) for _ in range(items)]
     return [weight // 100 + 10**6 for weight in weights], weights
 
@@ -159,7 +159,7 @@ def _subset_sum(rng: random.Random, items: int) -> tuple[list[int], list[int]]:
 
 _ITEMS: dict[str, Items] = {
     "network": _from_network,
-    "strongly correlated": _correlated,
+    "strongly correlated": _draw_correlated_items,
     "subset sum": _subset_sum,
 }
 

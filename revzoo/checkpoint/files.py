@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from yaml import YAMLError
 
@@ -138,8 +138,8 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors and metadata. A file that is not safetensors is read as a pickle, whatever its name."""
     if not path.is_file():
         raise CheckpointError(f"No weights file at {path}.")
-    with suppress(SafetensorError), safe_open(path, "pt") as file:
-        return dict(_items(file)), dict(file.metadata() or {})
+    with suppress(SafetensorError):
+        return load_file(path), read_metadata(path)
     try:
         with path.open("rb") as stream:  # torch would judge a path by its suffix
             state = torch.load(stream, map_location="cpu", weights_only=True)
@@ -175,11 +175,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     else:
         for key, item in items:
             yield from _leaves(item, join(path, key))
-
-
-def _items(file: Any) -> Iterator[tuple[str, Tensor]]:
-    for key in file.keys():  # noqa: SIM118 - an open safetensors file is not a mapping
-        yield key, file.get_tensor(key)
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:

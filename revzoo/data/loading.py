@@ -1,10 +1,7 @@
 """Load the data set that a recipe names, for a model's input."""
 
 from revzoo.data.base import Data, Examples, example_noun
-from revzoo.data.digits import load_digits
-from revzoo.data.images import load_images
 from revzoo.data.options import TEXTS, DataOptions
-from revzoo.data.text import load_text
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput, Input, TextInput
 
@@ -25,11 +22,18 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     train: Examples
     test: Examples
     _require_fitting_input(options.name, input)
+    # Imported here, because each kind of data brings libraries that the others do not need.
     if isinstance(input, TextInput):
+        from revzoo.data.text import load_text
+
         train, test = load_text(options, input, seed)
     elif options.name == "digits":
+        from revzoo.data.digits import load_digits
+
         train, test = load_digits(options, input, seed)
     else:
+        from revzoo.data.images import load_images
+
         train, test = load_images(options, input, seed)
     if processes and (most := len(train) // processes) < options.batch_size:
         places = f" in each of {processes} processes" if processes > 1 else ""

@@ -239,9 +239,9 @@ class Model(nn.Module):
         """
         if self.training:
             raise InputError("Features are inverted in eval mode, and must have been computed in it. Call model.eval() first.")
-        modes = self._modes()
-        chain: list[Step | Bijection] = []
-        for entry in self.layout():
+        layout, chain = self.layout(), list[Step | Bijection]()
+        modes = self._modes(layout)
+        for entry in layout:
             if entry.kind == "node" and entry.stage is not None:
                 raise self._not_invertible(entry.name)
             if entry.kind in ("step", "bijection"):
@@ -251,11 +251,12 @@ class Model(nn.Module):
         return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
 
     def _compute_features(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        modes = self._modes()
+        layout = self.layout()
+        modes = self._modes(layout)
         tensors: tuple[Tensor, ...] = (x,)  # after the split the two streams
         chain: list[Step | Bijection] | None = None  # steps since the split or the last node
         del x  # a reference here would keep it alive for the whole forward pass
-        for entry in self.layout()[:-1]:
+        for entry in layout[:-1]:
             if entry.kind == "split":
                 tensors, chain = self.split(*tensors), []
             elif chain is not None and entry.kind != "node":
@@ -269,9 +270,9 @@ class Model(nn.Module):
                 del out
         return tensors[0]
 
-    def _modes(self) -> dict[str, Mode]:
+    def _modes(self, layout: Sequence[LayoutEntry]) -> dict[str, Mode]:
         """Return the mode of every unit by its name."""
-        return dict(zip(self.units, self._schedule, strict=True))
+        return dict(zip((entry.name for entry in layout if entry.is_unit), self._schedule, strict=True))
 
     def _chain_item(self, entry: LayoutEntry, modes: dict[str, Mode]) -> Step | Bijection:
         """Return a step or a bijection as an item of a chain."""

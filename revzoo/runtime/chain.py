@@ -127,13 +127,14 @@ class ReversibleChain(nn.Module):
 
     def _links(self) -> list["Step | Bijection"]:
         links: list[Step | Bijection] = []
-        if len(self._names()) != len(self._schedule):
+        layout = self.layout()
+        if (count := sum(entry.is_unit for entry in layout)) != len(self._schedule):
             raise ScheduleError(
-                f"This chain was made of {len(self._schedule)} steps. Received: {len(self._names())}. Make a new chain instead "
-                "of changing its list of steps."
+                f"This chain was made of {len(self._schedule)} steps. Received: {count}. Make a new chain instead of changing "
+                "its list of steps."
             )
         settings = zip(self.couplings, self._schedule, strict=True)
-        for name, f, *_ in self.layout():
+        for name, f, *_ in layout:
             links.append(f if isinstance(f, Bijection) else Step(f, name, *next(settings)))
         return links
 

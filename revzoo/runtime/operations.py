@@ -45,9 +45,16 @@ def _own_formulas() -> dict[Any, Formula]:
 
 
 def _registered_formulas() -> dict[Any, Formula]:
-    from torch.utils import flop_counter  # here, because it takes a tenth of a second to import
+    registered: dict[Any, Formula] = _import_flop_counter().flop_registry
+    return registered
 
-    return flop_counter.flop_registry
+
+@cache
+def _import_flop_counter() -> Any:
+    """Import PyTorch's table when it is first looked at: that takes a tenth of a second."""
+    from torch.utils import flop_counter
+
+    return flop_counter
 
 
 def _count_product(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:

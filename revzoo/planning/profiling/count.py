@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from revzoo.analysis.dry_run import isolated
+from revzoo.analysis.dry_run import isolated, preserve_schedules
 from revzoo.errors import InputError, join_names
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import LossFunction, Trace, trace
@@ -52,7 +52,7 @@ def count(model: nn.Module, batch: Any, loss: LossFunction | None = None, other_
     Raises:
         InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient.
     """
-    entries, schedule = list_units(model), model.schedule
+    entries = list_units(model)
     if len({id(entry.module) for entry in entries}) < len(entries):
         raise InputError(
             "A module that is several steps cannot be planned: its calls cannot be told apart. Copy it for each step."
@@ -62,15 +62,13 @@ def count(model: nn.Module, batch: Any, loss: LossFunction | None = None, other_
             f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan first, then "
             "compile the steps: the plan stays in force."
         )
-    try:
+    with preserve_schedules(model):
         first, *others = list_traced_schedules(entries)
         traces = [_trace_isolated(model, batch, first, loss)]
         small = traces[0].marks[-1].flops <= _FEW_FLOPS and _step_peak(traces[0]) <= _FEW_BYTES
         fake = not small or any(p.device.type != "cpu" for p in model.parameters())
         with ignore_error_growth():
             traces += [_trace_isolated(model, batch, modes, loss, fake) for modes in others]
-    finally:
-        model.schedule = schedule
     return build_problem(entries, traces, other_bytes)
 
 
@@ -86,11 +84,8 @@ def count_peak(
     model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None, other_bytes: int = 0
 ) -> int:
     """Return the peak memory of a training step with this schedule [bytes], counted without running it. Args: as `count`."""
-    schedule = model.schedule
-    try:
+    with preserve_schedules(model):
         return _step_peak(_trace_isolated(model, batch, modes, loss)) + other_bytes
-    finally:
-        model.schedule = schedule
 
 
 def _trace_isolated(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None, fake: bool = True) -> Trace:

@@ -7,6 +7,7 @@ halved until it is.
 
 from typing import Any
 
+from revzoo.analysis.dry_run import preserve_schedules
 from revzoo.analysis.verify import verify
 from revzoo.errors import RecoveryError
 from revzoo.model.network import Model
@@ -28,10 +29,10 @@ def measure_inversion_limit(model: PlannableModel, batch: Any) -> int | None:
         RecoveryError: not even recomputing everything gives the gradients of storing, because some step does not return the
             same output when it runs again.
     """
-    entries, schedule = list_units(model), model.schedule
+    entries = list_units(model)
     examples = _first_examples(batch) if isinstance(model, Model) else batch  # a chain's streams may have no batch dimension
     limit = predict_inversion_limit(model)
-    try:
+    with preserve_schedules(model):
         while True:
             model.schedule = place_anchors(entries, limit)
             report = verify(model, examples)
@@ -40,8 +41,6 @@ def measure_inversion_limit(model: PlannableModel, batch: Any) -> int | None:
             if limit == 0:
                 raise RecoveryError(f"No plan can be made. {' '.join(report.problems)}")
             limit = (sum(entry.kind == "step" for entry in entries) if limit is None else limit) // 2
-    finally:
-        model.schedule = schedule
 
 
 def predict_inversion_limit(model: PlannableModel) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import call, isolated
+from revzoo.analysis.dry_run import call, isolated, preserve_schedules
 from revzoo.planning.profiling.hooks import StepHooks, list_units
 from revzoo.planning.profiling.trace import LossFunction, compute_loss
 from revzoo.planning.solvers.problem import Problem, Unit, peak, reprice
@@ -58,12 +58,9 @@ def measure_step_seconds(model: nn.Module, batch: Any, modes: Sequence[Mode], lo
     Raises:
         MemoryError: a training step ran out of memory.
     """
-    schedule = model.schedule
-    try:
+    with preserve_schedules(model):
         times = [_time_step(model, batch, modes, loss)[0] for _ in range(_RUNS + 1)]
         return statistics.median(times[1:])  # the first run is a warm-up
-    finally:
-        model.schedule = schedule
 
 
 def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None) -> Timing:
@@ -84,8 +81,8 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
     forwards: dict[Any, list[float]] = defaultdict(list)
     backwards: dict[Any, list[float]] = defaultdict(list)
     rest: list[float] = []
-    rng, schedule, runs, begin = random.Random(0), model.schedule, 0, time.perf_counter()
-    try:
+    rng, runs, begin = random.Random(0), 0, time.perf_counter()
+    with preserve_schedules(model):
         for round_ in range(_ROUNDS):
             if round_ and time.perf_counter() - begin > _LIMIT_SECONDS:
                 break
@@ -100,8 +97,6 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
                         backwards[groups[k]].append(backward[k])
                 rest.append(total - sum(forward) - sum(backward))
                 runs += 1
-    finally:
-        model.schedule = schedule
     medians = {key: statistics.median(times) for key, times in samples.items()}
     return Timing(
         step_seconds=sum(medians[group, "store"] for group in groups) + statistics.median(rest),
@@ -125,16 +120,14 @@ def estimate_timing(model: nn.Module, batch: Any, problem: Problem, loss: LossFu
     _, modes = minimize_peak(problem)
     groups = [_work_key(entry, unit) for entry, unit in zip(list_units(model), problem.units, strict=True)]
     forwards: dict[Any, list[float]] = defaultdict(list)
-    totals, schedule = [], model.schedule
-    try:
+    totals = []
+    with preserve_schedules(model):
         for run in range(_RUNS + 1):
             total, forward, _ = _time_step(model, batch, cast(list[Mode], modes), loss)
             if run:  # the first run is a warm-up
                 totals.append(total)
                 for group, seconds in zip(groups, forward, strict=True):
                     forwards[group].append(seconds)
-    finally:
-        model.schedule = schedule
     medians = tuple(statistics.median(forwards[group]) for group in groups)
     recomputed = sum(seconds for seconds, mode in zip(medians, modes, strict=True) if mode != "store")
     return Timing(
