@@ -20,9 +20,7 @@ def fractional_bound(problem: Problem, budget: int) -> float:
         is optimal for those.
     """
     keepers = Counter(state for unit in problem.units for state in {s for option in unit.options for s in option.kept_states})
-    room = [
-        Fraction(budget - problem.fixed_bytes - need) for need in [*map(_find_min_need, problem.units), problem.loss_bytes]
-    ]
+    room = [Fraction(budget - problem.fixed_bytes - need) for need in [*map(_find_min_need, problem.units), problem.loss_bytes]]
     bound, gains = Fraction(0), []
     for k, unit in enumerate(problem.units):
         choices = [(_weigh(problem, option, keepers), option.cost) for option in _all_options(unit)]
