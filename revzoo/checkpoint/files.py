@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
@@ -27,22 +27,21 @@ _WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DistributedDataParallel a
 _NOT_COMPARED = (*STATEMENTS, "block.f", "block.g")  # keys of a spec that its digest leaves out
 
 
-def save_weights(model: nn.Module, spec: Spec, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+def save_weights(model: nn.Module, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write the model's state dict to a safetensors file, with the spec in the file's metadata.
 
     Args:
-        model: the model.
-        spec: the model's spec.
+        model: the model, whose `spec` is stored too.
         path: the file; it is written completely or not at all.
         metadata: more strings to store with the weights, for example a metric.
     """
-    tied = _find_tied(model)
+    tied, spec = _find_tied(model), cast(Spec, model.spec)
     tensors = {key: t.detach().cpu().contiguous() for key, t in model.state_dict().items() if key not in tied}
     facts = {"format": "pt", "revzoo.spec": spec.to_yaml(), "revzoo.digest": spec.digest, **(metadata or {})}
     write_atomically(Path(path), lambda partial: save_file(tensors, partial, metadata=facts))
 
 
-def load_weights(model: nn.Module, spec: Spec, path: str | Path) -> None:
+def load_weights(model: nn.Module, path: str | Path) -> None:
     """Load a file of weights into a model that has exactly the same keys and shapes.
 
     Prefixes that wrappers add to every key (`module.`, `_orig_mod.`) are removed. A warning names the differences if the file
@@ -50,7 +49,6 @@ def load_weights(model: nn.Module, spec: Spec, path: str | Path) -> None:
 
     Args:
         model: the model. On the meta device its parameters become the file's tensors, on the CPU.
-        spec: the model's spec.
         path: a safetensors file or a pickled state dict.
 
     Raises:
@@ -58,7 +56,7 @@ def load_weights(model: nn.Module, spec: Spec, path: str | Path) -> None:
             missing or unexpected key, every other shape, every integer tensor in place of a floating-point one (and the
             reverse), and every tied tensor that is stored twice with different values. The model is then unchanged.
     """
-    path = Path(path)
+    path, spec = Path(path), cast(Spec, model.spec)
     contents, metadata = _read_file(path)
     tensors = strip_wrappers(contents)
     own, tied = model.state_dict(), _find_tied(model)

@@ -253,7 +253,7 @@ def _write(folder: Path, model: Model, report: ConvertReport) -> None:
     writing = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         (writing / "spec.yaml").write_text(model.spec.to_yaml())
-        save_weights(model, model.spec, writing / CONVERTED_WEIGHTS)
+        save_weights(model, writing / CONVERTED_WEIGHTS)
         report.save(writing / "report.json")
         (writing / "report.txt").write_text(f"{report}\n")
         _draw(report, writing / "report.png")

@@ -69,7 +69,7 @@ def create(
     if model.coupling.is_exact:
         Grid(next(model.parameters()).dtype)  # raises for a dtype without a grid
     if file is not None:
-        load_weights(model, spec, file)
+        load_weights(model, file)
     if num_outputs is not None and num_outputs != model.num_outputs:
         model.reset_head(num_outputs)
     model.schedule = schedule

@@ -131,9 +131,9 @@ def load_state(run: Run) -> None:
     state = run.folder.find_state()
     try:
         # Accelerate loads the weights once more; this reports what is wrong with the file.
-        files.load_weights(run.model, run.model.spec, state / "model.safetensors")
+        files.load_weights(run.model, state / "model.safetensors")
         if run.ema is not None:
-            files.load_weights(run.ema.module, run.model.spec, state / "ema.safetensors")
+            files.load_weights(run.ema.module, state / "ema.safetensors")
     except CheckpointError as error:
         raise run.folder.explain_damage(state, error) from error
     try:
@@ -231,9 +231,9 @@ def _finish_epoch(run: Run, epoch: int) -> None:
             metadata["revzoo.classes"] = json.dumps(run.data.class_names)
         with _saving(run):
             run.folder.append_record(record)
-            files.save_weights(run.evaluated, run.model.spec, run.folder.last, metadata)
+            files.save_weights(run.evaluated, run.folder.last, metadata)
             if improved:
-                files.save_weights(run.evaluated, run.model.spec, run.folder.best, metadata)
+                files.save_weights(run.evaluated, run.folder.best, metadata)
     progress.loss_sums = [0.0] * len(loss_sums)
     progress.epoch, progress.batch, progress.examples, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
@@ -253,7 +253,7 @@ def save_state(run: Run) -> None:
     if run.accelerator.is_main_process:
         with _saving(run):
             if run.ema is not None:
-                files.save_weights(run.ema.module, run.model.spec, writing / "ema.safetensors")
+                files.save_weights(run.ema.module, writing / "ema.safetensors")
             run.folder.publish_state(writing, run.progress)
     run.accelerator.wait_for_everyone()
 

@@ -19,7 +19,7 @@ def model():
 
 @pytest.fixture
 def file(model, tmp_path):
-    files.save_weights(model, model.spec, tmp_path / "w.safetensors", {"top1": "98.9"})
+    files.save_weights(model, tmp_path / "w.safetensors", {"top1": "98.9"})
     return tmp_path / "w.safetensors"
 
 
@@ -47,7 +47,7 @@ def test_wrappers_prefixes_come_off(prefix, model, tmp_path):
     expected = state(model)
     save_file({prefix + key: tensor for key, tensor in expected.items()}, tmp_path / "w.safetensors")
     model.reset_head(10)
-    files.load_weights(model, model.spec, tmp_path / "w.safetensors")
+    files.load_weights(model, tmp_path / "w.safetensors")
     assert same(state(model), expected)
 
 
@@ -56,7 +56,7 @@ def test_a_pickled_state_dict_is_read(wrap, model, tmp_path):
     expected = state(model)
     torch.save(wrap(expected), tmp_path / "w.pth")
     model.reset_head(10)
-    files.load_weights(model, model.spec, tmp_path / "w.pth")
+    files.load_weights(model, tmp_path / "w.pth")
     assert same(state(model), expected)
 
 
@@ -68,7 +68,7 @@ def test_a_head_with_another_number_of_outputs_starts_fresh_after_loading(model,
 
 def test_a_file_of_a_model_with_another_head_describes_that_head(tmp_path):
     model = revzoo.create("rev_vit_digits", num_outputs=5)
-    files.save_weights(model, model.spec, tmp_path / "w.safetensors")
+    files.save_weights(model, tmp_path / "w.safetensors")
     facts = files.read_metadata(tmp_path / "w.safetensors")
     (tmp_path / "spec.yaml").write_text(facts["revzoo.spec"])
     again = revzoo.create(tmp_path, checkpoint=tmp_path / "w.safetensors")
@@ -85,9 +85,9 @@ def test_a_file_of_another_spec_with_the_same_tensors_is_named(file):
 
 
 def test_a_file_with_an_unreadable_spec_is_loaded_with_a_warning(model, tmp_path):
-    files.save_weights(model, model.spec, tmp_path / "w.safetensors", {"revzoo.digest": "0", "revzoo.spec": "{"})
+    files.save_weights(model, tmp_path / "w.safetensors", {"revzoo.digest": "0", "revzoo.spec": "{"})
     with pytest.warns(UserWarning, match="Differing: none"):
-        files.load_weights(model, model.spec, tmp_path / "w.safetensors")
+        files.load_weights(model, tmp_path / "w.safetensors")
 
 
 def test_the_content_tells_the_kind_of_file(model, file, tmp_path):
@@ -102,10 +102,10 @@ def test_integers_are_no_weights_and_numbers_no_keys(model, tmp_path):
     before = state(model)
     save_file({**before, "stem.pos_embed": before["stem.pos_embed"].int()}, tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError, match="1 of another kind: stem.pos_embed torch.int32 instead of torch.float32"):
-        files.load_weights(model, model.spec, tmp_path / "w.safetensors")
+        files.load_weights(model, tmp_path / "w.safetensors")
     torch.save({0: torch.zeros(1), **before}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match="holds no state dict"):
-        files.load_weights(model, model.spec, tmp_path / "w.pth")
+        files.load_weights(model, tmp_path / "w.pth")
     assert same(state(model), before)
 
 
@@ -123,7 +123,7 @@ def test_every_key_that_does_not_fit_is_listed_and_nothing_is_loaded(model, tmp_
         torch.nn.init.ones_(parameter)
     before = state(model)
     with pytest.raises(CheckpointError) as error:
-        files.load_weights(model, model.spec, tmp_path / "w.safetensors")
+        files.load_weights(model, tmp_path / "w.safetensors")
     assert str(error.value) == (
         f"{tmp_path}/w.safetensors does not fit rev_vit_digits, which has 19 tensors; nothing was loaded.\n"
         "  2 missing: stem.pos_embed, fuse.norm.bias\n"
@@ -151,12 +151,12 @@ def test_files_that_are_no_weights(model, file, tmp_path):
     for name, content in broken.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .* never executed\. Received: "):
-            files.load_weights(model, model.spec, tmp_path / name)
+            files.load_weights(model, tmp_path / name)
     torch.save([torch.zeros(1)], tmp_path / "list.pth")
     with pytest.raises(CheckpointError, match=r"list\.pth holds no state dict \(names to tensors\)\. Received: list"):
-        files.load_weights(model, model.spec, tmp_path / "list.pth")
+        files.load_weights(model, tmp_path / "list.pth")
     with pytest.raises(CheckpointError, match="No weights file at"):
-        files.load_weights(model, model.spec, tmp_path / "absent.safetensors")
+        files.load_weights(model, tmp_path / "absent.safetensors")
 
 
 def test_pretrained_asks_the_index(monkeypatch, model, file, tmp_path):
@@ -179,7 +179,7 @@ def test_pretrained_asks_the_index(monkeypatch, model, file, tmp_path):
 def test_a_model_on_meta_computes_once_it_has_weights(name, tmp_path):
     torch.manual_seed(0)
     model = revzoo.create(name).eval()
-    files.save_weights(model, model.spec, tmp_path / "w.safetensors")
+    files.save_weights(model, tmp_path / "w.safetensors")
     loaded = revzoo.create(name, device="meta", checkpoint=tmp_path / "w.safetensors").eval()
     batch = model.example_input(2)
     assert torch.equal(loaded(batch), model(batch))
@@ -189,7 +189,7 @@ def test_a_model_on_meta_computes_once_it_has_weights(name, tmp_path):
 def test_a_copy_of_a_tied_tensor_must_be_one(copy, tmp_path):
     model = revzoo.create("rev_roberta_mini")
     torch.save(model.state_dict(), tmp_path / "both.pth")
-    files.load_weights(model, model.spec, tmp_path / "both.pth")
+    files.load_weights(model, tmp_path / "both.pth")
     torch.save(model.state_dict() | {"head.weight": copy}, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=r"1 of other values: head\.weight, which is stem\.word_embeddings\.weight"):
-        files.load_weights(model, model.spec, tmp_path / "other.pth")
+        files.load_weights(model, tmp_path / "other.pth")

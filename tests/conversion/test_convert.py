@@ -85,7 +85,7 @@ def test_a_trained_checkpoint_goes_back_too(vit, tmp_path):
     model, _ = convert_model(vit, out=tmp_path / "rev")
     with torch.no_grad():
         model.head.linear.bias.fill_(3.0)
-    files.save_weights(model, model.spec, tmp_path / "tuned.safetensors")
+    files.save_weights(model, tmp_path / "tuned.safetensors")
     revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors", tmp_path / "tuned.safetensors")
     assert (load_file(tmp_path / "back.safetensors")["head.bias"] == 3).all()
     with pytest.raises(ConversionError, match="is not a folder that revzoo convert wrote"):

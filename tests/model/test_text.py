@@ -98,14 +98,14 @@ def test_the_embedding_is_one_parameter_wherever_it_goes(tmp_path):
     assert len(names) == len(list(model.parameters())) + 1 == 61
     assert model.num_outputs == 260
     assert model.stem.word_embeddings.weight[1].abs().max() == 0, "the head has not drawn it again"
-    save_weights(model, model.spec, path := tmp_path / "tied.safetensors")
+    save_weights(model, path := tmp_path / "tied.safetensors")
     kept = read_tensors(path)
     assert len(kept) == 60
     assert kept["stem.word_embeddings.weight"].shape == (260, 64)
     assert "head.weight" not in kept
 
     other = revzoo.create(MASKED_LM)
-    load_weights(other, other.spec, path)
+    load_weights(other, path)
     on_meta = revzoo.create(MASKED_LM, device="meta", checkpoint=path)
     ids = padded(model)
     model.eval()

@@ -68,7 +68,7 @@ def test_a_moving_coupling_is_trained_saved_and_resumed(folder, tmp_path, monkey
     last = whole.folder / "last.safetensors"
     assert "kept_bits: 4" in read_metadata(last)["revzoo.spec"]
     tuned = revzoo.create(whole.folder / "spec.yaml")
-    files.load_weights(tuned, tuned.spec, whole.folder / "state" / "00002-0000000" / "model.safetensors")
+    files.load_weights(tuned, whole.folder / "state" / "00002-0000000" / "model.safetensors")
     assert all(torch.equal(tuned.stem.state_dict()[key], tensor) for key, tensor in stem.items())
     signals = chain([0] * 2, [15], repeat(0))
     with monkeypatch.context() as patch:

@@ -50,7 +50,7 @@ def test_what_training_saved(recipe, tmp_path, ema):
 
 def test_foreign_checkpoints(tmp_path):
     model = revzoo.create("rev_vit_digits")
-    files.save_weights(model, model.spec, tmp_path / "w.safetensors")
+    files.save_weights(model, tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError, match="w.safetensors was not saved by `revzoo train`"):
         evaluate_checkpoint(tmp_path / "w.safetensors")
     torch.save({"a": torch.zeros(1)}, tmp_path / "w.pt")
