@@ -35,7 +35,9 @@ from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
+from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import InvertedSegment, RecordedCall, Recoverer, SavedInputs
+from revzoo.runtime.tripwire import raise_arrived
 
 _Strides = tuple[int, ...] | None
 
@@ -205,19 +207,20 @@ class _LinkUpdate:
     def __init__(self, link: Step | Bijection, grid: Grid | None, will_invert: bool = False):
         self._link = link
         self._grid = grid
-        self._will_invert = will_invert
+        self.b = 1.0 if isinstance(link, Bijection) else link.coupling.b
+        self.will_invert = will_invert
         self._strides: tuple[_Strides, _Strides] = None, None
         self._lost_bits: list[Tensor] = []
 
     def advance(self, pair: Pair, out: Tensor | None) -> Pair:
-        if self._will_invert:
+        if self.will_invert:
             self._strides = _get_strides(pair[0]), _get_strides(pair[1])
         if isinstance(self._link, Bijection):
             return self._link(pair[0]), self._link(pair[1])
         out, coupling = cast(Tensor, out), self._link.coupling
         if self._grid is None:
             return pair[1], coupling.advance(*pair, _match_dtype(out, pair[0]))
-        if self._will_invert:
+        if self.will_invert:
             self._lost_bits = self._grid.pack_lost_bits(coupling, pair[0])
         return pair[1], self._grid.advance(coupling, *pair, out)
 
@@ -267,7 +270,9 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
 @exclude_from_compilation
 def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
+    raise_arrived(start_travelling=True)
     grid, pair = _start(links, x1, x2, exact)
+    settings = Settings(x1.device)
     drift = _pending_drift(links, x1)
     segment, growth = cast(InvertedSegment | None, None), Growth()
     for link in links:
@@ -278,15 +283,16 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
                 segment.end(pair)
                 segment = None
             elif link.mode == "invert" and segment is None:
-                segment, growth = InvertedSegment(), Growth()
+                segment, growth = InvertedSegment(exact=grid is not None), Growth()
             if link.mode == "invert" and grid is None:
                 growth.add(link.coupling, link.name, x1.dtype)
             if link.mode != "store":
-                call = RecordedCall(link.f, link.name, side, selective=link.mode == "selective")
+                compared = link.mode == "invert" and update.will_invert
+                call = RecordedCall(link.f, link.name, settings, side, selective=link.mode == "selective", watched=not compared)
             out = _call(link, pair, side, call, segment or SavedInputs(pair[1:]))
         before, pair = pair, update.advance(pair, out)
         if segment is not None:
-            segment.append(update, call)
+            segment.append(update, call, before)
             if drift is not None and call is not None:
                 with torch.no_grad():
                     drift.add(before[0], update.invert(pair, out)[0])

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.schedule import Mode
+from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import RecordedCall, SavedInputs
+from revzoo.runtime.tripwire import raise_arrived
 
 
 def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
@@ -27,4 +29,6 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
 
 @exclude_from_compilation
 def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
-    return RecordedCall(module, name, selective=mode == "selective").first_run(SavedInputs(inputs), *inputs)
+    raise_arrived(start_travelling=True)
+    call = RecordedCall(module, name, Settings(inputs[0].device), selective=mode == "selective")
+    return call.first_run(SavedInputs(inputs), *inputs)

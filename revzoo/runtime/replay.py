@@ -1,14 +1,13 @@
 """Running a function again under the conditions of its first run.
 
-Besides its inputs, a call of f depends on the autocast state, the random stream, and its buffers and parameters. `Replay`
-records them at the first run and restores them around every later one. The user's random stream, autocast state and BatchNorm
-statistics are the same before and after.
+Besides its inputs, a call of f depends on settings (`settings.py`), the random streams (`random_state.py`), and its buffers and
+parameters. `Replay` records them at the first run and restores them around every later one. The user's settings, random streams
+and BatchNorm statistics are the same before and after.
 """
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from ctypes import string_at
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
@@ -18,9 +17,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.random_state import RandomState
+from revzoo.runtime.settings import Settings
 
-# Autograd has one thread per device. Recoveries in different threads must not set a shared random stream at the same time.
-_random_lock = RLock()
+_Tensors = dict[str, Tensor | None]
+
+# Threads share random streams and buffers. While a step runs in one thread, no other runs a step on the same device.
+_turns: dict[torch.device, RLock] = {}
+_LONGEST_WAIT_SECONDS = 600.0
 
 
 class Replay:
@@ -28,31 +32,47 @@ class Replay:
 
     Args:
         f: the function about to be called; if it is a module, its buffers, parameters and training flags are recorded.
-        device: device of its input; the random streams of this device and of the CPU are recorded.
+        device: device of its input. The random streams of this device, of those of f's parameters and of the CPU are recorded.
         name: name of the step, for messages.
+        settings: the settings under which f is called.
         side: second argument of f; a tensor in it that is changed in place before backward is refused.
     """
 
-    def __init__(self, f: Callable[..., Any], device: torch.device, name: str, side: Any = None):
-        self._f = f
+    def __init__(self, f: Callable[..., Any], device: torch.device, name: str, settings: Settings, side: Any = None):
         self._name = name
-        self._autocast = [_autocast_state(kind) for kind in dict.fromkeys(("cpu", device.type)) if kind != "meta"]
-        modules = list(f.modules()) if isinstance(f, nn.Module) else []
-        self._training = [(m, m.training) for m in modules]
-        self._norms = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
-        moving = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
-        self._state = {key: t for key, t in self._current_state() if id(t) not in moving}
-        watched = [*self._state.items(), *(("side input", t) for t in tensors_in(side))]
-        self._versions = [(key, t, t._version) for key, t in watched if not t.is_inference()]
-        self._random = [(generator, generator.get_state()) for generator in _generators(device)]
+        self._device = device
+        self._settings = settings
+        self._modules = _walk(f) if isinstance(f, nn.Module) else []
+        self._training = [(m, m.training) for m in self._modules]
+        self._norms: list[_NormBase] = []
+        self._tensors: list[tuple[_Tensors, _Tensors]] = []  # of each module by name: the dictionary that holds them, and a copy
+        for m in self._modules:
+            if m._parameters:
+                self._tensors.append((m._parameters, dict(m._parameters)))
+            if isinstance(m, _NormBase) and m.training and m.track_running_stats:
+                self._norms.append(m)  # its statistics move
+            elif m._buffers:
+                self._tensors.append((m._buffers, dict(m._buffers)))
+        # What autograd saves of a statistic has moved by the second run. It is recognised by its number of elements.
+        self.moving_sizes = {b.numel() for norm in self._norms for b in norm._buffers.values() if b is not None}
+        watched = [t for _, tensors in self._tensors for t in tensors.values() if t is not None]
+        self._devices = {device, *(t.device for t in watched)}
+        watched += tensors_in(side) if side is not None else ()
+        self._versions = [(t, t._version) for t in watched if not t.is_inference()]
+        self._random: RandomState
+        self.drew_the_same = True  # whether the latest second run drew as many random numbers as the first
 
-    def end_first_run(self) -> None:
-        """Discard the random streams that f did not draw from.
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Record what the first run, inside the context, draws.
 
         Raises:
             RecoveryError: f changed a buffer or parameter of its own, so a second run would not repeat the first.
         """
-        self._random = [(g, state) for g, state in self._random if not _same(state, g.get_state())]
+        with _take_turn(self._device, self._name):
+            self._random = RandomState(self._devices)
+            yield
+            self._random.end_first_run()
         if changed := self._find_changed():
             raise RecoveryError(
                 f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
@@ -76,57 +96,95 @@ class Replay:
                 f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
                 "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
-        with ExitStack() as stack:
-            for autocast in self._autocast:
-                stack.enter_context(torch.autocast(**autocast))
-            if self._random:
-                stack.enter_context(_random_lock)
-            for generator, state in self._random:
-                stack.callback(generator.set_state, generator.get_state())
-                generator.set_state(state)
-            for module, training in self._training:
-                if module.training != training:  # not .train(): submodules have flags of their own
-                    stack.callback(setattr, module, "training", module.training)
+        with _take_turn(self._device, self._name), self._settings.restored(), self._random.again():
+            flags = [(m, m.training) for m, training in self._training if m.training != training]
+            statistics = [(norm._buffers, dict(norm._buffers)) for norm in self._norms]
+            try:
+                for module, _ in flags:  # not .train(): submodules have flags of their own
+                    module.training = not module.training
+                for buffers, present in statistics:
+                    buffers.update({key: b if b is None else b.clone() for key, b in present.items()})
+                yield
+                self.drew_the_same = self._random.is_behind
+            finally:
+                for module, training in flags:
                     module.training = training
-            for norm in self._norms:
-                stack.callback(norm._buffers.update, dict(norm._buffers))
-                norm._buffers.update({key: b if b is None else b.clone() for key, b in norm._buffers.items()})
-            yield
+                for buffers, present in statistics:
+                    buffers.update(present)
 
-    def _current_state(self) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(self._f, nn.Module):
-            yield from self._f.named_parameters()
-            yield from self._f.named_buffers()
+    @property
+    def spacing(self) -> float:
+        """Relative spacing of the coarsest numbers among f's parameters and buffers; 0 without any."""
+        return max((torch.finfo(t.dtype).eps for t, _ in self._versions if t.is_floating_point()), default=0.0)
+
+    @property
+    def has_drawn_all(self) -> bool:
+        """Whether the second run has drawn as many random numbers as the first, so none is drawn behind this place."""
+        return self._random.is_behind
 
     def _find_changed(self) -> str | None:
-        return next((key for key, t, version in self._versions if t._version != version), None)
+        changed = next((t for t, version in self._versions if t._version != version), None)
+        return None if changed is None else self._name_of(changed)
 
     def _find_replaced(self) -> str | None:
         """Return the first entry that is another tensor now. FSDP exchanges shards and whole tensors of the same parameter."""
-        pairs = ((key, self._state[key], t) for key, t in self._current_state() if key in self._state)
-        return next((key for key, then, now in pairs if then is not now and not is_sharded(then, now)), None)
+        for tensors, then in self._tensors:
+            for key, t in then.items():
+                now = tensors.get(key)
+                if now is not t and now is not None and t is not None and not is_sharded(t, now):
+                    return self._name_of(t)
+        return None
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """Return the name of a tensor at the time of the first run, relative to f."""
+        copies = {id(tensors): then for tensors, then in self._tensors}
+        for name, module in self._modules[0].named_modules() if self._modules else ():
+            for tensors in (module._parameters, module._buffers):
+                for key, t in copies.get(id(tensors), {}).items():
+                    if t is tensor:
+                        return f"{name}.{key}".removeprefix(".")
+        return "side input"
 
 
-def _autocast_state(kind: str) -> dict[str, Any]:
-    return {
-        "device_type": kind,
-        "dtype": torch.get_autocast_dtype(kind),
-        "enabled": torch.is_autocast_enabled(kind),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
+def _walk(module: nn.Module) -> list[nn.Module]:
+    """Return a module and all modules in it, without the cost of `modules()`."""
+    modules = {id(module): module}
+    waiting = [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in modules:
+                modules[id(child)] = child
+                waiting.append(child)
+    return list(modules.values())
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """Return the default generators that an f on `device` can draw from."""
-    generators = [torch.default_generator]
-    if device.type not in ("cpu", "meta") and (module := torch.get_device_module(device)).is_available():
-        generators.append(module.default_generators[device.index or 0])
-    return generators
+@contextmanager
+def _take_turn(device: torch.device, name: str) -> Iterator[None]:
+    """Wait until no other thread runs a step on the device.
+
+    Where processes communicate, threads do not wait: a collective of one could be waiting for the other.
+
+    Raises:
+        RecoveryError: another thread keeps running a step.
+    """
+    if _communicates():
+        yield
+        return
+    turn = _turns.setdefault(device, RLock())
+    if not turn.acquire(timeout=_LONGEST_WAIT_SECONDS):
+        raise RecoveryError(
+            f"{name} has waited {_LONGEST_WAIT_SECONDS:g} seconds for a step that another thread runs on {device}. Run their "
+            "forwards and backwards in one thread, or in two processes."
+        )
+    try:
+        yield
+    finally:
+        turn.release()
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
-    """Compare without a dispatched operation, which a FakeTensorMode around the call would refuse."""
-    return string_at(left.data_ptr(), left.nbytes) == string_at(right.data_ptr(), right.nbytes)
+def _communicates() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def is_sharded(*tensors: Tensor) -> bool:

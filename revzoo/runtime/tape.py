@@ -19,22 +19,30 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 reconstruction is Gomez et al. 2017, Algorithm 1.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.coupling import Pair
+from revzoo.runtime.drift import Rounding
 from revzoo.runtime.replay import Replay
 from revzoo.runtime.selective import KeptOutputs
+from revzoo.runtime.settings import Settings
+from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, raise_arrived, repeated_runs, take_fingerprint, unwatched
+
+# Largest relative difference between two runs on the same input, whose kernels may add up in another order.
+_LARGEST_DIFFERENCE = 1e-2
 
 
-class _AllRefilled(Exception):
-    """Raised by the pack hook to end a second run early, once every dropped tensor has been refilled."""
+class _AllRefilled(BaseException):
+    """Raised by the pack hook to end a second run early. Not an Exception, which f might catch."""
 
 
 class RecordedCall:
@@ -43,39 +51,61 @@ class RecordedCall:
     Args:
         f: the step or node.
         name: its name, for messages.
+        settings: the settings of PyTorch under which it is called.
         side: read-only second argument of f, or None for an f without one.
         selective: keep the outputs of compute-intensive operations from the first run to the second. Has no effect where f is
             compiled: its operations cannot be observed.
+        watched: whether the tensors saved last are compared when they have been refilled. Not needed where the state that
+            follows from f's output is compared.
     """
 
-    def __init__(self, f: Callable[..., Any], name: str, side: Any = None, *, selective: bool = False):
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        name: str,
+        settings: Settings,
+        side: Any = None,
+        *,
+        selective: bool = False,
+        watched: bool = True,
+    ):
         self._f = f
         self.name = name
+        self._settings = settings
         self._side = side
         self._kept_outputs = KeptOutputs(name) if selective and not is_compiled(f) else None
+        self._watched = watched and is_watching()
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
+        self._fingerprints: list[tuple[int, Fingerprint]] = []  # of the tensors saved last, by slot
         self._requires_grad: list[bool] = []
+        self.place: int | None = None  # in its segment
 
     def first_run(self, recoverer: "Recoverer", *inputs: Tensor) -> Any:
         """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call."""
         self._requires_grad = [x.requires_grad for x in inputs]
-        self._replay = Replay(self._f, inputs[0].device, self.name, self._side)
+        self._replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
+        latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
 
         def pack(tensor: Tensor) -> Handle:
+            slot = len(self._dropped)
             self._dropped.append((tensor.shape, tensor.dtype))
             if self._kept_outputs is not None:
                 self._kept_outputs.mark_needed(tensor)
-            return Handle(recoverer, self, len(self._dropped) - 1)
+            if self._watched and not isinstance(tensor, nn.Parameter) and tensor.numel() not in self._replay.moving_sizes:
+                latest.append((slot, tensor))
+            return Handle(recoverer, self, slot)
 
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, Handle.unpack),
-            nullcontext() if self._kept_outputs is None else self._kept_outputs.record(),
-        ):
-            out = self._run(*inputs)
-        if self._kept_outputs is not None:
-            self._kept_outputs.discard_unneeded()
-        self._replay.end_first_run()
+        with self._replay.first_run(), torch.autograd.graph.saved_tensors_hooks(pack, Handle.unpack):
+            if self._kept_outputs is None:
+                out = self._run(*inputs)
+            else:
+                with unwatched(), self._kept_outputs.record():
+                    out = self._run(*inputs)
+                self._kept_outputs.discard_unneeded()
+        taken = ((slot, take_fingerprint(tensor)) for slot, tensor in latest)
+        self._fingerprints = [(slot, fingerprint) for slot, fingerprint in taken if fingerprint is not None]
+        latest.clear()  # the hooks live as long as the graph
         return out
 
     def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False) -> Any:
@@ -86,41 +116,31 @@ class RecordedCall:
             refill: whether to keep the tensors that autograd saves for the handles. False where only the output is needed.
             stop_early: end the run when the last dropped tensor has been refilled, and return None.
         """
-        seen = 0
-
-        def pack(tensor: Tensor) -> None:
-            nonlocal seen
-            if seen >= len(self._dropped) or self._dropped[seen] != (tensor.shape, tensor.dtype):
-                raise self._runs_differently(seen, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
-            if refill:
-                self._refilled[seen] = tensor.detach(), tensor._version
-            seen += 1
-            if stop_early and seen == len(self._dropped):
-                raise _AllRefilled
-
-        def unpack(_: None) -> Tensor:
-            raise _differentiates_inside(self.name)
-
         inputs = tuple(x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True))
+        run = _SecondRun(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
         try:
             with (
                 self._replay.again(),
+                unwatched(),
                 torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+                torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack),
                 nullcontext() if self._kept_outputs is None else self._kept_outputs.replay(),
             ):
                 out = self._run(*inputs)
         except _AllRefilled:
             return None
-        if seen != len(self._dropped):
-            raise self._runs_differently(seen, "nothing")
+        finally:
+            run.end()
+        if run.seen != len(self._dropped):
+            raise _runs_differently(self.name, self._dropped, run.seen, "nothing")
         return None if stop_early else out.detach()
 
     def unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
         """Return the tensor dropped as number `slot`; recover the call first if it has not been refilled."""
-        if slot not in self._refilled:
-            recoverer.recover(self)
-        tensor, version = self._refilled.pop(slot)
+        with recoverer.lock:
+            if slot not in self._refilled:
+                recoverer.recover(self)
+            tensor, version = self._refilled.pop(slot)
         if tensor._version != version:
             raise RecoveryError(
                 f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
@@ -132,23 +152,97 @@ class RecordedCall:
         """Free the refilled tensors that were not unpacked; they can be recovered again."""
         self._refilled.clear()
 
+    @property
+    def spacing(self) -> float:
+        """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
+        return max(self._settings.spacing, self._replay.spacing)
+
+    def compare_refilled(self, watch: Watch, input_error: float = 0.0) -> None:
+        """Compare the tensors saved last with those of the first run.
+
+        Args:
+            watch: makes the comparisons.
+            input_error: largest relative error of the input that rounding explains.
+
+        Raises:
+            RecoveryError: they differ by more, relative to their size.
+        """
+        tolerance = max(input_error, _LARGEST_DIFFERENCE)
+        for slot, fingerprint in self._fingerprints:
+            tensor, version = self._refilled[slot]
+            if tensor._version == version:
+                watch.compare(self.name, fingerprint, tensor, tolerance, of_state=False)
+        self.require_same_draws(compared=bool(self._fingerprints))
+
+    def require_same_draws(self, compared: bool) -> None:
+        """Raise RecoveryError if the second run drew other random numbers, and nothing else has shown that it was the same.
+
+        Another thread that draws, such as one that loads data, can move the random stream while f draws nothing.
+        """
+        if not compared and not self._replay.drew_the_same:
+            raise RecoveryError(
+                f"{self.name} ran differently the second time: it drew another amount of random numbers. Its function must "
+                "depend on its input, parameters and torch's random stream alone, and no other thread may draw meanwhile; "
+                "otherwise set its schedule to 'store'."
+            )
+
     def _run(self, *inputs: Tensor) -> Any:
         return self._f(*inputs) if self._side is None else self._f(*inputs, self._side)
 
-    def _runs_differently(self, slot: int, saved: str) -> RecoveryError:
-        expected = "nothing more"
-        if slot < len(self._dropped):
-            shape, dtype = self._dropped[slot]
-            expected = f"a tensor {tuple(shape)} of {dtype}"
-        return RecoveryError(
-            f"{self.name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {saved} "
-            f"in recovery. Its function must depend on its input, parameters and torch's random stream alone, and "
-            f"requires_grad must not change in between; otherwise set its schedule to 'store'."
-        )
+
+class _SecondRun:
+    """The hooks of one second run.
+
+    The graph of a second run is freed at its end, unless f stores a part of it. It then holds these hooks, which therefore let
+    go of the call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dropped: Sequence[tuple[torch.Size, torch.dtype]],
+        refilled: dict[int, tuple[Tensor, int]] | None,
+        stops_with: Replay | None,
+    ):
+        self._name = name
+        self._dropped = dropped
+        self._refilled = refilled
+        self._stops_with = stops_with
+        self.seen = 0
+
+    def pack(self, tensor: Tensor) -> None:
+        slot, self.seen = self.seen, self.seen + 1
+        if slot >= len(self._dropped) or self._dropped[slot] != (tensor.shape, tensor.dtype):
+            raise _runs_differently(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
+        if self._refilled is not None:
+            self._refilled[slot] = tensor.detach(), tensor._version
+        # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
+        if self._stops_with is not None and self.seen == len(self._dropped) and self._stops_with.has_drawn_all:
+            raise _AllRefilled
+
+    def unpack(self, _: None) -> Tensor:
+        raise _differentiates_inside(self._name)
+
+    def end(self) -> None:
+        self._dropped, self._refilled, self._stops_with = (), None, None
+
+
+def _runs_differently(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype]], slot: int, saved: str) -> RecoveryError:
+    expected = "nothing more"
+    if slot < len(dropped):
+        shape, dtype = dropped[slot]
+        expected = f"a tensor {tuple(shape)} of {dtype}"
+    return RecoveryError(
+        f"{name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {saved} in recovery. "
+        "Its function must depend on its input, parameters and torch's random stream alone, and requires_grad must not change "
+        "in between; otherwise set its schedule to 'store'."
+    )
 
 
 class Recoverer(Protocol):
     """Gets the inputs of a recorded call back and runs it again."""
+
+    lock: AbstractContextManager[bool]  # of two threads that differentiate one graph, one recovers at a time
 
     def recover(self, call: RecordedCall) -> None:
         """Refill every handle of `call`."""
@@ -204,18 +298,37 @@ class SavedInputs:
     """
 
     def __init__(self, inputs: Sequence[Tensor]):
+        self.lock = RLock()
         self._inputs = [State(x) for x in inputs]
 
     def recover(self, call: RecordedCall) -> None:
+        raise_arrived()
         call.run_again(*(x.get() for x in self._inputs), stop_early=True)
+        call.compare_refilled(repeated_runs)
 
 
 class PairUpdate(Protocol):
     """One step or bijection as an `InvertedSegment` sees it: how it changes the pair of states, and how to undo that."""
 
+    b: float
+
     def advance(self, pair: Pair, out: Tensor | None) -> Pair: ...
 
     def invert(self, pair: Pair, out: Tensor | None) -> Pair: ...
+
+
+class _Item(NamedTuple):
+    """A step or bijection of a segment.
+
+    Args:
+        update: how it changes the pair of states.
+        call: the call of the step's f; a bijection has none.
+        fingerprint: of the state that its inversion rebuilds.
+    """
+
+    update: PairUpdate
+    call: RecordedCall | None
+    fingerprint: Fingerprint | None
 
 
 class InvertedSegment:
@@ -225,18 +338,37 @@ class InvertedSegment:
     moves from boundary i + 1 to i. If backward asks for a call elsewhere, the pair first moves to it: towards the input by
     inverting, towards the output by running forward.
 
+    Args:
+        exact: whether inversion rebuilds every bit.
+
     Cost: one pair of states, one extra forward of each step.
     """
 
-    def __init__(self) -> None:
-        self._items: list[tuple[PairUpdate, RecordedCall | None]] = []  # a bijection has no call
+    def __init__(self, exact: bool) -> None:
+        self.lock = RLock()
+        self._exact = exact
+        self._items: list[_Item] = []
         self._pair: tuple[State, State] | None = None
         self._at = 0
         self._current: RecordedCall | None = None
+        self._watch = Watch()
+        self._watches_sizes = not exact  # of the pair that was kept
+        self._rounding = Rounding()
 
-    def append(self, update: PairUpdate, call: RecordedCall | None) -> None:
-        """Add the next step or bijection, in the order of forward."""
-        self._items.append((update, call))
+    def append(self, update: PairUpdate, call: RecordedCall | None, before: Pair) -> None:
+        """Add the next step or bijection, in the order of forward.
+
+        Args:
+            update: how it changes the pair of states.
+            call: the call of the step's f.
+            before: the states in front of it.
+        """
+        fingerprint = None
+        if call is not None:
+            call.place = len(self._items)
+            if self._items and is_watching():  # the state before the first step is not rebuilt
+                fingerprint = take_fingerprint(before[0], bits=self._exact)
+        self._items.append(_Item(update, call, fingerprint))
 
     def end(self, pair: Pair) -> None:
         """Keep the states after the last step, from which recovery will start."""
@@ -244,8 +376,9 @@ class InvertedSegment:
 
     def recover(self, call: RecordedCall) -> None:
         """Refill `call`, and move the pair to the boundary before it, unless it is the first of the segment."""
-        goal = next((i for i, (_, other) in enumerate(self._items) if other is call), None)
-        if goal is None:
+        raise_arrived()
+        goal = call.place
+        if goal is None or self._pair is None:
             raise _differentiates_inside(call.name)
         if self._current is not None and self._current is not call:
             self._current.free_refilled()
@@ -254,21 +387,34 @@ class InvertedSegment:
             self._invert(refill=False)
         while self._at < goal:
             self._advance()
-        if self._at == goal:
-            call.run_again(self._states()[1], stop_early=True)
-        elif goal == 0:
-            call.run_again(self._states()[0], stop_early=True)  # the state before the first step is not needed
-        else:
+        if self._at != goal and goal > 0:
             self._invert(refill=True)
-
+            return
+        # The state before the first step is not needed.
+        call.run_again(self._states()[self._at == goal], stop_early=True)
+        call.compare_refilled(self._watch, 0.0 if self._exact else self._rounding.tolerance)
+        if goal == 0:
+            self._watch.send()
     def _invert(self, refill: bool) -> None:
-        update, call = self._items[self._at - 1]
+        update, call, fingerprint = self._items[self._at - 1]
         pair = self._states()
-        out = None if call is None else call.run_again(pair[0], refill=refill)
-        self._move(update.invert(pair, out), -1)
+        if call is None:
+            self._move(update.invert(pair, None), -1)
+            return
+        if self._watches_sizes:
+            self._watches_sizes = False
+            for state in pair:
+                self._watch.note_size(state)
+        out = call.run_again(pair[0], refill=refill)
+        rebuilt = update.invert(pair, out)
+        del out
+        self._rounding.step(pair[0].dtype, call.spacing, update.b)
+        self._watch.compare(call.name, fingerprint, rebuilt[0], 0.0 if self._exact else self._rounding.tolerance)
+        call.require_same_draws(compared=fingerprint is not None)
+        self._move(rebuilt, -1)
 
     def _advance(self) -> None:
-        update, call = self._items[self._at]
+        update, call, _ = self._items[self._at]
         pair = self._states()
         out = None if call is None else call.run_again(pair[1], refill=False)
         self._move(update.advance(pair, out), +1)

@@ -1,0 +1,274 @@
+"""The tripwire: small fingerprints that show when a rebuilt tensor is not the one of the first run.
+
+A second run repeats the first only if f depends on nothing but its input, its parameters and torch's random streams. Python's
+`random`, a generator of f's own, a global counter, an attribute set between two calls: none of these can be seen from outside.
+Their effect can. In forward, each state that will be rebuilt leaves a fingerprint; in backward, the rebuilt state is compared.
+
+    exact arithmetic    sums of the bits of several parts of the state; they must be equal
+    floating point      8 random projections of the state; they may differ by what rounding explains
+
+A projection changes by about the norm of the difference of two states, so a mask that differs at one token of thousands is
+noticed. A call that is recovered from its own inputs compares what autograd saved last in it.
+
+On a CPU, a difference is raised as the state is rebuilt. On other devices nothing waits for the device: the comparisons of a
+backward are made there, the result travels back by itself, and is raised when it has arrived, in that backward or a later call.
+
+Cost: each state is read once more in forward and once more in backward. A fingerprint is a few Python numbers on a CPU, 32 bytes
+on other devices.
+
+Source: the projections are those of Johnson and Lindenstrauss (1984).
+"""
+
+import math
+from collections import deque
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from revzoo.errors import RecoveryError
+from revzoo.runtime.exact import has_value
+from revzoo.runtime.live_bytes import wraps_tensors
+
+_WIDTH = 1024  # elements that one row of a projection adds up
+_PROJECTIONS = 8
+_PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
+# A tensor that is no state is judged by this share of the largest state at least: the mean of a centred state is rounding.
+_LEAST_SIZE = 1e-3
+_INTEGERS = {4: torch.int32, 8: torch.int64}
+_enabled = True
+
+
+class set_tripwire:  # noqa: N801  like torch.set_grad_enabled
+    """Switch the tripwire on or off, as a function, or as a context manager that restores the previous state.
+
+    It is on by default. Without it, only what changes the shapes of saved tensors, or how many random numbers a call draws, is
+    noticed.
+
+    Args:
+        enabled: whether rebuilt tensors are compared.
+    """
+
+    def __init__(self, enabled: bool):
+        global _enabled
+        self._previous, _enabled = _enabled, enabled
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global _enabled
+        _enabled = self._previous
+
+
+_inside = ContextVar("inside", default=False)
+
+
+def is_watching() -> bool:
+    """Return whether fingerprints are taken now."""
+    return _enabled and not _inside.get()
+
+
+class unwatched:  # noqa: N801  like torch.no_grad
+    """Take no fingerprints of chains inside a call: in a second run, whose graph is thrown away, or where operations count."""
+
+    def __enter__(self) -> None:
+        self._token = _inside.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _inside.reset(self._token)
+
+
+class Fingerprint(NamedTuple):
+    """What is remembered of a tensor.
+
+    Args:
+        values: projections, or sums of bits: on a CPU a list, elsewhere a tensor that the device may not have computed yet.
+        order: the order of the elements; fingerprints in different orders cannot be compared.
+    """
+
+    values: Any
+    order: tuple[Any, ...]
+
+
+def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
+    """Return a fingerprint of a floating-point tensor, or None where it has none.
+
+    Args:
+        x: the tensor. One without values (meta, fake), with a layout that is not strided, or inside a CUDA graph has none.
+        bits: whether every bit counts, as in exact arithmetic.
+    """
+    x, order = x.detach(), ()
+    if wraps_tensors(type(x)):
+        if not hasattr(x, "placements"):
+            return None
+        x, order = x._local_tensor, x.placements  # of a DTensor
+    if not has_value(x) or x.layout is not torch.strided or x.numel() == 0 or not x.is_floating_point() or _is_capturing(x.device):
+        return None
+    x, order = _flatten(x), (*order, x.stride(), bits)
+    values = _add_bits(x) if bits else _project(x)
+    return Fingerprint(values.tolist() if x.device.type == "cpu" else values, order)
+
+
+def _flatten(x: Tensor) -> Tensor:
+    """Return the elements in the order of memory, where that takes no copy."""
+    return x.view(-1) if x.is_contiguous() else x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
+
+
+def _add_bits(x: Tensor) -> Tensor:
+    integers = x.view(_INTEGERS[x.element_size()])
+    parts = next((n for n in _PARTS if x.numel() % n == 0), 1)
+    return integers.view(parts, -1).sum(1, dtype=integers.dtype)  # wraps around
+
+
+def _project(x: Tensor) -> Tensor:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return _project(x)
+    while (rows := x.numel() // _WIDTH) and x.numel() > _WIDTH:
+        whole = torch.mv(x[: rows * _WIDTH].view(rows, _WIDTH), _make_weights(1, _WIDTH, x.dtype, x.device))
+        rest = x[rows * _WIDTH :]
+        x = torch.cat([whole, rest]) if rest.numel() else whole
+    return torch.mv(_make_weights(_PROJECTIONS, x.numel(), x.dtype, x.device), x)
+
+
+@cache
+def _make_weights(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random weights, the same in every call. Shapes: (rows, width), or (width,) for one row."""
+    with _disable_current_modes():  # they belong to no run that counts its bytes
+        weights = torch.randn(_PROJECTIONS, _WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return weights.to(device, dtype)[:rows, :width].squeeze(0)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class _Comparison(NamedTuple):
+    name: str
+    expected: Fingerprint
+    actual: Fingerprint
+    tolerance: float
+    of_state: bool
+
+
+class Watch:
+    """Compares what the recovery of one segment or call rebuilds.
+
+    Rounding errors are relative to the largest state that they come from, so a state is judged by the largest so far.
+    """
+
+    def __init__(self) -> None:
+        self._largest = 0.0
+        self._waiting: list[_Comparison] = []
+
+    def note_size(self, state: Tensor) -> None:
+        """Consider the size of a state that was not rebuilt."""
+        if (taken := take_fingerprint(state)) is not None:
+            self._judge_or_wait(_Comparison("", taken, taken, math.inf, of_state=True))
+
+    def compare(
+        self, name: str, expected: Fingerprint | None, rebuilt: Tensor, tolerance: float, *, of_state: bool = True
+    ) -> None:
+        """Compare a rebuilt tensor with its fingerprint, now or on the device.
+
+        Args:
+            name: name of the step that was run again, for messages.
+            expected: the fingerprint of the original; without one nothing is compared.
+            rebuilt: the rebuilt tensor.
+            tolerance: largest difference, relative to the largest state so far; 0 where bits are compared.
+            of_state: whether this is a state. Other tensors are judged by their own size.
+
+        Raises:
+            RecoveryError: it differs by more, on a CPU.
+        """
+        if expected is None:
+            return
+        actual = take_fingerprint(rebuilt, bits=tolerance == 0)
+        if actual is not None and actual.order == expected.order:
+            self._judge_or_wait(_Comparison(name, expected, actual, tolerance, of_state))
+
+    def send(self) -> None:
+        """Have the device compare what waits, and send the result."""
+        if self._waiting:
+            _travelling.append(_Journey(self, self._waiting))
+            self._waiting = []
+
+    def judge(self, comparison: _Comparison, error: float, size: float) -> None:
+        """Raise RecoveryError if a comparison of a tensor of this size (its norm) has an error that is too large."""
+        if comparison.of_state:
+            self._largest = size = max(size, self._largest)
+        size = max(size, self._largest * _LEAST_SIZE)
+        if math.isfinite(size) and not error <= comparison.tolerance * size:
+            raise _describe(comparison, error / size if size else math.inf)
+
+    def _judge_or_wait(self, comparison: _Comparison) -> None:
+        expected, actual = comparison.expected.values, comparison.actual.values
+        if isinstance(expected, Tensor):
+            self._waiting.append(comparison)
+        elif comparison.tolerance == 0:
+            self.judge(comparison, float(expected != actual), 1.0)
+        else:
+            error = max(abs(a - b) for a, b in zip(expected, actual, strict=True))
+            self.judge(comparison, error, math.sqrt(sum(a * a for a in expected) / _PROJECTIONS))
+
+
+class _Journey:
+    """The result of comparisons on a device, on its way to the host."""
+
+    def __init__(self, watch: Watch, comparisons: list[_Comparison]):
+        self._watch, self._comparisons = watch, comparisons
+        expected = torch.stack([comparison.expected.values for comparison in comparisons])
+        actual = torch.stack([comparison.actual.values for comparison in comparisons])
+        if expected.is_floating_point():
+            errors, sizes = (expected - actual).abs().amax(1), expected.square().mean(1).sqrt()
+        else:
+            errors, sizes = (expected != actual).any(1), torch.ones_like(expected[:, 0])
+        result = torch.stack([errors.double(), sizes.double()])
+        self._result = torch.empty_like(result, device="cpu", pin_memory=result.is_cuda)
+        self._result.copy_(result, non_blocking=True)
+        self._arrival = torch.Event(result.device)
+        self._arrival.record()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the result has arrived; does not wait for it."""
+        arrived: bool = self._arrival.query()
+        return arrived
+
+    def judge(self) -> None:
+        """Raise RecoveryError for the first comparison that does not fit."""
+        for comparison, error, size in zip(self._comparisons, *self._result.tolist(), strict=True):
+            self._watch.judge(comparison, error, size)
+
+
+_travelling: deque[_Journey] = deque()
+repeated_runs = Watch()  # of calls that are recovered from their own inputs, whose comparisons travel together
+
+
+def raise_arrived(start_travelling: bool = False) -> None:
+    """Raise RecoveryError if a result has arrived from a device that does not fit.
+
+    Args:
+        start_travelling: send what waits, at the beginning of a forward.
+    """
+    if start_travelling:
+        repeated_runs.send()
+    while _travelling and _travelling[0].has_ended:
+        _travelling.popleft().judge()
+
+
+def _describe(comparison: _Comparison, error: float) -> RecoveryError:
+    name, tolerance = comparison.name, comparison.tolerance
+    what = "the state rebuilt from its output" if comparison.of_state else "what autograd saves in it"
+    by = "in some bits" if tolerance == 0 else f"by {error:.1e} of its size, of which rounding explains {tolerance:.0e}"
+    return RecoveryError(
+        f"{name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its input, "
+        "parameters and torch's random stream alone. Usual causes: Python's or NumPy's random, a torch.Generator of its own, a "
+        "counter or an attribute that changed in between, a kernel that does not repeat, or rounding that it amplifies "
+        "(exact=True avoids that). Pass what changes as the side input, or set its schedule to 'store'."
+    )
