@@ -37,8 +37,9 @@ from revzoo.runtime.selective import KeptOutputs
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, raise_arrived, repeated_runs, take_fingerprint, unwatched
 
-# Largest relative difference between two runs on the same input, whose kernels may add up in another order.
-_LARGEST_DIFFERENCE = 1e-2
+# Largest relative difference of what two runs save: on the same input, where kernels may add up in another order, and on a
+# rebuilt input, whose rounding errors f amplifies.
+_SAME_INPUT, _REBUILT_INPUT = 1e-2, 0.25
 
 
 class _AllRefilled(BaseException):
@@ -157,17 +158,12 @@ class RecordedCall:
         """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
         return max(self._settings.spacing, self._replay.spacing)
 
-    def compare_refilled(self, watch: Watch, input_error: float = 0.0) -> None:
+    def compare_refilled(self, watch: Watch, tolerance: float) -> None:
         """Compare the tensors saved last with those of the first run.
 
-        Args:
-            watch: makes the comparisons.
-            input_error: largest relative error of the input that rounding explains.
-
         Raises:
-            RecoveryError: they differ by more, relative to their size.
+            RecoveryError: they differ by more than the tolerance, relative to their size.
         """
-        tolerance = max(input_error, _LARGEST_DIFFERENCE)
         for slot, fingerprint in self._fingerprints:
             tensor, version = self._refilled[slot]
             if tensor._version == version:
@@ -304,7 +300,7 @@ class SavedInputs:
     def recover(self, call: RecordedCall) -> None:
         raise_arrived()
         call.run_again(*(x.get() for x in self._inputs), stop_early=True)
-        call.compare_refilled(repeated_runs)
+        call.compare_refilled(repeated_runs, _SAME_INPUT)
 
 
 class PairUpdate(Protocol):
@@ -392,7 +388,7 @@ class InvertedSegment:
             return
         # The state before the first step is not needed.
         call.run_again(self._states()[self._at == goal], stop_early=True)
-        call.compare_refilled(self._watch, 0.0 if self._exact else self._rounding.tolerance)
+        call.compare_refilled(self._watch, _SAME_INPUT if self._exact else max(_REBUILT_INPUT, self._rounding.tolerance))
         if goal == 0:
             self._watch.send()
     def _invert(self, refill: bool) -> None:

@@ -38,6 +38,9 @@ _PROJECTIONS = 8
 _PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
 # A tensor that is no state is judged by this share of the largest state at least: the mean of a centred state is rounding.
 _LEAST_SIZE = 1e-3
+# A state may differ by this much more than all that were rebuilt before it, up to this relative error.
+_LARGEST_GROWTH = 30.0
+_LARGEST_ERROR = 0.25
 _INTEGERS = {4: torch.int32, 8: torch.int64}
 _enabled = True
 
@@ -159,11 +162,13 @@ class _Comparison(NamedTuple):
 class Watch:
     """Compares what the recovery of one segment or call rebuilds.
 
-    Rounding errors are relative to the largest state that they come from, so a state is judged by the largest so far.
+    Rounding errors are relative to the largest state that they come from, so a state is judged by the largest so far. They grow
+    by degrees from one state to the next; a step that runs differently makes a jump.
     """
 
     def __init__(self) -> None:
         self._largest = 0.0
+        self._largest_error = 0.0
         self._waiting: list[_Comparison] = []
 
     def note_size(self, state: Tensor) -> None:
@@ -200,11 +205,18 @@ class Watch:
 
     def judge(self, comparison: _Comparison, error: float, size: float) -> None:
         """Raise RecoveryError if a comparison of a tensor of this size (its norm) has an error that is too large."""
+        tolerance = comparison.tolerance
         if comparison.of_state:
             self._largest = size = max(size, self._largest)
         size = max(size, self._largest * _LEAST_SIZE)
-        if math.isfinite(size) and not error <= comparison.tolerance * size:
-            raise _describe(comparison, error / size if size else math.inf)
+        if not math.isfinite(size):
+            return
+        error = error / size if error else 0.0
+        if comparison.of_state and tolerance:
+            tolerance = max(tolerance, min(_LARGEST_GROWTH * self._largest_error, _LARGEST_ERROR))
+            self._largest_error = max(self._largest_error, error)
+        if not error <= tolerance:
+            raise _describe(comparison, error, tolerance)
 
     def _judge_or_wait(self, comparison: _Comparison) -> None:
         expected, actual = comparison.expected.values, comparison.actual.values
@@ -262,12 +274,11 @@ def raise_arrived(start_travelling: bool = False) -> None:
         _travelling.popleft().judge()
 
 
-def _describe(comparison: _Comparison, error: float) -> RecoveryError:
-    name, tolerance = comparison.name, comparison.tolerance
+def _describe(comparison: _Comparison, error: float, tolerance: float) -> RecoveryError:
     what = "the state rebuilt from its output" if comparison.of_state else "what autograd saves in it"
     by = "in some bits" if tolerance == 0 else f"by {error:.1e} of its size, of which rounding explains {tolerance:.0e}"
     return RecoveryError(
-        f"{name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its input, "
+        f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its input, "
         "parameters and torch's random stream alone. Usual causes: Python's or NumPy's random, a torch.Generator of its own, a "
         "counter or an attribute that changed in between, a kernel that does not repeat, or rounding that it amplifies "
         "(exact=True avoids that). Pass what changes as the side input, or set its schedule to 'store'."

@@ -1,0 +1,132 @@
+"""Several threads: their forwards and backwards share torch's random streams, a graph, or buffers, and stay right."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from revzoo.errors import RecoveryError
+from revzoo.runtime import ReversibleChain, replay
+
+DROPPING = ["invert", "recompute", "selective", ["invert", "recompute", "invert", "invert"]]
+
+
+def run_in_threads(*functions: Callable[[], object]) -> None:
+    """Run functions at the same time; raise what one of them raises."""
+    errors: list[BaseException] = []
+
+    def call(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class Slow(nn.Module):
+    """Draw a mask, and let other threads run before and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.masks: list[Tensor] = []
+
+    def forward(self, w: Tensor) -> Tensor:
+        time.sleep(random.random() / 2000)
+        mask = torch.rand_like(w)
+        self.masks.append(mask.detach())
+        time.sleep(random.random() / 2000)
+        return self.norm(self.linear(w) * mask).tanh()
+
+
+@pytest.mark.parametrize("schedule", DROPPING, ids=str)
+def test_two_models_with_random_masks_in_two_threads(schedule):
+    """What a thread draws depends on the other one, so each second run is compared with its first run."""
+    chains = [ReversibleChain([Slow() for _ in range(4)]) for _ in range(2)]
+
+    def train(chain: ReversibleChain) -> None:
+        chain.schedule = schedule
+        for _ in range(5):
+            y1, y2 = chain(*torch.ones(2, 5, 6).unbind())
+            (y1 * y2).sum().backward()
+
+    run_in_threads(*(lambda chain=chain: train(chain) for chain in chains))
+    for chain in chains:
+        for step in chain.steps:
+            assert len(step.masks) == 10
+            assert all(torch.equal(a, b) for a, b in zip(step.masks[::2], step.masks[1::2], strict=True))
+            assert step.norm.num_batches_tracked == 5
+
+
+@pytest.mark.parametrize("schedule", DROPPING, ids=str)
+def test_two_threads_differentiate_one_graph(schedule):
+    chain = ReversibleChain([Slow() for _ in range(4)]).double()
+    chain.schedule = schedule
+    x1, x2 = torch.randn(2, 5, 6).double().unbind()
+    y1, y2 = chain(x1, x2)
+    loss, wanted = (y1 * y2).sum(), list(chain.parameters())
+    buffers = [(buffer, buffer.clone()) for buffer in chain.buffers()]
+    expected = torch.autograd.grad(loss, wanted, retain_graph=True)
+    gradients: list[tuple[Tensor, ...]] = []
+
+    def differentiate() -> None:
+        for _ in range(5):
+            gradients.append(torch.autograd.grad(loss, wanted, retain_graph=True))
+
+    run_in_threads(differentiate, differentiate)
+    assert len(gradients) == 10
+    for each in gradients:
+        for a, b in zip(each, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert all(now is then for now, (then, _) in zip(chain.buffers(), buffers, strict=True))
+    assert all(torch.equal(then, value) for then, value in buffers)
+
+
+def test_a_thread_that_waits_in_vain_is_told_so(monkeypatch):
+    """Here one thread runs a step that waits for a step of the other."""
+    monkeypatch.setattr(replay, "_LONGEST_WAIT_SECONDS", 0.05)
+    entered, done = threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            entered.set()
+            done.wait(10)
+            return w.tanh()
+
+    def second() -> None:
+        entered.wait(10)
+        try:
+            with pytest.raises(RecoveryError, match=r"steps\.0 has waited 0\.05 seconds for a step that another thread runs on cpu"):
+                ReversibleChain([nn.Tanh()])(*torch.ones(2, 3, requires_grad=True).unbind())
+        finally:
+            done.set()
+
+    run_in_threads(lambda: ReversibleChain([Waiting()])(*torch.ones(2, 3, requires_grad=True).unbind()), second)
+
+
+def test_where_processes_communicate_threads_do_not_wait_for_each_other(monkeypatch):
+    """A collective inside a step waits for another thread's step, as where threads stand for ranks."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    meeting = threading.Barrier(2, timeout=10)
+
+    class Meeting(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            meeting.wait()
+            return w.tanh()
+
+    def train() -> None:
+        y1, y2 = ReversibleChain([Meeting(), Meeting()])(*torch.ones(2, 3, requires_grad=True).unbind())
+        (y1 * y2).sum().backward()
+
+    run_in_threads(train, train)

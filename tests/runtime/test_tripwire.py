@@ -1,0 +1,200 @@
+"""What a second run does differently, and nothing but its effect shows: the tripwire raises, and names the step."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from revzoo.errors import RecoveryError
+from revzoo.runtime import Bijection, ReversibleChain, set_tripwire
+from revzoo.runtime.coupling import momentum
+from revzoo.runtime.live_bytes import LiveBytes
+
+step_number = 0
+own = torch.Generator()
+RERUN = ["invert", "recompute", "selective"]
+
+
+class Changing(nn.Module):
+    """A layer whose output depends on something that PyTorch does not know of."""
+
+    def __init__(self, source: Callable[[Any, Tensor], Tensor]):
+        super().__init__()
+        self.source, self.linear, self.calls, self.mask = source, nn.Linear(6, 6), 0, torch.ones(6)
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(self.source(self, w).tanh()).sin()
+
+
+def use_python_random(f: Changing, w: Tensor) -> Tensor:
+    return w * random.uniform(-4, 4)
+
+
+def use_an_attribute(f: Changing, w: Tensor) -> Tensor:
+    return w * f.mask
+
+
+def use_a_global_step(f: Changing, w: Tensor) -> Tensor:
+    return w * (1 + step_number % 2)
+
+
+def use_a_generator_of_its_own(f: Changing, w: Tensor) -> Tensor:
+    return w * torch.rand(w.shape, generator=own)
+
+
+def use_a_counter(f: Changing, w: Tensor) -> Tensor:
+    return w / f.calls
+
+
+def use_values_outside_torch(f: Changing, w: Tensor) -> Tensor:
+    return w * torch.from_numpy(f.mask.numpy() * random.uniform(-4, 4))
+
+
+SOURCES = [
+    use_python_random,
+    use_an_attribute,
+    use_a_global_step,
+    use_a_generator_of_its_own,
+    use_a_counter,
+    use_values_outside_torch,
+]
+@pytest.fixture(autouse=True)
+def seed():
+    random.seed(1)  # its first two numbers are far apart
+
+
+COUPLINGS = {
+    "additive": {},
+    "exact": {"exact": True},
+    "momentum": {"coupling": "momentum"},
+    "kept bits": {"coupling": momentum(kept_bits=3, gain=1.0)},
+}
+
+
+def run(chain: ReversibleChain, between: Callable[[], None] = lambda: None) -> list[Tensor]:
+    x1, x2 = (x.requires_grad_() for x in torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0)).unbind())
+    y1, y2 = chain(x1, x2)
+    between()
+    return list(torch.autograd.grad((y1 * y2).sum(), [x1, x2, *chain.parameters()]))
+
+
+def change(chain: ReversibleChain) -> None:
+    """Change what PyTorch does not know of, as between two training steps."""
+    global step_number
+    step_number += 1
+    for step in chain.steps:
+        if isinstance(step, Changing):
+            step.mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("mode", RERUN)
+@pytest.mark.parametrize("settings", COUPLINGS.values(), ids=COUPLINGS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_source_of_difference_raises_in_the_backward_of_its_step(source, settings, mode, place):
+    steps = [Changing(source) if i == place else nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for i in range(4)]
+    chain = ReversibleChain(steps, **settings)
+    chain.schedule = mode
+    with pytest.raises(RecoveryError, match=rf"^steps\.{place} ran differently the second time: .* or set its schedule to 'store'"):
+        run(chain, lambda: change(chain))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_it_raises_after_any_number_of_good_steps(source):
+    chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+    for _ in range(20):
+        run(chain)
+    chain.steps[2] = Changing(source)
+    with pytest.raises(RecoveryError, match=r"^steps\.2 ran differently"):
+        run(chain, lambda: change(chain))
+
+
+class Halves(Bijection):
+    """Exchange the halves of the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(3, -1)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        return y.roll(-3, -1)
+
+
+@pytest.mark.parametrize("settings", COUPLINGS.values(), ids=COUPLINGS)
+def test_steps_around_a_bijection_are_watched(settings):
+    steps = [nn.Tanh(), Changing(use_a_counter), Halves(), nn.Tanh(), nn.Tanh()]
+    with pytest.raises(RecoveryError, match=r"^steps\.1 ran differently"):
+        run(ReversibleChain(steps, **settings))
+    steps = [nn.Tanh(), nn.Tanh(), Halves(), Changing(use_a_counter), nn.Tanh()]
+    with pytest.raises(RecoveryError, match=r"^steps\.3 ran differently"):
+        run(ReversibleChain(steps, **settings))
+    steps[3] = nn.Tanh()
+    run(ReversibleChain(steps, **settings))
+
+
+def test_it_can_be_switched_off():
+    chain = ReversibleChain([nn.Tanh(), nn.Tanh(), Changing(use_a_counter)])
+    with set_tripwire(False):
+        run(chain)
+        with set_tripwire(True), pytest.raises(RecoveryError, match=r"^steps\.2 ran differently"):
+            run(chain)
+        run(chain)
+    with pytest.raises(RecoveryError, match=r"^steps\.2 ran differently"):
+        run(chain)
+    set_tripwire(False)
+    run(chain)
+    set_tripwire(True)
+
+
+def test_a_fork_of_the_random_stream_inside_f_is_repeated(error):
+    class Forking(nn.Module):
+        def forward(self, w):
+            with torch.random.fork_rng():
+                mask = torch.rand_like(w)
+            return w.tanh() * mask
+
+    chain = ReversibleChain([Forking() for _ in range(4)])
+
+    def gradients(mode):
+        torch.manual_seed(5)
+        chain.schedule = mode
+        return run(chain, lambda: torch.rand(7))
+
+    expected = gradients("store")
+    for mode in RERUN:
+        assert error(gradients(mode), expected) < 1e-6, mode
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+def test_another_thread_may_move_the_random_stream_of_an_f_that_draws_nothing(mode):
+    """As one that loads data does. Here it draws during both runs of each step."""
+
+    class Interrupted(nn.Module):
+        def forward(self, w):
+            torch.rand(random.randint(1, 9))
+            return w.tanh()
+
+    chain = ReversibleChain([Interrupted() for _ in range(3)])
+    chain.schedule = mode
+    run(chain)
+    with set_tripwire(False), pytest.raises(RecoveryError, match="it drew another amount of random numbers"):
+        for _ in range(20):
+            run(chain)
+
+
+def test_a_watched_chain_takes_the_bytes_of_an_unwatched_one():
+    def peak(enabled):
+        chain = ReversibleChain([nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(6)])
+        x1, x2 = torch.randn(2, 80, 32).unbind()
+        with set_tripwire(enabled), LiveBytes() as live:
+            known = live.watch([x1, x2, *chain.parameters()])
+            y1, y2 = chain(x1, x2)
+            after_forward = live.alive(without=known)
+            (y1 * y2).sum().backward()
+            return after_forward, live.peak(without=known)
+
+    assert peak(True) == peak(False)
+    assert peak(True)[0] == 2 * 80 * 32 * 4
