@@ -1,10 +1,9 @@
 """Where torch's random streams stood in front of a call and behind it, so that it can draw the same numbers again."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +17,13 @@ class Generator(Protocol):
     def set_state(self, state: Tensor) -> object: ...
 
 
+class _Snapshot(NamedTuple):
+    """The state of a generator, as it takes it, and as bytes, which are compared without an operation of torch."""
+
+    state: Tensor
+    data: bytes
+
+
 class RandomState:
     """The states of torch's default generators around one call.
 
@@ -28,46 +34,50 @@ class RandomState:
     """
 
     def __init__(self, devices: Iterable[torch.device]):
-        self._generators = list(dict.fromkeys([torch.default_generator, *(g for d in devices for g in _find_generators(d))]))
-        self._in_front = self._behind = self._get()
+        self._generators: list[Generator] = [torch.default_generator]
+        for device in devices:
+            self._generators += _find_generators(device)
+        self._in_front = self._behind = self._take()
 
     def end_first_run(self) -> None:
         """Record the states behind the call."""
-        self._behind = self._get()
+        self._behind = self._take()
 
     @property
     def is_behind(self) -> bool:
         """Whether as many numbers have been drawn as in the first run."""
-        return all(map(_same, self._get(), self._behind))
+        return all(_read(g.get_state()) == then.data for g, then in zip(self._generators, self._behind, strict=True))
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw the numbers of the first run inside the context; after it the streams are as if nothing had been drawn."""
+    def rewind(self) -> list[Tensor]:
+        """Go back to the states in front of the call; return the present ones, for `restore`."""
         present = [generator.get_state() for generator in self._generators]
-        self._set(self._in_front)
-        try:
-            yield
-        finally:
-            self._set(present)
+        self.restore([snapshot.state for snapshot in self._in_front])
+        return present
 
-    def _get(self) -> list[Tensor]:
-        return [_share(generator, generator.get_state()) for generator in self._generators]
-
-    def _set(self, states: list[Tensor]) -> None:
+    def restore(self, states: list[Tensor]) -> None:
+        """Go to the given states."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
+    def _take(self) -> list[_Snapshot]:
+        return [_take_snapshot(generator) for generator in self._generators]
 
-_latest: dict[Generator, Tensor] = {}
+
+_latest: dict[Generator, _Snapshot] = {}
 
 
-def _share(generator: Generator, state: Tensor) -> Tensor:
-    """Return the state recorded last if this is the same; the state of the CPU's generator takes 5 KB."""
+def _take_snapshot(generator: Generator) -> _Snapshot:
+    """Return the snapshot taken last if the state is the same; that of the CPU's generator takes 5 KB."""
+    state = generator.get_state()
+    data = _read(state)
     latest = _latest.get(generator)
-    if latest is not None and _same(latest, state):
-        return latest
-    _latest[generator] = state
-    return state
+    if latest is None or latest.data != data:
+        latest = _latest[generator] = _Snapshot(state, data)
+    return latest
+
+
+def _read(state: Tensor) -> bytes:
+    return string_at(state.data_ptr(), state.nbytes)
 
 
 def _find_generators(device: torch.device) -> Sequence[Generator]:
@@ -92,8 +102,3 @@ class _OnlyGenerator:
 
     def set_state(self, state: Tensor) -> None:
         self._module.set_rng_state(state)
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    """Compare without a dispatched operation, which a FakeTensorMode around the call would refuse."""
-    return left is right or string_at(left.data_ptr(), left.nbytes) == string_at(right.data_ptr(), right.nbytes)

@@ -6,10 +6,9 @@ and BatchNorm statistics are the same before and after.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.settings import Settings
 
+T = TypeVar("T")
 _Tensors = dict[str, Tensor | None]
 
 # Threads share random streams and buffers. While a step runs in one thread, no other runs a step on the same device.
@@ -43,45 +43,52 @@ class Replay:
         self._device = device
         self._settings = settings
         self._modules = _walk(f) if isinstance(f, nn.Module) else []
-        self._training = [(m, m.training) for m in self._modules]
+        self._training = [m.training for m in self._modules]
         self._norms: list[_NormBase] = []
-        self._tensors: list[tuple[_Tensors, _Tensors]] = []  # of each module by name: the dictionary that holds them, and a copy
+        # What autograd saves of a statistic has moved by the second run. It is recognised by its number of elements.
+        self.moving_sizes: set[int] = set()
+        # Lists of equal length, since tuples for each tensor would keep the garbage collector busy:
+        self._holders: list[_Tensors] = []  # of each module by name: the dictionary that holds its tensors
+        self._held: list[_Tensors] = []  # and a copy
+        self._watched: list[Tensor] = []
+        self._versions: list[int] = []
+        self._devices = {device}
         for m in self._modules:
             if m._parameters:
-                self._tensors.append((m._parameters, dict(m._parameters)))
+                self._record(m._parameters)
             if isinstance(m, _NormBase) and m.training and m.track_running_stats:
-                self._norms.append(m)  # its statistics move
+                self._norms.append(m)
+                self.moving_sizes |= {b.numel() for b in m._buffers.values() if b is not None}
             elif m._buffers:
-                self._tensors.append((m._buffers, dict(m._buffers)))
-        # What autograd saves of a statistic has moved by the second run. It is recognised by its number of elements.
-        self.moving_sizes = {b.numel() for norm in self._norms for b in norm._buffers.values() if b is not None}
-        watched = [t for _, tensors in self._tensors for t in tensors.values() if t is not None]
-        self._devices = {device, *(t.device for t in watched)}
-        watched += tensors_in(side) if side is not None else ()
-        self._versions = [(t, t._version) for t in watched if not t.is_inference()]
+                self._record(m._buffers)
+        if side is not None:
+            self._watched += [t for t in tensors_in(side) if not t.is_inference()]
+        self._versions = [t._version for t in self._watched]
         self._random: RandomState
         self.drew_the_same = True  # whether the latest second run drew as many random numbers as the first
 
-    @contextmanager
-    def first_run(self) -> Iterator[None]:
-        """Record what the first run, inside the context, draws.
+    def run_first(self, run: Callable[[], T]) -> T:
+        """Return run(), which calls f for the first time.
 
         Raises:
             RecoveryError: f changed a buffer or parameter of its own, so a second run would not repeat the first.
         """
-        with _take_turn(self._device, self._name):
+        turn = _take_turn(self._device, self._name)
+        try:
             self._random = RandomState(self._devices)
-            yield
+            out = run()
             self._random.end_first_run()
+        finally:
+            turn.release()
         if changed := self._find_changed():
             raise RecoveryError(
                 f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
                 f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change.)"
             )
+        return out
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Restore the recorded conditions inside the context, and the present ones after it.
+    def run_again(self, run: Callable[[], T]) -> T:
+        """Return run(), which calls f under the recorded conditions. The present ones are restored after it.
 
         Raises:
             RecoveryError: a parameter, buffer or side input was changed in place or replaced since the first run.
@@ -96,39 +103,55 @@ class Replay:
                 f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
                 "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
-        with _take_turn(self._device, self._name), self._settings.restored(), self._random.again():
-            flags = [(m, m.training) for m, training in self._training if m.training != training]
-            statistics = [(norm._buffers, dict(norm._buffers)) for norm in self._norms]
-            try:
-                for module, _ in flags:  # not .train(): submodules have flags of their own
-                    module.training = not module.training
-                for buffers, present in statistics:
-                    buffers.update({key: b if b is None else b.clone() for key, b in present.items()})
-                yield
-                self.drew_the_same = self._random.is_behind
-            finally:
-                for module, training in flags:
-                    module.training = training
-                for buffers, present in statistics:
-                    buffers.update(present)
+        turn = _take_turn(self._device, self._name)
+        flags = [(m, then) for m, then in zip(self._modules, self._training, strict=True) if m.training != then]
+        statistics = [(norm._buffers, dict(norm._buffers)) for norm in self._norms]
+        random_states = self._random.rewind()
+        try:
+            for module, then in flags:  # not .train(): submodules have flags of their own
+                module.training = then
+            for buffers, present in statistics:
+                buffers.update({key: b if b is None else b.clone() for key, b in present.items()})
+            with self._settings.restored():
+                out = run()
+            self.drew_the_same = self._random.is_behind
+            return out
+        finally:
+            for module, then in flags:
+                module.training = not then
+            for buffers, present in statistics:
+                buffers.update(present)
+            self._random.restore(random_states)
+            turn.release()
 
     @property
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers among f's parameters and buffers; 0 without any."""
-        return max((torch.finfo(t.dtype).eps for t, _ in self._versions if t.is_floating_point()), default=0.0)
+        return max((torch.finfo(t.dtype).eps for t in self._watched if t.is_floating_point()), default=0.0)
 
     @property
     def has_drawn_all(self) -> bool:
         """Whether the second run has drawn as many random numbers as the first, so none is drawn behind this place."""
         return self._random.is_behind
 
+    def _record(self, tensors: _Tensors) -> None:
+        self._holders.append(tensors)
+        self._held.append(tensors.copy())
+        for t in tensors.values():
+            if t is not None:
+                self._devices.add(t.device)
+                if not t.is_inference():
+                    self._watched.append(t)
+
     def _find_changed(self) -> str | None:
-        changed = next((t for t, version in self._versions if t._version != version), None)
-        return None if changed is None else self._name_of(changed)
+        for t, version in zip(self._watched, self._versions, strict=True):
+            if t._version != version:
+                return self._name_of(t)
+        return None
 
     def _find_replaced(self) -> str | None:
         """Return the first entry that is another tensor now. FSDP exchanges shards and whole tensors of the same parameter."""
-        for tensors, then in self._tensors:
+        for tensors, then in zip(self._holders, self._held, strict=True):
             for key, t in then.items():
                 now = tensors.get(key)
                 if now is not t and now is not None and t is not None and not is_sharded(t, now):
@@ -137,7 +160,7 @@ class Replay:
 
     def _name_of(self, tensor: Tensor) -> str:
         """Return the name of a tensor at the time of the first run, relative to f."""
-        copies = {id(tensors): then for tensors, then in self._tensors}
+        copies = {id(tensors): then for tensors, then in zip(self._holders, self._held, strict=True)}
         for name, module in self._modules[0].named_modules() if self._modules else ():
             for tensors in (module._parameters, module._buffers):
                 for key, t in copies.get(id(tensors), {}).items():
@@ -158,28 +181,21 @@ def _walk(module: nn.Module) -> list[nn.Module]:
     return list(modules.values())
 
 
-@contextmanager
-def _take_turn(device: torch.device, name: str) -> Iterator[None]:
-    """Wait until no other thread runs a step on the device.
+def _take_turn(device: torch.device, name: str) -> RLock:
+    """Wait until no other thread runs a step on the device; return what to release.
 
     Where processes communicate, threads do not wait: a collective of one could be waiting for the other.
 
     Raises:
         RecoveryError: another thread keeps running a step.
     """
-    if _communicates():
-        yield
-        return
-    turn = _turns.setdefault(device, RLock())
+    turn = RLock() if _communicates() else _turns.setdefault(device, RLock())
     if not turn.acquire(timeout=_LONGEST_WAIT_SECONDS):
         raise RecoveryError(
             f"{name} has waited {_LONGEST_WAIT_SECONDS:g} seconds for a step that another thread runs on {device}. Run their "
             "forwards and backwards in one thread, or in two processes."
         )
-    try:
-        yield
-    finally:
-        turn.release()
+    return turn
 
 
 def _communicates() -> bool:

@@ -5,82 +5,89 @@ such as `torch.backends.cudnn.benchmark` was changed. A second run needs those o
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn, mkldnn
 
-# What reads a setting, and what sets it. Read for every second run, so cheap getters are preferred.
-_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
+
+
+def _attribute(owner: Any, name: str) -> _Setting:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
+
+
+_EVERYWHERE: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    *(
-        (partial(getattr, owner, name), partial(setattr, owner, name))
-        for owner, name in (
-            (cudnn, "enabled"),
-            (cudnn, "benchmark"),
-            (cudnn, "deterministic"),
-            *((owner, "fp32_precision") for owner in (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)),
-        )
-    ),
 ]
-
+_CPU: list[_Setting] = [
+    *_EVERYWHERE,
+    (torch.get_num_threads, torch.set_num_threads),
+    *(_attribute(owner, "fp32_precision") for owner in (mkldnn.matmul, mkldnn.conv)),
+]
+_ELSEWHERE: list[_Setting] = [
+    *_EVERYWHERE,
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    *(_attribute(owner, "fp32_precision") for owner in (cuda.matmul, cudnn.conv, cudnn.rnn)),
+]
 _TF32 = 2.0**-10
+_Autocast = tuple[bool, torch.dtype, bool]  # enabled, dtype, whether casts of weights are cached
 
 
 class Settings:
     """The settings as they are now.
 
     Args:
-        device: device whose autocast state is recorded, beside that of the CPU.
+        device: device of the computation. Its autocast state is recorded, and that of the CPU.
     """
 
     def __init__(self, device: torch.device):
+        self._settings = _CPU if device.type == "cpu" else _ELSEWHERE
         self._kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind != "meta"]
         self._autocast = [_read_autocast(kind) for kind in self._kinds]
-        self._values = _read()
+        self._values = self._read()
 
     @property
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers that are computed with, whatever the operands are."""
-        autocast = [torch.finfo(autocast["dtype"]).eps for autocast in self._autocast if autocast["enabled"]]
+        autocast = [torch.finfo(dtype).eps for enabled, dtype, _ in self._autocast if enabled]
         # On a GPU, float32 convolutions use TF32 by default.
         return max(autocast, default=_TF32 if self._kinds[-1] == "cuda" else 0.0)
 
+    def restored(self) -> AbstractContextManager[object]:
+        """Return a context in which these settings are in force; after it the present ones are."""
+        autocast = [_read_autocast(kind) for kind in self._kinds]
+        present = self._read()
+        if present == self._values and autocast == self._autocast:
+            return nullcontext()
+        return self._restored(present, autocast)
+
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Have these settings inside the context, and the present ones after it."""
+    def _restored(self, present: list[Any], present_autocast: list[_Autocast]) -> Iterator[None]:
         with ExitStack() as stack:
-            for kind, autocast in zip(self._kinds, self._autocast, strict=True):
-                if autocast != _read_autocast(kind):
-                    stack.enter_context(torch.autocast(**autocast))
-            if (present := _read()) != self._values:
-                stack.callback(_write, present, self._values)
-                _write(self._values, present)
+            for kind, wanted, now in zip(self._kinds, self._autocast, present_autocast, strict=True):
+                if wanted != now:
+                    enabled, dtype, cache_enabled = wanted
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled))
+            stack.callback(self._write, present, self._values)
+            self._write(self._values, present)
             yield
 
+    def _read(self) -> list[Any]:
+        return [get() for get, _ in self._settings]
 
-def _read_autocast(kind: str) -> dict[str, Any]:
-    return {
-        "device_type": kind,
-        "dtype": torch.get_autocast_dtype(kind),
-        "enabled": torch.is_autocast_enabled(kind),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
-
-
-def _read() -> list[Any]:
-    return [get() for get, _ in _SETTINGS]
+    def _write(self, wanted: list[Any], present: list[Any]) -> None:
+        for (_, set_), value, other in zip(self._settings, wanted, present, strict=True):
+            if value != other:
+                set_(value)
 
 
-def _write(wanted: list[Any], present: list[Any]) -> None:
-    for (_, set_), value, other in zip(_SETTINGS, wanted, present, strict=True):
-        if value != other:
-            set_(value)
+def _read_autocast(kind: str) -> _Autocast:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

@@ -37,9 +37,8 @@ from revzoo.runtime.selective import KeptOutputs
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, raise_arrived, repeated_runs, take_fingerprint, unwatched
 
-# Largest relative difference of what two runs save: on the same input, where kernels may add up in another order, and on a
-# rebuilt input, whose rounding errors f amplifies.
-_SAME_INPUT, _REBUILT_INPUT = 1e-2, 0.25
+# Largest relative difference between two runs on the same input, whose kernels may add up in another order.
+_LARGEST_DIFFERENCE = 1e-2
 
 
 class _AllRefilled(BaseException):
@@ -86,62 +85,80 @@ class RecordedCall:
         """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call."""
         self._requires_grad = [x.requires_grad for x in inputs]
         self._replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
+        dropped, kept_outputs = self._dropped, self._kept_outputs
+        watched, moving_sizes = self._watched, self._replay.moving_sizes
         latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
 
-        def pack(tensor: Tensor) -> Handle:
-            slot = len(self._dropped)
-            self._dropped.append((tensor.shape, tensor.dtype))
-            if self._kept_outputs is not None:
-                self._kept_outputs.mark_needed(tensor)
-            if self._watched and not isinstance(tensor, nn.Parameter) and tensor.numel() not in self._replay.moving_sizes:
+        def pack(tensor: Tensor) -> int:
+            slot = len(dropped)
+            dropped.append((tensor.shape, tensor.dtype))
+            if kept_outputs is not None:
+                kept_outputs.mark_needed(tensor)
+            if watched and type(tensor) is not nn.Parameter and tensor.numel() not in moving_sizes:
                 latest.append((slot, tensor))
-            return Handle(recoverer, self, slot)
+            return slot
 
-        with self._replay.first_run(), torch.autograd.graph.saved_tensors_hooks(pack, Handle.unpack):
-            if self._kept_outputs is None:
-                out = self._run(*inputs)
-            else:
-                with unwatched(), self._kept_outputs.record():
-                    out = self._run(*inputs)
-                self._kept_outputs.discard_unneeded()
+        def unpack(slot: int) -> Tensor:
+            return self._unpack(slot, recoverer)
+
+        def run() -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                if kept_outputs is None:
+                    return self._call(*inputs)
+                with unwatched(), kept_outputs.record():
+                    out = self._call(*inputs)
+                kept_outputs.discard_unneeded()
+                return out
+
+        out = self._replay.run_first(run)
         taken = ((slot, take_fingerprint(tensor)) for slot, tensor in latest)
         self._fingerprints = [(slot, fingerprint) for slot, fingerprint in taken if fingerprint is not None]
         latest.clear()  # the hooks live as long as the graph
         return out
 
     def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False) -> Any:
-        """Run f once more on detached `inputs`, refilling the handles; return its detached output.
+        """Run f once more on detached `inputs`, refilling what was dropped; return its detached output.
 
         Args:
             inputs: the inputs of the first run, recovered.
-            refill: whether to keep the tensors that autograd saves for the handles. False where only the output is needed.
+            refill: whether to keep the tensors that autograd saves. False where only the output is needed.
             stop_early: end the run when the last dropped tensor has been refilled, and return None.
         """
         inputs = tuple(x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True))
-        run = _SecondRun(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
-        try:
+        hooks = _SecondRun(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
+
+        def run() -> Any:
             with (
-                self._replay.again(),
                 unwatched(),
                 torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack),
+                torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
                 nullcontext() if self._kept_outputs is None else self._kept_outputs.replay(),
             ):
-                out = self._run(*inputs)
+                return self._call(*inputs)
+
+        try:
+            out = self._replay.run_again(run)
         except _AllRefilled:
             return None
         finally:
-            run.end()
-        if run.seen != len(self._dropped):
-            raise _runs_differently(self.name, self._dropped, run.seen, "nothing")
+            hooks.end()
+        if hooks.seen != len(self._dropped):
+            raise _runs_differently(self.name, self._dropped, hooks.seen, "nothing")
         return None if stop_early else out.detach()
 
-    def unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
+    def _unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
         """Return the tensor dropped as number `slot`; recover the call first if it has not been refilled."""
-        with recoverer.lock:
-            if slot not in self._refilled:
+        if torch.is_grad_enabled():
+            raise RecoveryError(
+                f"create_graph=True needs the tensors that {self.name} dropped as part of a graph. Set the schedule of "
+                "every step and node you differentiate twice to 'store'."
+            )
+        refilled = self._refilled.pop(slot, None)
+        while refilled is None:  # another thread that differentiates the same graph may take it at once
+            with recoverer.lock:
                 recoverer.recover(self)
-            tensor, version = self._refilled.pop(slot)
+                refilled = self._refilled.pop(slot, None)
+        tensor, version = refilled
         if tensor._version != version:
             raise RecoveryError(
                 f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
@@ -158,15 +175,16 @@ class RecordedCall:
         """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
         return max(self._settings.spacing, self._replay.spacing)
 
-    def compare_refilled(self, watch: Watch, tolerance: float) -> None:
+    def compare_refilled(self, watch: Watch) -> None:
         """Compare the tensors saved last with those of the first run.
 
         Raises:
-            RecoveryError: they differ by more than the tolerance, relative to their size.
+            RecoveryError: they differ by more than rounding explains.
         """
+        tolerance = max(_LARGEST_DIFFERENCE, 16 * self.spacing)
         for slot, fingerprint in self._fingerprints:
-            tensor, version = self._refilled[slot]
-            if tensor._version == version:
+            tensor, version = self._refilled.get(slot, (None, 0))  # another thread may have taken it
+            if tensor is not None and tensor._version == version:
                 watch.compare(self.name, fingerprint, tensor, tolerance, of_state=False)
         self.require_same_draws(compared=bool(self._fingerprints))
 
@@ -182,7 +200,7 @@ class RecordedCall:
                 "otherwise set its schedule to 'store'."
             )
 
-    def _run(self, *inputs: Tensor) -> Any:
+    def _call(self, *inputs: Tensor) -> Any:
         return self._f(*inputs) if self._side is None else self._f(*inputs, self._side)
 
 
@@ -241,23 +259,7 @@ class Recoverer(Protocol):
     lock: AbstractContextManager[bool]  # of two threads that differentiate one graph, one recovers at a time
 
     def recover(self, call: RecordedCall) -> None:
-        """Refill every handle of `call`."""
-
-
-class Handle(NamedTuple):
-    """What autograd keeps in place of a dropped tensor."""
-
-    recoverer: Recoverer
-    call: RecordedCall
-    slot: int
-
-    def unpack(self) -> Tensor:
-        if torch.is_grad_enabled():
-            raise RecoveryError(
-                f"create_graph=True needs the tensors that {self.call.name} dropped as part of a graph. Set the schedule of "
-                "every step and node you differentiate twice to 'store'."
-            )
-        return self.call.unpack(self.slot, self.recoverer)
+        """Refill what `call` dropped."""
 
 
 class State:
@@ -300,7 +302,7 @@ class SavedInputs:
     def recover(self, call: RecordedCall) -> None:
         raise_arrived()
         call.run_again(*(x.get() for x in self._inputs), stop_early=True)
-        call.compare_refilled(repeated_runs, _SAME_INPUT)
+        call.compare_refilled(repeated_runs)
 
 
 class PairUpdate(Protocol):
@@ -388,7 +390,7 @@ class InvertedSegment:
             return
         # The state before the first step is not needed.
         call.run_again(self._states()[self._at == goal], stop_early=True)
-        call.compare_refilled(self._watch, _SAME_INPUT if self._exact else max(_REBUILT_INPUT, self._rounding.tolerance))
+        call.compare_refilled(self._watch)
         if goal == 0:
             self._watch.send()
     def _invert(self, refill: bool) -> None:

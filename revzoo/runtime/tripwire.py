@@ -27,20 +27,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.exact import has_value
-from revzoo.runtime.live_bytes import wraps_tensors
 
 _WIDTH = 1024  # elements that one row of a projection adds up
 _PROJECTIONS = 8
 _PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
 # A tensor that is no state is judged by this share of the largest state at least: the mean of a centred state is rounding.
 _LEAST_SIZE = 1e-3
-# A state may differ by this much more than all that were rebuilt before it, up to this relative error.
-_LARGEST_GROWTH = 30.0
-_LARGEST_ERROR = 0.25
+# A state may differ by this many times the error of those rebuilt before it, up to this relative error. What a step computes
+# from a state may differ by more, where it normalises what nearly cancels.
+_STATE_GROWTH, _LARGEST_ERROR = 30.0, 0.25
+_GROWTH_IN_STEP = 1000.0
 _INTEGERS = {4: torch.int32, 8: torch.int64}
 _enabled = True
 
@@ -105,15 +105,18 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
         bits: whether every bit counts, as in exact arithmetic.
     """
     x, order = x.detach(), ()
-    if wraps_tensors(type(x)):
-        if not hasattr(x, "placements"):
+    if type(x) is not Tensor:
+        if isinstance(x, FakeTensor) or not hasattr(x, "placements"):
             return None
         x, order = x._local_tensor, x.placements  # of a DTensor
-    if not has_value(x) or x.layout is not torch.strided or x.numel() == 0 or not x.is_floating_point() or _is_capturing(x.device):
+    device = x.device
+    if x.layout is not torch.strided or not x.is_floating_point() or x.numel() == 0 or device.type == "meta":
         return None
-    x, order = _flatten(x), (*order, x.stride(), bits)
-    values = _add_bits(x) if bits else _project(x)
-    return Fingerprint(values.tolist() if x.device.type == "cpu" else values, order)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    flat = _flatten(x)
+    values = _add_bits(flat) if bits else _project(flat)
+    return Fingerprint(values.tolist() if device.type == "cpu" else values, (*order, x.stride(), bits))
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -145,10 +148,6 @@ def _make_weights(rows: int, width: int, dtype: torch.dtype, device: torch.devic
     with _disable_current_modes():  # they belong to no run that counts its bytes
         weights = torch.randn(_PROJECTIONS, _WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         return weights.to(device, dtype)[:rows, :width].squeeze(0)
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class _Comparison(NamedTuple):
@@ -204,7 +203,7 @@ class Watch:
             self._waiting = []
 
     def judge(self, comparison: _Comparison, error: float, size: float) -> None:
-        """Raise RecoveryError if a comparison of a tensor of this size (its norm) has an error that is too large."""
+        """Raise RecoveryError if a comparison of a tensor of this size has an error that is too large."""
         tolerance = comparison.tolerance
         if comparison.of_state:
             self._largest = size = max(size, self._largest)
@@ -213,8 +212,10 @@ class Watch:
             return
         error = error / size if error else 0.0
         if comparison.of_state and tolerance:
-            tolerance = max(tolerance, min(_LARGEST_GROWTH * self._largest_error, _LARGEST_ERROR))
+            tolerance = max(tolerance, min(_STATE_GROWTH * self._largest_error, _LARGEST_ERROR))
             self._largest_error = max(self._largest_error, error)
+        elif not comparison.of_state:
+            tolerance = max(tolerance, _GROWTH_IN_STEP * self._largest_error)
         if not error <= tolerance:
             raise _describe(comparison, error, tolerance)
 
@@ -225,8 +226,7 @@ class Watch:
         elif comparison.tolerance == 0:
             self.judge(comparison, float(expected != actual), 1.0)
         else:
-            error = max(abs(a - b) for a, b in zip(expected, actual, strict=True))
-            self.judge(comparison, error, math.sqrt(sum(a * a for a in expected) / _PROJECTIONS))
+            self.judge(comparison, math.dist(expected, actual), math.hypot(*expected))
 
 
 class _Journey:
@@ -237,7 +237,7 @@ class _Journey:
         expected = torch.stack([comparison.expected.values for comparison in comparisons])
         actual = torch.stack([comparison.actual.values for comparison in comparisons])
         if expected.is_floating_point():
-            errors, sizes = (expected - actual).abs().amax(1), expected.square().mean(1).sqrt()
+            errors, sizes = (expected - actual).norm(dim=1), expected.norm(dim=1)
         else:
             errors, sizes = (expected != actual).any(1), torch.ones_like(expected[:, 0])
         result = torch.stack([errors.double(), sizes.double()])
