@@ -37,7 +37,7 @@ from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import InvertedSegment, RecordedCall, Recoverer, SavedInputs
-from revzoo.runtime.tripwire import raise_arrived
+from revzoo.runtime.tripwire import raise_arrived, send_comparisons
 
 _Strides = tuple[int, ...] | None
 
@@ -270,7 +270,8 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
 @exclude_from_compilation
 def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
-    raise_arrived(start_travelling=True)
+    send_comparisons()
+    raise_arrived()
     grid, pair = _start(links, x1, x2, exact)
     settings = Settings(x1.device)
     drift = _pending_drift(links, x1)

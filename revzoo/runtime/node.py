@@ -9,7 +9,7 @@ from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import RecordedCall, SavedInputs
-from revzoo.runtime.tripwire import raise_arrived
+from revzoo.runtime.tripwire import raise_arrived, send_comparisons
 
 
 def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
@@ -29,6 +29,7 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
 
 @exclude_from_compilation
 def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
-    raise_arrived(start_travelling=True)
+    send_comparisons()
+    raise_arrived()
     call = RecordedCall(module, name, Settings(inputs[0].device), selective=mode == "selective")
     return call.first_run(SavedInputs(inputs), *inputs)

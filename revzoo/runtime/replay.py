@@ -8,7 +8,7 @@ and BatchNorm statistics are the same before and after.
 import sys
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class Replay:
         self._devices = {device}
         for m in self._modules:
             if m._parameters:
-                self._record(m._parameters)
+                self._record(cast(_Tensors, m._parameters))
             if isinstance(m, _NormBase) and m.training and m.track_running_stats:
                 self._norms.append(m)
                 self.moving_sizes |= {b.numel() for b in m._buffers.values() if b is not None}

@@ -6,36 +6,38 @@ such as `torch.backends.cudnn.benchmark` was changed. A second run needs those o
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch.backends import cuda, cudnn, mkldnn
+from torch import backends
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
 
 
-def _attribute(owner: Any, name: str) -> _Setting:
+def _attribute(path: str) -> _Setting:
+    *owners, name = path.split(".")
+    owner = reduce(getattr, owners, backends)
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
 _EVERYWHERE: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
+    (backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
 ]
 _CPU: list[_Setting] = [
     *_EVERYWHERE,
     (torch.get_num_threads, torch.set_num_threads),
-    *(_attribute(owner, "fp32_precision") for owner in (mkldnn.matmul, mkldnn.conv)),
+    *map(_attribute, ("mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision")),
 ]
 _ELSEWHERE: list[_Setting] = [
     *_EVERYWHERE,
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
-    *(_attribute(owner, "fp32_precision") for owner in (cuda.matmul, cudnn.conv, cudnn.rnn)),
+    (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+    (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+    *map(_attribute, ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic")),
+    *map(_attribute, ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision")),
 ]
 _TF32 = 2.0**-10
 _Autocast = tuple[bool, torch.dtype, bool]  # enabled, dtype, whether casts of weights are cached

@@ -21,7 +21,7 @@ reconstruction is Gomez et al. 2017, Algorithm 1.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +35,15 @@ from revzoo.runtime.drift import Rounding
 from revzoo.runtime.replay import Replay
 from revzoo.runtime.selective import KeptOutputs
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, raise_arrived, repeated_runs, take_fingerprint, unwatched
+from revzoo.runtime.tripwire import (
+    Fingerprint,
+    Watch,
+    is_watching,
+    raise_arrived,
+    send_comparisons,
+    take_fingerprint,
+    unwatched,
+)
 
 # Largest relative difference between two runs on the same input, whose kernels may add up in another order.
 _LARGEST_DIFFERENCE = 1e-2
@@ -247,16 +255,18 @@ def _runs_differently(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype
         shape, dtype = dropped[slot]
         expected = f"a tensor {tuple(shape)} of {dtype}"
     return RecoveryError(
-        f"{name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {saved} in recovery. "
-        "Its function must depend on its input, parameters and torch's random stream alone, and requires_grad must not change "
-        "in between; otherwise set its schedule to 'store'."
+        f"{name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {saved} in "
+        "recovery. Its function must depend on its input, parameters and torch's random stream alone, and requires_grad must "
+        "not change in between; otherwise set its schedule to 'store'."
     )
 
 
 class Recoverer(Protocol):
     """Gets the inputs of a recorded call back and runs it again."""
 
-    lock: AbstractContextManager[bool]  # of two threads that differentiate one graph, one recovers at a time
+    @property
+    def lock(self) -> RLock:
+        """Of several threads that differentiate one graph, one recovers at a time."""
 
     def recover(self, call: RecordedCall) -> None:
         """Refill what `call` dropped."""
@@ -302,7 +312,7 @@ class SavedInputs:
     def recover(self, call: RecordedCall) -> None:
         raise_arrived()
         call.run_again(*(x.get() for x in self._inputs), stop_early=True)
-        call.compare_refilled(repeated_runs)
+        call.compare_refilled(Watch())
 
 
 class PairUpdate(Protocol):
@@ -392,7 +402,8 @@ class InvertedSegment:
         call.run_again(self._states()[self._at == goal], stop_early=True)
         call.compare_refilled(self._watch)
         if goal == 0:
-            self._watch.send()
+            send_comparisons()
+
     def _invert(self, refill: bool) -> None:
         update, call, fingerprint = self._items[self._at - 1]
         pair = self._states()

@@ -10,11 +10,11 @@ Their effect can. In forward, each state that will be rebuilt leaves a fingerpri
 A projection changes by about the norm of the difference of two states, so a mask that differs at one token of thousands is
 noticed. A call that is recovered from its own inputs compares what autograd saved last in it.
 
-On a CPU, a difference is raised as the state is rebuilt. On other devices nothing waits for the device: the comparisons of a
-backward are made there, the result travels back by itself, and is raised when it has arrived, in that backward or a later call.
+On a CPU, a difference is raised as the state is rebuilt. On other devices nothing waits for the device: the fingerprints of a
+backward travel to the host together, and are compared when they have arrived, in that backward or a later call.
 
-Cost: each state is read once more in forward and once more in backward. A fingerprint is a few Python numbers on a CPU, 32 bytes
-on other devices.
+Cost: each state is read once more in forward and once more in backward. A fingerprint is a few Python numbers on a CPU, at most
+64 bytes on other devices.
 
 Source: the projections are those of Johnson and Lindenstrauss (1984).
 """
@@ -23,11 +23,11 @@ import math
 from collections import deque
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.errors import RecoveryError
@@ -45,7 +45,7 @@ _INTEGERS = {4: torch.int32, 8: torch.int64}
 _enabled = True
 
 
-class set_tripwire:  # noqa: N801  like torch.set_grad_enabled
+class set_tripwire:
     """Switch the tripwire on or off, as a function, or as a context manager that restores the previous state.
 
     It is on by default. Without it, only what changes the shapes of saved tensors, or how many random numbers a call draws, is
@@ -75,7 +75,7 @@ def is_watching() -> bool:
     return _enabled and not _inside.get()
 
 
-class unwatched:  # noqa: N801  like torch.no_grad
+class unwatched:
     """Take no fingerprints of chains inside a call: in a second run, whose graph is thrown away, or where operations count."""
 
     def __enter__(self) -> None:
@@ -106,9 +106,10 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
     """
     x, order = x.detach(), ()
     if type(x) is not Tensor:
-        if isinstance(x, FakeTensor) or not hasattr(x, "placements"):
+        order = getattr(x, "placements", ())  # of a DTensor
+        if not order:
             return None
-        x, order = x._local_tensor, x.placements  # of a DTensor
+        x = cast(Any, x)._local_tensor
     device = x.device
     if x.layout is not torch.strided or not x.is_floating_point() or x.numel() == 0 or device.type == "meta":
         return None
@@ -116,7 +117,12 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
         return None
     flat = _flatten(x)
     values = _add_bits(flat) if bits else _project(flat)
-    return Fingerprint(values.tolist() if device.type == "cpu" else values, (*order, x.stride(), bits))
+    return Fingerprint(values.tolist() if _is_immediate(device) else values, (*order, x.stride(), bits))
+
+
+def _is_immediate(device: torch.device) -> bool:
+    """Return whether results can be read without waiting for the device."""
+    return device.type == "cpu"
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -150,14 +156,6 @@ def _make_weights(rows: int, width: int, dtype: torch.dtype, device: torch.devic
         return weights.to(device, dtype)[:rows, :width].squeeze(0)
 
 
-class _Comparison(NamedTuple):
-    name: str
-    expected: Fingerprint
-    actual: Fingerprint
-    tolerance: float
-    of_state: bool
-
-
 class Watch:
     """Compares what the recovery of one segment or call rebuilds.
 
@@ -168,12 +166,11 @@ class Watch:
     def __init__(self) -> None:
         self._largest = 0.0
         self._largest_error = 0.0
-        self._waiting: list[_Comparison] = []
 
     def note_size(self, state: Tensor) -> None:
         """Consider the size of a state that was not rebuilt."""
         if (taken := take_fingerprint(state)) is not None:
-            self._judge_or_wait(_Comparison("", taken, taken, math.inf, of_state=True))
+            self._judge_or_wait(_Comparison(self, "", taken, taken, math.inf, of_state=True))
 
     def compare(
         self, name: str, expected: Fingerprint | None, rebuilt: Tensor, tolerance: float, *, of_state: bool = True
@@ -194,17 +191,15 @@ class Watch:
             return
         actual = take_fingerprint(rebuilt, bits=tolerance == 0)
         if actual is not None and actual.order == expected.order:
-            self._judge_or_wait(_Comparison(name, expected, actual, tolerance, of_state))
+            self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state))
 
-    def send(self) -> None:
-        """Have the device compare what waits, and send the result."""
-        if self._waiting:
-            _travelling.append(_Journey(self, self._waiting))
-            self._waiting = []
-
-    def judge(self, comparison: _Comparison, error: float, size: float) -> None:
-        """Raise RecoveryError if a comparison of a tensor of this size has an error that is too large."""
+    def judge(self, comparison: "_Comparison", expected: list[float], actual: list[float]) -> None:
+        """Raise RecoveryError if the values of two fingerprints differ too much."""
         tolerance = comparison.tolerance
+        if tolerance == 0:
+            error, size = float(expected != actual), 1.0
+        else:
+            error, size = math.dist(expected, actual), math.hypot(*expected)
         if comparison.of_state:
             self._largest = size = max(size, self._largest)
         size = max(size, self._largest * _LEAST_SIZE)
@@ -219,57 +214,71 @@ class Watch:
         if not error <= tolerance:
             raise _describe(comparison, error, tolerance)
 
-    def _judge_or_wait(self, comparison: _Comparison) -> None:
-        expected, actual = comparison.expected.values, comparison.actual.values
-        if isinstance(expected, Tensor):
-            self._waiting.append(comparison)
-        elif comparison.tolerance == 0:
-            self.judge(comparison, float(expected != actual), 1.0)
+    def _judge_or_wait(self, comparison: "_Comparison") -> None:
+        if isinstance(comparison.expected.values, Tensor):
+            _waiting.append(comparison)
         else:
-            self.judge(comparison, math.dist(expected, actual), math.hypot(*expected))
+            self.judge(comparison, comparison.expected.values, comparison.actual.values)
+
+
+class _Comparison(NamedTuple):
+    watch: Watch
+    name: str
+    expected: Fingerprint
+    actual: Fingerprint
+    tolerance: float
+    of_state: bool
 
 
 class _Journey:
-    """The result of comparisons on a device, on its way to the host."""
+    """Fingerprints on their way from a device to the host."""
 
-    def __init__(self, watch: Watch, comparisons: list[_Comparison]):
-        self._watch, self._comparisons = watch, comparisons
-        expected = torch.stack([comparison.expected.values for comparison in comparisons])
-        actual = torch.stack([comparison.actual.values for comparison in comparisons])
-        if expected.is_floating_point():
-            errors, sizes = (expected - actual).norm(dim=1), expected.norm(dim=1)
-        else:
-            errors, sizes = (expected != actual).any(1), torch.ones_like(expected[:, 0])
-        result = torch.stack([errors.double(), sizes.double()])
-        self._result = torch.empty_like(result, device="cpu", pin_memory=result.is_cuda)
-        self._result.copy_(result, non_blocking=True)
-        self._arrival = torch.Event(result.device)
-        self._arrival.record()
+    def __init__(self, device: torch.device, comparisons: list[_Comparison]):
+        self._comparisons = comparisons
+        self._values: dict[torch.dtype, Tensor] = {}  # of all fingerprints, one after the other
+        pairs = [values for c in comparisons for values in (c.expected.values, c.actual.values)]
+        for dtype in {values.dtype for values in pairs}:
+            together = torch.cat([values for values in pairs if values.dtype == dtype])
+            host = torch.empty_like(together, device="cpu", pin_memory=together.is_cuda)
+            self._values[dtype] = host.copy_(together, non_blocking=True)
+        self._arrival = _record_event(device)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the result has arrived; does not wait for it."""
+        """Whether they have arrived; does not wait for them."""
         arrived: bool = self._arrival.query()
         return arrived
 
     def judge(self) -> None:
         """Raise RecoveryError for the first comparison that does not fit."""
-        for comparison, error, size in zip(self._comparisons, *self._result.tolist(), strict=True):
-            self._watch.judge(comparison, error, size)
+        values = {dtype: iter(host.tolist()) for dtype, host in self._values.items()}
+        for comparison in self._comparisons:
+            own, length = values[comparison.expected.values.dtype], len(comparison.expected.values)
+            comparison.watch.judge(comparison, list(islice(own, length)), list(islice(own, length)))
 
 
+def _record_event(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record()
+    return event
+
+
+_waiting: deque[_Comparison] = deque()
 _travelling: deque[_Journey] = deque()
-repeated_runs = Watch()  # of calls that are recovered from their own inputs, whose comparisons travel together
 
 
-def raise_arrived(start_travelling: bool = False) -> None:
-    """Raise RecoveryError if a result has arrived from a device that does not fit.
+def send_comparisons() -> None:
+    """Have the devices send the fingerprints that wait for comparison."""
+    by_device: dict[torch.device, list[_Comparison]] = {}
+    while _waiting:
+        comparison = _waiting.popleft()
+        by_device.setdefault(comparison.actual.values.device, []).append(comparison)
+    for device, comparisons in by_device.items():
+        _travelling.append(_Journey(device, comparisons))
 
-    Args:
-        start_travelling: send what waits, at the beginning of a forward.
-    """
-    if start_travelling:
-        repeated_runs.send()
+
+def raise_arrived() -> None:
+    """Raise RecoveryError if fingerprints have arrived from a device that differ too much."""
     while _travelling and _travelling[0].has_ended:
         _travelling.popleft().judge()
 
@@ -278,8 +287,8 @@ def _describe(comparison: _Comparison, error: float, tolerance: float) -> Recove
     what = "the state rebuilt from its output" if comparison.of_state else "what autograd saves in it"
     by = "in some bits" if tolerance == 0 else f"by {error:.1e} of its size, of which rounding explains {tolerance:.0e}"
     return RecoveryError(
-        f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its input, "
-        "parameters and torch's random stream alone. Usual causes: Python's or NumPy's random, a torch.Generator of its own, a "
-        "counter or an attribute that changed in between, a kernel that does not repeat, or rounding that it amplifies "
+        f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its "
+        "input, parameters and torch's random stream alone. Usual causes: Python's or NumPy's random, a torch.Generator of its "
+        "own, a counter or an attribute that changed in between, a kernel that does not repeat, or rounding that it amplifies "
         "(exact=True avoids that). Pass what changes as the side input, or set its schedule to 'store'."
     )

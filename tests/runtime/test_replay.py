@@ -1,5 +1,12 @@
 """A second run sees what the first saw: random stream, autocast, buffers; and leaves no trace."""
 
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from timm.layers import DropPath
@@ -7,6 +14,7 @@ from torch import nn
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime import ReversibleChain
+from revzoo.runtime.random_state import RandomState
 
 DROPPING = ("invert", "recompute", "selective", ["invert", "selective", "store", "invert"])
 
@@ -216,3 +224,149 @@ def test_checkpointing_inside_a_step(streams, gradients, error):
     expected = gradients(chain, streams, "store")
     torch.manual_seed(1)
     assert error(gradients(chain, streams, "invert"), expected) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
+@pytest.mark.parametrize(
+    "last", [nn.RReLU(0.1, 0.9), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5)], ids=str
+)
+def test_a_second_run_ends_behind_the_last_draw(mode, last, streams, gradients, error):
+    """RReLU saves a tensor that it fills afterwards."""
+    chain = ReversibleChain([nn.Sequential(nn.Linear(6, 6), last) for _ in range(3)]).double()
+    torch.manual_seed(1)
+    expected = gradients(chain, streams, "store")
+    torch.manual_seed(1)
+    assert error(gradients(chain, streams, mode), expected) < 1e-12
+
+
+def test_a_second_run_that_draws_nothing_more_still_stops_early(streams):
+    ended = []
+    step = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)).double()
+    step[2].register_forward_hook(lambda *_: ended.append(1))
+    chain = ReversibleChain([step])
+    chain.schedule = "recompute"
+    y1, y2 = chain(*streams)
+    assert len(ended) == 1
+    (y1 * y2).sum().backward()
+    assert len(ended) == 1
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
+def test_an_f_that_catches_exceptions_does_not_catch_the_end_of_a_second_run(mode, streams, gradients, error):
+    class Catching(nn.Module):
+        def forward(self, w):
+            try:
+                return w.tanh()
+            except Exception:
+                return w.sin().exp()
+
+    chain = ReversibleChain([Catching(), Catching()])
+    expected = gradients(chain, streams, "store")
+    assert error(gradients(chain, streams, mode), expected) < 1e-12
+
+
+SETTINGS = {
+    "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "determinism": lambda: switched(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True),
+    "threads": lambda: switched(torch.set_num_threads, torch.get_num_threads, torch.get_num_threads() + 1),
+    "default dtype": lambda: switched(torch.set_default_dtype, torch.get_default_dtype, torch.float64),
+}
+
+
+@contextmanager
+def switched(set_: Callable[[Any], None], get: Callable[[], Any], value: Any) -> Iterator[None]:
+    before = get()
+    set_(value)
+    try:
+        yield
+    finally:
+        set_(before)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
+def test_settings_around_forward_only_are_in_force_in_both_runs(setting, mode):
+    class Reading(nn.Module):
+        def forward(self, w):
+            seen.append(
+                (
+                    torch.backends.cuda.flash_sdp_enabled(),
+                    torch.are_deterministic_algorithms_enabled(),
+                    torch.get_num_threads(),
+                    torch.get_default_dtype(),
+                )
+            )
+            return w.tanh()
+
+    seen: list[tuple[Any, ...]] = []
+    chain = ReversibleChain([Reading(), Reading()])
+    chain.schedule = mode
+    streams = torch.randn(2, 3, 6, requires_grad=True).unbind()
+    chain(*streams)
+    outside = seen.pop()
+    seen.clear()
+    with SETTINGS[setting]():
+        y1, y2 = chain(*streams)
+    (y1 * y2).sum().backward()
+    assert len(seen) == 4
+    assert set(seen) == {seen[0]} != {outside}
+    seen.clear()
+    chain(*streams)
+    assert seen[0] == outside
+
+
+def test_streams_of_other_devices_are_recorded_too(monkeypatch):
+    """A device that shows its generators (CUDA) and one that does not (MPS), both played by the CPU."""
+    first, second = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    cuda, mps = ModuleType("cuda"), ModuleType("mps")
+    cuda.is_available, cuda.default_generators = (lambda: True), (None, first)
+    mps.is_available, mps.get_rng_state, mps.set_rng_state = (lambda: True), second.get_state, second.set_state
+    modules = {"cuda": cuda, "mps": mps}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
+    state = RandomState([torch.device("cpu"), torch.device("cuda:1"), torch.device("mps:0")])
+
+    def draw() -> list[float]:
+        return [torch.rand(1).item(), *(torch.rand(1, generator=generator).item() for generator in (first, second))]
+
+    drawn = draw()
+    state.end_first_run()
+    following = draw()
+    present = state.rewind()
+    assert not state.is_behind
+    assert draw() == drawn
+    assert state.is_behind
+    state.restore(present)
+    assert draw() != following != drawn
+
+
+def test_calls_that_draw_nothing_share_one_state():
+    states = [RandomState([]) for _ in range(4)]
+    torch.rand(1)
+    states.append(RandomState([]))
+    assert len({id(snapshot.state) for state in states for snapshot in state._in_front}) == 2
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
+def test_a_step_that_stores_a_tensor_with_its_graph_is_freed(mode):
+    class Storing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, w):
+            self.latest = self.linear(w).tanh()  # of the second run, after backward
+            return self.latest * 2
+
+    gc.disable()
+    try:
+        weights = []
+        for _ in range(10):
+            chain = ReversibleChain([Storing(), Storing()])
+            chain.schedule = mode
+            weights.append(weakref.ref(chain.steps[0].linear.weight))
+            y1, y2 = chain(*torch.randn(2, 3, 6).unbind())
+            (y1 * y2).sum().backward()
+            del chain, y1, y2
+        assert [weight() for weight in weights] == [None] * 10
+    finally:
+        gc.enable()

@@ -107,7 +107,9 @@ def test_a_thread_that_waits_in_vain_is_told_so(monkeypatch):
     def second() -> None:
         entered.wait(10)
         try:
-            with pytest.raises(RecoveryError, match=r"steps\.0 has waited 0\.05 seconds for a step that another thread runs on cpu"):
+            with pytest.raises(
+                RecoveryError, match=r"steps\.0 has waited 0\.05 seconds for a step that another thread runs on cpu"
+            ):
                 ReversibleChain([nn.Tanh()])(*torch.ones(2, 3, requires_grad=True).unbind())
         finally:
             done.set()
