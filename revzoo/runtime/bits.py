@@ -1,6 +1,6 @@
 """Packing of the bits that an integer division by 2^s loses; kept, they make the division reversible."""
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,45 +8,66 @@ from torch import Tensor
 _WIDTHS = (8, 4, 2, 1)  # fields of these widths fill a byte without gaps; every number of bits is a sum of some of them
 
 
-def pack(values: Tensor, bits: int) -> list[Tensor]:
+class PackedBits(NamedTuple):
+    """What `pack` returns and `unpack` takes.
+
+    Args:
+        fields: flat uint8 tensors, one for each power of two in `bits`.
+        bits: number of bits of each integer.
+        dims: the dimensions of the integers, the one with the largest stride first.
+        shape: the size of each of these.
+    """
+
+    fields: list[Tensor]
+    bits: int
+    dims: list[int]
+    shape: torch.Size
+
+
+def pack(values: Tensor, bits: int) -> PackedBits:
     """Pack integers below 2^bits into at most bits * ceil(numel / 8) bytes.
 
-    Shapes: values: any, uint8; returns flat uint8 tensors, one for each power of two in `bits`.
+    Shapes: values: any, uint8.
     Args:
-        values: the integers.
-        bits: from 0 to 8.
+        values: the integers; those of a dense tensor are packed in the order of memory.
+        bits: from 1 to 8.
     """
-    packed, rest = [], values.flatten()
+    dims = sorted(range(values.dim()), key=values.stride, reverse=True)
+    values = values.permute(dims)
+    packed, rest, left = [], values.flatten(), bits
     for width in _WIDTHS:
         if bits & width:
-            packed.append(rest if width == 8 else _fold(rest & (2**width - 1), width))
-            rest = rest if width == 8 else rest >> width
-    return packed
+            left -= width
+            packed.append(_fold(rest & (2**width - 1) if left else rest, width))
+            rest = rest >> width if left else rest
+    return PackedBits(packed, bits, dims, values.shape)
 
 
-def unpack(packed: Sequence[Tensor], bits: int, shape: torch.Size) -> Tensor:
-    """Return the integers that `pack` was given, as uint8 of the given shape."""
-    fields, total, shift = iter(packed), None, 0
+def unpack(packed: PackedBits) -> Tensor:
+    """Return the integers that `pack` was given, as uint8."""
+    fields, total, shift = iter(packed.fields), None, 0
     for width in _WIDTHS:
-        if bits & width:
-            field = _unfold(next(fields), width, shape.numel()) << shift
-            total = field if total is None else total | field
+        if packed.bits & width:
+            field = _unfold(next(fields), width, packed.shape.numel())
+            total = field if total is None else total.add_(field, alpha=2**shift)
             shift += width
     assert total is not None, "no bits were packed"
-    return total.view(shape)
+    return total.view(packed.shape).permute([packed.dims.index(dim) for dim in range(len(packed.dims))])
 
 
 def _fold(values: Tensor, width: int) -> Tensor:
-    """Put 8 / width values into each byte."""
+    """Put 8 / width values into each byte: the first `len(folded)` into its lowest bits, the next ones above them."""
     count = 8 // width
-    rows = torch.nn.functional.pad(values, (0, -values.numel() % count)).view(count, -1)
-    total = rows[0].clone()
-    for i in range(1, count):
-        total |= rows[i] << i * width
+    if count == 1:
+        return values
+    total, *rows = torch.nn.functional.pad(values, (0, -values.numel() % count)).view(count, -1).unbind()
+    for i, row in enumerate(rows, 1):
+        total = torch.add(total, row, alpha=2 ** (i * width))  # shifts and joins in one pass
     return total
 
 
 def _unfold(folded: Tensor, width: int, numel: int) -> Tensor:
     if width == 8:
         return folded
-    return torch.cat([folded >> i * width & (2**width - 1) for i in range(8 // width)])[:numel]
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=folded.device)
+    return (folded >> shifts.unsqueeze(1)).bitwise_and_(2**width - 1).flatten()[:numel]

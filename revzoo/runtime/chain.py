@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.registry import couplings
+from revzoo.runtime.bits import PackedBits
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, Drift, Growth
@@ -210,7 +211,7 @@ class _LinkUpdate:
         self.b = 1.0 if isinstance(link, Bijection) else link.coupling.b
         self.will_invert = will_invert
         self._strides: tuple[_Strides, _Strides] = None, None
-        self._lost_bits: list[Tensor] = []
+        self._lost_bits: PackedBits | None = None
 
     def advance(self, pair: Pair, out: Tensor | None) -> Pair:
         if self.will_invert:
@@ -235,7 +236,7 @@ class _LinkUpdate:
         if self._grid is None:
             rebuilt = coupling.invert(pair[1], pair[0], _match_dtype(out, pair[1]), into)
         else:
-            bits, self._lost_bits = self._lost_bits, []
+            bits, self._lost_bits = self._lost_bits, None
             rebuilt = self._grid.invert(coupling, pair[1], pair[0], out, bits, into)
         return _restore_strides(rebuilt, strides), pair[0]
 
@@ -261,9 +262,7 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
         if isinstance(link, Step):
             out = _call(link, pair, side)
         pair = _LinkUpdate(link, grid).advance(pair, out)
-        _watch(grid, pair)
-    if grid is not None:
-        grid.check()
+        _watch(grid, pair, link)
     return pair
 
 
@@ -272,7 +271,8 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     send_comparisons()
     raise_arrived()
-    grid, pair = _start(links, x1, x2, exact)
+    will_invert = any(isinstance(link, Step) and link.mode == "invert" for link in links)
+    grid, pair = _start(links, x1, x2, exact, will_invert)
     settings = Settings(x1.device)
     drift = _pending_drift(links, x1)
     segment, growth = cast(InvertedSegment | None, None), Growth()
@@ -297,12 +297,12 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
             if drift is not None and call is not None:
                 with torch.no_grad():
                     drift.add(before[0], update.invert(pair, out)[0])
-        _watch(grid, pair)
+        _watch(grid, pair, link)
         del before
     if segment is not None:
         segment.end(pair)
     if grid is not None:
-        grid.check()
+        grid.end_forward()
     if drift is not None:
         drift.warn()
     return pair
@@ -316,14 +316,17 @@ def _pending_drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift |
     return drift if drift.is_due else None
 
 
-def _start(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool) -> tuple[Grid | None, Pair]:
+def _start(
+    links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool, will_invert: bool = False
+) -> tuple[Grid | None, Pair]:
     couplings = [link.coupling for link in links if isinstance(link, Step)]
     if not exact and not any(coupling.is_exact for coupling in couplings):
         return None, (x1, _dense(x2))
     fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]
-    grid = Grid(x1.dtype, min(fraction_bits) if fraction_bits else None)
+    grid = Grid(x1.dtype, min(fraction_bits) if fraction_bits else None, will_invert)
     pair = grid.round(x1), grid.round(x2)
-    grid.watch(*pair)
+    for state in pair:
+        grid.watch(state, "as an input of the chain")
     return grid, pair
 
 
@@ -343,9 +346,9 @@ def _is_dense(x: Tensor) -> bool:
     return True
 
 
-def _watch(grid: Grid | None, pair: Pair) -> None:
+def _watch(grid: Grid | None, pair: Pair, link: Step | Bijection) -> None:
     if grid is not None:
-        grid.watch(pair[1])
+        grid.watch(pair[1], f"behind {link.name if isinstance(link, Step) else type(link).__name__}")
 
 
 def _call(step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, recoverer: Recoverer | None = None) -> Tensor:

@@ -7,7 +7,8 @@ integer multiples of such numbers are exact. So with the chain's inputs on that 
     inverse                                 W[k-1] = sign(b) (W[k+1] - R) << s | kept
 
 are exact inverses of each other: R is the same number both times, and the s lowest bits of W[k-1], which the shift loses, are
-kept (none with s = 0). The gradient ignores the rounding: it is that of the recurrence (straight-through).
+kept (none with s = 0). The gradient ignores the rounding: it is that of the recurrence (straight-through). No state holds -0.0,
+because w + x - x is 0.0 for w = -0.0, and an f may see the difference (atan2, copysign, 1 / w).
 
 Source: the RevNet paper (Gomez et al. 2017, section 3.2) and Maclaurin et al. (2015) suggest fixed point for this, and the
 latter a buffer of lost bits; momentumnet (Sander et al. 2021) has one for any rational b. For a power of two,
@@ -15,19 +16,24 @@ a shift is enough.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from math import frexp
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from revzoo.errors import InputError, RecoveryError
-from revzoo.runtime.bits import pack, unpack
+from revzoo.runtime.bits import PackedBits, pack, unpack
 from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.late_check import LateCheck
+from revzoo.runtime.replay import is_sharded
 
 # Binary digits after the point, and in total. The states of trained networks stay far below 2^8 (the largest seen is 0.12 of
 # it), and for values above 2^8 float32 itself is coarser than 2^-16.
 _GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class _Round(torch.autograd.Function):
@@ -57,37 +63,46 @@ class _Advance(torch.autograd.Function):
 
 
 def _round_to_grid(x: Tensor, scale: float) -> Tensor:
-    return x.mul(scale).round_().div_(scale)
+    return x.mul(scale).round_().mul_(1 / scale).add_(0.0)  # the sum turns -0.0 into 0.0
 
 
 def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float, into: Tensor | None = None) -> Tensor:
-    """Return R as integers. Keep the operations separate: a fused multiply-add may round differently when recomputed."""
+    """Return R as integers."""
     total = torch.mul(out.to(current.dtype), coupling.c * scale, out=into)
-    if coupling.a:
+    if _is_power_of_two(coupling.a):
+        total.add_(current, alpha=coupling.a * scale)
+    elif coupling.a:  # not in one operation: a fused multiply-add may round differently when recomputed
         total.add_(current.mul(coupling.a * scale))
-    return total.round_()
+    total.round_()
+    return total if coupling.b > 0 else total.add_(0.0)  # -0.0 - 0.0 would be -0.0
 
 
 def _advance(previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
     total = _round_terms(current, out, coupling, scale)
-    if abs(coupling.b) != 1:
-        sign = 1 if coupling.b > 0 else -1
-        return total.add_(previous.mul(abs(coupling.b) * scale).floor_(), alpha=sign).div_(scale)
-    return total.div_(scale).add_(previous, alpha=coupling.b)
+    if abs(coupling.b) == 1:
+        return total.mul_(1 / scale).add_(previous, alpha=coupling.b)
+    sign = 1 if coupling.b > 0 else -1
+    return total.add_(previous.mul(abs(coupling.b) * scale).floor_(), alpha=sign).mul_(1 / scale)
+
+
+def _is_power_of_two(x: float) -> bool:
+    """Return whether products with x are exact, and with them a fused multiply-add."""
+    return frexp(abs(x))[0] == 0.5
 
 
 class Grid:
-    """The grid of one forward call, and the largest magnitude of its states so far.
+    """The grid of one forward call, and a watch on the range of its states.
 
     Args:
         dtype: dtype of the streams: torch.float32 (multiples of 2^-16 below 2^8) or torch.float64 (2^-32, 2^21).
         fraction_bits: binary digits after the point, instead of 16 or 32. Fewer allow larger states.
+        will_invert: whether backward rebuilds states of this call.
 
     Raises:
         InputError: another dtype; half precision has too few bits to hold a stream on a grid.
     """
 
-    def __init__(self, dtype: torch.dtype, fraction_bits: int | None = None):
+    def __init__(self, dtype: torch.dtype, fraction_bits: int | None = None, will_invert: bool = False):
         if dtype not in _GRIDS:
             raise InputError(
                 f"Exact arithmetic (exact=True, kept_bits) needs float32 or float64 streams. Received: {dtype}. Use autocast."
@@ -96,7 +111,10 @@ class Grid:
         fraction, digits = _GRIDS[dtype]
         fraction = fraction if fraction_bits is None else fraction_bits
         self.scale, self.limit = 2.0**fraction, 2.0 ** (digits - fraction)
-        self.largest: Tensor | None = None
+        self._will_invert = will_invert
+        self._places: list[str] = []
+        self._ranges: list[Tensor] = []  # least and most value of the states at these places, on an accelerator
+        self._late_check: LateCheck | None = None
 
     def round(self, x: Tensor) -> Tensor:
         """Return x on the grid, in the streams' dtype, with a straight-through gradient."""
@@ -113,11 +131,11 @@ class Grid:
             return following
         return _advance(previous, current, out, coupling, self.scale)
 
-    def pack_lost_bits(self, coupling: Coupling, previous: Tensor) -> list[Tensor]:
-        """Return the bits of w[k-1] that `advance` loses, packed."""
+    def pack_lost_bits(self, coupling: Coupling, previous: Tensor) -> PackedBits | None:
+        """Return the bits of w[k-1] that `advance` loses, packed; None if it loses none."""
         if not coupling.kept_bits:
-            return []
-        low = previous.detach().mul(self.scale).remainder_(2.0**coupling.kept_bits)
+            return None
+        low = previous.detach().mul(self.scale).to(_INTEGERS[self.dtype]).bitwise_and_(2**coupling.kept_bits - 1)
         return pack(low.to(torch.uint8), coupling.kept_bits)
 
     def invert(
@@ -126,36 +144,64 @@ class Grid:
         following: Tensor,
         current: Tensor,
         out: Tensor,
-        kept: Sequence[Tensor] = (),
+        kept: PackedBits | None = None,
         into: Tensor | None = None,
     ) -> Tensor:
         """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `pack_lost_bits` returned, in `into` or a new tensor."""
+        if self._late_check is not None:
+            self._late_check.run_after_backward()
         total = _round_terms(current, out, coupling, self.scale, into)
-        if abs(coupling.b) == 1:
-            return total.div_(-self.scale).add_(following).mul_(coupling.b)
-        assert coupling.kept_bits, "a coupling that is not exact"
-        total.neg_().add_(following, alpha=self.scale).div_(coupling.b)
-        return total.add_(unpack(kept, coupling.kept_bits, following.shape)).div_(self.scale)
+        total.mul_(-1 / (coupling.b * self.scale)).add_(following, alpha=1 / coupling.b)
+        if coupling.kept_bits:
+            assert kept is not None, "the bits have been used already"
+            total.add_(unpack(kept), alpha=1 / self.scale)
+        return total
 
-    def watch(self, *states: Tensor) -> None:
-        """Update the largest magnitude; the device is not synchronised before `check`."""
-        if torch.compiler.is_compiling():  # `check` could not raise inside a compiled graph
-            return
-        for w in states:
-            largest = torch.linalg.vector_norm(w.detach(), float("inf"))
-            self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+    def watch(self, state: Tensor, where: str) -> None:
+        """Raise RecoveryError if a state has left the grid, or is NaN; on an accelerator in backward, which rebuilds it.
 
-    def check(self) -> None:
-        """Raise RecoveryError if a watched state has left the grid, or is NaN."""
-        if self.largest is None or not has_value(self.largest):
+        Args:
+            state: the state; on a CPU its range is looked at now.
+            where: words for the message that say which state it is.
+        """
+        if torch.compiler.is_compiling() or state.numel() == 0:  # nothing can be raised inside a compiled graph
             return
-        largest = float(self.largest)
-        if not largest < self.limit:
+        state = _get_local(state.detach())
+        if _can_read_now(state):
+            least, most = state.amin(), state.amax()  # torch.aminmax takes 9 times as long on channels-last tensors
+            if has_value(state):
+                _check_range(self.limit, [where], [float(least), float(most)])
+        elif self._will_invert:
+            self._places.append(where)
+            self._ranges += state.amin(), state.amax()
+
+    def end_forward(self) -> None:
+        """Start copying what `watch` has noted on an accelerator."""
+        if self._ranges and has_value(self._ranges[0]):
+            self._late_check = LateCheck(torch.stack(self._ranges), partial(_check_range, self.limit, self._places))
+        self._ranges = []
+
+
+def _check_range(limit: float, places: Sequence[str], ranges: Sequence[float]) -> None:
+    """Raise RecoveryError at the first place whose least and most value, in turn in `ranges`, are not within the limit."""
+    for where, least, most in zip(places, ranges[::2], ranges[1::2], strict=True):
+        if not (-limit < least and most < limit):
+            largest = most if most >= -least else least
             raise RecoveryError(
-                f"Exact arithmetic holds states below {self.limit:g} in magnitude. Received: {largest:g}. Lower the learning "
-                "rate, normalise f's output, take a coarser grid (the coupling's fraction_bits), or compute in floating point "
-                "(exact=False; m or beta instead of kept_bits)."
+                f"Exact arithmetic holds states below {limit:g} in magnitude. Received: {largest:g} {where}. Lower the "
+                "learning rate, normalise f's output, take a coarser grid (the coupling's fraction_bits), or compute in "
+                "floating point (exact=False; m or beta instead of kept_bits)."
             )
+
+
+def _can_read_now(x: Tensor) -> bool:
+    """Return whether reading a value of x waits for nothing."""
+    return x.device.type == "cpu"
+
+
+def _get_local(x: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor: each rank answers for its own."""
+    return cast(Any, x).to_local() if is_sharded(x) else x
 
 
 def require_exact(coupling: Coupling) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import revzoo
+from revzoo.errors import RecoveryError
 from revzoo.runtime import LiveBytes, ReversibleChain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -161,6 +162,27 @@ def test_kept_bits_make_gradients_bit_identical(bits, fp16):
     assert all(grad.isfinite().all() and grad.any() for grad in expected)
     assert same(model_gradients(model, x, "invert", fp16), expected)
     assert same(model_gradients(model, x, ["store", *MIXED * 2, "store", "store"], fp16), expected)
+
+
+def test_exact_arithmetic_waits_for_nothing_and_raises_in_backward():
+    chain = ReversibleChain([nn.Linear(64, 64) for _ in range(4)], exact=True).to(DEVICE)
+    streams = [torch.randn(8, 64, device=DEVICE).requires_grad_() for _ in range(2)]
+
+    def run() -> Tensor:
+        y1, y2 = chain(*streams)
+        return y1.sum() + y2.sum()
+
+    run().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.no_grad():
+        chain.steps[2].bias.fill_(1e4)
+    loss = run()
+    with pytest.raises(RecoveryError, match=r"states below 256 in magnitude. Received: .* behind steps\.2\."):
+        loss.backward()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
