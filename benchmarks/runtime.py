@@ -222,7 +222,7 @@ def tables(figures: list[Figure]) -> Iterator[Table]:
         for figure in group:
             rows.setdefault((figure.net, figure.depth), {})[figure.method] = format_figure(figure)
         methods = list(max(rows.values(), key=len))
-        table = Table(title=what, title_justify="left", box=SIMPLE_HEAD)
+        table = Table(title=escape(what), title_justify="left", box=SIMPLE_HEAD)
         for name in ("chain", "blocks", *methods):
             table.add_column(escape(name), justify="left" if name == "chain" else "right")
         for (net, depth), row in rows.items():
@@ -250,6 +250,18 @@ def describe_environment() -> dict[str, object]:
     }
 
 
+def report(figures: Iterator[Figure], out: Path) -> None:
+    """Measure, print the tables, and write all figures with hardware and versions as JSON."""
+    console, measured = Console(), []
+    with console.status("measuring") as status:
+        for figure in figures:
+            measured.append(figure)
+            status.update(f"{figure.what}: {figure.net}, depth {figure.depth}, {figure.method}")
+    about = describe_environment()
+    console.print(*tables(measured), "In brackets: the largest allowed value.", about)
+    out.write_text(json.dumps(about | {"figures": list(map(asdict, measured))}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -258,14 +270,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny chains, one round, no targets")
     args = parser.parse_args()
     torch.set_num_threads(1 if args.quick else 2)
-    console, figures = Console(), []
-    with console.status("measuring") as status:
-        for figure in measure(args.quick):
-            figures.append(figure)
-            status.update(f"{figure.what}: {figure.net}, {figure.depth} blocks, {figure.method}")
-    about = describe_environment()
-    console.print(*tables(figures), "In brackets: the largest allowed value.", about)
-    args.out.write_text(json.dumps(about | {"figures": list(map(asdict, figures))}, indent=1) + "\n")
+    report(measure(args.quick), args.out)
 
 
 if __name__ == "__main__":
