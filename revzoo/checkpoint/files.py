@@ -24,6 +24,7 @@ from revzoo.spec.schema import STATEMENTS, Spec
 from revzoo.spec.tree import join
 
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DistributedDataParallel and torch.compile add to every key
+_CPU = torch.device("cpu")  # as a context it sets aside the user's default device, which may be meta
 _NOT_COMPARED = (*STATEMENTS, "block.f", "block.g")  # keys of a spec that its digest leaves out
 
 
@@ -83,7 +84,9 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         for key, first in tied.items():  # `assign` has given each of them a parameter of its own
             _set_tensor(model, key, model.get_parameter(first))
         for module in model.modules():  # constant tables are not saved
-            for key, tensor in getattr(module, "build_constants", dict)().items():
+            with _CPU:
+                constants: dict[str, Tensor] = getattr(module, "build_constants", dict)()
+            for key, tensor in constants.items():
                 _set_tensor(module, key, tensor)
 
 
@@ -136,7 +139,7 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors and metadata. A file that is not safetensors is read as a pickle, whatever its name."""
     if not path.is_file():
         raise CheckpointError(f"No weights file at {path}.")
-    with suppress(SafetensorError):
+    with suppress(SafetensorError), _CPU:
         return load_file(path), read_metadata(path)
     try:
         with path.open("rb") as stream:  # torch would judge a path by its suffix

@@ -40,7 +40,8 @@ def create(
         overrides: values to replace in the spec, such as `["stages.0.depth=6"]`.
         schedule: one mode for all steps, or a list with one mode for each of `model.units`.
         exact: round the streams to a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
-        device: device of the parameters. On "meta" no memory is allocated. None: the CPU.
+        device: device of the parameters. On "meta" no memory is allocated. None: PyTorch's default device, which is the CPU
+            unless `with torch.device(...)` or `torch.set_default_device` says otherwise.
         dtype: data type of the parameters, and so of the streams. None: float32.
 
     Raises:
@@ -58,7 +59,7 @@ def create(
         raise InputError(f"dtype is one of {', '.join(map(str, _DTYPES))}. Received: {dtype!r}. Use dtype=torch.float32.")
     if num_outputs is not None:
         check_num_outputs(num_outputs)
-    target = _check_device("cpu" if device is None else device)
+    target = _check_device(device)
     spec = load_spec(source, list(overrides or ()))
     file = find_shipped_weights(str(source)) if pretrained else checkpoint
     if file is None and target.type != "meta":
@@ -77,8 +78,8 @@ def create(
     return model
 
 
-def _check_device(device: torch.device | str) -> torch.device:
-    """Return the device, or raise InputError if torch cannot make a tensor on it."""
+def _check_device(device: torch.device | str | None) -> torch.device:
+    """Return the device, the default one for None, or raise InputError if torch cannot make a tensor on it."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:  # which one depends on the backend

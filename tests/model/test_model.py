@@ -8,6 +8,7 @@ import torch
 from timm.optim import create_optimizer_v2
 
 import revzoo
+from revzoo.checkpoint.files import save_weights
 from revzoo.errors import InputError, ScheduleError, UnknownNameError
 
 FAMILIES = ("rev_vit_digits", "revnet_digits")
@@ -226,3 +227,22 @@ def test_autocast_takes_half_precision_images():
 def test_a_head_has_a_number_of_outputs(outputs):
     with pytest.raises(InputError, match="num_outputs is an integer >= 1"):
         revzoo.create("rev_vit_digits").reset_head(outputs)
+
+
+def test_create_honours_the_default_device(tmp_path):
+    saved = revzoo.create("rev_swin_digits")
+    save_weights(saved, path := tmp_path / "weights.safetensors")
+    x = saved.example_input(2)
+    with torch.device("meta"):
+        model = revzoo.create("rev_vit_l")
+        on_cpu = revzoo.create("rev_swin_digits", device="cpu")
+        loaded = revzoo.create("rev_swin_digits", checkpoint=path)
+        shipped = revzoo.create("rev_vit_digits", pretrained=True)
+    assert all(t.is_meta for t in model.state_dict().values())
+    assert all(t.device.type == "cpu" for each in (on_cpu, loaded, shipped) for t in [*each.parameters(), *each.buffers()])
+    assert torch.equal(loaded.eval()(x), saved.eval()(x))
+    torch.set_default_device("meta")
+    try:
+        assert revzoo.create("rev_vit_l").stem.pos_embed.is_meta
+    finally:
+        torch.set_default_device(None)
