@@ -41,7 +41,7 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        return _round_to_grid(x, scale)
+        return _round_to_grid(x, scale).detach()  # Dynamo of PyTorch 2.11 would differentiate the rounding itself
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -54,7 +54,7 @@ class _Advance(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
         ctx.coupling = coupling
-        return _advance(previous, current, out, coupling, scale)
+        return _advance(previous, current, out, coupling, scale).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,6 +127,7 @@ class Grid:
     def advance(self, coupling: Coupling, previous: Tensor, current: Tensor, out: Tensor) -> Tensor:
         """Return w[k+1] for out = f(w[k]); saves nothing for backward."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, out)):
+            current = current if coupling.a else current.detach()  # compiled autograd cannot add a gradient that is None
             following: Tensor = _Advance.apply(previous, current, out, coupling, self.scale)
             return following
         return _advance(previous, current, out, coupling, self.scale)
