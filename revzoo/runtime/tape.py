@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.compiling import is_compiled
+from revzoo.runtime.compiling import exclude_from_compilation, is_compiled
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.drift import Rounding
 from revzoo.runtime.replay import Replay
@@ -154,13 +154,9 @@ class RecordedCall:
             raise _runs_differently(self.name, self._dropped, hooks.seen, "nothing")
         return None if stop_early else out.detach()
 
+    @exclude_from_compilation
     def _unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
         """Return the tensor dropped as number `slot`; recover the call first if it has not been refilled."""
-        if torch.is_grad_enabled():
-            raise RecoveryError(
-                f"create_graph=True needs the tensors that {self.name} dropped as part of a graph. Set the schedule of "
-                "every step and node you differentiate twice to 'store'."
-            )
         refilled = self._refilled.pop(slot, None)
         while refilled is None:  # another thread that differentiates the same graph may take it at once
             with recoverer.lock:

@@ -152,3 +152,72 @@ def test_one_graph_without_gradients_or_with_everything_stored():
         compiled(x)
     model.schedule = "store"
     assert torch.equal(compiled(x), model(x))
+
+
+class Mixer(nn.Module):
+    """A step with two saved activations and a dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def train_inside(surroundings: str, schedule: object, exact: bool) -> list[Tensor]:
+    """Return a chain's gradients, or its parameters after three steps, where a compiler is at work around its backward."""
+    torch.compiler.reset()
+    torch.manual_seed(3)
+    chain = ReversibleChain([Mixer() for _ in range(3)], exact=exact).double()
+    chain.schedule = schedule
+    optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
+    streams = [x.requires_grad_() for x in torch.randn(2, 4, 6, dtype=torch.float64).unbind()]
+    compile_with = torch.compile(backend="aot_eager")
+
+    def compute_loss() -> Tensor:
+        y1, y2 = chain(*streams)
+        return (y1.square() * y2.sin()).sum()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        compute_loss().backward()
+        optimizer.step()
+
+    wanted = [*streams, *chain.parameters()]
+    match surroundings:
+        case "nothing":
+            compute_loss().backward()
+        case "a step":
+            step()
+        case "a compiled step":
+            compile_with(step)()
+        case "a compiled backward":
+            compile_with(Tensor.backward)(compute_loss())
+        case "a compiled grad":
+            return list(compile_with(lambda: torch.autograd.grad(compute_loss(), wanted))())
+        case "compiled autograd":
+            with torch._dynamo.config.patch(compiled_autograd=True):
+                compile_with(lambda: compute_loss().backward())()
+    return [x.grad for x in wanted] + [p.detach() for p in chain.parameters() if "step" in surroundings]
+
+
+MIXED_CHAIN = ["invert", "selective", "invert"]
+
+
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("surroundings", "schedule"),
+    [
+        ("a compiled step", MIXED_CHAIN),
+        *(pytest.param("a compiled step", mode, marks=pytest.mark.slow) for mode in ("store", "recompute", "invert")),
+        *(pytest.param("a compiled backward", mode, marks=pytest.mark.slow) for mode in ("recompute", MIXED_CHAIN)),
+        *(pytest.param("a compiled grad", mode, marks=pytest.mark.slow) for mode in ("store", MIXED_CHAIN)),
+        *(pytest.param("compiled autograd", mode, marks=pytest.mark.slow) for mode in ("store", MIXED_CHAIN)),
+    ],
+)
+def test_a_compiler_around_backward_changes_no_gradient(surroundings, schedule, exact, error):
+    expected = train_inside("a step" if "step" in surroundings else "nothing", "store", exact)
+    grads = train_inside(surroundings, schedule, exact)
+    torch.compiler.reset()
+    assert error(grads, expected) < 1e-12

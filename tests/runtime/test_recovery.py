@@ -112,13 +112,24 @@ def test_parts_of_a_retained_graph_in_any_order(chain_of, streams, error):
         assert error(grads, torch.autograd.grad(expected_loss, wanted, retain_graph=True)) < 1e-12
 
 
-@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
-def test_create_graph_is_refused_and_names_store(mode, chain_of, streams):
-    chain = chain_of(2)
-    chain.schedule = mode
-    y1, y2 = chain(*streams)
-    with pytest.raises(RecoveryError, match=r"create_graph=True .* steps\.1 dropped .* 'store'"):
-        torch.autograd.grad((y1 * y2).sum(), streams, create_graph=True)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective", ["invert", "selective", "store", "invert"]])
+def test_derivatives_of_derivatives_are_those_of_the_stored_run(schedule, exact, chain_of, streams, error):
+    chain = chain_of(4, exact=exact)
+    wanted = [*streams, *chain.parameters()]
+
+    def run(schedule):
+        chain.schedule = schedule
+        y1, y2 = chain(*streams)
+        loss = (y1 * y2).sum()
+        first = torch.autograd.grad(loss, wanted, create_graph=True)
+        second = torch.autograd.grad(loss + sum(g.sin().sum() for g in first), wanted, create_graph=True)
+        third = torch.autograd.grad(sum(g.sin().sum() for g in second), wanted)
+        return [*first, *second, *third]
+
+    grads, expected = run(schedule), run("store")
+    assert all(g.norm() > 1e-3 for g in expected)
+    assert all(map(torch.equal, grads, expected)) if exact else error(grads, expected) < 1e-10
 
 
 def test_an_output_changed_in_place_is_refused(chain_of, streams):
