@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError
@@ -38,6 +38,7 @@ from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import InvertedSegment, RecordedCall, Recoverer, SavedInputs
+from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import raise_arrived, send_comparisons
 
 _Strides = tuple[int, ...] | None
@@ -157,10 +158,16 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
 
     Raises:
         InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
-        RecoveryError: exact=True and a state has left the grid, or an f that cannot be repeated.
+        RecoveryError: exact=True and a state has left the grid, an f that cannot be repeated, or a transform of `torch.func`
+            under which nothing can be recovered.
     """
     if not (isinstance(x1, Tensor) and isinstance(x2, Tensor)):
-        raise InputError(f"A chain takes two tensors. Received: {type(x1).__name__} and {type(x2).__name__}.")
+        hint = ""
+        if isinstance(x1, fx.Proxy):
+            hint = " torch.fx.symbolic_trace gets past a chain with a Tracer whose is_leaf_module is True for its module."
+        raise InputError(f"A chain takes two tensors. Received: {type(x1).__name__} and {type(x2).__name__}.{hint}")
+    if x1.is_nested and x1.layout is torch.strided:
+        raise InputError("A chain takes nested tensors of layout=torch.jagged. Received: torch.strided.")
     if not x1.is_meta and torch.is_autocast_enabled(x1.device.type):
         # Under autocast, a convolution before the chain returns half precision, in which inversion loses too much.
         x1, x2 = (x.float() if x.dtype in HALF else x for x in (x1, x2))
@@ -269,6 +276,9 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
 @exclude_from_compilation
 def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
+    if must_store():
+        return _run_plain(links, x1, x2, side, exact)
+    refuse_to_drop("every step")
     send_comparisons()
     raise_arrived()
     will_invert = any(isinstance(link, Step) and link.mode == "invert" for link in links)
@@ -322,6 +332,7 @@ def _start(
     couplings = [link.coupling for link in links if isinstance(link, Step)]
     if not exact and not any(coupling.is_exact for coupling in couplings):
         return None, (x1, _dense(x2))
+    refuse_exact_derivatives()
     fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]
     grid = Grid(x1.dtype, min(fraction_bits) if fraction_bits else None, will_invert)
     pair = grid.round(x1), grid.round(x2)
@@ -377,6 +388,11 @@ def _call(step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, r
         raise InputError(
             f"{step.name} must return a tensor shaped like the stream it is added to, {tuple(pair[0].shape)}. "
             f"Received: {received}."
+        )
+    if out.is_complex():
+        raise InputError(
+            f"{step.name} must return a real tensor, like the stream it is added to. Received: {out.dtype}. Return its real "
+            "part, or a real tensor of both parts (torch.view_as_real)."
         )
     return out
 

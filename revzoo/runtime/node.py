@@ -9,6 +9,7 @@ from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import RecordedCall, SavedInputs
+from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import raise_arrived, send_comparisons
 
 
@@ -29,6 +30,9 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
 
 @exclude_from_compilation
 def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
+    if must_store():
+        return module(*inputs)
+    refuse_to_drop(name)
     send_comparisons()
     raise_arrived()
     call = RecordedCall(module, name, Settings(inputs[0].device), selective=mode == "selective")

@@ -1,0 +1,53 @@
+"""What can be at work around a forward besides autograd: tracers, forward-mode derivatives, the transforms of `torch.func`.
+
+A tracer writes down operations to be run later without this runtime, and a forward-mode derivative is complete when forward
+ends: both have no backward in which a dropped tensor could be recovered. `torch.func` refuses saved-tensor hooks.
+"""
+
+import torch
+from torch.autograd import forward_ad
+from torch.jit._trace import is_tracing
+
+from revzoo.errors import InputError, RecoveryError
+
+_FORWARD_MODE = "Jvp"
+_NAMES = {"Grad": "torch.func.grad (vjp, jacrev, hessian)", "Vmap": "torch.vmap", _FORWARD_MODE: "torch.func.jvp (jacfwd)"}
+
+
+def must_store() -> bool:
+    """Return whether forward has to keep every saved tensor, whatever the schedule says."""
+    is_forward_mode = forward_ad._current_level >= 0 and _find_innermost() in (None, _FORWARD_MODE)
+    return is_tracing() or is_forward_mode
+
+
+def refuse_to_drop(name: str) -> None:
+    """Raise RecoveryError inside a transform that does not let `name` drop saved tensors."""
+    if innermost := _find_innermost():
+        raise RecoveryError(
+            f"{_describe(innermost)} does not support the hooks on saved tensors that recovery needs. Set the schedule of "
+            f"{name} to 'store', or use torch.autograd.grad or .backward() instead."
+        )
+
+
+def refuse_exact_derivatives() -> None:
+    """Raise InputError where exact arithmetic would be differentiated in another way than by backward."""
+    if torch.compiler.is_compiling():
+        return
+    around = _find_innermost() or ("torch.autograd.forward_ad" if forward_ad._current_level >= 0 else None)
+    if around is None and is_tracing() and torch.is_grad_enabled():
+        around = "torch.jit.trace outside of torch.no_grad()"
+    if around is not None:
+        raise InputError(
+            "Exact arithmetic rounds, and has a gradient in torch.autograd.grad and .backward() alone. Received: a call inside "
+            f"{_describe(around)}. Use exact=False, and m or beta instead of kept_bits."
+        )
+
+
+def _find_innermost() -> str | None:
+    """Return the kind of the innermost active transform of torch.func."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack[-1].key().name if stack else None
+
+
+def _describe(kind: str) -> str:
+    return _NAMES.get(kind, kind)

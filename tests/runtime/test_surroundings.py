@@ -1,0 +1,357 @@
+"""What may be around a chain or inside its steps besides plain autograd: gradients of `store`, or an error that says why."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from revzoo.errors import InputError, RecoveryError
+from revzoo.runtime import ReversibleChain
+from revzoo.runtime.node import run_node
+
+DROPPING = ["invert", "recompute", "selective", ["invert", "selective", "store", "invert"]]
+each_mode = pytest.mark.parametrize("schedule", DROPPING, ids=str)
+in_both_arithmetics = pytest.mark.parametrize("exact", [False, True], ids=["float", "exact"])
+
+tracing = pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated", "ignore:Converting a tensor")
+
+Run = Callable[[ReversibleChain, list[Tensor]], Any]
+
+
+class Step(nn.Module):
+    """A step made of a function of its layers and its input."""
+
+    def __init__(self, f: Callable[..., Tensor], layers: nn.Module):
+        super().__init__()
+        self.f, self.layers = f, layers
+
+    def forward(self, w: Tensor, *side: Any) -> Tensor:
+        return self.f(self.layers, w, *side)
+
+
+def mlp(dropout: float = 0.2) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 6))
+
+
+def chain_of(f: Callable[..., Tensor], exact: bool = False, layers: Callable[[], nn.Module] = mlp) -> ReversibleChain:
+    return ReversibleChain([Step(f, layers()) for _ in range(4)], exact=exact).double()
+
+
+def call(layers: nn.Module, w: Tensor) -> Tensor:
+    return layers(w)
+
+
+def make_streams() -> list[Tensor]:
+    return [x.requires_grad_() for x in torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))]
+
+
+def compute_loss(y1: Tensor, y2: Tensor) -> Tensor:
+    return (y1.sin() * torch.linspace(0, 1, y1.numel(), dtype=y1.dtype).view(y1.shape)).sum() + (y2 * y2).sum()
+
+
+def backward(chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
+    compute_loss(*chain(*streams)).backward()
+    return [x.grad for x in (*streams, *chain.parameters())]
+
+
+def compare(chain: ReversibleChain, schedule: Any, run: Run = backward) -> None:
+    """Assert that `run` gives the same tensors with the schedule as with everything stored: bit for bit if exact."""
+
+    def run_in(schedule: Any) -> list[Tensor]:
+        chain.zero_grad()
+        chain.schedule = schedule
+        torch.manual_seed(2)
+        return [t.detach().clone() for t in run(chain, make_streams())]
+
+    expected, received = run_in("store"), run_in(schedule)
+    assert len(expected) > 0
+    assert all(t.norm() > 1e-6 for t in expected)
+    for a, b in zip(received, expected, strict=True):
+        assert torch.equal(a, b) if chain.exact else (a - b).norm() <= 1e-11 * b.norm()
+
+
+# Other hooks, checkpoints, and Functions that keep or want their tensors in other ways
+
+
+class KeepsOnContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * ctx.x.cos()
+
+
+class DifferentiatesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = x.sin()
+        return torch.autograd.grad(y, x, grads[0])[0]
+
+
+def save_inside_on_cpu(layers: nn.Module, w: Tensor) -> Tensor:
+    with save_on_cpu():
+        return layers(w)
+
+
+INSIDE = {
+    "checkpoint": lambda layers, w: checkpoint(layers, w, use_reentrant=False),
+    "reentrant checkpoint": lambda layers, w: checkpoint(layers, w, use_reentrant=True),
+    "save_on_cpu": save_inside_on_cpu,
+    "ctx.x": lambda layers, w: KeepsOnContext.apply(layers(w)),
+    "enable_grad in backward": lambda layers, w: DifferentiatesInBackward.apply(layers(w)),
+}
+
+
+@each_mode
+@in_both_arithmetics
+@pytest.mark.parametrize("inside", INSIDE)
+def test_what_a_step_does_to_saved_tensors_itself(inside, exact, schedule):
+    compare(chain_of(INSIDE[inside], exact), schedule)
+
+
+@each_mode
+@in_both_arithmetics
+@pytest.mark.parametrize("around", ["checkpoint", "reentrant checkpoint", "save_on_cpu"])
+def test_what_is_done_to_saved_tensors_around_a_chain(around, exact, schedule):
+    def run(chain, streams):
+        if around == "save_on_cpu":
+            with save_on_cpu():
+                loss = compute_loss(*chain(*streams))
+        else:
+            loss = compute_loss(*checkpoint(chain, *streams, use_reentrant=around.startswith("reentrant")))
+        loss.backward()
+        return [x.grad for x in (*streams, *chain.parameters())]
+
+    compare(chain_of(call, exact), schedule, run)
+
+
+@each_mode
+@in_both_arithmetics
+def test_hooks_on_tensors_and_modules(exact, schedule):
+    chain = chain_of(call, exact)
+    for step in chain.steps:
+        step.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
+        step.register_forward_hook(lambda _, args, out: out * 0.5)
+        step.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 0.9,))
+        step.register_full_backward_hook(lambda _, grads, __: (grads[0] * 1.1,))
+
+    def run(chain, streams):
+        together = []
+        inputs = [x * 2 for x in streams]
+        outputs = chain(*inputs)
+        for x in (*inputs, *outputs):
+            x.register_hook(lambda g: g * 3)
+            x.retain_grad()
+        torch.autograd.graph.register_multi_grad_hook(inputs, lambda grads: together.extend(g.clone() for g in grads))
+        compute_loss(*outputs).backward()
+        assert len(together) == 2
+        return [*together, *(x.grad for x in (*streams, *inputs, *outputs, *chain.parameters()))]
+
+    compare(chain, schedule, run)
+
+
+@each_mode
+@in_both_arithmetics
+def test_backward_in_one_thread_and_under_anomaly_detection(exact, schedule):
+    def run(chain, streams):
+        loss = compute_loss(*chain(*streams))
+        with torch.autograd.set_multithreading_enabled(False), torch.autograd.set_detect_anomaly(True):
+            loss.backward()
+        return [x.grad for x in (*streams, *chain.parameters())]
+
+    compare(chain_of(call, exact), schedule, run)
+
+
+# Transforms and tracers
+
+
+def jvp(chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
+    inputs = [x.detach() for x in streams]
+    return list(torch.func.jvp(lambda *x: chain(*x), tuple(inputs), tuple(x.cos() for x in inputs))[1])
+
+
+def dual_numbers(chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
+    with forward_ad.dual_level():
+        outputs = [forward_ad.unpack_dual(y) for y in chain(*(forward_ad.make_dual(x, x.detach().cos()) for x in streams))]
+        compute_loss(*(y.primal for y in outputs)).backward()
+    return [*(y.tangent for y in outputs), *(x.grad for x in (*streams, *chain.parameters()))]
+
+
+def traced(chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
+    return backward_of(torch.jit.trace(chain, tuple(torch.ones(2, 2, 6).double())), chain, streams)
+
+
+def leaf_of_a_graph(chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+            return isinstance(module, ReversibleChain) or super().is_leaf_module(module, name)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chain = chain
+
+        def forward(self, x1: Tensor, x2: Tensor) -> Any:
+            return self.chain(x1, x2)
+
+    model = Model()
+    return backward_of(torch.fx.GraphModule(model, Tracer().trace(model)), chain, streams)
+
+
+def backward_of(module: Callable[..., Any], chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
+    compute_loss(*module(*streams)).backward()
+    return [x.grad for x in (*streams, *chain.parameters())]
+
+
+@each_mode
+@tracing
+@pytest.mark.parametrize("run", [jvp, dual_numbers, traced, leaf_of_a_graph])
+def test_forward_mode_derivatives_and_tracers(run, schedule):
+    compare(chain_of(call, layers=lambda: mlp(0.0)), schedule, run)
+
+
+def func_grad(chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
+    return list(torch.func.grad(lambda *x: compute_loss(*chain(*x)), (0, 1))(*streams))
+
+
+def func_hessian(chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
+    return [torch.func.hessian(lambda x: compute_loss(*chain(x, x)))(streams[0])]
+
+
+def vmap(chain: ReversibleChain, streams: list[Tensor]) -> list[Tensor]:
+    return backward_of(torch.vmap(lambda *x: chain(*x)), chain, streams)
+
+
+@pytest.mark.parametrize(
+    ("run", "name"), [(func_grad, r"torch\.func\.grad"), (func_hessian, r"torch\.func\.grad"), (vmap, r"torch\.vmap")]
+)
+def test_transforms_of_torch_func_need_store(run, name):
+    chain = chain_of(call, layers=lambda: mlp(0.0))
+    for schedule in DROPPING:
+        chain.schedule = schedule
+        with pytest.raises(RecoveryError, match=rf"{name}.* does not support .*\. Set the schedule of every step to 'store'"):
+            run(chain, make_streams())
+    chain.schedule = "store"
+    assert all(t.isfinite().all() for t in run(chain, make_streams()))
+    with pytest.raises(RecoveryError, match=r"Set the schedule of stem to 'store'"):
+        torch.func.grad(lambda x: run_node(mlp(), "stem", "recompute", x).sum())(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("schedule", ["store", "invert"])
+@pytest.mark.parametrize("run", [jvp, dual_numbers, func_grad, vmap])
+def test_exact_arithmetic_has_no_derivatives_but_those_of_backward(run, schedule):
+    chain = chain_of(call, exact=True)
+    chain.schedule = schedule
+    with pytest.raises((InputError, RecoveryError), match=r"exact=False|to 'store'"):
+        run(chain, make_streams())
+
+
+@tracing
+def test_exact_arithmetic_is_traced_without_gradients():
+    chain = chain_of(call, exact=True, layers=lambda: mlp(0.0))
+    streams = tuple(x.detach() for x in make_streams())
+    with pytest.raises(InputError, match=r"torch\.jit\.trace outside of torch\.no_grad\(\)"):
+        torch.jit.trace(chain, streams)
+    with torch.no_grad():
+        module = torch.jit.trace(chain, streams)
+        assert all(map(torch.equal, module(*streams), chain(*streams)))
+
+
+def test_symbolic_tracing_is_refused_with_the_remedy():
+    with pytest.raises(InputError, match=r"Received: Proxy and Proxy\. torch\.fx\.symbolic_trace .* is_leaf_module"):
+        torch.fx.symbolic_trace(chain_of(call))
+
+
+# Other tensors
+
+
+def test_complex_outputs_are_refused():
+    chain = chain_of(lambda layers, w: torch.fft.fft(layers(w)))
+    with pytest.raises(
+        InputError, match=r"steps\.0 must return a real tensor.* Received: torch\.complex128\. Return its real part"
+    ):
+        chain(*make_streams())
+
+
+@each_mode
+@in_both_arithmetics
+def test_a_step_in_the_frequency_domain(exact, schedule):
+    compare(chain_of(lambda layers, w: torch.fft.ifft(torch.fft.fft(layers(w)) * 1j).real + layers(w), exact), schedule)
+
+
+OFFSETS = torch.tensor([0, 1, 3])
+
+
+@each_mode
+@in_both_arithmetics
+def test_jagged_tensors_inside_a_step_share_the_offsets_of_the_side_input(exact, schedule):
+    def attend(layers, w, offsets):
+        return layers(torch.nested.nested_tensor_from_jagged(w, offsets)).values()
+
+    def run(chain, streams):
+        compute_loss(*chain(*streams, OFFSETS)).backward()
+        return [x.grad for x in (*streams, *chain.parameters())]
+
+    compare(chain_of(attend, exact, lambda: mlp(0.0)), schedule, run)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_streams_of_the_strided_layout_are_refused():
+    x = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(1, 6)], dtype=torch.float64)
+    with pytest.raises(InputError, match=r"nested tensors of layout=torch\.jagged\. Received: torch\.strided"):
+        chain_of(call)(x, x)
+
+
+@each_mode
+def test_a_step_may_return_its_input_or_a_constant(schedule):
+    steps = [
+        nn.Identity(),
+        Step(lambda layers, w: w.view(18).view(3, 6), mlp()),
+        Step(lambda layers, w: layers(w).detach(), mlp()),
+    ]
+
+    def run(chain, streams):
+        compute_loss(*chain(*streams)).backward()
+        return [x.grad for x in streams]
+
+    compare(ReversibleChain([*steps, Step(call, mlp())]).double(), schedule, run)
+
+
+@each_mode
+def test_streams_that_are_views_of_one_tensor(schedule):
+    def run(chain, streams):
+        x = streams[0]
+        compute_loss(*chain(x[0].expand(3, 6), x.flip(0))).backward()
+        y1, y2 = chain(x, x)
+        (y1 * y2).sum().backward()
+        return [x.grad, *(p.grad for p in chain.parameters())]
+
+    compare(chain_of(call), schedule, run)
+
+
+# Random numbers, kernels and quantisation
+
+
+@each_mode
+def test_observers_that_move_buffers_are_refused(schedule):
+    chain = ReversibleChain([parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(4)]).double()
+    chain.schedule = schedule
+    with pytest.raises(RecoveryError, match=r"steps\.0 changes its 'parametrizations\.weight\.0\._u' in forward.* to 'store'"):
+        chain(*make_streams())
+    compare(chain.eval(), schedule)
