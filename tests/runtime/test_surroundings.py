@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import ReversibleChain
 from revzoo.runtime.node import run_node
+from revzoo.runtime.replay import Replay
 
 DROPPING = ["invert", "recompute", "selective", ["invert", "selective", "store", "invert"]]
 each_mode = pytest.mark.parametrize("schedule", DROPPING, ids=str)
@@ -355,3 +356,139 @@ def test_observers_that_move_buffers_are_refused(schedule):
     with pytest.raises(RecoveryError, match=r"steps\.0 changes its 'parametrizations\.weight\.0\._u' in forward.* to 'store'"):
         chain(*make_streams())
     compare(chain.eval(), schedule)
+
+
+# Conditions of the first run that the second must see again
+
+
+@each_mode
+@in_both_arithmetics
+@pytest.mark.parametrize("until", ["forward", "backward"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_cached_parametrizations(tied, until, exact, schedule):
+    def layers():
+        return nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(6, 6)), nn.Tanh(), parametrizations.orthogonal(nn.Linear(6, 6))
+        )
+
+    shared = layers()
+
+    def run(chain, streams):
+        with parametrize.cached():
+            loss = compute_loss(*chain(*streams))
+            if until == "backward":
+                loss.backward()
+        if until == "forward":
+            loss.backward()
+        return [x.grad for x in (*streams, *chain.parameters())]
+
+    compare(chain_of(call, exact, (lambda: shared) if tied else layers), schedule, run)
+
+
+@each_mode
+@in_both_arithmetics
+def test_a_batch_without_examples(exact, schedule):
+    chain = chain_of(call, exact)
+    chain.schedule = schedule
+    streams = [torch.zeros(0, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    y1, y2 = chain(*streams)
+    (y1.sum() + y2.sum()).backward()
+    assert [x.grad.shape for x in streams] == [(0, 6)] * 2
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in chain.parameters())
+
+
+@each_mode
+@in_both_arithmetics
+def test_jagged_streams(exact, schedule):
+    def run(chain, streams):
+        outputs = chain(*(torch.nested.nested_tensor_from_jagged(x, OFFSETS) for x in streams))
+        compute_loss(*(y.values() for y in outputs)).backward()
+        return [x.grad for x in (*streams, *chain.parameters())]
+
+    compare(chain_of(call, exact, lambda: mlp(0.0)), schedule, run)
+
+
+@each_mode
+@in_both_arithmetics
+def test_an_attention_backend_chosen_around_forward_alone(exact, schedule):
+    def attend(layers, w):
+        q = layers(w).view(1, 3, 2, 3).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(3, 6)
+
+    def run(chain, streams):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss = compute_loss(*chain(*streams))
+        loss.backward()
+        return [x.grad for x in (*streams, *chain.parameters())]
+
+    compare(chain_of(attend, exact), schedule, run)
+
+
+@each_mode
+def test_a_default_dtype_changed_before_backward(schedule):
+    def scale(layers, w):
+        return layers(w) * torch.full((6,), 1 / 3)
+
+    def run(chain, streams):
+        loss = compute_loss(*chain(*streams))
+        torch.set_default_dtype(torch.float64)
+        try:
+            loss.backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return [x.grad for x in (*streams, *chain.parameters())]
+
+    compare(chain_of(scale), schedule, run)
+
+
+class AddsBias(nn.Module):
+    """A step whose bias has its gradient before the step runs again."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bias = nn.Linear(6, 6, bias=False), nn.Parameter(torch.zeros(6))
+
+    def forward(self, w):
+        return self.linear(w.tanh()) + self.bias
+
+
+@each_mode
+def test_an_optimizer_inside_backward(schedule):
+    def run(chain, streams):
+        def step(p):
+            with torch.no_grad():
+                p -= 0.1 * p.grad
+
+        hooks = [p.register_post_accumulate_grad_hook(step) for p in chain.parameters()]
+        before = [p.detach().clone() for p in chain.parameters()]
+        try:
+            grads = backward(chain, streams)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for p, old in zip(chain.parameters(), before, strict=True):
+                p.data.copy_(old)
+        return grads
+
+    compare(chain_of(call, layers=mlp), schedule, run)
+    chain = ReversibleChain([AddsBias() for _ in range(2)]).double()
+    chain.schedule = schedule if isinstance(schedule, str) else "invert"
+    message = r"'bias' of steps\.1 was changed in place.* an optimizer inside backward .*register_post_accumulate_grad_hook"
+    with pytest.raises(RecoveryError, match=message):
+        run(chain, make_streams())
+
+
+def test_a_device_module_without_a_list_of_generators(monkeypatch):
+    generator = torch.Generator()
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "_get_default_mps_generator", lambda: generator)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: generator.get_state())
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: generator.set_state(state))
+    assert not hasattr(torch.mps, "default_generators")
+    replay = Replay(nn.Identity(), torch.device("mps"), "steps.0")
+    first = torch.rand(3, generator=generator)
+    replay.end_first_run()
+    following = torch.rand(3, generator=torch.Generator().set_state(generator.get_state()))
+    with replay.again():
+        assert torch.equal(torch.rand(3, generator=generator), first)
+    assert torch.equal(torch.rand(3, generator=generator), following)
