@@ -27,11 +27,10 @@ from torch import Tensor, fx, nn
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.registry import couplings
-from revzoo.runtime.bits import PackedBits
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, Drift, Growth
-from revzoo.runtime.exact import Grid, has_value, require_exact
+from revzoo.runtime.exact import Grid, LostBits, has_value, require_exact
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.replay import is_sharded
@@ -218,7 +217,7 @@ class _LinkUpdate:
         self.b = 1.0 if isinstance(link, Bijection) else link.coupling.b
         self.will_invert = will_invert
         self._strides: tuple[_Strides, _Strides] = None, None
-        self._lost_bits: PackedBits | None = None
+        self._lost_bits: LostBits = None
 
     def advance(self, pair: Pair, out: Tensor | None) -> Pair:
         if self.will_invert:

@@ -36,6 +36,9 @@ _GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
+LostBits = PackedBits | Tensor | None
+
+
 class _Round(torch.autograd.Function):
     """Round x to multiples of 1 / scale; the gradient is that of x."""
 
@@ -132,12 +135,13 @@ class Grid:
             return following
         return _advance(previous, current, out, coupling, self.scale)
 
-    def pack_lost_bits(self, coupling: Coupling, previous: Tensor) -> PackedBits | None:
+    def pack_lost_bits(self, coupling: Coupling, previous: Tensor) -> LostBits:
         """Return the bits of w[k-1] that `advance` loses, packed; None if it loses none."""
         if not coupling.kept_bits:
             return None
         low = previous.detach().mul(self.scale).to(_INTEGERS[self.dtype]).bitwise_and_(2**coupling.kept_bits - 1)
-        return pack(low.to(torch.uint8), coupling.kept_bits)
+        low = low.to(torch.uint8)
+        return low if is_sharded(low) else pack(low, coupling.kept_bits)  # a flattened DTensor would change its sharding
 
     def invert(
         self,
@@ -145,7 +149,7 @@ class Grid:
         following: Tensor,
         current: Tensor,
         out: Tensor,
-        kept: PackedBits | None = None,
+        kept: LostBits = None,
         into: Tensor | None = None,
     ) -> Tensor:
         """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `pack_lost_bits` returned, in `into` or a new tensor."""
@@ -155,7 +159,7 @@ class Grid:
         total.mul_(-1 / (coupling.b * self.scale)).add_(following, alpha=1 / coupling.b)
         if coupling.kept_bits:
             assert kept is not None, "the bits have been used already"
-            total.add_(unpack(kept), alpha=1 / self.scale)
+            total.add_(kept if isinstance(kept, Tensor) else unpack(kept), alpha=1 / self.scale)
         return total
 
     def watch(self, state: Tensor, where: str) -> None:

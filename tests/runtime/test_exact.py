@@ -120,6 +120,36 @@ def test_an_empty_batch_has_gradients_of_zero(coupling, mode, gradients):
     assert all((g == 0).all() for g in grads)
 
 
+@pytest.mark.parametrize("read_late", [False, True])
+@pytest.mark.parametrize("coupling", ["additive", momentum(kept_bits=3, gain=1.0), momentum(kept_bits=8, gain=1.0)])
+def test_dtensors_have_bit_identical_gradients(coupling, read_late, mesh, monkeypatch):
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+
+    if read_late:
+        monkeypatch.setattr(exact, "_can_read_now", lambda x: False)
+    chain = distribute_module(ReversibleChain([nn.Linear(6, 6) for _ in range(4)], coupling, exact=True), mesh)
+    for placement in (Shard(0), Replicate()):
+        streams = [DTensor.from_local(x, mesh, [placement]) for x in torch.randn(2, 3, 6)]
+        grads = {}
+        for mode in MODES[:1] + MODES[2:]:
+            chain.schedule = mode
+            chain.zero_grad()
+            y1, y2 = chain(*streams)
+            (y1.sin().sum() + (y2 * y2).sum()).backward()
+            grads[mode] = [p.grad.full_tensor() for p in chain.parameters()]
+        for mode in ("recompute", "invert"):
+            assert all(torch.equal(a, b) for a, b in zip(grads[mode], grads["store"], strict=True)), (mode, placement)
+
+
+@pytest.fixture
+def mesh():
+    """Return a mesh of this process alone."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 class SignOfZero(nn.Module):
     """Return w times a weight, and subtract 1 from what is 0.0 but not from what is -0.0."""
 
