@@ -21,8 +21,9 @@ from revzoo.analysis.dry_run import (
     require_module,
     select_differentiable,
 )
+from revzoo.analysis.leftover import measure_leftovers
 from revzoo.errors import InputError, RecoveryError, join_names
-from revzoo.format import format_dtype
+from revzoo.format import format_bytes, format_dtype
 from revzoo.runtime.schedule import Mode
 
 Gradients = dict[str, Tensor | None]
@@ -59,6 +60,8 @@ class VerifyReport:
         gradient_errors: the same for each parameter with a gradient; relative to 1 % of a typical gradient at least.
         identical: whether every gradient is the same bit for bit.
         problems: reasons why the model is not safe to train like this; none if it is.
+        leftover_bytes: for each step that keeps more from forward to backward than its mode says, how much more. It costs
+            memory and changes no gradient.
     """
 
     dtype: torch.dtype
@@ -68,6 +71,7 @@ class VerifyReport:
     gradient_errors: dict[str, float] = field(default_factory=dict)
     identical: bool = False
     problems: tuple[str, ...] = ()
+    leftover_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -87,6 +91,13 @@ class VerifyReport:
                 f"{len(self.gradient_errors)} gradients against storing everything: relative error {self.gradient_error:.1e}, "
                 f"at most {worst:.1e} ({name})"
             )
+        if self.leftover_bytes:
+            names, total = join_names(list(self.leftover_bytes), most=4), format_bytes(sum(self.leftover_bytes.values()))
+            lines.append(
+                f"Kept although the mode drops it: {total}, by {names}. Not autograd keeps it but the step itself: on the ctx "
+                "of an autograd.Function without save_for_backward, in an attribute, with hooks of its own such as "
+                "save_on_cpu, or in a chain inside it."
+            )
         if self.ok:
             agreement = "gradients are bit-identical to" if self.identical else "gradients agree, up to rounding, with"
             return "\n".join([*lines, f"Safe to train in {dtype}: {agreement} those of storing everything."])
@@ -97,8 +108,8 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     """Compare the gradients of the model's schedule with those of storing all activations.
 
     Runs the model three times with the same weights, batch and random numbers, and with the same random gradient of the
-    outputs: twice with `store`, to see whether the model repeats itself at all, and once with its schedule. Afterwards the
-    model is as before.
+    outputs: twice with `store`, to see whether the model repeats itself at all, and once with its schedule. One more forward
+    shows what is kept. Afterwards the model is as before.
 
     Args:
         model: a `revzoo.Model`, a `ReversibleChain`, or any module with chains inside, as it is to be trained.
@@ -129,6 +140,7 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
         gradient_error=overall,
         gradient_errors=each,
         identical=_are_identical(scheduled.gradients, stored.gradients),
+        leftover_bytes=measure_leftovers(model, batch),
     )
     return replace(report, problems=tuple(_find_problems(report, scheduled, stored, repeated)))
 
