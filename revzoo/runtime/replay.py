@@ -96,7 +96,9 @@ class Replay:
         if changed := self._find_changed():
             raise RecoveryError(
                 f"{changed!r} of {self._name} was changed in place between forward and backward, for example by "
-                "optimizer.step(). Run backward first, or set the schedule to 'store' and let autograd say where."
+                "optimizer.step(). Run backward first, or set the schedule to 'store' and let autograd say where. With an "
+                "optimizer inside backward (register_post_accumulate_grad_hook), no step may end by adding a parameter: its "
+                "gradient is complete before the step runs again."
             )
         if replaced := self._find_replaced():
             raise RecoveryError(

@@ -252,8 +252,9 @@ def _runs_differently(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype
         expected = f"a tensor {tuple(shape)} of {dtype}"
     return RecoveryError(
         f"{name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {saved} in "
-        "recovery. Its function must depend on its input, parameters and torch's random stream alone, and requires_grad must "
-        "not change in between; otherwise set its schedule to 'store'."
+        "recovery. Its function must depend on its input, parameters and torch's random stream alone, not on a cache that "
+        "another call filled (parametrize.cached), and requires_grad must not change in between; otherwise set its schedule "
+        "to 'store'."
     )
 
 

@@ -85,7 +85,14 @@ def test_public_names_are_the_pinned_ones():
     assert set(revzoo.__all__) <= set(dir(revzoo))
     for name, expected in PINNED.items():
         assert expected is None or signature(getattr(revzoo, name)) == expected, name
-    assert set(revzoo.runtime.__all__) == {"Bijection", "Coupling", "LiveBytes", "ReversibleChain", "SpaceToDepth"}
+    assert set(revzoo.runtime.__all__) == {
+        "Bijection",
+        "Coupling",
+        "LiveBytes",
+        "ReversibleChain",
+        "SpaceToDepth",
+        "set_tripwire",
+    }
     assert signature(revzoo.runtime.ReversibleChain) == "(steps, coupling='additive', exact=False)"
 
 
