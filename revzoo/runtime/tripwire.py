@@ -21,6 +21,7 @@ Source: the projections are those of Johnson and Lindenstrauss (1984).
 
 import math
 from collections import deque
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache
 from itertools import islice
@@ -115,8 +116,10 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
         return None
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    flat = _flatten(x)
-    values = _add_bits(flat) if bits else _project(flat)
+    # Modes that count bytes or select operations are not to see this one read of the tensor.
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+        flat = _flatten(x)
+        values = _add_bits(flat) if bits else _project(flat)
     return Fingerprint(values.tolist() if _is_immediate(device) else values, (*order, x.stride(), bits))
 
 
@@ -151,9 +154,8 @@ def _project(x: Tensor) -> Tensor:
 @cache
 def _make_weights(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return random weights, the same in every call. Shapes: (rows, width), or (width,) for one row."""
-    with _disable_current_modes():  # they belong to no run that counts its bytes
-        weights = torch.randn(_PROJECTIONS, _WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        return weights.to(device, dtype)[:rows, :width].squeeze(0)
+    weights = torch.randn(_PROJECTIONS, _WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return weights.to(device, dtype)[:rows, :width].squeeze(0)
 
 
 class Watch:
