@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame  # the part in C, which is there before the compiler is imported
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +32,17 @@ def exclude_from_compilation(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def leave_uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Make the compiler pass over a function and all that it calls.
+
+    As `torch.compiler.disable`, but for functions that are never compiled into a caller, such as handlers of a dispatch mode:
+    nothing is wrapped around them, which would take ten microseconds for each operation.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def is_exporting() -> bool:

@@ -5,186 +5,350 @@ saves in it: norms, activations and dropout save their own inputs and outputs to
 compute-intensive operations that its saved tensors were computed from, and computes everything else again.
 
 As in PyTorch's selective checkpointing (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), one dispatch mode
-keeps outputs in the first run and another returns them in the second. Two things differ. For every storage it is known which
-compute-intensive outputs its contents were computed from. So an output is not kept when no saved tensor depends on it (the last
-layer of nearly every branch, the convolution of a shortcut): the second run gets zeros in its place, and a transformer block
-keeps 10 streams instead of 12. And a further backward through a retained graph computes everything again.
+keeps outputs in the first run and another hands them out in the second. Three things differ:
+
+- For every storage it is known which compute-intensive outputs its contents were computed from. An output that no saved tensor
+  depends on (the last layer of nearly every branch, the convolution of a shortcut) is not kept: a transformer block keeps 10
+  streams instead of 12.
+- Nothing rests on that being known completely: values may be read and memory may be written where no dispatch mode sees it. In
+  the second run an output that was not kept is a tensor without contents (`missing.py`). Whatever needs the contents ends that
+  run. So does the first operation that was another one in the first run, or had other operands. Then all is computed again.
+- A further backward through a retained graph computes everything again.
+
+Known limit: a kernel that changes a kept output through a raw pointer and raises no version is noticed on the CPU only, and
+there by the first and last bytes of the output.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from ctypes import string_at
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from revzoo.errors import RecoveryError
+from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.live_bytes import wraps_tensors
-from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.operations import is_compute_intensive
+from revzoo.runtime.missing import Layout, MissingTensor, NeedsFullRun, run_without_contents
+from revzoo.runtime.operations import CAST, Operation, describe
 
-OperationCall = tuple[Any, int]  # (op, n): the n-th call of op within a run
-_NONE = frozenset[OperationCall]()
-# A tensor whose value decides what is computed next (`if x.max() > 1`, boolean indexing): zeros cannot stand in for it.
-_CONTROL_FLOW = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_Set = int  # of kept outputs: bit i is set if output number i is in it
+_ANY_SO_FAR = -1  # what fills uninitialised memory unseen may have read every output so far
+_SAMPLE_BYTES = 64
 
 
 class KeptOutputs:
     """The outputs of the compute-intensive operations in one call of a step or node.
 
     Use: the first run inside `record()`, `mark_needed` for every tensor that autograd saves in it, then `discard_unneeded()`.
-    Each later run inside `replay()`.
+    Each later run inside `replay()`. If it raises an Exception or NeedsFullRun while `handed_out` is true, forget what it did
+    and run once more, inside another `replay()`.
 
-    Args:
-        name: name of the step or node, for messages.
+    Attributes:
+        handed_out: whether the latest run got something that it did not compute.
     """
 
-    def __init__(self, name: str):
-        self._name = name
-        self._outputs: dict[OperationCall, tuple[Any, list[int]]] = {}  # outputs, and the version of each of their tensors
-        self._discarded: dict[OperationCall, Any] = {}  # outputs that no saved tensor depends on, without their contents
-        self._calls: Counter[Any] = Counter()
+    def __init__(self) -> None:
+        self.handed_out = False
+        self._first_run: _FirstRun | None = None
+        self._operations: list[Any] = []  # of the first run, in order
+        self._kept: dict[int, _Kept] = {}  # by place in _operations
         self._replays = 0
-        # Used during the first run only:
-        self._computed_from: dict[int, frozenset[OperationCall]] = {}  # by storage: the kept outputs behind its contents
-        self._inputs: dict[OperationCall, frozenset[OperationCall]] = {}  # the kept outputs behind the inputs of each
-        self._joins: list[OperationCall] = []  # cheap operations on several kept outputs
-        self._needed: set[OperationCall] = set()
-        self._kept_in: dict[int, list[OperationCall]] = defaultdict(list)  # by storage: the kept outputs in it
-        self._modified: set[OperationCall] = set()  # modified in place; version counters do not see every such operation
 
     def record(self) -> TorchDispatchMode:
         """Return a dispatch mode for the first run, which keeps every compute-intensive output."""
-        return _Dispatch(self._run_and_keep)
-
-    def replay(self) -> TorchDispatchMode:
-        """Return a dispatch mode for a later run. The first of these uses up the kept outputs; others compute everything."""
-        self._calls.clear()
-        self._replays += 1
-        return _Dispatch(self._return_kept)
+        self._first_run = _FirstRun()
+        return self._first_run
 
     def mark_needed(self, saved: Tensor) -> None:
         """Keep the outputs that a tensor saved by autograd was computed from."""
-        self._needed |= self._computed_from.get(_key(saved), _NONE)
+        assert self._first_run is not None
+        self._first_run.mark_needed(saved)
+
+    def holds(self, saved: Tensor) -> bool:
+        """Return whether the first run has kept an output in the storage of this tensor."""
+        return self._first_run is not None and self._first_run.holds(saved)
 
     def discard_unneeded(self) -> None:
         """Free the outputs that no saved tensor depends on, and those that are cheap to compute from others that are kept."""
-        self._needed &= self._outputs.keys()
-        waiting = list(self._needed)
-        while waiting:  # an output that was modified in place is computed again, for which its own inputs are needed
-            call = waiting.pop()
-            if call in self._modified:
-                waiting += self._inputs[call] - self._needed
-                self._needed |= self._inputs[call]
-        for call in self._joins:
-            if call in self._needed and self._inputs[call] <= self._needed:
-                del self._outputs[call]
-        for call, (kept, _) in list(self._outputs.items()):
-            if call not in self._needed:
-                self._discarded[call] = tree_map_only(Tensor, _Blank, kept)
-            if call not in self._needed or call in self._modified:
-                del self._outputs[call]
-        self._computed_from.clear()
-        self._inputs.clear()
-        self._kept_in.clear()
+        assert self._first_run is not None
+        self._operations, self._kept = self._first_run.operations, self._first_run.choose_kept()
+        self._first_run = None
 
-    def _run_and_keep(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
-        call = self._next_call(func)
-        inputs = list(tensors_in((args, kwargs)))
-        behind = _NONE.union(*(self._computed_from.get(_key(t), _NONE) for t in inputs))
-        out = func(*args, **kwargs)
-        outputs = list(tensors_in(out))
-        modified = [t for argument, value in _arguments(func, args, kwargs) if _is_written(argument) for t in tensors_in(value)]
-        for t in modified:
-            self._modified.update(self._kept_in[_key(t)])
-        intensive = is_compute_intensive(func)
-        # The result of a cheap operation on several kept outputs (a residual sum) may be what is worth keeping instead of them.
-        joins = len(behind) > 1 and outputs and not modified
-        if (intensive or joins) and not _draws_random_numbers(func, args, kwargs):
-            kept = tree_map_only(Tensor, _alias, out)
-            self._outputs[call] = kept, _versions(kept)
-            self._inputs[call] = behind
-            for t in tensors_in(kept):
-                self._kept_in[_key(t)].append(call)
-            if not intensive:
-                self._joins.append(call)
-            behind = frozenset([call])
-        if not _CONTROL_FLOW.isdisjoint(func.tags):
-            self._needed |= behind
-        for t in (*outputs, *modified):
-            self._computed_from[_key(t)] = behind
+    def replay(self) -> AbstractContextManager[Any]:
+        """Return a context for a later run. The first of these uses up the kept outputs; others compute everything."""
+        self.handed_out = False
+        self._replays += 1
+        if self._replays > 1:
+            self._kept.clear()
+        return _SecondRun(self, self._operations, self._kept) if self._kept else nullcontext()
+
+
+class _LightMode(TorchDispatchMode):
+    """A dispatch mode whose handler PyTorch does not wrap to leave it uncompiled; it must be marked by `leave_uncompiled`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _FirstRun(_LightMode):
+    """Run operations, and keep the outputs of the compute-intensive ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+        self._recorded: list[_Kept] = []  # by number
+        self._behind: dict[int | None, _Set] = {}  # by storage: the kept outputs that its contents were computed from
+        self._inside: dict[int | None, _Set] = {}  # by storage: the kept outputs in it
+        self._casts: set[int | None] = set()  # storages that a cast has filled
+        self._needed: _Set = 0
+        self._modified: _Set = 0  # version counters do not see every operation in place
+
+    def mark_needed(self, saved: Tensor) -> None:
+        """Keep the outputs that a tensor was computed from."""
+        if saved.__class__ is not Tensor and is_traceable_wrapper_subclass(saved):
+            for name in saved.__tensor_flatten__()[0]:
+                if isinstance(inner := getattr(saved, name), Tensor):  # DTensor also names its mesh
+                    self.mark_needed(inner)
+        else:
+            self._needed |= self._resolve(self._behind.get(_key(saved), 0))
+
+    def holds(self, saved: Tensor) -> bool:
+        """Return whether an output in the storage of this tensor is kept."""
+        return _key(saved) in self._inside
+
+    def choose_kept(self) -> dict[int, "_Kept"]:
+        """Return by place what the second run gets: outputs, and tensors without contents for those that were not needed."""
+        waiting = self._needed
+        while waiting:  # an output that was modified in place is computed again, for which its own inputs are needed
+            number = waiting.bit_length() - 1
+            waiting ^= 1 << number
+            kept = self._recorded[number]
+            if self._modified >> number & 1 or kept.was_modified():
+                self._modified |= 1 << number
+                waiting |= kept.behind & ~self._needed
+                self._needed |= kept.behind
+        chosen = {}
+        for number, kept in enumerate(self._recorded):
+            is_needed, is_modified = self._needed >> number & 1, self._modified >> number & 1
+            if is_needed and not is_modified and not (kept.is_join and not kept.behind & ~self._needed):
+                chosen[kept.place] = kept
+            elif not is_needed and not kept.is_join:
+                kept.discard()
+                chosen[kept.place] = kept
+        return chosen
+
+    @leave_uncompiled
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(map(wraps_tensors, types)):
+            return NotImplemented  # the subclass runs first, and its inner operations come here
+        operation = describe(func)
+        out = _call(operation, func, args, kwargs)
+        if operation.is_compared:
+            self.operations.append(func)
+        if types or not operation.is_view:  # the storage of a view is known already
+            self._follow(func, operation, args, kwargs or {}, out)
         return out
 
-    def _return_kept(self, func: Any, args: Any, kwargs: Any) -> Any:
-        call = self._next_call(func)
-        if self._replays > 1 or (call not in self._discarded and call not in self._outputs):
-            return func(*args, **kwargs)
-        if call in self._discarded:
-            return tree_map_only(_Blank, _Blank.zeros, self._discarded[call])
-        kept, versions = self._outputs.pop(call)
-        if _versions(kept) != versions:
-            raise RecoveryError(
-                f"The output of {func} that {self._name} keeps was modified in place after forward. Replace the in-place "
-                f"operation, or set the schedule of {self._name} to 'recompute' or 'store'."
-            )
-        return kept
+    def _follow(self, func: Any, operation: Operation, args: Any, kwargs: Any, out: Any) -> None:
+        """Note what the outputs were computed from, and keep them if they are worth it."""
+        values = (*args, *kwargs.values()) if kwargs else args
+        written = (
+            [t for value in operation.written_values(args, kwargs) for t in _tensors_in(value)] if operation.written else ()
+        )
+        for key in map(_key, written):
+            self._modified |= self._inside.get(key, 0)
+            if self._behind.get(key) == _ANY_SO_FAR:
+                self._behind[key] = 0
+        behind = 0
+        for value in values:
+            for t in _tensors_in(value):
+                behind |= self._behind.get(_key(t), 0)
+        behind, outputs = self._resolve(behind), _tensors_in(out)
+        # The result of a cheap operation on several kept outputs (a residual sum) may be what is worth keeping instead of them.
+        is_join = not operation.is_compute_intensive and behind & (behind - 1) != 0
+        if (operation.is_compute_intensive or is_join) and operation.is_pure and outputs and not operation.draws(args, kwargs):
+            behind = self._keep(values, behind, is_join, out)
+        if operation.decides:
+            self._needed |= behind
+        if operation.reads_layout_only:
+            behind = 0
+        if operation.leaves_contents_open:
+            behind = _ANY_SO_FAR
+        for t in (*outputs, *written):
+            key = _key(t)
+            if key is None:  # what is computed from it cannot be followed
+                self._needed |= self._resolve(behind)
+                continue
+            self._behind[key] = behind
+            if func is CAST:
+                self._casts.add(key)
 
-    def _next_call(self, func: Any) -> OperationCall:
-        self._calls[func] += 1
-        return func, self._calls[func]
+    def _keep(self, values: Sequence[Any], behind: _Set, is_join: bool, out: Any) -> _Set:
+        """Keep the output of the latest operation."""
+        number = 1 << len(self._recorded)
+        kept = _Kept(len(self.operations) - 1, [self._describe(value) for value in values], behind, is_join, out)
+        self._recorded.append(kept)
+        for t in kept.tensors:
+            key = _key(t)
+            self._inside[key] = self._inside.get(key, 0) | number
+        return number
+
+    def _describe(self, value: Any) -> Any:
+        """Return what an argument must be in the second run as well."""
+        if isinstance(value, Tensor):
+            key = _key(value)
+            is_external = key is not None and key not in self._behind and key not in self._casts
+            return _Operand(value.shape, value.dtype, ref(value.untyped_storage()) if is_external else None)
+        return [self._describe(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def _resolve(self, behind: _Set) -> _Set:
+        return behind if behind >= 0 else (1 << len(self._recorded)) - 1
 
 
-class _Dispatch(TorchDispatchMode):
-    """Pass every operation to `handle`."""
+class _SecondRun(_LightMode):
+    """Run operations, but return what was kept of them, as long as they are those of the first run."""
 
-    def __init__(self, handle: Callable[[Any, Any, Any], Any]):
+    def __init__(self, kept_outputs: KeptOutputs, operations: list[Any], kept: dict[int, "_Kept"]):
         super().__init__()
-        self._handle = handle
+        self._kept_outputs = kept_outputs
+        self._operations = operations
+        self._kept = kept
+        self._place = 0  # of the next operation
+        self._casts: set[int | None] = set()  # storages that a cast has filled
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(wraps_tensors(t) for t in types):
-            return NotImplemented  # the subclass runs first, and its inner operations come here
-        return self._handle(func, args, kwargs or {})
+    @leave_uncompiled
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(map(wraps_tensors, types)):
+            return NotImplemented
+        operation = describe(func)
+        if operation.is_compared:
+            place = self._place
+            self._place += 1
+            if place >= len(self._operations) or self._operations[place] is not func:
+                self._stop_handing_out()
+            elif place in self._kept:
+                kept = self._kept.pop(place)
+                if self._fits(kept.operands, (*args, *kwargs.values()) if kwargs else args) and not kept.was_modified():
+                    self._kept_outputs.handed_out = True
+                    return kept.get()
+                self._stop_handing_out()
+        if types and MissingTensor in types:
+            return run_without_contents(func, args, kwargs or {})
+        out = _call(operation, func, args, kwargs)
+        if func is CAST:
+            self._casts.add(_key(out))
+        return out
+
+    def _stop_handing_out(self) -> None:
+        """Compute everything from here on. What was handed out before may have been wrong."""
+        if self._kept_outputs.handed_out:
+            raise NeedsFullRun
+        self._kept.clear()
+
+    def _fits(self, expected: Any, value: Any) -> bool:
+        """Return whether an argument is what it was in the first run, as far as it can be seen without looking at contents."""
+        if isinstance(expected, _Operand):
+            return (
+                isinstance(value, Tensor)
+                and value.shape == expected.shape
+                and value.dtype == expected.dtype
+                and (expected.storage is None or self._has_storage(value, expected.storage))
+            )
+        if isinstance(expected, list):
+            return isinstance(value, list | tuple) and len(value) == len(expected) and all(map(self._fits, expected, value))
+        return not isinstance(value, Tensor) and bool(expected == value)
+
+    def _has_storage(self, value: Tensor, storage: "ref[torch.UntypedStorage]") -> bool:
+        key = _key(value)
+        return key is not None and (key in self._casts or storage() is value.untyped_storage())
 
 
-class _Blank:
-    """Shape, strides, dtype and device of a tensor whose contents are not needed."""
+class _Operand(NamedTuple):
+    """A tensor that an operation takes."""
 
-    def __init__(self, tensor: Tensor):
-        self._layout = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
-
-    def zeros(self) -> Tensor:
-        """Return zeros with that layout."""
-        size, stride, dtype, device = self._layout
-        return torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+    shape: torch.Size
+    dtype: torch.dtype
+    storage: "ref[torch.UntypedStorage] | None"  # None if operations of the same run have filled it
 
 
-def _draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation advances the random stream, as attention with dropout does: it has to in every run."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    values = {argument.name: value for argument, value in _arguments(func, args, kwargs)}
-    return bool(values.get("dropout_p", 1))
+class _Kept:
+    """The output of one operation.
+
+    Args:
+        place: which operation of the run it is.
+        operands: its arguments, without the contents of tensors.
+        behind: the kept outputs that its operands were computed from.
+        is_join: whether it is a cheap operation on several kept outputs.
+        out: what it returned.
+    """
+
+    def __init__(self, place: int, operands: list[Any], behind: _Set, is_join: bool, out: Any):
+        self.place = place
+        self.operands = operands
+        self.behind = behind
+        self.is_join = is_join
+        self._out = _map(_alias, out, Tensor)
+        self.tensors = _tensors_in(self._out)
+        self._marks = [(t._version, _sample(t)) for t in self.tensors]
+
+    def was_modified(self) -> bool:
+        """Return whether its contents have changed since, as far as that can be seen."""
+        return [(t._version, _sample(t)) for t in self.tensors] != self._marks
+
+    def discard(self) -> None:
+        """Free the contents."""
+        self._out = _map(Layout.of, self._out, Tensor)
+        self.tensors, self._marks = [], []
+
+    def get(self) -> Any:
+        """Return the output; tensors without contents, if those were discarded."""
+        return self._out if self.tensors else _map(MissingTensor, self._out, Layout)
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each argument as the operation's schema describes it, and its value."""
-    for i, argument in enumerate(func._schema.arguments):
-        yield argument, args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+def _call(operation: Operation, func: Any, args: Any, kwargs: Any) -> Any:
+    if operation.autocast_by is not None:
+        return _call_autocast_inside(operation.autocast_by, func, args, kwargs or {})
+    run = getattr(func, "_op", func)  # a call less
+    return run(*args, **kwargs) if kwargs else run(*args)
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+def _call_autocast_inside(autocast_by: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation whose kernel calls operations that autocast knows: below a dispatch mode, autocast is off."""
+    device = next(t.device.type for t in _tensors_in(args))
+    key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}", None)
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as it is above the dispatch mode
+        is_enabled = key is not None and torch.is_autocast_enabled(device)
+    if key is None or not is_enabled or torch._C._dispatch_has_kernel_for_dispatch_key(autocast_by, key):
+        return func(*args, **kwargs)
+    with torch._C._IncludeDispatchKeyGuard(key), torch._C._SetExcludeDispatchKeyGuard(key, False):
+        return func(*args, **kwargs)
 
 
-def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
+def _tensors_in(value: Any) -> Sequence[Tensor]:
+    """Return the tensors in an argument or a result of an operation."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in _tensors_in(item)]
+    return ()
+
+
+def _map(function: Any, out: Any, kind: type) -> Any:
+    if isinstance(out, kind):
+        return function(out)
+    return type(out)(_map(function, item, kind) for item in out) if type(out) in (list, tuple) else out
+
+
+def _key(tensor: Tensor) -> int | None:
+    """Return what identifies a tensor's storage while it is alive; None if it has no single one, such as a sparse tensor."""
+    try:
+        key: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
     return key
 
 
@@ -194,5 +358,11 @@ def _alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def _versions(outputs: Any) -> list[int]:
-    return [t._version for t in tensors_in(outputs)]
+def _sample(tensor: Tensor) -> bytes:
+    """Return some of a tensor's bytes, where that takes no operation."""
+    if tensor.__class__ is not Tensor or not tensor.is_cpu:
+        return b""
+    storage = tensor.untyped_storage()
+    start, size = storage.data_ptr(), storage.nbytes()
+    length = min(size, _SAMPLE_BYTES)
+    return string_at(start, length) + string_at(start + size - length, length)

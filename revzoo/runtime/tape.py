@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.compiling import exclude_from_compilation, is_compiled
+from revzoo.runtime.compiling import exclude_from_compilation, is_compiled, leave_uncompiled
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.drift import Rounding
+from revzoo.runtime.missing import NeedsFullRun
 from revzoo.runtime.replay import Replay
 from revzoo.runtime.selective import KeptOutputs
 from revzoo.runtime.settings import Settings
@@ -81,7 +82,7 @@ class RecordedCall:
         self.name = name
         self._settings = settings
         self._side = side
-        self._kept_outputs = KeptOutputs(name) if selective and not is_compiled(f) else None
+        self._kept_outputs = KeptOutputs() if selective and not is_compiled(f) else None
         self._watched = watched and is_watching()
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
@@ -103,7 +104,8 @@ class RecordedCall:
             if kept_outputs is not None:
                 kept_outputs.mark_needed(tensor)
             if watched and type(tensor) is not nn.Parameter and tensor.numel() not in moving_sizes:
-                latest.append((slot, tensor))
+                if kept_outputs is None or not kept_outputs.holds(tensor):  # a kept output is the same anyway
+                    latest.append((slot, tensor))
             return slot
 
         def unpack(slot: int) -> Tensor:
@@ -133,7 +135,7 @@ class RecordedCall:
             stop_early: end the run when the last dropped tensor has been refilled, and return None.
         """
         inputs = tuple(x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True))
-        hooks = _SecondRun(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
+        hooks = _RefillHooks(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
 
         def run() -> Any:
             with (
@@ -146,8 +148,13 @@ class RecordedCall:
 
         try:
             out = self._replay.run_again(run)
-        except _AllRefilled:
-            return None
+        except (Exception, NeedsFullRun, _AllRefilled):
+            if hooks.has_refilled_all:  # TorchScript wraps what ends the run
+                return None
+            if self._kept_outputs is None or not self._kept_outputs.handed_out:
+                raise
+            self._refilled.clear()
+            return self.run_again(*inputs, refill=refill, stop_early=stop_early)
         finally:
             hooks.end()
         if hooks.seen != len(self._dropped):
@@ -208,7 +215,7 @@ class RecordedCall:
         return self._f(*inputs) if self._side is None else self._f(*inputs, self._side)
 
 
-class _SecondRun:
+class _RefillHooks:
     """The hooks of one second run.
 
     The graph of a second run is freed at its end, unless f stores a part of it. It then holds these hooks, which therefore let
@@ -227,15 +234,20 @@ class _SecondRun:
         self._refilled = refilled
         self._stops_with = stops_with
         self.seen = 0
+        self.has_refilled_all = False
 
+    @leave_uncompiled
     def pack(self, tensor: Tensor) -> None:
+        if self.has_refilled_all:  # f has caught what should have ended the run
+            raise _AllRefilled
         slot, self.seen = self.seen, self.seen + 1
         if slot >= len(self._dropped) or self._dropped[slot] != (tensor.shape, tensor.dtype):
             raise _runs_differently(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
         if self._refilled is not None:
-            self._refilled[slot] = tensor.detach(), tensor._version
+            self._refilled[slot] = _detach(tensor), tensor._version
         # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
         if self._stops_with is not None and self.seen == len(self._dropped) and self._stops_with.has_drawn_all:
+            self.has_refilled_all = True
             raise _AllRefilled
 
     def unpack(self, _: None) -> Tensor:
@@ -256,6 +268,14 @@ def _runs_differently(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype
         "another call filled (parametrize.cached), and requires_grad must not change in between; otherwise set its schedule "
         "to 'store'."
     )
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    """Detach a tensor, which no dispatch mode has to see where it is an ordinary one."""
+    if tensor.__class__ is not Tensor or not torch._C._len_torch_dispatch_stack():
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
 
 
 class Recoverer(Protocol):
