@@ -98,14 +98,19 @@ class RecordedCall:
         watched, moving_sizes = self._watched, self._replay.moving_sizes
         latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
 
+        def is_telling(tensor: Tensor) -> bool:
+            """Whether it shows a difference: not a weight, a statistic that moves, or an output that is kept anyway."""
+            if type(tensor) is nn.Parameter or tensor.numel() in moving_sizes:
+                return False
+            return kept_outputs is None or not kept_outputs.holds(tensor)
+
         def pack(tensor: Tensor) -> int:
             slot = len(dropped)
             dropped.append((tensor.shape, tensor.dtype))
             if kept_outputs is not None:
                 kept_outputs.mark_needed(tensor)
-            if watched and type(tensor) is not nn.Parameter and tensor.numel() not in moving_sizes:
-                if kept_outputs is None or not kept_outputs.holds(tensor):  # a kept output is the same anyway
-                    latest.append((slot, tensor))
+            if watched and is_telling(tensor):
+                latest.append((slot, tensor))
             return slot
 
         def unpack(slot: int) -> Tensor:
