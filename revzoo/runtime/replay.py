@@ -13,8 +13,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
-from revzoo.errors import RecoveryError
+from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.settings import Settings
@@ -141,6 +142,11 @@ class Replay:
         self._held.append(tensors.copy())
         for t in tensors.values():
             if t is not None:
+                if is_lazy(t):
+                    raise InputError(
+                        f"{self._name} has parameters without a shape ({type(self._f).__name__}). Call the chain once under "
+                        "torch.no_grad() before it is trained."
+                    )
                 self._devices.add(t.device)
                 if not t.is_inference():
                     self._watched.append(t)

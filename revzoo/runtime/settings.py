@@ -40,6 +40,7 @@ _ELSEWHERE: list[_Setting] = [
     *map(_attribute, ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision")),
 ]
 _TF32 = 2.0**-10
+_NO_DEVICE = torch.device("cpu")
 _Autocast = tuple[bool, torch.dtype, bool]  # enabled, dtype, whether casts of weights are cached
 
 
@@ -54,6 +55,7 @@ class Settings:
         self._settings = _CPU if device.type == "cpu" else _ELSEWHERE
         self._kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind != "meta"]
         self._autocast = [_read_autocast(kind) for kind in self._kinds]
+        self._device = _read_default_device()
         self._values = self._read()
 
     @property
@@ -67,7 +69,7 @@ class Settings:
         """Return a context in which these settings are in force; after it the present ones are."""
         autocast = [_read_autocast(kind) for kind in self._kinds]
         present = self._read()
-        if present == self._values and autocast == self._autocast:
+        if present == self._values and autocast == self._autocast and _read_default_device() == self._device:
             return nullcontext()
         return self._restored(present, autocast)
 
@@ -78,6 +80,7 @@ class Settings:
                 if wanted != now:
                     enabled, dtype, cache_enabled = wanted
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled))
+            stack.enter_context(self._device)
             stack.callback(self._write, present, self._values)
             self._write(self._values, present)
             yield
@@ -89,6 +92,11 @@ class Settings:
         for (_, set_), value, other in zip(self._settings, wanted, present, strict=True):
             if value != other:
                 set_(value)
+
+
+def _read_default_device() -> torch.device:
+    # It is a mode for functions; without any, it is the CPU.
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _NO_DEVICE
 
 
 def _read_autocast(kind: str) -> _Autocast:

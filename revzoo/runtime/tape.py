@@ -171,7 +171,8 @@ class RecordedCall:
         """Return the tensor dropped as number `slot`; recover the call first if it has not been refilled."""
         refilled = self._refilled.pop(slot, None)
         while refilled is None:  # another thread that differentiates the same graph may take it at once
-            with recoverer.lock:
+            # A second run needs a graph, which it does not get where the user's backward is in inference mode.
+            with recoverer.lock, torch.inference_mode(False):
                 recoverer.recover(self)
                 refilled = self._refilled.pop(slot, None)
         tensor, version = refilled

@@ -179,6 +179,19 @@ def test_backward_in_one_thread_and_under_anomaly_detection(exact, schedule):
     compare(chain_of(call, exact), schedule, run)
 
 
+@each_mode
+@in_both_arithmetics
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_backward_in_another_grad_mode(grad_mode, exact, schedule):
+    def run(chain, streams):
+        loss = compute_loss(*chain(*streams))
+        with grad_mode():
+            loss.backward()
+        return [x.grad for x in (*streams, *chain.parameters())]
+
+    compare(chain_of(call, exact), schedule, run)
+
+
 # Transforms and tracers
 
 
