@@ -144,8 +144,8 @@ class Replay:
             if t is not None:
                 if is_lazy(t):
                     raise InputError(
-                        f"{self._name} has parameters without a shape ({type(self._f).__name__}). Call the chain once under "
-                        "torch.no_grad() before it is trained."
+                        f"{self._name} has parameters without a shape, as lazy modules do before their first call. Call the "
+                        "chain once under torch.no_grad()."
                     )
                 self._devices.add(t.device)
                 if not t.is_inference():

@@ -495,3 +495,28 @@ def test_an_optimizer_inside_backward(schedule):
     message = r"'bias' of steps\.1 was changed in place.* an optimizer inside backward \(register_post_accumulate_grad_hook\)"
     with pytest.raises(RecoveryError, match=message):
         run(chain, make_streams())
+
+
+@each_mode
+def test_a_default_device_around_forward_alone(schedule):
+    chain = chain_of(lambda layers, w: layers(w) * torch.ones(6)).to("meta")
+    chain.schedule = schedule
+    x1, x2 = (x.detach().to("meta").requires_grad_() for x in make_streams())
+    with torch.device("meta"):
+        y1, y2 = chain(x1, x2)
+    (y1 * y2).sum().backward()
+    assert all(x.grad.is_meta for x in (x1, x2, *chain.parameters()))
+
+
+@each_mode
+def test_parameters_without_a_shape_are_refused(schedule):
+    chain = ReversibleChain([nn.LazyLinear(6) for _ in range(4)])
+    chain.schedule = schedule
+    streams = [x.float() for x in make_streams()]
+    with pytest.raises(
+        InputError, match=r"steps\.0 has parameters without a shape.* Call the chain once under torch\.no_grad\(\)"
+    ):
+        chain(*streams)
+    with torch.no_grad():
+        chain(*streams)
+    compare(chain.double(), schedule)
