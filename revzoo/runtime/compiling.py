@@ -24,7 +24,7 @@ def exclude_from_compilation(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or _COMPILER in sys.modules:
+        if torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None:  # traced now, or about to be
             from revzoo.runtime.uncompiled import call_uncompiled
 
             out: R = call_uncompiled(function, *args, **kwargs)
