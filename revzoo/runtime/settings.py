@@ -80,7 +80,8 @@ class Settings:
                 if wanted != now:
                     enabled, dtype, cache_enabled = wanted
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled))
-            stack.enter_context(self._device)
+            if self._device != _read_default_device():
+                stack.enter_context(self._device)
             stack.callback(self._write, present, self._values)
             self._write(self._values, present)
             yield
