@@ -100,7 +100,7 @@ class RecordedCall:
 
         def is_telling(tensor: Tensor) -> bool:
             """Whether it shows a difference: not a weight, a statistic that moves, or an output that is kept anyway."""
-            if type(tensor) is nn.Parameter or tensor.numel() in moving_sizes:
+            if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter) or tensor.numel() in moving_sizes:
                 return False
             return kept_outputs is None or not kept_outputs.holds(tensor)
 

@@ -102,7 +102,8 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
     """Return a fingerprint of a floating-point tensor, or None where it has none.
 
     Args:
-        x: the tensor. One without values (meta, fake), with a layout that is not strided, or inside a CUDA graph has none.
+        x: the tensor. One without values (meta, fake, a weight that FSDP has freed), with a layout that is not strided, or
+            inside a CUDA graph has none.
         bits: whether every bit counts, as in exact arithmetic.
     """
     x, order = x.detach(), ()
@@ -112,7 +113,9 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
             return None
         x = cast(Any, x)._local_tensor
     device = x.device
-    if x.layout is not torch.strided or not x.is_floating_point() or x.numel() == 0 or device.type == "meta":
+    if x.layout is not torch.strided or not x.is_floating_point() or device.type == "meta":
+        return None
+    if x.numel() == 0 or x.untyped_storage().nbytes() == 0:
         return None
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
