@@ -13,9 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
-from revzoo.errors import InputError, RecoveryError
+from revzoo.errors import RecoveryError
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.settings import Settings
@@ -63,8 +62,12 @@ class Replay:
             elif m._buffers:
                 self._record(m._buffers)
         if side is not None:
-            self._watched += [t for t in tensors_in(side) if not t.is_inference()]
-        self._versions = [t._version for t in self._watched]
+            self._watched += tensors_in(side)
+        try:
+            self._versions = [t._version for t in self._watched]
+        except RuntimeError:
+            self._watched = [t for t in self._watched if not t.is_inference()]
+            self._versions = [t._version for t in self._watched]
         self._random: RandomState
         self.drew_the_same = True  # whether the latest second run drew as many random numbers as the first
 
@@ -84,12 +87,17 @@ class Replay:
         if changed := self._find_changed():
             raise RecoveryError(
                 f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
-                f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change.)"
+                f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change; lazy modules need "
+                "one call under torch.no_grad() first.)"
             )
         return out
 
-    def run_again(self, run: Callable[[], T]) -> T:
+    def run_again(self, run: Callable[[], T], check_draws: bool = True) -> T:
         """Return run(), which calls f under the recorded conditions. The present ones are restored after it.
+
+        Args:
+            run: calls f.
+            check_draws: whether `drew_the_same` is to be known.
 
         Raises:
             RecoveryError: a parameter, buffer or side input was changed in place or replaced since the first run.
@@ -117,7 +125,7 @@ class Replay:
                 buffers.update({key: b if b is None else b.clone() for key, b in present.items()})
             with self._settings.restored():
                 out = run()
-            self.drew_the_same = self._random.is_behind
+            self.drew_the_same = not check_draws or self._random.is_behind
             return out
         finally:
             for module, then in flags:
@@ -130,7 +138,8 @@ class Replay:
     @property
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers among f's parameters and buffers; 0 without any."""
-        return max((torch.finfo(t.dtype).eps for t in self._watched if t.is_floating_point()), default=0.0)
+        dtypes = {t.dtype for t in self._watched}
+        return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
 
     @property
     def has_drawn_all(self) -> bool:
@@ -142,14 +151,8 @@ class Replay:
         self._held.append(tensors.copy())
         for t in tensors.values():
             if t is not None:
-                if is_lazy(t):
-                    raise InputError(
-                        f"{self._name} has parameters without a shape, as lazy modules do before their first call. Call the "
-                        "chain once under torch.no_grad()."
-                    )
                 self._devices.add(t.device)
-                if not t.is_inference():
-                    self._watched.append(t)
+                self._watched.append(t)
 
     def _find_changed(self) -> str | None:
         for t, version in zip(self._watched, self._versions, strict=True):
@@ -197,7 +200,11 @@ def _take_turn(device: torch.device, name: str) -> RLock:
     Raises:
         RecoveryError: another thread keeps running a step.
     """
-    turn = RLock() if _communicates() else _turns.setdefault(device, RLock())
+    turn = _turns.get(device) or _turns.setdefault(device, RLock())
+    if turn.acquire(blocking=False):
+        return turn
+    if _communicates():
+        turn = RLock()
     if not turn.acquire(timeout=_LONGEST_WAIT_SECONDS):
         raise RecoveryError(
             f"{name} has waited {_LONGEST_WAIT_SECONDS:g} seconds for a step that another thread runs on {device}. Run their "

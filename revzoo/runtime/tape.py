@@ -131,13 +131,14 @@ class RecordedCall:
         latest.clear()  # the hooks live as long as the graph
         return out
 
-    def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False) -> Any:
+    def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False, check_draws: bool = True) -> Any:
         """Run f once more on detached `inputs`, refilling what was dropped; return its detached output.
 
         Args:
             inputs: the inputs of the first run, recovered.
             refill: whether to keep the tensors that autograd saves. False where only the output is needed.
             stop_early: end the run when the last dropped tensor has been refilled, and return None.
+            check_draws: whether `require_same_draws` will be asked about this run.
         """
         inputs = tuple(x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True))
         hooks = _RefillHooks(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
@@ -152,36 +153,42 @@ class RecordedCall:
                 return self._call(*inputs)
 
         try:
-            out = self._replay.run_again(run)
+            out = self._replay.run_again(run, check_draws)
         except (Exception, NeedsFullRun, _AllRefilled):
             if hooks.has_refilled_all:  # TorchScript wraps what ends the run
                 return None
             if self._kept_outputs is None or not self._kept_outputs.handed_out:
                 raise
             self._refilled.clear()
-            return self.run_again(*inputs, refill=refill, stop_early=stop_early)
+            return self.run_again(*inputs, refill=refill, stop_early=stop_early, check_draws=check_draws)
         finally:
             hooks.end()
         if hooks.seen != len(self._dropped):
             raise _runs_differently(self.name, self._dropped, hooks.seen, "nothing")
         return None if stop_early else out.detach()
 
-    @exclude_from_compilation
     def _unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
         """Return the tensor dropped as number `slot`; recover the call first if it has not been refilled."""
-        refilled = self._refilled.pop(slot, None)
-        while refilled is None:  # another thread that differentiates the same graph may take it at once
-            # A second run needs a graph, which it does not get where the user's backward is in inference mode.
-            with recoverer.lock, torch.inference_mode(False):
-                recoverer.recover(self)
-                refilled = self._refilled.pop(slot, None)
-        tensor, version = refilled
+        try:
+            tensor, version = self._refilled.pop(slot)
+        except KeyError:
+            tensor, version = self._recover(slot, recoverer)
         if tensor._version != version:
             raise RecoveryError(
                 f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
                 "operation (mul_, +=) by one that returns a new tensor."
             )
         return tensor
+
+    @exclude_from_compilation
+    def _recover(self, slot: int, recoverer: "Recoverer") -> tuple[Tensor, int]:
+        refilled = None
+        while refilled is None:  # another thread that differentiates the same graph may take it at once
+            # A second run needs a graph, which it does not get where the user's backward is in inference mode.
+            with recoverer.lock, torch.inference_mode(False):
+                recoverer.recover(self)
+                refilled = self._refilled.pop(slot, None)
+        return refilled
 
     def free_refilled(self) -> None:
         """Free the refilled tensors that were not unpacked; they can be recovered again."""
@@ -203,14 +210,16 @@ class RecordedCall:
             tensor, version = self._refilled.get(slot, (None, 0))  # another thread may have taken it
             if tensor is not None and tensor._version == version:
                 watch.compare(self.name, fingerprint, tensor, tolerance, of_state=False)
-        self.require_same_draws(compared=bool(self._fingerprints))
+        if not self._fingerprints:
+            self.require_same_draws()
 
-    def require_same_draws(self, compared: bool) -> None:
-        """Raise RecoveryError if the second run drew other random numbers, and nothing else has shown that it was the same.
+    def require_same_draws(self) -> None:
+        """Raise RecoveryError if the second run drew another amount of random numbers.
 
-        Another thread that draws, such as one that loads data, can move the random stream while f draws nothing.
+        Only to be asked where no values are compared: another thread that draws, such as one that loads data, can move the
+        random stream while f draws nothing.
         """
-        if not compared and not self._replay.drew_the_same:
+        if not self._replay.drew_the_same:
             raise RecoveryError(
                 f"{self.name} ran differently the second time: it drew another amount of random numbers. Its function must "
                 "depend on its input, parameters and torch's random stream alone, and no other thread may draw meanwhile; "
@@ -437,12 +446,14 @@ class InvertedSegment:
             self._watches_sizes = False
             for state in pair:
                 self._watch.note_size(state)
-        out = call.run_again(pair[0], refill=refill)
+        out = call.run_again(pair[0], refill=refill, check_draws=fingerprint is None)
         rebuilt = update.invert(pair, out)
         del out
         self._rounding.step(pair[0].dtype, call.spacing, update.b)
-        self._watch.compare(call.name, fingerprint, rebuilt[0], 0.0 if self._exact else self._rounding.tolerance)
-        call.require_same_draws(compared=fingerprint is not None)
+        if fingerprint is None:
+            call.require_same_draws()
+        else:
+            self._watch.compare(call.name, fingerprint, rebuilt[0], 0.0 if self._exact else self._rounding.tolerance)
         self._move(rebuilt, -1)
 
     def _advance(self) -> None:

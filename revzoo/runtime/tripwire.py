@@ -21,7 +21,6 @@ Source: the projections are those of Johnson and Lindenstrauss (1984).
 
 import math
 from collections import deque
-from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache
 from itertools import islice
@@ -113,16 +112,16 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
             return None
         x = cast(Any, x)._local_tensor
     device = x.device
-    if x.layout is not torch.strided or not x.is_floating_point() or device.type == "meta":
-        return None
-    if x.numel() == 0 or x.untyped_storage().nbytes() == 0:
+    if x.layout is not torch.strided or not x.is_floating_point() or device.type == "meta" or not x.untyped_storage().nbytes():
         return None
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    # Modes that count bytes or select operations are not to see this one read of the tensor.
-    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
-        flat = _flatten(x)
-        values = _add_bits(flat) if bits else _project(flat)
+    compute = _add_bits if bits else _project
+    if torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():  # those that count bytes or select operations are not to see this one read of it
+            values = compute(_flatten(x))
+    else:
+        values = compute(_flatten(x))
     return Fingerprint(values.tolist() if _is_immediate(device) else values, (*order, x.stride(), bits))
 
 
@@ -143,15 +142,17 @@ def _add_bits(x: Tensor) -> Tensor:
 
 
 def _project(x: Tensor) -> Tensor:
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
+    device, length = x.device, len(x)
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
             return _project(x)
-    while (rows := x.numel() // _WIDTH) and x.numel() > _WIDTH:
-        whole = torch.mv(x[: rows * _WIDTH].view(rows, _WIDTH), _make_weights(1, _WIDTH, x.dtype, x.device))
+    while length > _WIDTH:
+        rows = length // _WIDTH
+        whole = torch.mv(x[: rows * _WIDTH].view(rows, _WIDTH), _make_weights(1, _WIDTH, x.dtype, device))
         rest = x[rows * _WIDTH :]
-        x = torch.cat([whole, rest]) if rest.numel() else whole
-    return torch.mv(_make_weights(_PROJECTIONS, x.numel(), x.dtype, x.device), x)
+        x = torch.cat([whole, rest]) if len(rest) else whole
+        length = len(x)
+    return torch.mv(_make_weights(_PROJECTIONS, length, x.dtype, device), x)
 
 
 @cache
