@@ -87,8 +87,8 @@ class Replay:
         if changed := self._find_changed():
             raise RecoveryError(
                 f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
-                f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change; lazy modules need "
-                "one call under torch.no_grad() first.)"
+                f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change; lazy modules "
+                "need one call under torch.no_grad() first.)"
             )
         return out
 
