@@ -1,5 +1,7 @@
 """Run a forward and backward of any model and leave no trace in it."""
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,9 +21,9 @@ from revzoo.runtime.schedule import Mode
 def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     """Yield the batch for a run of the model inside the `with` block, and restore the model afterwards.
 
-    Restored are the gradients of parameters (inside, they start as None), buffers such as BatchNorm statistics, and the states
-    of torch's random generators. If parameters are FakeTensors or on the meta device, or with `fake=True`, the run is under
-    `FakeTensorMode`: shapes and bytes are right, but nothing is allocated or computed. (One inaccuracy: PyTorch's fake
+    Restored are the gradients of parameters (inside, they start as None), buffers such as BatchNorm statistics, and the random
+    streams of torch, Python and NumPy. If parameters are FakeTensors or on the meta device, or with `fake=True`, the run is
+    under `FakeTensorMode`: shapes and bytes are right, but nothing is allocated or computed. (One inaccuracy: PyTorch's fake
     BatchNorm returns the statistics of half-precision inputs in half precision, the real kernel in float32. A few bytes per
     channel are missed.)
 
@@ -47,6 +49,9 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
         torch.clear_autocast_cache()  # of casts in earlier runs
         stack.callback(torch.clear_autocast_cache)
         for gpu in {t.device for t in tensors if t.device.type not in ("cpu", "meta") and not isinstance(t, FakeTensor)}:

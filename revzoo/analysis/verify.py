@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,23 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.hooks import RemovableHandle
 
-from revzoo.analysis.dry_run import (
-    call,
-    find_chains,
-    find_steps,
-    isolated,
-    preserve_schedules,
-    require_module,
-    select_differentiable,
-)
+from revzoo.analysis.dry_run import find_chains, find_steps, require_module
 from revzoo.analysis.leftover import measure_leftovers
+from revzoo.analysis.trial import Gradients, Outcome, Trial
 from revzoo.errors import InputError, RecoveryError, join_names
 from revzoo.format import format_bytes, format_dtype
 from revzoo.runtime.schedule import Mode
-
-Gradients = dict[str, Tensor | None]
 
 # Largest relative error allowed of a reconstructed state, of all gradients together, and of a single gradient, by the
 # coarsest precision in use.
@@ -107,9 +98,13 @@ class VerifyReport:
 def verify(model: nn.Module, batch: Any) -> VerifyReport:
     """Compare the gradients of the model's schedule with those of storing all activations.
 
-    Runs the model three times with the same weights, batch and random numbers, and with the same random gradient of the
-    outputs: twice with `store`, to see whether the model repeats itself at all, and once with its schedule. One more forward
-    shows what is kept. Afterwards the model is as before.
+    Every run has the same weights, batch and random numbers, a fresh copy of the model, the tripwire on, and random numbers
+    drawn between forward and backward: twice with `store`, to see whether the model repeats itself at all, and once with the
+    schedule; then once with each in another memory format (channels-last where there are convolutions, otherwise the first two
+    dimensions exchanged in memory), if the model can store everything in it. Afterwards the model is as before.
+
+    A model that cannot be copied is run itself: where processes communicate, a module is compiled, `copy.deepcopy` fails, or
+    the copy computes with the parameters of the model.
 
     Args:
         model: a `revzoo.Model`, a `ReversibleChain`, or any module with chains inside, as it is to be trained.
@@ -117,111 +112,136 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     Raises:
         InputError: the model is no module, or has no chain inside; the batch has no tensor or no example; nothing requires a
             gradient; or the parameters have no values (meta, FakeTensor).
+    Cost: time of five training steps and two forwards, of six if something is wrong; memory of a copy of the model and three
+        sets of gradients besides that of a training step that stores everything.
     """
     require_module(model)
     if not find_chains(model):
         raise InputError(f"There is no revzoo.Model or ReversibleChain in this {type(model).__name__} to verify.")
     if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):
         raise InputError("Gradients can be compared where parameters have values. Received: meta or fake parameters.")
-    with preserve_schedules(model) as assign:
-        assign("store")
-        stored, repeated = _run(model, batch), _run(model, batch)
-    recorder = _InputRecorder(model)
-    with recorder:
+    trial = Trial(model, batch)
+    stored = trial.run("store")
+    can_compare = _are_finite(stored)
+    noise = _compare_gradients(trial.run("store").gradients, stored.gradients)[0] if can_compare else 0.0
+    report, scheduled, failure = _run_schedule(trial, model, can_compare)
+    if scheduled is None:
+        return replace(report, problems=(*_find_noise(noise, report, failure), failure))
+    report = replace(_compare(report, scheduled, stored), leftover_bytes=trial.measure(measure_leftovers))
+    problems = [*_find_noise(noise, report, failure), *_find_problems(report, scheduled, stored, failure)]
+    return replace(report, problems=tuple(problems)) if problems else _try_other_format(trial, report)
+
+
+def _run_schedule(trial: Trial, model: nn.Module, can_compare: bool) -> tuple[VerifyReport, Outcome | None, str]:
+    """Run the model with its schedule; return errors of states, the outcome if there is one, and why the run failed.
+
+    A run that the tripwire ends is repeated without it, for figures.
+    """
+    failure = ""
+    for tripwire in (True, False) if can_compare else (False,):
+        recorder = _InputRecorder(model)
         try:
-            scheduled = _run(model, batch, recorder)
+            scheduled = trial.run(tripwire=tripwire, observer=recorder)
         except RecoveryError as error:
-            return VerifyReport(recorder.precision, recorder.modes, recorder.errors, problems=(str(error),))
-    overall, each = _compare_gradients(scheduled.gradients, stored.gradients)
-    report = VerifyReport(
-        dtype=recorder.precision,
-        modes=recorder.modes,
-        reconstruction_errors=recorder.errors,
-        gradient_error=overall,
-        gradient_errors=each,
-        identical=_are_identical(scheduled.gradients, stored.gradients),
-        leftover_bytes=measure_leftovers(model, batch),
-    )
-    return replace(report, problems=tuple(_find_problems(report, scheduled, stored, repeated)))
+            failure = failure or str(error)
+        else:
+            return recorder.report, scheduled, failure
+    return recorder.report, None, failure
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """Gradients, buffers and states of the random generators after one forward and backward."""
-
-    gradients: Gradients
-    buffers: dict[str, Tensor]
-    rng_states: list[Tensor]
-
-
-def _run(model: nn.Module, batch: Any, recorder: "_InputRecorder | None" = None) -> _Outcome:
-    with isolated(model, batch) as inputs:
-        outputs = select_differentiable(call(model, inputs))
-        if recorder is not None:
-            recorder.in_forward = False
-        rng = torch.Generator().manual_seed(0)  # a constant gradient would vanish in a norm before the output
-        output_gradients = [torch.randn(y.shape, generator=rng).to(y) for y in outputs]
-        torch.autograd.backward(outputs, output_gradients)
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        return _Outcome(gradients, dict(model.named_buffers()), _rng_states(model))
-
-
-def _rng_states(model: nn.Module) -> list[Tensor]:
-    gpus = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+def _try_other_format(trial: Trial, report: VerifyReport) -> VerifyReport:
+    """Return the report of a model without problems, with those that another memory format makes."""
+    name = trial.name_other_format()
+    if name is None:
+        return report
+    try:
+        stored = trial.run("store", in_other_format=True)
+    except Exception:  # whatever a model raises that does not take this format
+        return report
+    try:
+        scheduled = trial.run(in_other_format=True)
+    except Exception as error:  # what storing everything does not raise
+        problems = [str(error)]
+    else:
+        compared = replace(_compare(report, scheduled, stored), reconstruction_errors={})
+        problems = list(_find_problems(compared, scheduled, stored, ""))
+        report = replace(report, identical=report.identical and compared.identical)
+    return replace(report, problems=tuple(f"In another memory format ({name}): {problem}" for problem in problems))
 
 
 class _InputRecorder:
     """Record each step's input in forward and its relative error when reconstructed in backward."""
 
     def __init__(self, model: nn.Module):
-        self.in_forward = True
-        self.modes: dict[str, Mode] = {}
-        self.errors: dict[str, float] = {}
-        self.precision = max((p.dtype for p in model.parameters()), key=_coarseness)
+        self._in_forward = True
+        self._modes = {name: mode for name, _, mode in find_steps(model)}
+        self._errors: dict[str, float] = {}
+        self._precision = max((p.dtype for p in model.parameters()), key=_coarseness)
         self._inputs: dict[str, list[Tensor]] = defaultdict(list)
-        self._steps: list[tuple[str, nn.Module]] = []
-        self._hooks: list[RemovableHandle] = []
-        for name, step, mode in find_steps(model):
-            self.modes[name] = mode
-            self._steps.append((name, step))
 
-    def __enter__(self) -> None:
-        self._hooks = [step.register_forward_pre_hook(partial(self._record, name)) for name, step in self._steps]
+    @property
+    def report(self) -> VerifyReport:
+        return VerifyReport(self._precision, self._modes, self._errors)
 
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        self._in_forward = True
+        self._errors.clear()
+        self._inputs.clear()
+        hooks = [step.register_forward_pre_hook(partial(self._record, name)) for name, step, _ in find_steps(model)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._inputs.clear()
+
+    def end_forward(self) -> None:
+        self._in_forward = False
 
     @torch.no_grad()
     def _record(self, name: str, step: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].detach()
-        if self.in_forward:
+        if self._in_forward:
             self._inputs[name].append(x)
-            dtypes = [self.precision, x.dtype]
+            dtypes = [self._precision, x.dtype]
             if torch.is_autocast_enabled(x.device.type):
                 dtypes.append(torch.get_autocast_dtype(x.device.type))
-            self.precision = max(dtypes, key=_coarseness)
+            self._precision = max(dtypes, key=_coarseness)
             return
         calls = self._inputs[name]
         original = calls.pop() if len(calls) > 1 else calls[0]  # backward goes through a chain's calls from the last one
         error = _norm(x - original) / max(_norm(original), torch.finfo(original.dtype).tiny)
-        self.errors[name] = max(error, self.errors.get(name, 0.0))
+        self._errors[name] = max(error, self._errors.get(name, 0.0))
 
 
-def _find_problems(report: VerifyReport, scheduled: _Outcome, stored: _Outcome, repeated: _Outcome) -> Iterator[str]:
-    """Yield a sentence for every reason not to train like this."""
+def _compare(report: VerifyReport, scheduled: Outcome, stored: Outcome) -> VerifyReport:
+    """Return the report with the errors of the gradients."""
+    overall, each = _compare_gradients(scheduled.gradients, stored.gradients)
+    identical = _are_identical(scheduled.gradients, stored.gradients)
+    return replace(report, gradient_error=overall, gradient_errors=each, identical=identical)
+
+
+def _find_noise(noise: float, report: VerifyReport, failure: str) -> Iterator[str]:
+    """Yield a sentence if two stored runs differ by more than rounding explains."""
+    if not noise <= _LIMITS[report.dtype][1]:
+        sentence = (
+            f"The model does not repeat itself: the gradients of two runs with the same seed, both storing all activations, "
+            f"differ by {noise:.1e}."
+        )
+        cause = (
+            " Some function depends on more than its input, its parameters and torch's random numbers, so it cannot be run "
+            "again in backward."
+        )
+        yield sentence if failure else sentence + cause
+
+
+def _find_problems(report: VerifyReport, scheduled: Outcome, stored: Outcome, failure: str) -> Iterator[str]:
+    """Yield a sentence for every reason not to train like this; `failure` is what the tripwire said."""
     state_limit, gradient_limit, single_limit = _LIMITS[report.dtype]
-    if not all(_is_finite(g) for g in stored.gradients.values()):
+    if not _are_finite(stored):
         yield "With all activations stored the gradients are not finite, so there is nothing to compare with."
         return
-    noise, _ = _compare_gradients(repeated.gradients, stored.gradients)
-    if not noise <= gradient_limit:
-        yield (
-            f"The model does not repeat itself: the gradients of two runs with the same seed, both storing all activations, "
-            f"differ by {noise:.1e}. Some function depends on more than its input, its parameters and torch's random numbers, "
-            "so it cannot be run again in backward."
-        )
     missing = [name for name, g in scheduled.gradients.items() if (g is None) != (stored.gradients[name] is None)]
     if missing:
         yield f"Parameters with a gradient in one run and none in the other: {join_names(missing)}."
@@ -229,20 +249,26 @@ def _find_problems(report: VerifyReport, scheduled: _Outcome, stored: _Outcome, 
     inaccurate = [name for name, error in errors.items() if not error <= state_limit]
     if inaccurate:
         worst = max(inaccurate, key=lambda name: errors[name])
+        remedy = failure or (
+            "Set the schedule of later steps to 'recompute' or 'store', keep the streams in float32, or use exact=True if the "
+            "coupling allows it."
+        )
         yield (
             f"{len(inaccurate)} of {len(errors)} states are reconstructed with an error above {state_limit:.0e}, the worst at "
-            f"{worst} ({errors[worst]:.1e}). Set the schedule of later steps to 'recompute' or 'store', keep the streams in "
-            "float32, or use exact=True if the coupling allows it."
+            f"{worst} ({errors[worst]:.1e}). {remedy}"
         )
+    elif failure:
+        yield failure
     error = report.gradient_error
     if not error <= gradient_limit:
         yield f"The gradients differ from those of storing everything by {error:.1e}; rounding explains {gradient_limit:.0e}."
     wrong = [name for name, error in report.gradient_errors.items() if not error <= single_limit]
     if wrong:
         yield f"Single gradients differ by more than {single_limit:.0e}: {join_names(wrong, most=4)}."
-    changed = [name for name, b in scheduled.buffers.items() if not torch.allclose(b, stored.buffers[name], equal_nan=True)]
+    pairs = zip(scheduled.buffers, stored.buffers, strict=True)
+    changed = dict.fromkeys(name for (name, b), (_, then) in pairs if not torch.allclose(b, then, equal_nan=True))
     if changed:
-        yield f"Buffers end with other values than when everything is stored, as if updated twice: {join_names(changed)}."
+        yield f"Buffers end with other values than when everything is stored, as if updated twice: {join_names(list(changed))}."
     if not all(map(torch.equal, scheduled.rng_states, stored.rng_states)):
         yield "The run uses another amount of torch's random numbers than when everything is stored."
 
@@ -274,8 +300,8 @@ def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
-def _is_finite(x: Tensor | None) -> bool:
-    return x is None or bool(torch.isfinite(x).all())
+def _are_finite(outcome: Outcome) -> bool:
+    return all(g is None or bool(torch.isfinite(g).all()) for g in outcome.gradients.values())
 
 
 def _coarseness(dtype: torch.dtype) -> float:

@@ -20,15 +20,17 @@ def streams(dtype: torch.dtype = torch.float32, width: int = 8):
 
 
 class Counting(nn.Module):
-    """Depends on how often it has been called."""
+    """Depends on how often it and its copies have been called."""
+
+    calls = 0
 
     def __init__(self):
         super().__init__()
-        self.inner, self.calls = mlp(), 0
+        self.inner = mlp()
 
     def forward(self, x):
-        self.calls += 1
-        return self.inner(x) * (1 + 0.1 * self.calls)
+        Counting.calls += 1
+        return self.inner(x) * (1 + 0.05 * Counting.calls)
 
 
 class SecondRun(nn.Module):
@@ -169,7 +171,8 @@ def test_a_parameter_without_use_has_no_gradient_in_either_run():
     assert "spare" not in report.gradient_errors
 
 
-def test_a_function_that_counts_its_calls_is_found():
+def test_a_function_that_counts_its_calls_is_found(monkeypatch):
+    monkeypatch.setattr(Counting, "calls", 0)
     report = revzoo.verify(ReversibleChain([mlp(), Counting(), mlp(), mlp()]), streams())
     assert not report.ok
     assert (
@@ -196,8 +199,23 @@ def test_a_second_run_that_gives_nan_is_found():
     assert any("The gradients differ from those of storing everything by nan" in problem for problem in report.problems)
 
 
-def test_a_second_run_that_draws_random_numbers_is_found():
+def test_a_second_run_may_draw_what_has_no_effect():
     report = revzoo.verify(Faulty(lambda y: y + 0 * torch.rand(1)), streams())
+    assert report.ok
+
+
+def test_a_run_that_draws_more_random_numbers_is_found():
+    class Drawing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.chain = ReversibleChain([mlp(), mlp()])
+
+        def forward(self, x1, x2):
+            if self.chain.schedule[0] != "store":
+                torch.rand(1)
+            return self.chain(x1, x2)
+
+    report = revzoo.verify(Drawing(), streams())
     assert report.problems == ("The run uses another amount of torch's random numbers than when everything is stored.",)
 
 

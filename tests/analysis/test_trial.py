@@ -1,0 +1,312 @@
+"""`verify` runs fresh copies, draws random numbers in between, compares every rebuilt tensor, and tries other strides."""
+
+import random
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import revzoo
+from revzoo.analysis.trial import Trial
+from revzoo.runtime import ReversibleChain, set_tripwire, tripwire
+
+own = torch.Generator()
+RERUN = ["invert", "recompute", "selective"]
+
+
+def streams(*shape):
+    return [torch.randn(*(shape or (5, 6))) for _ in range(2)]
+
+
+class Step(nn.Module):
+    """A step whose output depends on something that PyTorch does not know of."""
+
+    def __init__(self, factor=lambda f: 1.0):
+        super().__init__()
+        self.factor, self.linear = factor, nn.Linear(6, 6)
+        self.calls, self.scale, self.own, self.cache = 0, 1.0, torch.Generator(), {}
+
+    def forward(self, w):
+        self.calls += 1
+        return self.linear((w * self.factor(self)).tanh()).sin()
+
+
+class Scaled(nn.Module):
+    """A chain whose steps read an attribute that is set around the chain."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.chain = ReversibleChain([Step() if i != 2 else Step(factor) for i in range(4)])
+
+    def forward(self, x1, x2):
+        self.chain.steps[2].scale = 3.0
+        y = self.chain(x1, x2)
+        self.chain.steps[2].scale = 1.0
+        return y
+
+
+def use_the_first_call(f):
+    return f.cache.setdefault("factor", 3.0) if f.calls == 1 else 1.0
+
+
+def build_a_cache(f):
+    return 1.0 if "built" in f.cache else f.cache.setdefault("built", 3.0)
+
+
+SOURCES = {
+    "python": lambda f: random.uniform(-4, 4),
+    "numpy": lambda f: float(np.random.uniform(-4, 4)),
+    "generator": lambda f: torch.rand(6, generator=f.own) * 8 - 4,
+    "counter": lambda f: 1 / f.calls,
+    "attribute": lambda f: f.scale,
+    "cache": build_a_cache,
+    "first call": use_the_first_call,
+}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    random.seed(1)
+    np.random.seed(1)
+
+
+@pytest.mark.parametrize("mode", RERUN)
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_changes_between_two_runs_is_found(source, mode):
+    model = Scaled(SOURCES[source])
+    model.chain.schedule = mode
+    report = revzoo.verify(model, streams())
+    assert not report.ok
+    assert "does not repeat itself" not in str(report)  # each run starts with the same state
+    # What selective computes again here is not among the tensors saved last, so only gradients show it.
+    assert str(report).count("steps.2 ran differently the second time") == (mode != "selective")
+    assert report.gradient_error > 1e-2  # figures come from a run without the tripwire
+    assert len(report.reconstruction_errors) == 4
+
+
+def test_a_generator_that_all_runs_share_keeps_the_model_from_repeating_itself():
+    report = revzoo.verify(Scaled(lambda f: torch.rand(6, generator=own) * 8 - 4), streams())
+    assert report.problems[0].startswith("The model does not repeat itself: the gradients of two runs with the same seed")
+    assert str(report).count("its input, parameters and torch's random stream alone") == 1
+    assert "Some function depends on more than" not in str(report)
+
+
+def test_what_only_the_stem_draws_is_no_fault():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.chain = nn.Linear(6, 6), ReversibleChain([Step(), Step()])
+
+        def forward(self, x):
+            x = self.stem(x) * random.random() * np.random.random()
+            return self.chain(x, x)
+
+    assert revzoo.verify(Noisy(), torch.randn(5, 6)).ok
+
+
+def test_the_tripwire_is_on_whatever_its_setting_is():
+    with set_tripwire(False):
+        report = revzoo.verify(Scaled(SOURCES["python"]), streams())
+        assert not tripwire.is_watching()
+    assert "steps.2 ran differently the second time" in str(report)
+    assert tripwire.is_watching()
+
+
+def test_rounding_has_figures_and_its_own_remedy():
+    chain = ReversibleChain([Step() for _ in range(8)], coupling=revzoo.runtime.Coupling(1.0, 0.2, 1.0))
+    report = revzoo.verify(chain, streams())
+    assert len(report.reconstruction_errors) == 8
+    assert "Set the schedule of later steps" in report.problems[0]
+    assert "ran differently" not in str(report)
+
+
+def test_all_random_streams_are_left_as_found():
+    chain, batch = ReversibleChain([Step(), nn.Sequential(nn.Linear(6, 6), nn.Dropout()), Step()]), streams()
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    assert revzoo.verify(chain, batch).ok
+    assert torch.equal(state[0], torch.get_rng_state())
+    assert state[1] == random.getstate()
+    assert np.array_equal(state[2][1], np.random.get_state()[1])
+
+
+class Stem(nn.Module):
+    """Notes what it is given; all copies share the notes."""
+
+    def __init__(self, notes):
+        super().__init__()
+        self.note = notes.append if isinstance(notes, list) else notes
+
+    def forward(self, *x):
+        self.note((weakref.ref(self), x))
+        return x
+
+
+class Network(nn.Module):
+    def __init__(self, note, *steps):
+        super().__init__()
+        self.stem, self.chain = Stem(note), ReversibleChain(list(steps))
+
+    def forward(self, x1, x2):
+        return self.chain(*self.stem(x1, x2))
+
+
+def test_each_run_has_a_copy_of_its_own_and_one_at_a_time():
+    copies = []
+
+    def note(call):
+        copies.append(call[0])
+        alive.append(len({id(copy()) for copy in copies} - {id(None)}))
+
+    alive = []
+    model = Network(note, Step(), Step())
+    model.stem.network = [model]  # a reference cycle
+    assert revzoo.verify(model, streams()).ok
+    assert alive == [1] * 7  # stored twice, scheduled, two forwards for bytes; stored and scheduled in another format
+    assert all(copy() is not model.stem for copy in copies)
+    assert [step.calls for step in model.chain.steps] == [0, 0]
+
+
+class Graph(Step):
+    """Has an attribute with a graph, which cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.doubled = self.linear.weight * 2
+
+
+class Locked(Step):
+    """Has a hook that cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        lock = threading.Lock()
+        self.register_forward_hook(lambda *_, lock=lock: None)
+        self.lock = lock
+
+
+class Closed(nn.Module):
+    """Computes in a closure, which a copy shares."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 6), 0
+
+        def compute(w):
+            self.calls += 1
+            return self.linear(w).sin()
+
+        self.compute = compute
+
+    def forward(self, w):
+        return self.compute(w)
+
+
+@pytest.mark.parametrize("make", [Graph, Locked, Closed])
+def test_what_cannot_be_copied_is_run_itself(make):
+    chain = ReversibleChain([Step(), make(), Step()])
+    report = revzoo.verify(chain, streams())
+    assert report.ok
+    assert chain.steps[1].calls > 0
+    assert {f"steps.{i}.linear.weight" for i in range(3)} <= set(report.gradient_errors)
+    assert report.gradient_error > 0
+    assert all(p.grad is None for p in chain.parameters())
+    assert chain.schedule == ["invert"] * 3
+
+
+class Convolution(nn.Module):
+    def __init__(self, fault=lambda w, y: y):
+        super().__init__()
+        self.norm, self.conv, self.fault = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1), fault
+        self.again = False
+
+    def forward(self, w):
+        y = self.conv(self.norm(w)).relu()
+        y = self.fault(w, y) if self.again else y
+        self.again = True
+        return y
+
+
+def is_channels_last(w):
+    return w.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("mode", RERUN)
+@pytest.mark.parametrize("exact", [False, True])
+def test_convolutions_are_right_in_both_formats(exact, mode):
+    calls = []
+    model = Network(calls, *(Convolution() for _ in range(4)))
+    model.chain.exact, model.chain.schedule = exact, mode
+    report = revzoo.verify(model, streams(2, 4, 6, 6))
+    assert report.ok
+    assert report.identical == (exact or mode != "invert")
+    assert [is_channels_last(x) for _, (x, _) in calls] == [False] * 5 + [True] * 2
+    assert not is_channels_last(model.chain.steps[0].conv.weight)
+
+
+def test_a_fault_in_one_format_is_reported_with_it():
+    steps = [Convolution(), Convolution(lambda w, y: 2 * y if is_channels_last(w) else y), Convolution()]
+    report = revzoo.verify(ReversibleChain(steps), streams(2, 4, 6, 6))
+    assert len(report.problems) == 1
+    assert report.problems[0].startswith("In another memory format (channels-last): steps.1 ran differently the second time")
+    assert report.gradient_error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"), [((5, 6), "transposed"), ((3, 4, 6), "transposed"), ((1, 6), None), ((1, 4, 6), "transposed")]
+)
+def test_other_batches_are_tried_with_two_dimensions_exchanged(shape, name):
+    calls = []
+    model = Network(calls, Step(), Step())
+    x = streams(*shape)
+    assert Trial(model, x).name_other_format() == name
+    assert revzoo.verify(model, x).ok
+    strides = [x.stride() for _, (x, _) in calls]
+    assert strides[:5] == [x[0].stride()] * 5
+    assert all(x.is_contiguous() for _, xs in calls[:5] for x in xs)
+    assert [x.is_contiguous() for _, (x, _) in calls[5:]] == [False] * (2 if name else 0)
+
+
+def test_a_batch_in_another_format_is_tried_contiguous():
+    images = [x.to(memory_format=torch.channels_last) for x in streams(2, 4, 6, 6)]
+    calls = []
+    model = Network(calls, Convolution(), Convolution()).to(memory_format=torch.channels_last)
+    assert Trial(model, images).name_other_format() == "contiguous"
+    assert revzoo.verify(model, images).ok
+    assert [is_channels_last(x) for _, (x, _) in calls] == [True] * 5 + [False] * 2
+
+
+def test_volumes_are_channels_last_too():
+    model = ReversibleChain([nn.Conv3d(2, 2, 1), nn.Conv3d(2, 2, 1)])
+    assert Trial(model, streams(2, 2, 3, 3, 3)).name_other_format() == "channels-last"
+    assert revzoo.verify(model, streams(2, 2, 3, 3, 3)).ok
+
+
+def test_a_format_that_the_stored_model_refuses_is_left_out():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.chain = ReversibleChain([Step(), Step()])
+
+        def forward(self, x):
+            x = x.view(-1, 6)
+            return self.chain(x, x)
+
+    x = torch.randn(3, 4, 6)
+    with pytest.raises(RuntimeError, match="view"):
+        Trial(Flat(), x).run("store", in_other_format=True)
+    assert revzoo.verify(Flat(), x).ok
+
+
+def test_ids_have_one_format():
+    assert Trial(nn.Embedding(3, 4), torch.tensor([[0, 1], [2, 0]])).name_other_format() is None
+
+
+@pytest.mark.parametrize("name", ["irevnet_digits", "rev_vit_digits"])
+def test_exact_models_are_identical_in_both_formats(name):
+    model = revzoo.create(name, exact=True)
+    report = revzoo.verify(model, model.example_input(4))
+    assert report.ok
+    assert report.identical
