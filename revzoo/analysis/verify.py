@@ -49,7 +49,7 @@ class VerifyReport:
             ||w' - w|| / ||w|| of the reconstructed w' and the original w.
         gradient_error: ||g - g_store|| / ||g_store|| over the gradients of all parameters.
         gradient_errors: the same for each parameter with a gradient; relative to 1 % of a typical gradient at least.
-        identical: whether every gradient is the same bit for bit.
+        identical: whether every gradient is the same bit for bit, in each memory format that was tried.
         problems: reasons why the model is not safe to train like this; none if it is.
         leftover_bytes: for each step that keeps more from forward to backward than its mode says, how much more. It costs
             memory and changes no gradient.
@@ -98,10 +98,11 @@ class VerifyReport:
 def verify(model: nn.Module, batch: Any) -> VerifyReport:
     """Compare the gradients of the model's schedule with those of storing all activations.
 
-    Every run has the same weights, batch and random numbers, a fresh copy of the model, the tripwire on, and random numbers
-    drawn between forward and backward: twice with `store`, to see whether the model repeats itself at all, and once with the
-    schedule; then once with each in another memory format (channels-last where there are convolutions, otherwise the first two
-    dimensions exchanged in memory), if the model can store everything in it. Afterwards the model is as before.
+    Runs the model twice with `store`, to see whether it repeats itself at all, and once with its schedule. If nothing is wrong,
+    it runs once more with each in another memory format: channels-last where there are convolutions, otherwise the first two
+    dimensions exchanged in memory. A model that cannot store everything in this format is not tried in it. Every run has a
+    fresh copy of the model, the same random numbers, the tripwire on, and other draws between forward and backward. Afterwards
+    the model is as before.
 
     A model that cannot be copied is run itself: where processes communicate, a module is compiled, `copy.deepcopy` fails, or
     the copy computes with the parameters of the model.
@@ -112,8 +113,8 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     Raises:
         InputError: the model is no module, or has no chain inside; the batch has no tensor or no example; nothing requires a
             gradient; or the parameters have no values (meta, FakeTensor).
-    Cost: time of five training steps and two forwards, of six if something is wrong; memory of a copy of the model and three
-        sets of gradients besides that of a training step that stores everything.
+    Cost: time of five training steps and two forwards; beside the memory of a training step that stores everything, a copy of
+        the model and another set of gradients.
     """
     require_module(model)
     if not find_chains(model):
@@ -121,6 +122,11 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):
         raise InputError("Gradients can be compared where parameters have values. Received: meta or fake parameters.")
     trial = Trial(model, batch)
+    report = _try_own_format(trial, model)
+    return report if report.problems else _try_other_format(trial, report)
+
+
+def _try_own_format(trial: Trial, model: nn.Module) -> VerifyReport:
     stored = trial.run("store")
     can_compare = _are_finite(stored)
     noise = _compare_gradients(trial.run("store").gradients, stored.gradients)[0] if can_compare else 0.0
@@ -129,7 +135,7 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
         return replace(report, problems=(*_find_noise(noise, report, failure), failure))
     report = replace(_compare(report, scheduled, stored), leftover_bytes=trial.measure(measure_leftovers))
     problems = [*_find_noise(noise, report, failure), *_find_problems(report, scheduled, stored, failure)]
-    return replace(report, problems=tuple(problems)) if problems else _try_other_format(trial, report)
+    return replace(report, problems=tuple(problems))
 
 
 def _run_schedule(trial: Trial, model: nn.Module, can_compare: bool) -> tuple[VerifyReport, Outcome | None, str]:

@@ -56,8 +56,27 @@ def build_a_cache(f):
     return 1.0 if "built" in f.cache else f.cache.setdefault("built", 3.0)
 
 
+def peek_at_python(f):
+    state, number = random.getstate(), random.uniform(-4, 4)
+    random.setstate(state)
+    return number
+
+
+def peek_at_numpy(f):
+    state, number = np.random.get_state(), float(np.random.uniform(-4, 4))
+    np.random.set_state(state)
+    return number
+
+
+def peek_at_torch(f):
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(6) * 8 - 4
+
+
 SOURCES = {
     "python": lambda f: random.uniform(-4, 4),
+    "python, put back": peek_at_python,
+    "numpy, put back": peek_at_numpy,
     "numpy": lambda f: float(np.random.uniform(-4, 4)),
     "generator": lambda f: torch.rand(6, generator=f.own) * 8 - 4,
     "counter": lambda f: 1 / f.calls,
@@ -92,6 +111,13 @@ def test_a_generator_that_all_runs_share_keeps_the_model_from_repeating_itself()
     assert report.problems[0].startswith("The model does not repeat itself: the gradients of two runs with the same seed")
     assert str(report).count("its input, parameters and torch's random stream alone") == 1
     assert "Some function depends on more than" not in str(report)
+
+
+@pytest.mark.parametrize("mode", RERUN)
+def test_torch_random_numbers_are_repeated_whatever_is_drawn_in_between(mode):
+    model = Scaled(peek_at_torch)
+    model.chain.schedule = mode
+    assert revzoo.verify(model, streams()).ok
 
 
 def test_what_only_the_stem_draws_is_no_fault():
@@ -130,6 +156,16 @@ def test_all_random_streams_are_left_as_found():
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == random.getstate()
     assert np.array_equal(state[2][1], np.random.get_state()[1])
+
+
+def test_an_optimizer_inside_backward_moves_no_weight():
+    chain = ReversibleChain([Step() for _ in range(3)])
+    before = [p.clone() for p in chain.parameters()]
+    for p in chain.parameters():
+        optimizer = torch.optim.SGD([p], lr=1.0)
+        p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    assert revzoo.verify(chain, streams()).ok
+    assert all(map(torch.equal, before, chain.parameters()))
 
 
 class Stem(nn.Module):
