@@ -216,3 +216,42 @@ def train_scaled(name: str, schedule: str) -> tuple[list[Tensor], set[torch.dtyp
         assert scaler.get_scale() == 2.0**8
         assert same(list(model.parameters()), before) != taken
     return [p.detach() for p in model.parameters()], dtypes
+
+
+class Counting(nn.Module):
+    """A step whose output depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(32, 32), 0
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(w / self.calls).tanh()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective"])
+def test_the_tripwire_names_the_step_without_waiting_for_the_device(schedule, exact):
+    chain = ReversibleChain([*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)), Counting()], exact=exact)
+    chain.to(DEVICE).schedule = schedule
+    x1, x2 = torch.randn(2, 64, 32, device=DEVICE).unbind()
+
+    def train() -> None:
+        y1, y2 = chain(x1, x2)
+        (y1 * y2).sum().backward()
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def train_on() -> None:
+        for _ in range(3):
+            torch.cuda.synchronize()
+            train()
+
+    with pytest.raises(RecoveryError, match=r"^steps\.3 ran differently the second time"):
+        train_on()
