@@ -24,7 +24,7 @@ from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.schedule import Mode
-from revzoo.runtime.tripwire import raise_arrived, send_comparisons, set_tripwire
+from revzoo.runtime.tripwire import judge_arrived, send_comparisons, set_tripwire
 
 Gradients = dict[str, Tensor | None]
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -170,7 +170,7 @@ class Trial:
             torch.accelerator.synchronize(device)
         while True:
             try:
-                raise_arrived()
+                judge_arrived()
             except RecoveryError as error:
                 yield error
             else:

@@ -38,7 +38,7 @@ from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import InvertedSegment, RecordedCall, Recoverer, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
-from revzoo.runtime.tripwire import raise_arrived, send_comparisons
+from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 
 _Strides = tuple[int, ...] | None
 
@@ -279,7 +279,7 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
         return _run_plain(links, x1, x2, side, exact)
     refuse_to_drop("every step")
     send_comparisons()
-    raise_arrived()
+    judge_arrived()
     will_invert = any(isinstance(link, Step) and link.mode == "invert" for link in links)
     grid, pair = _start(links, x1, x2, exact, will_invert)
     settings = Settings(x1.device)

@@ -27,6 +27,7 @@ from torch._subclasses import FakeTensor
 from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime.bits import PackedBits, pack, unpack
 from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.host_copy import can_read_now
 from revzoo.runtime.late_check import LateCheck
 from revzoo.runtime.replay import is_sharded
 
@@ -35,8 +36,7 @@ from revzoo.runtime.replay import is_sharded
 _GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
-
-LostBits = PackedBits | Tensor | None
+LostBits = PackedBits | Tensor | None  # those of a DTensor are not packed
 
 
 class _Round(torch.autograd.Function):
@@ -172,7 +172,7 @@ class Grid:
         if torch.compiler.is_compiling() or state.numel() == 0:  # nothing can be raised inside a compiled graph
             return
         state = _get_local(state.detach())
-        if _can_read_now(state):
+        if can_read_now(state.device):
             least, most = state.amin(), state.amax()  # torch.aminmax takes 9 times as long on channels-last tensors
             if has_value(state):
                 _check_range(self.limit, [where], [float(least), float(most)])
@@ -197,11 +197,6 @@ def _check_range(limit: float, places: Sequence[str], ranges: Sequence[float]) -
                 "learning rate, normalise f's output, take a coarser grid (the coupling's fraction_bits), or compute in "
                 "floating point (exact=False; m or beta instead of kept_bits)."
             )
-
-
-def _can_read_now(x: Tensor) -> bool:
-    """Return whether reading a value of x waits for nothing."""
-    return x.device.type == "cpu"
 
 
 def _get_local(x: Tensor) -> Tensor:

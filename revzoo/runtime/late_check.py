@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from revzoo.runtime.host_copy import HostCopy
+
 
 class LateCheck:
     """Copy numbers to the host, and check them at the end of the next backward.
@@ -23,14 +25,8 @@ class LateCheck:
 
     def __init__(self, numbers: Tensor, check: Callable[[list[float]], None]):
         self._check = check
-        self._copied: Any = None  # an event
-        self._task = -1
-        module = torch.get_device_module(numbers.device)
-        if hasattr(module, "current_stream"):
-            stream = module.current_stream(numbers.device)
-            numbers = numbers.to("cpu", non_blocking=True)
-            self._copied = stream.record_event()
-        self._numbers: Tensor | None = numbers
+        self._copy: HostCopy | None = HostCopy(numbers)  # until it has been checked
+        self._task = -1  # the backward at whose end the check is due
 
     def run_after_backward(self) -> None:
         """Check at the end of the backward that is running, or now if there is none. Later calls do nothing."""
@@ -42,9 +38,6 @@ class LateCheck:
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self._run)
 
     def _run(self) -> None:
-        if self._numbers is None:
-            return
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._check(self._numbers.tolist())
-        self._numbers = None
+        if self._copy is not None:
+            self._check(*self._copy.read())
+            self._copy = None

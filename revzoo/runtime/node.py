@@ -10,7 +10,7 @@ from revzoo.runtime.schedule import Mode
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import RecordedCall, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
-from revzoo.runtime.tripwire import raise_arrived, send_comparisons
+from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 
 
 def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
@@ -34,6 +34,6 @@ def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> 
         return module(*inputs)
     refuse_to_drop(name)
     send_comparisons()
-    raise_arrived()
+    judge_arrived()
     call = RecordedCall(module, name, Settings(inputs[0].device), selective=mode == "selective")
     return call.first_run(SavedInputs(inputs), *inputs)

@@ -40,7 +40,7 @@ from revzoo.runtime.tripwire import (
     Fingerprint,
     Watch,
     is_watching,
-    raise_arrived,
+    judge_arrived,
     send_comparisons,
     take_fingerprint,
     unwatched,
@@ -342,7 +342,7 @@ class SavedInputs:
         self._inputs = [State(x) for x in inputs]
 
     def recover(self, call: RecordedCall) -> None:
-        raise_arrived()
+        judge_arrived()
         call.run_again(*(x.get() for x in self._inputs), stop_early=True)
         call.compare_refilled(Watch())
 
@@ -416,7 +416,7 @@ class InvertedSegment:
 
     def recover(self, call: RecordedCall) -> None:
         """Refill `call`, and move the pair to the boundary before it, unless it is the first of the segment."""
-        raise_arrived()
+        judge_arrived()
         goal = call.place
         if goal is None or self._pair is None:
             raise _differentiates_inside(call.name)

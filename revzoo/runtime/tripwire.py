@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.errors import RecoveryError
+from revzoo.runtime.host_copy import HostCopy, can_read_now
 
 _WIDTH = 1024  # elements that one row of a projection adds up
 _PROJECTIONS = 8
@@ -122,12 +123,7 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
             values = compute(_flatten(x))
     else:
         values = compute(_flatten(x))
-    return Fingerprint(values.tolist() if _is_immediate(device) else values, (*order, x.stride(), bits))
-
-
-def _is_immediate(device: torch.device) -> bool:
-    """Return whether results can be read without waiting for the device."""
-    return device.type == "cpu"
+    return Fingerprint(values.tolist() if can_read_now(device) else values, (*order, x.stride(), bits))
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -236,41 +232,30 @@ class _Comparison(NamedTuple):
     of_state: bool
 
 
-class _Journey:
-    """Fingerprints on their way from a device to the host."""
+class _Transfer:
+    """The fingerprints of several comparisons, on their way from one device to the host together."""
 
-    def __init__(self, device: torch.device, comparisons: list[_Comparison]):
+    def __init__(self, comparisons: list[_Comparison]):
         self._comparisons = comparisons
-        self._values: dict[torch.dtype, Tensor] = {}  # of all fingerprints, one after the other
         pairs = [values for c in comparisons for values in (c.expected.values, c.actual.values)]
-        for dtype in {values.dtype for values in pairs}:
-            together = torch.cat([values for values in pairs if values.dtype == dtype])
-            host = torch.empty_like(together, device="cpu", pin_memory=together.is_cuda)
-            self._values[dtype] = host.copy_(together, non_blocking=True)
-        self._arrival = _record_event(device)
+        self._dtypes = list({values.dtype for values in pairs})
+        self._copy = HostCopy(*(torch.cat([values for values in pairs if values.dtype == dtype]) for dtype in self._dtypes))
 
     @property
-    def has_ended(self) -> bool:
-        """Whether they have arrived; does not wait for them."""
-        arrived: bool = self._arrival.query()
-        return arrived
+    def has_arrived(self) -> bool:
+        """Whether the host has them; does not wait for them."""
+        return self._copy.has_arrived
 
     def judge(self) -> None:
         """Raise RecoveryError for the first comparison that does not fit."""
-        values = {dtype: iter(host.tolist()) for dtype, host in self._values.items()}
+        values = dict(zip(self._dtypes, map(iter, self._copy.read()), strict=True))
         for comparison in self._comparisons:
             own, length = values[comparison.expected.values.dtype], len(comparison.expected.values)
             comparison.watch.judge(comparison, list(islice(own, length)), list(islice(own, length)))
 
 
-def _record_event(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record()
-    return event
-
-
 _waiting: deque[_Comparison] = deque()
-_travelling: deque[_Journey] = deque()
+_transfers: deque[_Transfer] = deque()
 
 
 def send_comparisons() -> None:
@@ -279,14 +264,13 @@ def send_comparisons() -> None:
     while _waiting:
         comparison = _waiting.popleft()
         by_device.setdefault(comparison.actual.values.device, []).append(comparison)
-    for device, comparisons in by_device.items():
-        _travelling.append(_Journey(device, comparisons))
+    _transfers.extend(map(_Transfer, by_device.values()))
 
 
-def raise_arrived() -> None:
+def judge_arrived() -> None:
     """Raise RecoveryError if fingerprints have arrived from a device that differ too much."""
-    while _travelling and _travelling[0].has_ended:
-        _travelling.popleft().judge()
+    while _transfers and _transfers[0].has_arrived:
+        _transfers.popleft().judge()
 
 
 def _describe(comparison: _Comparison, error: float, tolerance: float) -> RecoveryError:

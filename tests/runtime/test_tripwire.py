@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime import Bijection, ReversibleChain, set_tripwire, tripwire
+from revzoo.runtime import Bijection, ReversibleChain, host_copy, set_tripwire, tripwire
 from revzoo.runtime.coupling import momentum
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.tripwire import Watch
@@ -211,9 +211,10 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.has_caught_up = False
         self.events = 0
-        monkeypatch.setattr(tripwire, "_is_immediate", lambda device: False)
-        monkeypatch.setattr(tripwire, "_record_event", self.record_event)
-        monkeypatch.setattr(tripwire, "_travelling", deque())
+        for module in (tripwire, host_copy):
+            monkeypatch.setattr(module, "can_read_now", lambda device: False)
+        monkeypatch.setattr(host_copy, "_record_event", self.record_event)
+        monkeypatch.setattr(tripwire, "_transfers", deque())
         monkeypatch.setattr(tripwire, "_waiting", deque())
         monkeypatch.setattr(Watch, "judge", self.judge(Watch.judge))
 
@@ -228,6 +229,7 @@ class Device:
         self.events += 1
         event = torch.nn.Module()
         event.query = lambda: self.has_caught_up
+        event.synchronize = lambda: None
         return event
 
 
@@ -270,4 +272,4 @@ def test_a_device_finds_nothing_in_steps_that_repeat(settings, device):
         run(chain)
         run(chain)
     assert device.events >= 5
-    assert not tripwire._travelling
+    assert not tripwire._transfers
