@@ -1,17 +1,19 @@
 """What a forward call records so that backward can rebuild the tensors that were dropped.
 
 The forward of a step runs as ordinary autograd code under `saved_tensors_hooks`: the pack hook drops each tensor that autograd
-wants to save and leaves a `Handle` in its place. When backward unpacks the first handle of a call, the call is run again. That
-second run refills all handles of the call and, for an inverted step, also gives the state before it. The graph stays PyTorch's
-own, so gradients go where they always go: `torch.autograd.grad`, `retain_graph`, hooks, DDP and FSDP see nothing unusual.
+wants to save and leaves the number of its slot in the call. When backward unpacks the first slot of a call, the call is run
+again. That second run refills all slots of the call and, for an inverted step, also gives the state before it. The graph stays
+PyTorch's own, so gradients go where they always go: `torch.autograd.grad`, `retain_graph`, hooks, DDP and FSDP see nothing
+unusual.
 
     RecordedCall     one call of one function, the tensors it dropped, and how to run it again (`replay.py`)
     SavedInputs      recovers one call from its own inputs, which it keeps        (modes `recompute` and `selective`)
     InvertedSegment  recovers the calls of consecutive inverted steps from one pair of states         (mode `invert`)
 
-References point one way, graph -> Handle -> (SavedInputs | InvertedSegment) -> RecordedCall, so everything is freed with the
-graph, without the garbage collector. A segment of inverted steps holds exactly one pair of states at any time: after forward
-the last pair, which is the chain's own output if the segment ends the chain; in backward the pair recovered last.
+References point one way: the graph holds the hooks of its calls, a hook its RecordedCall and what recovers that (SavedInputs or
+InvertedSegment), and a segment all its calls. So everything is freed with the graph, without the garbage collector. A segment
+holds exactly one pair of states at any time: after forward the last pair, which is the chain's own output if the segment ends
+the chain; in backward the pair recovered last.
 
 Known inefficiency: a second backward through a retained graph runs the chain forward again to get back to its end.
 
@@ -88,7 +90,7 @@ class RecordedCall:
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
         self._fingerprints: list[tuple[int, Fingerprint]] = []  # of the tensors saved last, by slot
         self._requires_grad: list[bool] = []
-        self.place: int | None = None  # in its segment
+        self.place: int | None = None  # among the items of its segment
 
     def first_run(self, recoverer: "Recoverer", *inputs: Tensor) -> Any:
         """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call."""
@@ -99,7 +101,7 @@ class RecordedCall:
         latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
 
         def is_telling(tensor: Tensor) -> bool:
-            """Whether it shows a difference: not a weight, a statistic that moves, or an output that is kept anyway."""
+            """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""
             if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter) or tensor.numel() in moving_sizes:
                 return False
             return kept_outputs is None or not kept_outputs.holds(tensor)
@@ -168,7 +170,7 @@ class RecordedCall:
         return None if stop_early else out.detach()
 
     def _unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
-        """Return the tensor dropped as number `slot`; recover the call first if it has not been refilled."""
+        """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
         try:
             tensor, version = self._refilled.pop(slot)
         except KeyError:
@@ -389,10 +391,10 @@ class InvertedSegment:
         self._exact = exact
         self._items: list[_Item] = []
         self._pair: tuple[State, State] | None = None
-        self._at = 0
-        self._current: RecordedCall | None = None
+        self._at = 0  # the boundary that the pair belongs to
+        self._current: RecordedCall | None = None  # the call recovered last
         self._watch = Watch()
-        self._watches_sizes = not exact  # of the pair that was kept
+        self._must_note_sizes = not exact  # of the pair kept in forward, by which rounding errors are judged
         self._rounding = Rounding()
 
     def append(self, update: PairUpdate, call: RecordedCall | None, before: Pair) -> None:
@@ -442,8 +444,8 @@ class InvertedSegment:
         if call is None:
             self._move(update.invert(pair, None), -1)
             return
-        if self._watches_sizes:
-            self._watches_sizes = False
+        if self._must_note_sizes:
+            self._must_note_sizes = False
             for state in pair:
                 self._watch.note_size(state)
         out = call.run_again(pair[0], refill=refill, check_draws=fingerprint is None)

@@ -36,11 +36,12 @@ from revzoo.runtime.host_copy import HostCopy, can_read_now
 _WIDTH = 1024  # elements that one row of a projection adds up
 _PROJECTIONS = 8
 _PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
-# A tensor that is no state is judged by this share of the largest state at least: the mean of a centred state is rounding.
-_LEAST_SIZE = 1e-3
-# A state may differ by this many times the error of those rebuilt before it, up to this relative error. What a step computes
-# from a state may differ by more, where it normalises what nearly cancels.
-_STATE_GROWTH, _LARGEST_ERROR = 30.0, 0.25
+# A saved tensor is judged by its own size, but by no less than this share of the largest state: the mean of a centred state is
+# nothing but rounding.
+_LEAST_SHARE = 1e-3
+# A state may differ by this many times the largest error of the states rebuilt before it, up to this relative error.
+_GROWTH_OF_STATE, _LARGEST_TOLERANCE = 30.0, 0.25
+# What a step computes from a state may differ by more, where it normalises what nearly cancels.
 _GROWTH_IN_STEP = 1000.0
 _INTEGERS = {4: torch.int32, 8: torch.int64}
 _enabled = True
@@ -77,7 +78,11 @@ def is_watching() -> bool:
 
 
 class unwatched:
-    """Take no fingerprints of chains inside a call: in a second run, whose graph is thrown away, or where operations count."""
+    """Take no fingerprints of chains inside a call.
+
+    In a second run they would be for a graph that is thrown away. Both runs of a selective call must do the same operations, so
+    its first run takes none either.
+    """
 
     def __enter__(self) -> None:
         self._token = _inside.set(True)
@@ -91,11 +96,11 @@ class Fingerprint(NamedTuple):
 
     Args:
         values: projections, or sums of bits: on a CPU a list, elsewhere a tensor that the device may not have computed yet.
-        order: the order of the elements; fingerprints in different orders cannot be compared.
+        kind: placements of a DTensor, strides, and whether these are sums of bits. Only fingerprints of one kind are compared.
     """
 
     values: Any
-    order: tuple[Any, ...]
+    kind: tuple[Any, ...]
 
 
 def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
@@ -106,10 +111,10 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
             inside a CUDA graph has none.
         bits: whether every bit counts, as in exact arithmetic.
     """
-    x, order = x.detach(), ()
+    x, placements = x.detach(), ()
     if type(x) is not Tensor:
-        order = getattr(x, "placements", ())  # of a DTensor
-        if not order:
+        placements = getattr(x, "placements", ())  # of a DTensor
+        if not placements:
             return None
         x = cast(Any, x)._local_tensor
     device = x.device
@@ -123,7 +128,7 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
             values = compute(_flatten(x))
     else:
         values = compute(_flatten(x))
-    return Fingerprint(values.tolist() if can_read_now(device) else values, (*order, x.stride(), bits))
+    return Fingerprint(values.tolist() if can_read_now(device) else values, (*placements, x.stride(), bits))
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -132,12 +137,14 @@ def _flatten(x: Tensor) -> Tensor:
 
 
 def _add_bits(x: Tensor) -> Tensor:
+    """Return the sums of the bits of several parts, as integers."""
     integers = x.view(_INTEGERS[x.element_size()])
     parts = next((n for n in _PARTS if x.numel() % n == 0), 1)
     return integers.view(parts, -1).sum(1, dtype=integers.dtype)  # wraps around
 
 
 def _project(x: Tensor) -> Tensor:
+    """Return random projections, in the precision of x: first rows of _WIDTH elements become one each, until few are left."""
     device, length = x.device, len(x)
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
@@ -172,16 +179,15 @@ class Watch:
     def note_size(self, state: Tensor) -> None:
         """Consider the size of a state that was not rebuilt."""
         if (taken := take_fingerprint(state)) is not None:
+            # It is compared with itself, so that its size arrives from a device in its turn.
             self._judge_or_wait(_Comparison(self, "", taken, taken, math.inf, of_state=True))
 
-    def compare(
-        self, name: str, expected: Fingerprint | None, rebuilt: Tensor, tolerance: float, *, of_state: bool = True
-    ) -> None:
+    def compare(self, name: str, expected: Fingerprint, rebuilt: Tensor, tolerance: float, *, of_state: bool = True) -> None:
         """Compare a rebuilt tensor with its fingerprint, now or on the device.
 
         Args:
             name: name of the step that was run again, for messages.
-            expected: the fingerprint of the original; without one nothing is compared.
+            expected: the fingerprint of the original.
             rebuilt: the rebuilt tensor.
             tolerance: largest difference, relative to the largest state so far; 0 where bits are compared.
             of_state: whether this is a state. Other tensors are judged by their own size.
@@ -189,10 +195,8 @@ class Watch:
         Raises:
             RecoveryError: it differs by more, on a CPU.
         """
-        if expected is None:
-            return
         actual = take_fingerprint(rebuilt, bits=tolerance == 0)
-        if actual is not None and actual.order == expected.order:
+        if actual is not None and actual.kind == expected.kind:
             self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state))
 
     def judge(self, comparison: "_Comparison", expected: list[float], actual: list[float]) -> None:
@@ -204,12 +208,12 @@ class Watch:
             error, size = math.dist(expected, actual), math.hypot(*expected)
         if comparison.of_state:
             self._largest = size = max(size, self._largest)
-        size = max(size, self._largest * _LEAST_SIZE)
+        size = max(size, self._largest * _LEAST_SHARE)
         if not math.isfinite(size):
             return
         error = error / size if error else 0.0
         if comparison.of_state and tolerance:
-            tolerance = max(tolerance, min(_STATE_GROWTH * self._largest_error, _LARGEST_ERROR))
+            tolerance = max(tolerance, min(_GROWTH_OF_STATE * self._largest_error, _LARGEST_TOLERANCE))
             self._largest_error = max(self._largest_error, error)
         elif not comparison.of_state:
             tolerance = max(tolerance, _GROWTH_IN_STEP * self._largest_error)
