@@ -358,7 +358,7 @@ def _is_dense(x: Tensor) -> bool:
 
 def _watch(grid: Grid | None, pair: Pair, link: Step | Bijection) -> None:
     if grid is not None:
-        grid.watch(pair[1], f"behind {link.name if isinstance(link, Step) else type(link).__name__}")
+        grid.watch(pair[1], f"after {link.name if isinstance(link, Step) else type(link).__name__}")
 
 
 def _call(step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, recoverer: Recoverer | None = None) -> Tensor:

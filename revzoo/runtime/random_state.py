@@ -1,4 +1,4 @@
-"""Where torch's random streams stood in front of a call and behind it, so that it can draw the same numbers again."""
+"""Where torch's random streams stood before and after a call, so that it can draw the same numbers again."""
 
 from collections.abc import Iterable, Sequence
 from ctypes import string_at
@@ -37,21 +37,21 @@ class RandomState:
         self._generators: list[Generator] = [torch.default_generator]
         for device in devices:
             self._generators += _find_generators(device)
-        self._in_front = self._behind = self._take()
+        self._before = self._after = self._take()
 
     def end_first_run(self) -> None:
-        """Record the states behind the call."""
-        self._behind = self._take()
+        """Record the states after the call."""
+        self._after = self._take()
 
     @property
-    def is_behind(self) -> bool:
+    def has_drawn_all(self) -> bool:
         """Whether as many numbers have been drawn as in the first run."""
-        return all(_read(g.get_state()) == then.data for g, then in zip(self._generators, self._behind, strict=True))
+        return all(_read(g.get_state()) == then.data for g, then in zip(self._generators, self._after, strict=True))
 
     def rewind(self) -> list[Tensor]:
-        """Go back to the states in front of the call; return the present ones, for `restore`."""
+        """Go back to the states before the call; return the present ones, for `restore`."""
         present = [generator.get_state() for generator in self._generators]
-        self.restore([snapshot.state for snapshot in self._in_front])
+        self.restore([snapshot.state for snapshot in self._before])
         return present
 
     def restore(self, states: list[Tensor]) -> None:

@@ -50,7 +50,7 @@ class Replay:
         # Lists of equal length, since tuples for each tensor would keep the garbage collector busy:
         self._holders: list[_Tensors] = []  # of each module by name: the dictionary that holds its tensors
         self._held: list[_Tensors] = []  # and a copy
-        self._watched: list[Tensor] = []
+        self._fixed: list[Tensor] = []  # parameters, buffers and side inputs, which must not be modified
         self._versions: list[int] = []
         self._devices = {device}
         for m in self._modules:
@@ -62,12 +62,12 @@ class Replay:
             elif m._buffers:
                 self._record(m._buffers)
         if side is not None:
-            self._watched += tensors_in(side)
+            self._fixed += tensors_in(side)
         try:
-            self._versions = [t._version for t in self._watched]
+            self._versions = [t._version for t in self._fixed]
         except RuntimeError:
-            self._watched = [t for t in self._watched if not t.is_inference()]
-            self._versions = [t._version for t in self._watched]
+            self._fixed = [t for t in self._fixed if not t.is_inference()]
+            self._versions = [t._version for t in self._fixed]
         self._random: RandomState
         self.drew_the_same = True  # whether the latest second run drew as many random numbers as the first
 
@@ -123,9 +123,9 @@ class Replay:
                 module.training = then
             for buffers, present in statistics:
                 buffers.update({key: b if b is None else b.clone() for key, b in present.items()})
-            with self._settings.restored():
+            with self._settings.restore():
                 out = run()
-            self.drew_the_same = not check_draws or self._random.is_behind
+            self.drew_the_same = not check_draws or self._random.has_drawn_all
             return out
         finally:
             for module, then in flags:
@@ -137,14 +137,14 @@ class Replay:
 
     @property
     def spacing(self) -> float:
-        """Relative spacing of the coarsest numbers among f's parameters and buffers; 0 without any."""
-        dtypes = {t.dtype for t in self._watched}
+        """Relative spacing of the coarsest numbers among f's parameters, buffers and side inputs; 0 without any."""
+        dtypes = {t.dtype for t in self._fixed}
         return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
 
     @property
     def has_drawn_all(self) -> bool:
-        """Whether the second run has drawn as many random numbers as the first, so none is drawn behind this place."""
-        return self._random.is_behind
+        """Whether the second run has drawn as many random numbers as the first, so it will draw no more."""
+        return self._random.has_drawn_all
 
     def _record(self, tensors: _Tensors) -> None:
         self._holders.append(tensors)
@@ -152,10 +152,10 @@ class Replay:
         for t in tensors.values():
             if t is not None:
                 self._devices.add(t.device)
-                self._watched.append(t)
+                self._fixed.append(t)
 
     def _find_changed(self) -> str | None:
-        for t, version in zip(self._watched, self._versions, strict=True):
+        for t, version in zip(self._fixed, self._versions, strict=True):
             if t._version != version:
                 return self._name_of(t)
         return None

@@ -65,16 +65,16 @@ class Settings:
         # On a GPU, float32 convolutions use TF32 by default.
         return max(autocast, default=_TF32 if self._kinds[-1] == "cuda" else 0.0)
 
-    def restored(self) -> AbstractContextManager[object]:
+    def restore(self) -> AbstractContextManager[object]:
         """Return a context in which these settings are in force; after it the present ones are."""
         autocast = [_read_autocast(kind) for kind in self._kinds]
         present = self._read()
         if present == self._values and autocast == self._autocast and _read_default_device() == self._device:
             return nullcontext()
-        return self._restored(present, autocast)
+        return self._restore(present, autocast)
 
     @contextmanager
-    def _restored(self, present: list[Any], present_autocast: list[_Autocast]) -> Iterator[None]:
+    def _restore(self, present: list[Any], present_autocast: list[_Autocast]) -> Iterator[None]:
         with ExitStack() as stack:
             for kind, wanted, now in zip(self._kinds, self._autocast, present_autocast, strict=True):
                 if wanted != now:

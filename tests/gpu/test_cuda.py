@@ -181,7 +181,7 @@ def test_exact_arithmetic_waits_for_nothing_and_raises_in_backward():
     with torch.no_grad():
         chain.steps[2].bias.fill_(1e4)
     loss = run()
-    with pytest.raises(RecoveryError, match=r"states below 256 in magnitude. Received: .* behind steps\.2\."):
+    with pytest.raises(RecoveryError, match=r"states below 256 in magnitude. Received: .* after steps\.2\."):
         loss.backward()
 
 

@@ -44,7 +44,7 @@ def chain_that_leaves(at: int, schedule: object, value: float = 1e4) -> Reversib
 @pytest.mark.parametrize(("value", "received"), [(1e4, "11101.1"), (-1e4, "-11098.9"), (torch.nan, "nan"), (torch.inf, "inf")])
 def test_the_step_that_leaves_the_grid_is_named(mode, value, received):
     x = torch.ones(3)
-    with pytest.raises(RecoveryError, match=rf"below 256 in magnitude. Received: {received} behind steps\.2\. Lower"):
+    with pytest.raises(RecoveryError, match=rf"below 256 in magnitude. Received: {received} after steps\.2\. Lower"):
         chain_that_leaves(2, mode, value)(x, x)
     with pytest.raises(RecoveryError, match=r"Received: 256 as an input of the chain\. Lower"), torch.no_grad():
         chain_that_leaves(2, mode)(x, torch.tensor([1.0, 256.0, -3.0]))
@@ -63,14 +63,14 @@ def test_on_an_accelerator_backward_raises(schedule, accelerator):
     chain = chain_that_leaves(2, schedule)
     x = torch.ones(3, requires_grad=True)
     y1, y2 = chain(x, x)
-    with pytest.raises(RecoveryError, match=r"Received: 11101.1 behind steps\.2\. Lower"):
+    with pytest.raises(RecoveryError, match=r"Received: 11101.1 after steps\.2\. Lower"):
         (y1.sum() + y2.sum()).backward()
 
 
 def test_on_an_accelerator_a_backward_that_stops_early_raises(accelerator):
     chain = chain_that_leaves(4, "invert")
     y1, y2 = chain(torch.ones(3), torch.ones(3))
-    with pytest.raises(RecoveryError, match=r"behind steps\.4"):
+    with pytest.raises(RecoveryError, match=r"after steps\.4"):
         torch.autograd.grad(y1.sum() + y2.sum(), chain.steps[3].factor)
 
 
@@ -95,7 +95,7 @@ def test_on_an_accelerator_the_range_is_read_once_and_in_backward_only(accelerat
     assert looks == []
     (y1.sum() + y2.sum()).backward(retain_graph=True)
     (y1.sum() + y2.sum()).backward()
-    assert looks == [["as an input of the chain"] * 2 + [f"behind steps.{i}" for i in range(5)]]
+    assert looks == [["as an input of the chain"] * 2 + [f"after steps.{i}" for i in range(5)]]
 
 
 def test_on_an_accelerator_a_forward_without_backward_is_freed_without_the_garbage_collector(accelerator):

@@ -332,9 +332,9 @@ def test_streams_of_other_devices_are_recorded_too(monkeypatch):
     state.end_first_run()
     following = draw()
     present = state.rewind()
-    assert not state.is_behind
+    assert not state.has_drawn_all
     assert draw() == drawn
-    assert state.is_behind
+    assert state.has_drawn_all
     state.restore(present)
     assert draw() != following != drawn
 
@@ -343,7 +343,7 @@ def test_calls_that_draw_nothing_share_one_state():
     states = [RandomState([]) for _ in range(4)]
     torch.rand(1)
     states.append(RandomState([]))
-    assert len({id(snapshot.state) for state in states for snapshot in state._in_front}) == 2
+    assert len({id(snapshot.state) for state in states for snapshot in state._before}) == 2
 
 
 @pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
