@@ -101,11 +101,11 @@ class _FirstRun(_LightMode):
         super().__init__()
         self.operations: list[Any] = []
         self._recorded: list[_Kept] = []  # by number
-        self._behind: dict[int | None, _Set] = {}  # by storage: the kept outputs that its contents were computed from
+        self._sources: dict[int | None, _Set] = {}  # by storage: the kept outputs that its contents were computed from
         self._inside: dict[int | None, _Set] = {}  # by storage: the kept outputs in it
         self._casts: set[int | None] = set()  # storages that a cast has filled
-        self._needed: _Set = 0
-        self._modified: _Set = 0  # version counters do not see every operation in place
+        self._needed: _Set = 0  # those that a saved tensor was computed from
+        self._modified: _Set = 0  # those changed in place, which version counters do not always show
 
     def mark_needed(self, saved: Tensor) -> None:
         """Keep the outputs that a tensor was computed from."""
@@ -114,7 +114,7 @@ class _FirstRun(_LightMode):
                 if isinstance(inner := getattr(saved, name), Tensor):  # DTensor also names its mesh
                     self.mark_needed(inner)
         else:
-            self._needed |= self._resolve(self._behind.get(_key(saved), 0))
+            self._needed |= self._resolve(self._sources.get(_key(saved), 0))
 
     def holds(self, saved: Tensor) -> bool:
         """Return whether an output in the storage of this tensor is kept."""
@@ -129,12 +129,12 @@ class _FirstRun(_LightMode):
             kept = self._recorded[number]
             if self._modified >> number & 1 or kept.was_modified():
                 self._modified |= 1 << number
-                waiting |= kept.behind & ~self._needed
-                self._needed |= kept.behind
+                waiting |= kept.sources & ~self._needed
+                self._needed |= kept.sources
         chosen = {}
         for number, kept in enumerate(self._recorded):
             is_needed, is_modified = self._needed >> number & 1, self._modified >> number & 1
-            if is_needed and not is_modified and not (kept.is_join and not kept.behind & ~self._needed):
+            if is_needed and not is_modified and not (kept.is_join and not kept.sources & ~self._needed):
                 chosen[kept.place] = kept
             elif not is_needed and not kept.is_join:
                 kept.discard()
@@ -161,36 +161,36 @@ class _FirstRun(_LightMode):
         )
         for key in map(_key, written):
             self._modified |= self._inside.get(key, 0)
-            if self._behind.get(key) == _ANY_SO_FAR:
-                self._behind[key] = 0
-        behind = 0
+            if self._sources.get(key) == _ANY_SO_FAR:
+                self._sources[key] = 0
+        sources = 0
         for value in values:
             for t in _tensors_in(value):
-                behind |= self._behind.get(_key(t), 0)
-        behind, outputs = self._resolve(behind), _tensors_in(out)
+                sources |= self._sources.get(_key(t), 0)
+        sources, outputs = self._resolve(sources), _tensors_in(out)
         # The result of a cheap operation on several kept outputs (a residual sum) may be what is worth keeping instead of them.
-        is_join = not operation.is_compute_intensive and behind & (behind - 1) != 0
+        is_join = not operation.is_compute_intensive and sources & (sources - 1) != 0
         if (operation.is_compute_intensive or is_join) and operation.is_pure and outputs and not operation.draws(args, kwargs):
-            behind = self._keep(values, behind, is_join, out)
+            sources = self._keep(values, sources, is_join, out)
         if operation.decides:
-            self._needed |= behind
+            self._needed |= sources
         if operation.reads_layout_only:
-            behind = 0
+            sources = 0
         if operation.leaves_contents_open:
-            behind = _ANY_SO_FAR
+            sources = _ANY_SO_FAR
         for t in (*outputs, *written):
             key = _key(t)
             if key is None:  # what is computed from it cannot be followed
-                self._needed |= self._resolve(behind)
+                self._needed |= self._resolve(sources)
                 continue
-            self._behind[key] = behind
+            self._sources[key] = sources
             if func is CAST:
                 self._casts.add(key)
 
-    def _keep(self, values: Sequence[Any], behind: _Set, is_join: bool, out: Any) -> _Set:
+    def _keep(self, values: Sequence[Any], sources: _Set, is_join: bool, out: Any) -> _Set:
         """Keep the output of the latest operation."""
         number = 1 << len(self._recorded)
-        kept = _Kept(len(self.operations) - 1, [self._describe(value) for value in values], behind, is_join, out)
+        kept = _Kept(len(self.operations) - 1, [self._describe(value) for value in values], sources, is_join, out)
         self._recorded.append(kept)
         for t in kept.tensors:
             key = _key(t)
@@ -201,12 +201,13 @@ class _FirstRun(_LightMode):
         """Return what an argument must be in the second run as well."""
         if isinstance(value, Tensor):
             key = _key(value)
-            is_external = key is not None and key not in self._behind and key not in self._casts
+            is_external = key is not None and key not in self._sources and key not in self._casts
             return _Operand(value.shape, value.dtype, ref(value.untyped_storage()) if is_external else None)
         return [self._describe(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def _resolve(self, behind: _Set) -> _Set:
-        return behind if behind >= 0 else (1 << len(self._recorded)) - 1
+    def _resolve(self, sources: _Set) -> _Set:
+        """Return a set of outputs with those up to now in place of _ANY_SO_FAR."""
+        return sources if sources >= 0 else (1 << len(self._recorded)) - 1
 
 
 class _SecondRun(_LightMode):
@@ -276,20 +277,20 @@ class _Operand(NamedTuple):
 
 
 class _Kept:
-    """The output of one operation.
+    """The output of one operation, or its layout alone after `discard`.
 
     Args:
         place: which operation of the run it is.
         operands: its arguments, without the contents of tensors.
-        behind: the kept outputs that its operands were computed from.
+        sources: the kept outputs that its operands were computed from.
         is_join: whether it is a cheap operation on several kept outputs.
         out: what it returned.
     """
 
-    def __init__(self, place: int, operands: list[Any], behind: _Set, is_join: bool, out: Any):
+    def __init__(self, place: int, operands: list[Any], sources: _Set, is_join: bool, out: Any):
         self.place = place
         self.operands = operands
-        self.behind = behind
+        self.sources = sources
         self.is_join = is_join
         self._out = _map(_alias, out, Tensor)
         self.tensors = _tensors_in(self._out)
