@@ -23,6 +23,7 @@ from revzoo.analysis.dry_run import call, isolated, preserve_schedules, select_d
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.replay import processes_communicate
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons, set_tripwire
 
@@ -68,7 +69,7 @@ class Trial:
     def __init__(self, model: nn.Module, batch: Any):
         self._model = model
         self._batch = batch
-        self._copies = not _communicates() and not is_compiled(model)
+        self._copies = not processes_communicate() and not is_compiled(model)
         self._latest = WeakSet[nn.Module]()  # modules of the latest copy, while they are alive
         self._devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
 
@@ -221,8 +222,3 @@ def _long_dims(t: Tensor) -> list[int]:
 def _get_rng_states(model: nn.Module) -> list[Tensor]:
     gpus = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
-
-
-def _communicates() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()

@@ -85,7 +85,7 @@ class VerifyReport:
         if self.leftover_bytes:
             names, total = join_names(list(self.leftover_bytes), most=4), format_bytes(sum(self.leftover_bytes.values()))
             lines.append(
-                f"Kept although the mode drops it: {total}, by {names}. Not autograd keeps it but the step itself: on the ctx "
+                f"Kept although the mode drops it: {total}, by {names}. The step itself keeps it, not autograd: on the ctx "
                 "of an autograd.Function without save_for_backward, in an attribute, with hooks of its own such as "
                 "save_on_cpu, or in a chain inside it."
             )

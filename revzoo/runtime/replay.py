@@ -203,7 +203,7 @@ def _take_turn(device: torch.device, name: str) -> RLock:
     turn = _turns.get(device) or _turns.setdefault(device, RLock())
     if turn.acquire(blocking=False):
         return turn
-    if _communicates():
+    if processes_communicate():
         turn = RLock()
     if not turn.acquire(timeout=_LONGEST_WAIT_SECONDS):
         raise RecoveryError(
@@ -213,7 +213,8 @@ def _take_turn(device: torch.device, name: str) -> RLock:
     return turn
 
 
-def _communicates() -> bool:
+def processes_communicate() -> bool:
+    """Return whether this process is one of several that torch.distributed connects."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized()
 
