@@ -161,7 +161,8 @@ def _project(x: Tensor) -> Tensor:
 @cache
 def _make_weights(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return random weights, the same in every call. Shapes: (rows, width), or (width,) for one row."""
-    weights = torch.randn(_PROJECTIONS, _WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights = torch.randn(_PROJECTIONS, _WIDTH, generator=generator, dtype=torch.float64, device="cpu")
     return weights.to(device, dtype)[:rows, :width].squeeze(0)
 
 
@@ -211,7 +212,8 @@ class Watch:
         size = max(size, self._largest * _LEAST_SHARE)
         if not math.isfinite(size):
             return
-        error = error / size if error else 0.0
+        if error:
+            error = error / size if size else math.inf
         if comparison.of_state and tolerance:
             tolerance = max(tolerance, min(_GROWTH_OF_STATE * self._largest_error, _LARGEST_TOLERANCE))
             self._largest_error = max(self._largest_error, error)
@@ -280,6 +282,12 @@ def judge_arrived() -> None:
 def _describe(comparison: _Comparison, error: float, tolerance: float) -> RecoveryError:
     what = "the state rebuilt from its output" if comparison.of_state else "what autograd saves in it"
     by = "in some bits" if tolerance == 0 else f"by {error:.1e} of its size, of which rounding explains {tolerance:.0e}"
+    if math.isnan(error):
+        return RecoveryError(
+            f"{comparison.name} cannot be recovered: {what} is NaN, because a state behind it is infinite or NaN, or because its "
+            "function gives NaN only the second time. Find out which step overflows (in half precision?), or set the schedule to "
+            "'recompute' or 'store', in which no state is rebuilt."
+        )
     return RecoveryError(
         f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its "
         "input, parameters and torch's random stream alone. Usual causes: Python's or NumPy's random, a torch.Generator of its "

@@ -1,5 +1,6 @@
 """What a second run does differently, and nothing but its effect shows: the tripwire raises, and names the step."""
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -117,6 +118,60 @@ def test_it_raises_after_any_number_of_good_steps(source):
     chain.steps[2] = Changing(source)
     with pytest.raises(RecoveryError, match=r"^steps\.2 ran differently"):
         run(chain, lambda: change(chain))
+
+
+class Switched(nn.Module):
+    """Gives zeros until it is switched on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.is_on = False
+
+    def forward(self, w: Tensor) -> Tensor:
+        return torch.tanh(self.linear(w) if self.is_on else 0 * self.linear(w))
+
+
+@pytest.mark.parametrize("mode", RERUN)
+def test_a_tensor_that_was_zero_everywhere_is_compared(mode):
+    chain = ReversibleChain([Switched()])
+    chain.schedule = mode
+    x1, x2 = torch.randn(2, 5, 6, requires_grad=True).unbind()
+    y1, y2 = chain(x1, x2)
+    chain.steps[0].is_on = True
+    with pytest.raises(RecoveryError, match=r"^steps\.0 ran differently the second time: .* by inf of its size"):
+        y2.sum().backward()
+
+
+def test_states_that_were_zero_everywhere_are_compared():
+    chain = ReversibleChain([Switched() for _ in range(4)])
+    zeros = torch.zeros(5, 6, requires_grad=True)
+    y1, y2 = chain(zeros, zeros)
+    for step in chain.steps:
+        step.is_on = True
+    with pytest.raises(RecoveryError, match=r"^steps\.3 ran differently the second time: .* by inf of its size"):
+        (y1 + y2).sum().backward()
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_step_behind_which_a_state_overflows_is_not_said_to_run_differently(place):
+    chain = ReversibleChain([nn.Linear(6, 6) for _ in range(4)])
+    with torch.no_grad():
+        chain.steps[place].bias[0] = math.inf
+    with pytest.raises(
+        RecoveryError, match=r"^steps\.\d cannot be recovered: .* is NaN, because a state behind it is infinite"
+    ):
+        run(chain)
+
+
+def test_the_default_device_may_be_another_one():
+    tripwire._make_weights.cache_clear()
+    chain = ReversibleChain([nn.Linear(6, 6) for _ in range(4)])
+    with torch.device("meta"):
+        x1, x2 = torch.randn(2, 5, 6, device="cpu", requires_grad=True).unbind()
+        y1, y2 = chain(x1, x2)
+        (y1 * y2).sum().backward()
+    assert all(p.grad.device.type == "cpu" for p in chain.parameters())
 
 
 class Halves(Bijection):
