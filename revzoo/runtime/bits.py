@@ -69,5 +69,7 @@ def _fold(values: Tensor, width: int) -> Tensor:
 def _unfold(folded: Tensor, width: int, numel: int) -> Tensor:
     if width == 8:
         return folded
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=folded.device)
-    return (folded >> shifts.unsqueeze(1)).bitwise_and_(2**width - 1).flatten()[:numel]
+    fields = folded.new_empty(8 // width, len(folded))
+    for i, field in enumerate(fields):
+        torch.bitwise_right_shift(folded, i * width, out=field)
+    return fields.bitwise_and_(2**width - 1).flatten()[:numel]

@@ -208,11 +208,12 @@ class RecordedCall:
             RecoveryError: they differ by more than rounding explains.
         """
         tolerance = max(_LARGEST_DIFFERENCE, 16 * self.spacing)
+        has_compared = False
         for slot, fingerprint in self._fingerprints:
             tensor, version = self._refilled.get(slot, (None, 0))  # another thread may have taken it
             if tensor is not None and tensor._version == version:
-                watch.compare(self.name, fingerprint, tensor, tolerance, of_state=False)
-        if not self._fingerprints:
+                has_compared |= watch.compare(self.name, fingerprint, tensor, tolerance, of_state=False)
+        if not has_compared:
             self.require_same_draws()
 
     def require_same_draws(self) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.errors import RecoveryError
+from revzoo.runtime.drift import HALF
 from revzoo.runtime.host_copy import HostCopy, can_read_now
 
 _WIDTH = 1024  # elements that one row of a projection adds up
@@ -97,10 +98,12 @@ class Fingerprint(NamedTuple):
     Args:
         values: projections, or sums of bits: on a CPU a list, elsewhere a tensor that the device may not have computed yet.
         kind: placements of a DTensor, strides, and whether these are sums of bits. Only fingerprints of one kind are compared.
+        is_finite: False if the tensor is known to hold NaN or infinite numbers; the values are then those of the others.
     """
 
     values: Any
     kind: tuple[Any, ...]
+    is_finite: bool = True
 
 
 def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
@@ -128,7 +131,13 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
             values = compute(_flatten(x))
     else:
         values = compute(_flatten(x))
-    return Fingerprint(values.tolist() if can_read_now(device) else values, (*placements, x.stride(), bits))
+    kind = (*placements, x.stride(), bits)
+    if not can_read_now(device):
+        return Fingerprint(values, kind)
+    numbers = values.tolist()
+    if bits or math.isfinite(sum(numbers)):
+        return Fingerprint(numbers, kind)
+    return Fingerprint(compute(_flatten(x.nan_to_num(0.0, 0.0, 0.0))).tolist(), kind, is_finite=False)
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -144,7 +153,9 @@ def _add_bits(x: Tensor) -> Tensor:
 
 
 def _project(x: Tensor) -> Tensor:
-    """Return random projections, in the precision of x: first rows of _WIDTH elements become one each, until few are left."""
+    """Return random projections: first rows of _WIDTH elements become one each, until few are left."""
+    if x.dtype in HALF:  # the sums of rows would overflow in float16
+        x = x.float()
     device, length = x.device, len(x)
     if torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
@@ -183,8 +194,8 @@ class Watch:
             # It is compared with itself, so that its size arrives from a device in its turn.
             self._judge_or_wait(_Comparison(self, "", taken, taken, math.inf, of_state=True))
 
-    def compare(self, name: str, expected: Fingerprint, rebuilt: Tensor, tolerance: float, *, of_state: bool = True) -> None:
-        """Compare a rebuilt tensor with its fingerprint, now or on the device.
+    def compare(self, name: str, expected: Fingerprint, rebuilt: Tensor, tolerance: float, *, of_state: bool = True) -> bool:
+        """Compare a rebuilt tensor with its fingerprint, now or on the device; return whether they can be compared.
 
         Args:
             name: name of the step that was run again, for messages.
@@ -197,12 +208,22 @@ class Watch:
             RecoveryError: it differs by more, on a CPU.
         """
         actual = take_fingerprint(rebuilt, bits=tolerance == 0)
-        if actual is not None and actual.kind == expected.kind:
-            self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state))
+        if actual is None or actual.kind != expected.kind:
+            return False
+        self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state))
+        return True
 
     def judge(self, comparison: "_Comparison", expected: list[float], actual: list[float]) -> None:
-        """Raise RecoveryError if the values of two fingerprints differ too much."""
+        """Raise RecoveryError if the values of two fingerprints differ too much.
+
+        Args:
+            comparison: what is compared.
+            expected: the values of the original.
+            actual: those of the rebuilt tensor.
+        """
         tolerance = comparison.tolerance
+        if comparison.expected.is_finite and not comparison.actual.is_finite:
+            raise _describe(comparison, math.nan, tolerance)
         if tolerance == 0:
             error, size = float(expected != actual), 1.0
         else:
@@ -220,7 +241,7 @@ class Watch:
         elif not comparison.of_state:
             tolerance = max(tolerance, _GROWTH_IN_STEP * self._largest_error)
         if not error <= tolerance:
-            raise _describe(comparison, error, tolerance)
+            raise _describe(comparison, error if comparison.actual.is_finite else math.nan, tolerance)
 
     def _judge_or_wait(self, comparison: "_Comparison") -> None:
         if isinstance(comparison.expected.values, Tensor):
@@ -284,9 +305,9 @@ def _describe(comparison: _Comparison, error: float, tolerance: float) -> Recove
     by = "in some bits" if tolerance == 0 else f"by {error:.1e} of its size, of which rounding explains {tolerance:.0e}"
     if math.isnan(error):
         return RecoveryError(
-            f"{comparison.name} cannot be recovered: {what} is NaN, because a state behind it is infinite or NaN, or because its "
-            "function gives NaN only the second time. Find out which step overflows (in half precision?), or set the schedule to "
-            "'recompute' or 'store', in which no state is rebuilt."
+            f"{comparison.name} cannot be recovered: {what} is NaN, because a later state is infinite or NaN, or because its "
+            "function gives NaN only the second time. Find out which step overflows (in half precision?), or set the schedule "
+            "to 'recompute' or 'store', in which no state is rebuilt."
         )
     return RecoveryError(
         f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its "

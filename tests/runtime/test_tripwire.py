@@ -137,7 +137,7 @@ def test_a_tensor_that_was_zero_everywhere_is_compared(mode):
     chain = ReversibleChain([Switched()])
     chain.schedule = mode
     x1, x2 = torch.randn(2, 5, 6, requires_grad=True).unbind()
-    y1, y2 = chain(x1, x2)
+    _, y2 = chain(x1, x2)
     chain.steps[0].is_on = True
     with pytest.raises(RecoveryError, match=r"^steps\.0 ran differently the second time: .* by inf of its size"):
         y2.sum().backward()
@@ -153,14 +153,61 @@ def test_states_that_were_zero_everywhere_are_compared():
         (y1 + y2).sum().backward()
 
 
+class ByRow(nn.Module):
+    """Doubles every row but the first the second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 6), 0
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.calls += 1
+        out = self.linear(w).tanh()
+        return (out * torch.tensor([1.0] + [float(self.calls)] * 4, dtype=w.dtype)[:, None]).sin()
+
+
+@pytest.mark.parametrize("mode", RERUN)
+@pytest.mark.parametrize("filler", [math.nan, math.inf, 1.0])
+def test_rows_of_nan_do_not_hide_the_others(mode, filler):
+    """As where a batch is padded with them."""
+    x1, x2 = torch.randn(2, 5, 6).unbind()
+    x1[0] = x2[0] = filler
+
+    def differentiate(step: nn.Module) -> None:
+        chain = ReversibleChain([nn.Tanh(), step, nn.Tanh(), nn.Linear(6, 6)])
+        chain.schedule = mode
+        y1, y2 = chain(x1.clone().requires_grad_(), x2)
+        (y1 * y2)[1:].sum().backward()
+
+    differentiate(nn.Linear(6, 6))
+    with pytest.raises(RecoveryError, match=r"^steps\.1 (ran differently|cannot be recovered: .* is NaN)"):
+        differentiate(ByRow())
+
+
+@pytest.mark.parametrize("mode", RERUN)
+@pytest.mark.filterwarnings("ignore:The streams are torch.float16")
+def test_large_numbers_in_half_precision_are_compared(mode):
+    class Growing(nn.Module):
+        calls = 0
+
+        def forward(self, w: Tensor) -> Tensor:
+            self.calls += 1
+            return (w * self.calls).abs()
+
+    chain = ReversibleChain([nn.Tanh(), nn.Tanh(), Growing(), nn.Tanh()]).half()
+    chain.schedule = mode
+    x1, x2 = (x.half().requires_grad_() for x in torch.linspace(1e4, 3e4, 60).view(2, 5, 6).unbind())
+    y1, y2 = chain(x1, x2)
+    with pytest.raises(RecoveryError, match=r"^steps\.2 ran differently"):
+        (y1.float() * y2.float()).sum().backward()
+
+
 @pytest.mark.parametrize("place", range(4))
-def test_a_step_behind_which_a_state_overflows_is_not_said_to_run_differently(place):
+def test_a_step_after_which_a_state_overflows_is_not_said_to_run_differently(place):
     chain = ReversibleChain([nn.Linear(6, 6) for _ in range(4)])
     with torch.no_grad():
         chain.steps[place].bias[0] = math.inf
-    with pytest.raises(
-        RecoveryError, match=r"^steps\.\d cannot be recovered: .* is NaN, because a state behind it is infinite"
-    ):
+    with pytest.raises(RecoveryError, match=r"^steps\.\d cannot be recovered: .* is NaN, because a later state is infinite"):
         run(chain)
 
 
