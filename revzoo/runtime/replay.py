@@ -5,6 +5,7 @@ parameters. `Replay` records them at the first run and restores them around ever
 and BatchNorm statistics are the same before and after.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from threading import RLock
@@ -24,6 +25,8 @@ _Tensors = dict[str, Tensor | None]
 
 # Threads share random streams and buffers. While a step runs in one thread, no other runs a step on the same device.
 _turns: dict[torch.device, RLock] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turns.clear)  # the thread that holds one does not exist in the child
 _LONGEST_WAIT_SECONDS = 600.0
 
 

@@ -1,5 +1,6 @@
 """Several threads: their forwards and backwards share torch's random streams, a graph, or buffers, and stay right."""
 
+import os
 import random
 import threading
 import time
@@ -132,3 +133,23 @@ def test_where_processes_communicate_threads_do_not_wait_for_each_other(monkeypa
         (y1 * y2).sum().backward()
 
     run_in_threads(train, train)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_forked_while_another_thread_runs_a_step_need_not_wait_for_it():
+    turn = replay._take_turn(torch.device("cpu"), "step")
+    pids = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            free = replay._turns.get(torch.device("cpu"), threading.RLock()).acquire(blocking=False)
+            os._exit(0 if free else 1)
+        pids.append(pid)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    turn.release()
+    assert os.waitpid(pids[0], 0)[1] == 0
