@@ -110,8 +110,6 @@ def long_chains(rounds: int, quick: bool) -> Iterator[Figure]:
 
 
 def tripwire(rounds: int, quick: bool) -> Iterator[Figure]:
-    if not hasattr(revzoo.runtime, "set_tripwire"):
-        return
     net = nets(quick)[0]
     depth, batch, weights = net.depths[0], net.batch(), net.batch()
     chains = {"off": net.chain(depth, "invert"), "on": net.chain(depth, "invert")}

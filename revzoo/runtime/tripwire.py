@@ -37,9 +37,9 @@ from revzoo.runtime.host_copy import HostCopy, can_read_now
 _WIDTH = 1024  # elements that one row of a projection adds up
 _PROJECTIONS = 8
 _PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
-# A saved tensor is judged by its own size, but by no less than this share of the largest state: the mean of a centred state is
-# nothing but rounding.
-_LEAST_SHARE = 1e-3
+# A saved tensor is judged by its own size, but by no less than this share of the largest state: what a norm makes of a state
+# that is constant or zero is nothing but rounding.
+_LEAST_SHARE = 0.05
 # A state may differ by this many times the largest error of the states rebuilt before it, up to this relative error.
 _GROWTH_OF_STATE, _LARGEST_TOLERANCE = 30.0, 0.25
 # What a step computes from a state may differ by more, where it normalises what nearly cancels.

@@ -4,6 +4,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -375,3 +376,15 @@ def test_a_device_finds_nothing_in_steps_that_repeat(settings, device):
         run(chain)
     assert device.events >= 5
     assert not tripwire._transfers
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.BatchNorm1d(16)], ids=["layer", "batch"])
+@pytest.mark.parametrize("filler", [0.0, 3.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_constant_stream_in_front_of_a_norm_is_no_difference(norm, filler, seed):
+    """Its rebuilt state is constant up to rounding, of which the norm makes something that was zero."""
+    torch.manual_seed(seed)
+    steps = [nn.Sequential(deepcopy(norm), nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
+    x1, x2 = torch.randn(64, 16), torch.full((64, 16), filler, requires_grad=True)
+    y1, y2 = ReversibleChain(steps)(x1, x2)
+    (y1 * y2).sum().backward()
