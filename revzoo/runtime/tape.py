@@ -171,10 +171,8 @@ class RecordedCall:
 
     def _unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
         """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
-        try:
-            tensor, version = self._refilled.pop(slot)
-        except KeyError:
-            tensor, version = self._recover(slot, recoverer)
+        refilled = self._refilled.pop(slot, None)
+        tensor, version = self._recover(slot, recoverer) if refilled is None else refilled
         if tensor._version != version:
             raise RecoveryError(
                 f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "

@@ -187,6 +187,7 @@ class Watch:
     def __init__(self) -> None:
         self._largest = 0.0
         self._largest_error = 0.0
+        self._has_overflowed = False  # whether forward ended with NaN or infinite numbers, which inversion spreads
 
     def note_size(self, state: Tensor) -> None:
         """Consider the size of a state that was not rebuilt."""
@@ -222,17 +223,23 @@ class Watch:
             actual: those of the rebuilt tensor.
         """
         tolerance = comparison.tolerance
-        if comparison.expected.is_finite and not comparison.actual.is_finite:
-            raise _describe(comparison, math.nan, tolerance)
         if tolerance == 0:
             error, size = float(expected != actual), 1.0
         else:
             error, size = math.dist(expected, actual), math.hypot(*expected)
+        was_finite = comparison.expected.is_finite and math.isfinite(size)
+        is_finite = comparison.actual.is_finite and not math.isnan(error)
+        if comparison.of_state and not was_finite:
+            self._has_overflowed = True
+        if not is_finite and self._has_overflowed:
+            return  # so will the gradients be
+        if was_finite and not is_finite:
+            error = math.nan
+        elif not math.isfinite(error):
+            return
         if comparison.of_state:
             self._largest = size = max(size, self._largest)
         size = max(size, self._largest * _LEAST_SHARE)
-        if not math.isfinite(size):
-            return
         if error:
             error = error / size if size else math.inf
         if comparison.of_state and tolerance:
@@ -241,7 +248,7 @@ class Watch:
         elif not comparison.of_state:
             tolerance = max(tolerance, _GROWTH_IN_STEP * self._largest_error)
         if not error <= tolerance:
-            raise _describe(comparison, error if comparison.actual.is_finite else math.nan, tolerance)
+            raise _describe(comparison, error, tolerance)
 
     def _judge_or_wait(self, comparison: "_Comparison") -> None:
         if isinstance(comparison.expected.values, Tensor):
@@ -302,13 +309,12 @@ def judge_arrived() -> None:
 
 def _describe(comparison: _Comparison, error: float, tolerance: float) -> RecoveryError:
     what = "the state rebuilt from its output" if comparison.of_state else "what autograd saves in it"
-    by = "in some bits" if tolerance == 0 else f"by {error:.1e} of its size, of which rounding explains {tolerance:.0e}"
-    if math.isnan(error):
-        return RecoveryError(
-            f"{comparison.name} cannot be recovered: {what} is NaN, because a later state is infinite or NaN, or because its "
-            "function gives NaN only the second time. Find out which step overflows (in half precision?), or set the schedule "
-            "to 'recompute' or 'store', in which no state is rebuilt."
-        )
+    if tolerance == 0:
+        by = "in some bits"
+    elif math.isnan(error):
+        by = "and is not finite any more"
+    else:
+        by = f"by {error:.1e} of its size, of which rounding explains {tolerance:.0e}"
     return RecoveryError(
         f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its "
         "input, parameters and torch's random stream alone. Usual causes: Python's or NumPy's random, a torch.Generator of its "

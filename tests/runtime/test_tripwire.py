@@ -167,7 +167,7 @@ class ByRow(nn.Module):
         return (out * torch.tensor([1.0] + [float(self.calls)] * 4, dtype=w.dtype)[:, None]).sin()
 
 
-@pytest.mark.parametrize("mode", RERUN)
+@pytest.mark.parametrize("mode", ["recompute", "selective"])
 @pytest.mark.parametrize("filler", [math.nan, math.inf, 1.0])
 def test_rows_of_nan_do_not_hide_the_others(mode, filler):
     """As where a batch is padded with them."""
@@ -181,7 +181,7 @@ def test_rows_of_nan_do_not_hide_the_others(mode, filler):
         (y1 * y2)[1:].sum().backward()
 
     differentiate(nn.Linear(6, 6))
-    with pytest.raises(RecoveryError, match=r"^steps\.1 (ran differently|cannot be recovered: .* is NaN)"):
+    with pytest.raises(RecoveryError, match=r"^steps\.1 ran differently"):
         differentiate(ByRow())
 
 
@@ -204,12 +204,25 @@ def test_large_numbers_in_half_precision_are_compared(mode):
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_a_step_after_which_a_state_overflows_is_not_said_to_run_differently(place):
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_forward_that_overflows_has_gradients_that_say_so(place, value):
+    """A loss scaler skips such a step, and a training loop names the loss."""
     chain = ReversibleChain([nn.Linear(6, 6) for _ in range(4)])
     with torch.no_grad():
-        chain.steps[place].bias[0] = math.inf
-    with pytest.raises(RecoveryError, match=r"^steps\.\d cannot be recovered: .* is NaN, because a later state is infinite"):
-        run(chain)
+        chain.steps[place].bias[0] = value
+    assert not all(gradient.isfinite().all() for gradient in run(chain))
+
+
+def test_a_step_that_gives_nan_the_second_time_is_named():
+    class Failing(nn.Module):
+        calls = 0
+
+        def forward(self, w: Tensor) -> Tensor:
+            self.calls += 1
+            return w.sin() * (1.0 if self.calls == 1 else math.nan)
+
+    with pytest.raises(RecoveryError, match=r"^steps\.2 ran differently the second time: .* is not finite any more"):
+        run(ReversibleChain([nn.Tanh(), nn.Tanh(), Failing(), nn.Linear(6, 6)]))
 
 
 def test_the_default_device_may_be_another_one():
