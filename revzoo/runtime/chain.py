@@ -33,10 +33,11 @@ from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, LostBits, has_value, require_exact
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import wraps_tensors
+from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import InvertedSegment, RecordedCall, Recoverer, SavedInputs
+from revzoo.runtime.tape import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import RecordedCall, SavedInputs
+from revzoo.runtime.tape import SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 

@@ -118,6 +118,12 @@ class Replay:
                 "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
         turn = _take_turn(self._device, self._name)
+        try:
+            return self._run_in_turn(run, check_draws)
+        finally:
+            turn.release()
+
+    def _run_in_turn(self, run: Callable[[], T], check_draws: bool) -> T:
         flags = [(m, then) for m, then in zip(self._modules, self._training, strict=True) if m.training != then]
         statistics = [(norm._buffers, dict(norm._buffers)) for norm in self._norms]
         random_states = self._random.rewind()
@@ -136,7 +142,6 @@ class Replay:
             for buffers, present in statistics:
                 buffers.update(present)
             self._random.restore(random_states)
-            turn.release()
 
     @property
     def spacing(self) -> float:

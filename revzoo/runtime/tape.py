@@ -6,7 +6,7 @@ again. That second run refills all slots of the call and, for an inverted step, 
 PyTorch's own, so gradients go where they always go: `torch.autograd.grad`, `retain_graph`, hooks, DDP and FSDP see nothing
 unusual.
 
-    RecordedCall     one call of one function, the tensors it dropped, and how to run it again (`replay.py`)
+    RecordedCall     one call of one function, the tensors it dropped, and how to run it again (`recorded_call.py`)
     SavedInputs      recovers one call from its own inputs, which it keeps        (modes `recompute` and `selective`)
     InvertedSegment  recovers the calls of consecutive inverted steps from one pair of states         (mode `invert`)
 
@@ -17,292 +17,20 @@ the chain; in backward the pair recovered last.
 
 Known inefficiency: a second backward through a retained graph runs the chain forward again to get back to its end.
 
-Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reentrant `torch.utils.checkpoint`; the
-reconstruction is Gomez et al. 2017, Algorithm 1.
+Source: the reconstruction is Gomez et al. 2017, Algorithm 1.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.compiling import exclude_from_compilation, is_compiled, leave_uncompiled
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.drift import Rounding
-from revzoo.runtime.missing import NeedsFullRun
-from revzoo.runtime.replay import Replay
-from revzoo.runtime.selective import KeptOutputs
-from revzoo.runtime.settings import Settings
-from revzoo.runtime.tripwire import (
-    Fingerprint,
-    Watch,
-    is_watching,
-    judge_arrived,
-    send_comparisons,
-    take_fingerprint,
-    unwatched,
-)
-
-# Largest relative difference between two runs on the same input, whose kernels may add up in another order.
-_LARGEST_DIFFERENCE = 1e-2
-
-
-class _AllRefilled(BaseException):
-    """Raised by the pack hook to end a second run early. Not an Exception, which f might catch."""
-
-
-class RecordedCall:
-    """One call of `f` under hooks that drop what autograd saves.
-
-    Args:
-        f: the step or node.
-        name: its name, for messages.
-        settings: the settings of PyTorch under which it is called.
-        side: read-only second argument of f, or None for an f without one.
-        selective: keep the outputs of compute-intensive operations from the first run to the second. Has no effect where f is
-            compiled: its operations cannot be observed.
-        watched: whether the tensors saved last are compared when they have been refilled. Not needed where the state that
-            follows from f's output is compared.
-    """
-
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        name: str,
-        settings: Settings,
-        side: Any = None,
-        *,
-        selective: bool = False,
-        watched: bool = True,
-    ):
-        self._f = f
-        self.name = name
-        self._settings = settings
-        self._side = side
-        self._kept_outputs = KeptOutputs() if selective and not is_compiled(f) else None
-        self._watched = watched and is_watching()
-        self._dropped: list[tuple[torch.Size, torch.dtype]] = []
-        self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
-        self._fingerprints: list[tuple[int, Fingerprint]] = []  # of the tensors saved last, by slot
-        self._requires_grad: list[bool] = []
-        self.place: int | None = None  # among the items of its segment
-
-    def first_run(self, recoverer: "Recoverer", *inputs: Tensor) -> Any:
-        """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call."""
-        self._requires_grad = [x.requires_grad for x in inputs]
-        self._replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
-        dropped, kept_outputs = self._dropped, self._kept_outputs
-        watched, moving_sizes = self._watched, self._replay.moving_sizes
-        latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
-
-        def is_telling(tensor: Tensor) -> bool:
-            """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""
-            if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter) or tensor.numel() in moving_sizes:
-                return False
-            return kept_outputs is None or not kept_outputs.holds(tensor)
-
-        def pack(tensor: Tensor) -> int:
-            slot = len(dropped)
-            dropped.append((tensor.shape, tensor.dtype))
-            if kept_outputs is not None:
-                kept_outputs.mark_needed(tensor)
-            if watched and is_telling(tensor):
-                latest.append((slot, tensor))
-            return slot
-
-        def unpack(slot: int) -> Tensor:
-            return self._unpack(slot, recoverer)
-
-        def run() -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                if kept_outputs is None:
-                    return self._call(*inputs)
-                with unwatched(), kept_outputs.record():
-                    out = self._call(*inputs)
-                kept_outputs.discard_unneeded()
-                return out
-
-        out = self._replay.run_first(run)
-        taken = ((slot, take_fingerprint(tensor)) for slot, tensor in latest)
-        self._fingerprints = [(slot, fingerprint) for slot, fingerprint in taken if fingerprint is not None]
-        latest.clear()  # the hooks live as long as the graph
-        return out
-
-    def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False, check_draws: bool = True) -> Any:
-        """Run f once more on detached `inputs`, refilling what was dropped; return its detached output.
-
-        Args:
-            inputs: the inputs of the first run, recovered.
-            refill: whether to keep the tensors that autograd saves. False where only the output is needed.
-            stop_early: end the run when the last dropped tensor has been refilled, and return None.
-            check_draws: whether `require_same_draws` will be asked about this run.
-        """
-        inputs = tuple(x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True))
-        hooks = _RefillHooks(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
-
-        def run() -> Any:
-            with (
-                unwatched(),
-                torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
-                nullcontext() if self._kept_outputs is None else self._kept_outputs.replay(),
-            ):
-                return self._call(*inputs)
-
-        try:
-            out = self._replay.run_again(run, check_draws)
-        except (Exception, NeedsFullRun, _AllRefilled):
-            if hooks.has_refilled_all:  # TorchScript wraps what ends the run
-                return None
-            if self._kept_outputs is None or not self._kept_outputs.handed_out:
-                raise
-            self._refilled.clear()
-            return self.run_again(*inputs, refill=refill, stop_early=stop_early, check_draws=check_draws)
-        finally:
-            hooks.end()
-        if hooks.seen != len(self._dropped):
-            raise _runs_differently(self.name, self._dropped, hooks.seen, "nothing")
-        return None if stop_early else out.detach()
-
-    def _unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
-        """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
-        refilled = self._refilled.pop(slot, None)
-        tensor, version = self._recover(slot, recoverer) if refilled is None else refilled
-        if tensor._version != version:
-            raise RecoveryError(
-                f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
-                "operation (mul_, +=) by one that returns a new tensor."
-            )
-        return tensor
-
-    @exclude_from_compilation
-    def _recover(self, slot: int, recoverer: "Recoverer") -> tuple[Tensor, int]:
-        refilled = None
-        while refilled is None:  # another thread that differentiates the same graph may take it at once
-            # A second run needs a graph, which it does not get where the user's backward is in inference mode.
-            with recoverer.lock, torch.inference_mode(False):
-                recoverer.recover(self)
-                refilled = self._refilled.pop(slot, None)
-        return refilled
-
-    def free_refilled(self) -> None:
-        """Free the refilled tensors that were not unpacked; they can be recovered again."""
-        self._refilled.clear()
-
-    @property
-    def spacing(self) -> float:
-        """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
-        return max(self._settings.spacing, self._replay.spacing)
-
-    def compare_refilled(self, watch: Watch) -> None:
-        """Compare the tensors saved last with those of the first run.
-
-        Raises:
-            RecoveryError: they differ by more than rounding explains.
-        """
-        tolerance = max(_LARGEST_DIFFERENCE, 16 * self.spacing)
-        has_compared = False
-        for slot, fingerprint in self._fingerprints:
-            tensor, version = self._refilled.get(slot, (None, 0))  # another thread may have taken it
-            if tensor is not None and tensor._version == version:
-                has_compared |= watch.compare(self.name, fingerprint, tensor, tolerance, of_state=False)
-        if not has_compared:
-            self.require_same_draws()
-
-    def require_same_draws(self) -> None:
-        """Raise RecoveryError if the second run drew another amount of random numbers.
-
-        Only to be asked where no values are compared: another thread that draws, such as one that loads data, can move the
-        random stream while f draws nothing.
-        """
-        if not self._replay.drew_the_same:
-            raise RecoveryError(
-                f"{self.name} ran differently the second time: it drew another amount of random numbers. Its function must "
-                "depend on its input, parameters and torch's random stream alone, and no other thread may draw meanwhile; "
-                "otherwise set its schedule to 'store'."
-            )
-
-    def _call(self, *inputs: Tensor) -> Any:
-        return self._f(*inputs) if self._side is None else self._f(*inputs, self._side)
-
-
-class _RefillHooks:
-    """The hooks of one second run.
-
-    The graph of a second run is freed at its end, unless f stores a part of it. It then holds these hooks, which therefore let
-    go of the call.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        dropped: Sequence[tuple[torch.Size, torch.dtype]],
-        refilled: dict[int, tuple[Tensor, int]] | None,
-        stops_with: Replay | None,
-    ):
-        self._name = name
-        self._dropped = dropped
-        self._refilled = refilled
-        self._stops_with = stops_with
-        self.seen = 0
-        self.has_refilled_all = False
-
-    @leave_uncompiled
-    def pack(self, tensor: Tensor) -> None:
-        if self.has_refilled_all:  # f has caught what should have ended the run
-            raise _AllRefilled
-        slot, self.seen = self.seen, self.seen + 1
-        if slot >= len(self._dropped) or self._dropped[slot] != (tensor.shape, tensor.dtype):
-            raise _runs_differently(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
-        if self._refilled is not None:
-            self._refilled[slot] = _detach(tensor), tensor._version
-        # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
-        if self._stops_with is not None and self.seen == len(self._dropped) and self._stops_with.has_drawn_all:
-            self.has_refilled_all = True
-            raise _AllRefilled
-
-    def unpack(self, _: None) -> Tensor:
-        raise _differentiates_inside(self._name)
-
-    def end(self) -> None:
-        self._dropped, self._refilled, self._stops_with = (), None, None
-
-
-def _runs_differently(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype]], slot: int, saved: str) -> RecoveryError:
-    expected = "nothing more"
-    if slot < len(dropped):
-        shape, dtype = dropped[slot]
-        expected = f"a tensor {tuple(shape)} of {dtype}"
-    return RecoveryError(
-        f"{name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {saved} in "
-        "recovery. Its function must depend on its input, parameters and torch's random stream alone, not on a cache that "
-        "another call filled (parametrize.cached), and requires_grad must not change in between; otherwise set its schedule "
-        "to 'store'."
-    )
-
-
-def _detach(tensor: Tensor) -> Tensor:
-    """Detach a tensor, which no dispatch mode has to see where it is an ordinary one."""
-    if tensor.__class__ is not Tensor or not torch._C._len_torch_dispatch_stack():
-        return tensor.detach()
-    with torch._C._DisableTorchDispatch():
-        return tensor.detach()
-
-
-class Recoverer(Protocol):
-    """Gets the inputs of a recorded call back and runs it again."""
-
-    @property
-    def lock(self) -> RLock:
-        """Of several threads that differentiate one graph, one recovers at a time."""
-
-    def recover(self, call: RecordedCall) -> None:
-        """Refill what `call` dropped."""
+from revzoo.runtime.recorded_call import RecordedCall, make_inner_derivative_error
+from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
 
 
 class State:
@@ -420,7 +148,7 @@ class InvertedSegment:
         judge_arrived()
         goal = call.place
         if goal is None or self._pair is None:
-            raise _differentiates_inside(call.name)
+            raise make_inner_derivative_error(call.name)
         if self._current is not None and self._current is not call:
             self._current.free_refilled()
         self._current = call
@@ -450,11 +178,14 @@ class InvertedSegment:
         out = call.run_again(pair[0], refill=refill, check_draws=fingerprint is None)
         rebuilt = update.invert(pair, out)
         del out
-        self._rounding.step(pair[0].dtype, call.spacing, update.b)
+        tolerance = 0.0
+        if not self._exact:
+            self._rounding.step(pair[0].dtype, call.spacing, update.b)
+            tolerance = self._rounding.tolerance
         if fingerprint is None:
             call.require_same_draws()
         else:
-            self._watch.compare(call.name, fingerprint, rebuilt[0], 0.0 if self._exact else self._rounding.tolerance)
+            self._watch.compare(call.name, fingerprint, rebuilt[0], tolerance)
         self._move(rebuilt, -1)
 
     def _advance(self) -> None:
@@ -469,9 +200,3 @@ class InvertedSegment:
     def _states(self) -> Pair:
         assert self._pair is not None, "recovery before the end of forward"
         return self._pair[0].get(), self._pair[1].get()
-
-
-def _differentiates_inside(name: str) -> RecoveryError:
-    return RecoveryError(
-        f"{name} differentiates inside its own forward, before backward can recover anything. Set its schedule to 'store'."
-    )

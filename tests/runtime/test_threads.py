@@ -153,3 +153,26 @@ def test_a_process_forked_while_another_thread_runs_a_step_need_not_wait_for_it(
     thread.join()
     turn.release()
     assert os.waitpid(pids[0], 0)[1] == 0
+
+
+def test_a_random_stream_that_cannot_be_read_leaves_no_thread_waiting(monkeypatch):
+    """As inside the capture of a CUDA graph."""
+    y1, y2 = ReversibleChain([nn.Tanh()])(*torch.ones(2, 3, requires_grad=True).unbind())
+
+    def fail(_: object) -> None:
+        raise RuntimeError("no state")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replay.RandomState, "rewind", fail)
+        with pytest.raises(RuntimeError, match="no state"):
+            (y1 * y2).sum().backward()
+    free: list[bool] = []
+
+    def try_to_take() -> None:
+        turn = replay._turns[torch.device("cpu")]
+        if turn.acquire(blocking=False):
+            turn.release()
+            free.append(True)
+
+    run_in_threads(try_to_take)
+    assert free == [True]
