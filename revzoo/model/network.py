@@ -14,6 +14,8 @@ from revzoo.runtime.chain import Step, invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.lookahead import Lookahead
+from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
 from revzoo.runtime.node import run_node
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.spec.edit import with_coupling, with_outputs
@@ -87,6 +89,7 @@ class Model(nn.Module):
         self.fuse = fuse
         self.head = head
         self._exact = False
+        self.lookahead = 0
         for entry in self.layout():
             if entry.kind == "step":
                 cast(Any, entry.module).name = entry.name
@@ -151,6 +154,18 @@ class Model(nn.Module):
             require_exact(self.coupling)
             Grid(next(self.parameters()).dtype)  # raises for a dtype without a grid
         self._exact = exact
+
+    @property
+    def lookahead(self) -> LookaheadDepth:
+        """How many units are recovered ahead of backward, beside the gradient of the unit after it: 0, 1, or "auto".
+
+        See `revzoo.runtime.lookahead`; "auto" times both in the first training steps and keeps the faster.
+        """
+        return self._lookahead.depth
+
+    @lookahead.setter
+    def lookahead(self, lookahead: LookaheadDepth) -> None:
+        self._lookahead = LookaheadSetting(lookahead)
 
     @property
     def num_outputs(self) -> int:
@@ -218,13 +233,15 @@ class Model(nn.Module):
             InputError: `x` is not a batch of the spec's input, or not on the parameters' device, or images have another dtype
                 than the parameters (without autocast), or the mask does not fit.
         """
-        return self._compute_features(x, inputs.make_mask(self.spec, x, attention_mask, next(self.parameters())))
+        mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
+        return self._compute_features(x, mask, self._lookahead.begin_forward(self._schedule, x))
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
-        features = self._compute_features(x, mask)
+        lookahead = self._lookahead.begin_forward(self._schedule, x)
+        features = self._compute_features(x, mask, lookahead)
         masks = () if mask is None else (mask,)
-        return cast(Tensor, run_node(self.head, "head", self._schedule[-1], features, *masks))
+        return cast(Tensor, run_node(self.head, "head", self._schedule[-1], features, *masks, lookahead=lookahead))
 
     @torch.no_grad()
     def inverse(self, features: Tensor) -> Tensor:
@@ -250,7 +267,7 @@ class Model(nn.Module):
         self._check_features(features)
         return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
 
-    def _compute_features(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _compute_features(self, x: Tensor, mask: Tensor | None, lookahead: Lookahead | None) -> Tensor:
         layout = self.layout()
         modes = self._modes(layout)
         tensors: tuple[Tensor, ...] = (x,)  # after the split the two streams
@@ -263,9 +280,9 @@ class Model(nn.Module):
                 chain.append(self._chain_item(entry, modes))
             else:
                 if chain is not None:
-                    tensors = run_chain(chain, *cast(Pair, tensors), side=mask, exact=self.exact)
+                    tensors = run_chain(chain, *cast(Pair, tensors), side=mask, exact=self.exact, lookahead=lookahead)
                     chain = []
-                out = run_node(entry.module, entry.name, modes[entry.name], *tensors)
+                out = run_node(entry.module, entry.name, modes[entry.name], *tensors, lookahead=lookahead)
                 tensors = out if isinstance(out, tuple) else (out,)
                 del out
         return tensors[0]

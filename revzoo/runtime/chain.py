@@ -33,6 +33,8 @@ from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, LostBits, has_value, require_exact
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import wraps_tensors
+from revzoo.runtime.lookahead import Lookahead
+from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
@@ -81,6 +83,19 @@ class ReversibleChain(nn.Module):
         self.couplings = _per_step(coupling, len(self._names()))
         self.exact = exact
         self.schedule = "invert"
+        self.lookahead = 0
+
+    @property
+    def lookahead(self) -> LookaheadDepth:
+        """How many steps are recovered ahead of backward, beside the gradient of the step after it: 0, 1, or "auto".
+
+        See `lookahead.py`; "auto" times both in the first training steps and keeps the faster (`lookahead_setting.py`).
+        """
+        return self._lookahead.depth
+
+    @lookahead.setter
+    def lookahead(self, lookahead: LookaheadDepth) -> None:
+        self._lookahead = LookaheadSetting(lookahead)
 
     @property
     def exact(self) -> bool:
@@ -107,7 +122,8 @@ class ReversibleChain(nn.Module):
         self._schedule = check_schedule(modes, self._names())
 
     def forward(self, x1: Tensor, x2: Tensor, side: Any = None) -> Pair:
-        return run_chain(self._links(), x1, x2, side=side, exact=self.exact)
+        lookahead = self._lookahead.begin_forward(self._schedule, x1, x2)
+        return run_chain(self._links(), x1, x2, side=side, exact=self.exact, lookahead=lookahead)
 
     @torch.no_grad()
     def inverse(self, y1: Tensor, y2: Tensor, side: Any = None) -> Pair:
@@ -153,8 +169,24 @@ class Step:
     mode: Mode
 
 
-def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side: Any = None, exact: bool = False) -> Pair:
+def run_chain(
+    links: Sequence[Step | Bijection],
+    x1: Tensor,
+    x2: Tensor,
+    *,
+    side: Any = None,
+    exact: bool = False,
+    lookahead: Lookahead | None = None,
+) -> Pair:
     """Run a chain given as a list of steps and bijections; `ReversibleChain` is this function as a module.
+
+    Args:
+        links: the steps and bijections.
+        x1: the first stream.
+        x2: the second stream.
+        side: read-only second argument of every step.
+        exact: whether to round the streams to a grid.
+        lookahead: recovers steps ahead of backward. One for all chains and nodes of a forward.
 
     Raises:
         InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
@@ -178,7 +210,7 @@ def run_chain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, *, side
         )
     drops = any(isinstance(link, Step) and link.mode != "store" for link in links)
     if drops and torch.is_grad_enabled() and not is_exporting():
-        return _run_recorded(links, x1, x2, side, exact)
+        return _run_recorded(links, x1, x2, side, exact, lookahead)
     return _run_plain(links, x1, x2, side, exact)
 
 
@@ -219,6 +251,12 @@ class _LinkUpdate:
         self.will_invert = will_invert
         self._strides: tuple[_Strides, _Strides] = None, None
         self._lost_bits: LostBits = None
+
+    @property
+    def kept_bits(self) -> Sequence[Tensor]:
+        """The bits that the next `invert` uses up."""
+        bits = self._lost_bits
+        return () if bits is None else (bits,) if isinstance(bits, Tensor) else bits.fields
 
     def advance(self, pair: Pair, out: Tensor | None) -> Pair:
         if self.will_invert:
@@ -274,7 +312,9 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
 
 
 @exclude_from_compilation
-def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
+def _run_recorded(
+    links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool, lookahead: Lookahead | None
+) -> Pair:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     if must_store():
         return _run_plain(links, x1, x2, side, exact)
@@ -300,7 +340,7 @@ def _run_recorded(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, sid
             if link.mode != "store":
                 compared = link.mode == "invert" and update.will_invert
                 call = RecordedCall(link.f, link.name, settings, side, selective=link.mode == "selective", watched=not compared)
-            out = _call(link, pair, side, call, segment or SavedInputs(pair[1:]))
+            out = _call(link, pair, side, call, segment or SavedInputs(pair[1:]), lookahead)
         before, pair = pair, update.advance(pair, out)
         if segment is not None:
             segment.append(update, call, before)
@@ -362,13 +402,20 @@ def _watch(grid: Grid | None, pair: Pair, link: Step | Bijection) -> None:
         grid.watch(pair[1], f"after {link.name if isinstance(link, Step) else type(link).__name__}")
 
 
-def _call(step: Step, pair: Pair, side: Any, call: RecordedCall | None = None, recoverer: Recoverer | None = None) -> Tensor:
+def _call(
+    step: Step,
+    pair: Pair,
+    side: Any,
+    call: RecordedCall | None = None,
+    recoverer: Recoverer | None = None,
+    lookahead: Lookahead | None = None,
+) -> Tensor:
     """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
     unversioned = torch.compiler.is_compiling() or pair[1].is_inference()
     version = None if unversioned else pair[1]._version
     try:
         if call is not None and recoverer is not None:
-            out = call.first_run(recoverer, pair[1])
+            out = call.first_run(recoverer, pair[1], lookahead=lookahead)
         else:
             out = step.f(pair[1]) if side is None else step.f(pair[1], side)
     except RuntimeError as error:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.settings import Settings
@@ -14,7 +15,7 @@ from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 
 
-def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
+def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
     """Call a module and keep what its mode needs for backward.
 
     Args:
@@ -23,18 +24,19 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
         mode: `store` keeps what autograd saves, `recompute` the inputs, `selective` the inputs and the outputs of
             compute-intensive operations.
         inputs: arguments of the module.
+        lookahead: recovers it ahead of backward. One for all chains and nodes of a forward.
     """
     if mode == "store" or not torch.is_grad_enabled() or is_exporting():
         return module(*inputs)
-    return _run_recorded(module, name, mode, *inputs)
+    return _run_recorded(module, name, mode, *inputs, lookahead=lookahead)
 
 
 @exclude_from_compilation
-def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor) -> Any:
+def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahead: Lookahead | None) -> Any:
     if must_store():
         return module(*inputs)
     refuse_to_drop(name)
     send_comparisons()
     judge_arrived()
     call = RecordedCall(module, name, Settings(inputs[0].device), selective=mode == "selective")
-    return call.first_run(SavedInputs(inputs), *inputs)
+    return call.first_run(SavedInputs(inputs), *inputs, lookahead=lookahead)

@@ -1,13 +1,14 @@
 """One call of one function: the tensors that autograd saves in it are dropped, and refilled by a second run.
 
 The forward runs as ordinary autograd code under `saved_tensors_hooks`: the pack hook drops each tensor and leaves the number of
-its slot. Unpacking the first slot in backward asks a recoverer (`tape.py`) for the second run, which refills all slots.
+its slot. Unpacking the first slot in backward asks a recoverer (`tape.py`) for the second run, which refills all slots, unless
+that has been done ahead (`lookahead.py`).
 
 Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reentrant `torch.utils.checkpoint`.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from threading import RLock
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import exclude_from_compilation, is_compiled, leave_uncompiled
+from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.missing import NeedsFullRun
 from revzoo.runtime.replay import Replay
 from revzoo.runtime.selective import KeptOutputs
@@ -67,8 +69,14 @@ class RecordedCall:
         self._requires_grad: list[bool] = []
         self.place: int | None = None  # among the items of its segment
 
-    def first_run(self, recoverer: "Recoverer", *inputs: Tensor) -> Any:
-        """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call."""
+    def first_run(self, recoverer: "Recoverer", *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
+        """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call.
+
+        Args:
+            recoverer: gets the inputs back.
+            inputs: arguments of f.
+            lookahead: recovers this call ahead of backward, and the one before it when this one is asked for.
+        """
         self._requires_grad = [x.requires_grad for x in inputs]
         self._replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
         dropped, kept_outputs = self._dropped, self._kept_outputs
@@ -90,11 +98,10 @@ class RecordedCall:
                 latest.append((slot, tensor))
             return slot
 
-        def unpack(slot: int) -> Tensor:
-            return self._unpack(slot, recoverer)
+        handle = _Handle(self, recoverer, lookahead)
 
         def run() -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            with torch.autograd.graph.saved_tensors_hooks(pack, handle.unpack):
                 if kept_outputs is None:
                     return self._call(*inputs)
                 with unwatched(), kept_outputs.record():
@@ -103,6 +110,8 @@ class RecordedCall:
                 return out
 
         out = self._replay.run_first(run)
+        if lookahead is not None and dropped:
+            lookahead.follow(handle)
         taken = ((slot, take_fingerprint(tensor)) for slot, tensor in latest)
         self._fingerprints = [(slot, fingerprint) for slot, fingerprint in taken if fingerprint is not None]
         latest.clear()  # the hooks live as long as the graph
@@ -144,30 +153,28 @@ class RecordedCall:
             raise _runs_differently(self.name, self._dropped, hooks.seen, "nothing")
         return None if stop_early else out.detach()
 
-    def _unpack(self, slot: int, recoverer: "Recoverer") -> Tensor:
-        """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
-        refilled = self._refilled.pop(slot, None)
-        tensor, version = self._recover(slot, recoverer) if refilled is None else refilled
-        if tensor._version != version:
+    def take(self, slot: int) -> Tensor | None:
+        """Return the tensor refilled in this slot, which is then the caller's; None if it has not been refilled.
+
+        Raises:
+            RecoveryError: it was modified in place.
+        """
+        tensor, version = self._refilled.pop(slot, (None, 0))
+        if tensor is not None and tensor._version != version:
             raise RecoveryError(
                 f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
                 "operation (mul_, +=) by one that returns a new tensor."
             )
         return tensor
 
-    @exclude_from_compilation
-    def _recover(self, slot: int, recoverer: "Recoverer") -> tuple[Tensor, int]:
-        refilled = None
-        while refilled is None:  # another thread that differentiates the same graph may take it at once
-            # A second run needs a graph, which it does not get where the user's backward is in inference mode.
-            with recoverer.lock, torch.inference_mode(False):
-                recoverer.recover(self)
-                refilled = self._refilled.pop(slot, None)
-        return refilled
-
     def free_refilled(self) -> None:
         """Free the refilled tensors that were not unpacked; they can be recovered again."""
         self._refilled.clear()
+
+    @property
+    def replay(self) -> Replay:
+        """The conditions under which f is called."""
+        return self._replay
 
     @property
     def spacing(self) -> float:
@@ -204,6 +211,72 @@ class RecordedCall:
 
     def _call(self, *inputs: Tensor) -> Any:
         return self._f(*inputs) if self._side is None else self._f(*inputs, self._side)
+
+
+class _Handle:
+    """What the graph holds of a call: it unpacks what the call has dropped.
+
+    The graph alone holds it, so it can be asked for as long as there is one.
+
+    Args:
+        call: the call.
+        recoverer: gets its inputs back.
+        lookahead: recovers calls ahead of backward, if not None.
+    """
+
+    def __init__(self, call: RecordedCall, recoverer: "Recoverer", lookahead: Lookahead | None):
+        self._call = call
+        self._recoverer = recoverer
+        self._lookahead = lookahead
+        self._next = None if lookahead is None else lookahead.latest  # in the order of backward
+
+    def unpack(self, slot: int) -> Tensor:
+        """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
+        if self._lookahead is not None and self._lookahead.finish(self):
+            self._start_next()
+        tensor = self._call.take(slot)
+        return self._recover(slot) if tensor is None else tensor
+
+    @exclude_from_compilation
+    def _recover(self, slot: int) -> Tensor:
+        if self._lookahead is not None:
+            self._lookahead.forget()
+        tensor = None
+        while tensor is None:  # another thread that differentiates the same graph may take it at once
+            # A second run needs a graph, which it does not get where the user's backward is in inference mode.
+            with self._recoverer.lock, torch.inference_mode(False):
+                self._recoverer.recover(self._call)
+                tensor = self._call.take(slot)
+        self._start_next()
+        return tensor
+
+    @exclude_from_compilation
+    def _start_next(self) -> None:
+        if self._lookahead is not None and self._next is not None:
+            self._lookahead.start(self._next())
+
+    def recover_ahead(self) -> None:
+        with self._recoverer.lock, torch.inference_mode(False):
+            self._recoverer.recover(self._call, ahead=True)
+
+    def free_refilled(self) -> None:
+        self._call.free_refilled()
+
+    @property
+    def device(self) -> torch.device:
+        return self._call.replay.device
+
+    @property
+    def settings_are_in_force(self) -> bool:
+        return self._call.replay.settings.are_in_force
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        return self._call.replay.fixed
+
+    @property
+    def sources(self) -> Iterable[Tensor]:
+        return self._recoverer.get_sources(self._call)
 
 
 class _RefillHooks:
@@ -276,8 +349,16 @@ class Recoverer(Protocol):
     def lock(self) -> RLock:
         """Of several threads that differentiate one graph, one recovers at a time."""
 
-    def recover(self, call: RecordedCall) -> None:
-        """Refill what `call` dropped."""
+    def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
+        """Refill what `call` dropped.
+
+        Args:
+            call: the call.
+            ahead: whether the call recovered before it is still in use.
+        """
+
+    def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
+        """Return the tensors that recovering `call` reads and may free."""
 
 
 def make_inner_derivative_error(name: str) -> RecoveryError:

@@ -43,8 +43,8 @@ class Replay:
 
     def __init__(self, f: Callable[..., Any], device: torch.device, name: str, settings: Settings, side: Any = None):
         self._name = name
-        self._device = device
-        self._settings = settings
+        self.device = device
+        self.settings = settings
         self._modules = _walk(f) if isinstance(f, nn.Module) else []
         self._training = [m.training for m in self._modules]
         self._norms: list[_NormBase] = []
@@ -53,7 +53,7 @@ class Replay:
         # Lists of equal length, since tuples for each tensor would keep the garbage collector busy:
         self._holders: list[_Tensors] = []  # of each module by name: the dictionary that holds its tensors
         self._held: list[_Tensors] = []  # and a copy
-        self._fixed: list[Tensor] = []  # parameters, buffers and side inputs, which must not be modified
+        self.fixed: list[Tensor] = []  # parameters, buffers and side inputs, which must not be modified
         self._versions: list[int] = []
         self._devices = {device}
         for m in self._modules:
@@ -65,12 +65,12 @@ class Replay:
             elif m._buffers:
                 self._record(m._buffers)
         if side is not None:
-            self._fixed += tensors_in(side)
+            self.fixed += tensors_in(side)
         try:
-            self._versions = [t._version for t in self._fixed]
+            self._versions = [t._version for t in self.fixed]
         except RuntimeError:
-            self._fixed = [t for t in self._fixed if not t.is_inference()]
-            self._versions = [t._version for t in self._fixed]
+            self.fixed = [t for t in self.fixed if not t.is_inference()]
+            self._versions = [t._version for t in self.fixed]
         self._random: RandomState
         self.drew_the_same = True  # whether the latest second run drew as many random numbers as the first
 
@@ -80,7 +80,7 @@ class Replay:
         Raises:
             RecoveryError: f changed a buffer or parameter of its own, so a second run would not repeat the first.
         """
-        turn = _take_turn(self._device, self._name)
+        turn = _take_turn(self.device, self._name)
         try:
             self._random = RandomState(self._devices)
             out = run()
@@ -117,7 +117,7 @@ class Replay:
                 f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
                 "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
-        turn = _take_turn(self._device, self._name)
+        turn = _take_turn(self.device, self._name)
         try:
             return self._run_in_turn(run, check_draws)
         finally:
@@ -132,7 +132,7 @@ class Replay:
                 module.training = then
             for buffers, present in statistics:
                 buffers.update({key: b if b is None else b.clone() for key, b in present.items()})
-            with self._settings.restore():
+            with self.settings.restore():
                 out = run()
             self.drew_the_same = not check_draws or self._random.has_drawn_all
             return out
@@ -146,7 +146,7 @@ class Replay:
     @property
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers among f's parameters, buffers and side inputs; 0 without any."""
-        dtypes = {t.dtype for t in self._fixed}
+        dtypes = {t.dtype for t in self.fixed}
         return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
 
     @property
@@ -160,10 +160,10 @@ class Replay:
         for t in tensors.values():
             if t is not None:
                 self._devices.add(t.device)
-                self._fixed.append(t)
+                self.fixed.append(t)
 
     def _find_changed(self) -> str | None:
-        for t, version in zip(self._fixed, self._versions, strict=True):
+        for t, version in zip(self.fixed, self._versions, strict=True):
             if t._version != version:
                 return self._name_of(t)
         return None
@@ -219,6 +219,11 @@ def _take_turn(device: torch.device, name: str) -> RLock:
             "forwards and backwards in one thread, or in two processes."
         )
     return turn
+
+
+def runs_step() -> bool:
+    """Return whether this thread is running a step."""
+    return any(cast(Any, turn)._is_owned() for turn in list(_turns.values()))
 
 
 def processes_communicate() -> bool:

@@ -65,6 +65,11 @@ class Settings:
         # On a GPU, float32 convolutions use TF32 by default.
         return max(autocast, default=_TF32 if self._kinds[-1] == "cuda" else 0.0)
 
+    @property
+    def are_in_force(self) -> bool:
+        """Whether the settings that all threads share are these now."""
+        return self._read() == self._values
+
     def restore(self) -> AbstractContextManager[object]:
         """Return a context in which these settings are in force; after it the present ones are."""
         autocast = [_read_autocast(kind) for kind in self._kinds]

@@ -20,7 +20,7 @@ Known inefficiency: a second backward through a retained graph runs the chain fo
 Source: the reconstruction is Gomez et al. 2017, Algorithm 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from threading import RLock
 from typing import NamedTuple, Protocol
 
@@ -70,16 +70,23 @@ class SavedInputs:
         self.lock = RLock()
         self._inputs = [State(x) for x in inputs]
 
-    def recover(self, call: RecordedCall) -> None:
+    def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
         judge_arrived()
         call.run_again(*(x.get() for x in self._inputs), stop_early=True)
         call.compare_refilled(Watch())
+
+    def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
+        return ()  # the graph holds them until the gradient has been queued
 
 
 class PairUpdate(Protocol):
     """One step or bijection as an `InvertedSegment` sees it: how it changes the pair of states, and how to undo that."""
 
     b: float
+
+    @property
+    def kept_bits(self) -> Sequence[Tensor]:
+        """What `invert` uses up besides the states."""
 
     def advance(self, pair: Pair, out: Tensor | None) -> Pair: ...
 
@@ -119,7 +126,7 @@ class InvertedSegment:
         self._items: list[_Item] = []
         self._pair: tuple[State, State] | None = None
         self._at = 0  # the boundary that the pair belongs to
-        self._current: RecordedCall | None = None  # the call recovered last
+        self._in_use: list[RecordedCall] = []  # the calls recovered last
         self._watch = Watch()
         self._must_note_sizes = not exact  # of the pair kept in forward, by which rounding errors are judged
         self._rounding = Rounding()
@@ -143,15 +150,13 @@ class InvertedSegment:
         """Keep the states after the last step, from which recovery will start."""
         self._pair, self._at = (State(pair[0]), State(pair[1])), len(self._items)
 
-    def recover(self, call: RecordedCall) -> None:
+    def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
         """Refill `call`, and move the pair to the boundary before it, unless it is the first of the segment."""
         judge_arrived()
         goal = call.place
         if goal is None or self._pair is None:
             raise make_inner_derivative_error(call.name)
-        if self._current is not None and self._current is not call:
-            self._current.free_refilled()
-        self._current = call
+        self._free_unused(call, ahead)
         while self._at > goal + 1:
             self._invert(refill=False)
         while self._at < goal:
@@ -162,8 +167,20 @@ class InvertedSegment:
         # The state before the first step is not needed.
         call.run_again(self._states()[self._at == goal], stop_early=True)
         call.compare_refilled(self._watch)
-        if goal == 0:
+        if goal == 0 and not ahead:
             send_comparisons()
+
+    def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
+        bits = self._items[self._at - 1].update.kept_bits if self._at else ()
+        return *(self._states() if self._pair else ()), *bits
+
+    def _free_unused(self, call: RecordedCall, ahead: bool) -> None:
+        """Free what backward has not taken of other calls; where `call` is recovered ahead, not of the one before it."""
+        others = [other for other in self._in_use if other is not call]
+        still_in_use = others[-1:] if ahead else []
+        for other in others[: len(others) - len(still_in_use)]:
+            other.free_refilled()
+        self._in_use = [*still_in_use, call]
 
     def _invert(self, refill: bool) -> None:
         update, call, fingerprint = self._items[self._at - 1]

@@ -1,0 +1,286 @@
+"""Look-ahead: recovering the next call while the gradient of the present one is computed.
+
+Backward asks for the calls of a forward in reverse order, so the next one is known. With N calls:
+
+    recover(N)
+    gradient(N)      beside it recover(N - 1)
+    ...
+    gradient(2)      beside it recover(1)
+    gradient(1)
+
+There is one mechanism and three places where the recovery may run, after the device and what is around backward:
+
+    cuda                     a side stream, which the host fills without waiting for anything
+    cpu                      a thread
+    under a dispatch mode    at once, in the thread of backward: what counts bytes counts those of two steps
+
+What is beside the gradient must not disturb it. Where that cannot be shown, calls are recovered one by one as without
+look-ahead, and a warning says why.
+
+Cost: the refilled tensors of one more call.
+
+Source: PaReprop, Zhu and Mangalam 2023. There the order is tied to pairs of blocks, and wrong for an odd number of them.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from functools import cache
+from threading import Lock
+from typing import Any, Protocol, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from revzoo.runtime.replay import is_sharded, processes_communicate, runs_step
+from revzoo.runtime.tripwire import send_comparisons
+
+
+class Recoverable(Protocol):
+    """A call that backward will ask for."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @property
+    def settings_are_in_force(self) -> bool:
+        """Whether the settings that all threads share are those of its first run."""
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """What it computes with, besides its inputs."""
+
+    @property
+    def sources(self) -> Iterable[Tensor]:
+        """What its recovery reads and may free."""
+
+    def recover_ahead(self) -> None:
+        """Refill what the call dropped, before backward asks for it."""
+
+    def free_refilled(self) -> None:
+        """Free what was refilled; it can be recovered again."""
+
+
+class Stopwatch(Protocol):
+    """Times one backward."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Lookahead:
+    """Recovers ahead of backward, for the calls of one forward. At most one recovery is under way.
+
+    Args:
+        stopwatch: times backward from the first recovery on, if not None.
+        is_on: False to recover nothing ahead, and only time.
+    """
+
+    def __init__(self, stopwatch: "Stopwatch | None" = None, *, is_on: bool = True) -> None:
+        self._stopwatch = stopwatch
+        self._is_on = is_on
+        self._latest: ref[Recoverable] | None = None
+        self._started: _Started | None = None
+        self._lock = Lock()
+        self._task = -1  # the backward at whose end nothing may be under way
+
+    def follow(self, recoverable: Recoverable) -> None:
+        """Note the next call, in the order of forward."""
+        self._latest = ref(recoverable)
+
+    @property
+    def latest(self) -> "ref[Recoverable] | None":
+        """The call noted last."""
+        return self._latest
+
+    def start(self, recoverable: Recoverable | None) -> None:
+        """Begin to recover a call; do nothing where that could disturb the gradient, or there is none."""
+        if recoverable is None or not self._is_on or (executor := _choose_executor(recoverable)) is None:
+            return
+        with self._lock:  # another thread may differentiate the same graph
+            if self._started is None:
+                self._call_after_backward()
+                self._started = _Started(recoverable, executor(recoverable))
+
+    def finish(self, recoverable: Recoverable) -> bool:
+        """Wait until a call is recovered, if that is under way; return whether it was.
+
+        Raises:
+            RecoveryError, or whatever the call raised.
+        """
+        started = self._started
+        if started is None or started.recoverable() is not recoverable:
+            return False
+        try:
+            started.wait()
+        finally:
+            with self._lock:
+                is_first, self._started = self._started is started, None
+        return is_first
+
+    def forget(self) -> None:
+        """Backward asks for a call that was not recovered: wait for the recovery that is under way, and free its results."""
+        if self._stopwatch is not None and torch._C._current_graph_task_id() not in (-1, self._task):
+            self._stopwatch.start()
+            self._call_after_backward()
+        self._drop_started()
+
+    def _drop_started(self) -> None:
+        started = self._started
+        if started is None:
+            return
+        with suppress(Exception):  # of a call that nobody asked for
+            started.wait()
+        with self._lock:
+            self._started = None
+        if (recoverable := started.recoverable()) is not None:
+            recoverable.free_refilled()
+
+    def _call_after_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._drop_started()
+        if self._stopwatch is not None:
+            self._stopwatch.stop()
+        send_comparisons()
+
+
+class _Started:
+    """A recovery under way.
+
+    Args:
+        recoverable: what is recovered. Not kept alive: its graph does that as long as it may be asked for.
+        wait: waits for the end, and raises what was raised.
+    """
+
+    def __init__(self, recoverable: Recoverable, wait: Callable[[], None]):
+        self.recoverable = ref(recoverable)
+        self.wait = wait
+
+
+_Executor = Callable[[Recoverable], Callable[[], None]]  # begins a recovery; returns what waits for it
+
+
+def _choose_executor(recoverable: Recoverable) -> _Executor | None:
+    """Return where to recover a call ahead, None for nowhere."""
+    if torch._C._current_graph_task_id() == -1 or runs_step():  # looked at outside of backward, or within another call
+        return None
+    device = recoverable.device
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or device.type == "meta":
+        return _recover_at_once
+    if reason := _find_obstacle(recoverable):
+        _warn_once(reason)
+        return None
+    return _recover_in_thread if device.type == "cpu" else _recover_on_side_stream
+
+
+def _find_obstacle(recoverable: Recoverable) -> str | None:
+    """Return why recovery cannot run beside a gradient, None if it can."""
+    device = recoverable.device
+    if device.type not in ("cpu", "cuda"):
+        return f"there is no side stream on {device.type}"
+    if processes_communicate():
+        if device.type == "cpu":
+            return "several processes communicate, and a collective in another thread could come out of order"
+        if is_sharded(*recoverable.parameters):
+            return "parameters are sharded"
+    if _is_backward_compiled():
+        return "backward is compiled (compiled autograd)"
+    if not recoverable.settings_are_in_force:
+        return "settings of PyTorch that all threads share have changed since forward"
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is captured"
+        if torch.is_autocast_enabled("cuda"):
+            return "backward runs under autocast, whose cache of weights belongs to one stream; call backward() outside of it"
+    return None
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"lookahead steps aside: {reason}. Gradients are the same, steps are recovered one by one.", stacklevel=2)
+
+
+def _is_backward_compiled() -> bool:
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
+
+
+def _recover_at_once(recoverable: Recoverable) -> Callable[[], None]:
+    try:
+        recoverable.recover_ahead()
+    except Exception as error:
+        return _raiser(error)
+    return _do_nothing
+
+
+def _raiser(error: Exception) -> Callable[[], None]:
+    def wait() -> None:
+        raise error
+
+    return wait
+
+
+def _do_nothing() -> None:
+    pass
+
+
+# One thread: the recoveries of two backwards would wait for each other anyway.
+_threads: list[ThreadPoolExecutor] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.clear)  # a forked process has no other threads
+
+
+def _recover_in_thread(recoverable: Recoverable) -> Callable[[], None]:
+    if not _threads:
+        _threads.append(ThreadPoolExecutor(1, "revzoo-lookahead"))
+    # Context variables are those of backward, and so is the number of threads within an operation.
+    future = _threads[0].submit(copy_context().run, _recover_with_threads, recoverable, torch.get_num_threads())
+    return cast(Callable[[], None], future.result)
+
+
+def _recover_with_threads(recoverable: Recoverable, threads: int) -> None:
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    recoverable.recover_ahead()
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _recover_on_side_stream(recoverable: Recoverable) -> Callable[[], None]:
+    """Queue a recovery on the side stream of its device.
+
+    The side stream first waits for all that is queued for the gradient so far. Refilled tensors are its own, and are freed when
+    the gradient that reads them has been queued; so their memory is used again only after that gradient.
+    """
+    device = recoverable.device
+    side = _side_streams.get(device) or _side_streams.setdefault(device, torch.cuda.Stream(device))
+    side.wait_stream(torch.cuda.current_stream(device))
+    for tensor in recoverable.sources:  # they may be freed while the side stream still reads them
+        tensor.record_stream(side)
+    raised: list[Exception] = []
+    with torch.cuda.stream(side):
+        try:
+            recoverable.recover_ahead()
+        except Exception as error:
+            raised.append(error)
+        end = side.record_event()
+
+    def wait() -> None:
+        torch.cuda.current_stream(device).wait_event(end)
+        if raised:
+            raise raised[0]
+
+    return wait

@@ -1,0 +1,133 @@
+"""Whether a chain or model looks ahead: 0, 1, or "auto", which times both and keeps the faster.
+
+Look-ahead gains where the gradient of one step leaves a part of the device idle, and loses where it does not: the two then
+share what one would have had. Published gains turn into losses above half of the largest batch (PaReprop, figure 5). So "auto"
+times the backwards of the first training steps, in turn with and without, for every shape, schedule and device by itself.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from revzoo.errors import InputError
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.lookahead import Lookahead
+
+LookaheadDepth = Literal[0, 1, "auto"]
+
+_WARM_UPS = 1  # of each kind: first runs load kernels, and choose them
+_TRIALS = 5
+_LEAST_GAIN = 0.98  # of the serial time; less than this is noise, and look-ahead takes more memory
+
+
+class LookaheadSetting:
+    """How many calls a chain or model recovers ahead of backward.
+
+    Args:
+        depth: 0, 1 or "auto".
+
+    Raises:
+        InputError: another value.
+    """
+
+    def __init__(self, depth: LookaheadDepth):
+        if isinstance(depth, bool) or depth not in (0, 1, "auto"):
+            raise InputError(
+                f'lookahead is 0 or 1, the number of steps recovered ahead of backward, or "auto". Received: {depth!r}.'
+            )
+        self.depth = depth
+        self._choices: dict[Any, _Choice] = {}
+
+    def __reduce__(self) -> Any:
+        return LookaheadSetting, (self.depth,)  # times belong to the machine
+
+    def begin_forward(self, schedule: Sequence[str], *inputs: Tensor) -> Lookahead | None:
+        """Return what recovers calls ahead for one forward, None for nothing.
+
+        Args:
+            schedule: the modes of all units.
+            inputs: the inputs of the forward.
+        """
+        if self.depth == 0 or not torch.is_grad_enabled() or is_exporting():
+            return None
+        return self._begin(schedule, *inputs)
+
+    @exclude_from_compilation
+    def _begin(self, schedule: Sequence[str], *inputs: Tensor) -> Lookahead:
+        if self.depth == 1 or not all(isinstance(x, Tensor) for x in inputs):  # the chain refuses what is no tensor
+            return Lookahead()
+        autocast = torch.is_autocast_enabled(inputs[0].device.type)
+        key = (*schedule, *((x.shape, x.dtype, x.device) for x in inputs), autocast, torch.get_num_threads())
+        return self._choices.setdefault(key, _Choice(inputs[0].device)).begin_forward()
+
+
+class _Choice:
+    """The times of backward with and without look-ahead, and what follows from them."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._times: tuple[list[float], list[float]] = [], []  # serial, ahead
+        self._pending: deque[_Stopwatch] = deque()
+        self._chosen: bool | None = None
+
+    def begin_forward(self) -> Lookahead:
+        if self._chosen is None:
+            self._read()
+            self._chosen = self._choose()
+        if self._chosen is not None:
+            return Lookahead(is_on=self._chosen)
+        counts = [len(times) + sum(each.is_ahead == ahead for each in self._pending) for ahead, times in enumerate(self._times)]
+        is_ahead = counts[1] < counts[0]
+        return Lookahead(_Stopwatch(self._device, is_ahead, self._pending), is_on=is_ahead)
+
+    def _read(self) -> None:
+        while self._pending and (seconds := self._pending[0].seconds) is not None:
+            self._times[self._pending.popleft().is_ahead].append(seconds)
+
+    def _choose(self) -> bool | None:
+        serial, ahead = (times[_WARM_UPS:] for times in self._times)
+        if min(len(serial), len(ahead)) < _TRIALS:
+            return None
+        return median(ahead) < _LEAST_GAIN * median(serial)
+
+
+class _Stopwatch:
+    """The time of one backward, from its first recovery to its end.
+
+    Args:
+        device: an accelerator is timed by events, and nothing waits for it.
+        is_ahead: whether this backward looks ahead.
+        stopped: where to put the stopwatch when backward has ended.
+    """
+
+    def __init__(self, device: torch.device, is_ahead: bool, stopped: "deque[_Stopwatch]"):
+        self._device = device
+        self.is_ahead = is_ahead
+        self._stopped = stopped
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        self._marks = [self._mark()]
+
+    def stop(self) -> None:
+        if len(self._marks) == 1:
+            self._marks.append(self._mark())
+            self._stopped.append(self)
+
+    @property
+    def seconds(self) -> float | None:
+        """The time that has passed, None while it is not known."""
+        start, end = self._marks
+        if self._device.type != "cuda":
+            return float(end - start)
+        return float(start.elapsed_time(end)) / 1000 if end.query() else None
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
