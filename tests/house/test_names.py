@@ -41,7 +41,7 @@ PINNED = {
     "verify": "(model, batch)",
 }
 MODEL_NAMES = {
-    "steps", "units", "schedule", "exact", "spec", "num_outputs",
+    "steps", "units", "schedule", "exact", "lookahead", "spec", "num_outputs",
     "forward", "forward_features", "inverse", "reset_head", "example_input",
     "no_weight_decay", "group_matcher", "set_coupling", "layout",
 }  # fmt: skip
