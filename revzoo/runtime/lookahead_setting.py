@@ -58,7 +58,7 @@ class LookaheadSetting:
         return self._begin(schedule, *inputs)
 
     @exclude_from_compilation
-    def _begin(self, schedule: Sequence[str], *inputs: Tensor) -> Lookahead:
+    def _begin(self, schedule: Sequence[str], *inputs: Tensor) -> Lookahead | None:
         if self.depth == 1 or not all(isinstance(x, Tensor) for x in inputs):  # the chain refuses what is no tensor
             return Lookahead()
         autocast = torch.is_autocast_enabled(inputs[0].device.type)
@@ -75,12 +75,12 @@ class _Choice:
         self._pending: deque[_Stopwatch] = deque()
         self._chosen: bool | None = None
 
-    def begin_forward(self) -> Lookahead:
+    def begin_forward(self) -> Lookahead | None:
         if self._chosen is None:
             self._read()
             self._chosen = self._choose()
         if self._chosen is not None:
-            return Lookahead(is_on=self._chosen)
+            return Lookahead() if self._chosen else None
         counts = [len(times) + sum(each.is_ahead == ahead for each in self._pending) for ahead, times in enumerate(self._times)]
         is_ahead = counts[1] < counts[0]
         return Lookahead(_Stopwatch(self._device, is_ahead, self._pending), is_on=is_ahead)

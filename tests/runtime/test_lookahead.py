@@ -1,6 +1,7 @@
 """Look-ahead: the order of recoveries and gradients, the same bits as without it, its memory, and what ends or prevents it."""
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -707,32 +709,31 @@ def test_auto_keeps_what_is_faster(gain, chosen, monkeypatch):
     chain.lookahead = "auto"
     clock = [0.0]
     ahead: list[bool] = []
-    original = lookahead.Lookahead.start
+    original = lookahead._recover_in_thread
 
-    def start(self: Any, recoverable: Any) -> None:
-        if recoverable is not None:
-            ahead.append(self._is_on)
-        original(self, recoverable)
+    def recover(recoverable: Any) -> Any:
+        ahead.append(True)
+        return original(recoverable)
 
     def on_gradient(_: int) -> None:
-        clock[0] += gain if ahead[-1] else 1.0
+        clock[0] += gain if ahead else 1.0
 
     for step in chain.steps:
         step.on_gradient = on_gradient
-    monkeypatch.setattr(lookahead.Lookahead, "start", start)
+    monkeypatch.setattr(lookahead, "_recover_in_thread", recover)
     monkeypatch.setattr(lookahead_setting.time, "perf_counter", lambda: clock[0])
     x = torch.randn(2, 3, 6)
     seen = []
     for _ in range(16):
         ahead.clear()
         backward(chain, *x)
-        seen.append(ahead[0])
+        seen.append(bool(ahead))
     trials = 2 * (lookahead_setting._WARM_UPS + lookahead_setting._TRIALS)
     assert seen[:trials] == [False, True] * (trials // 2)
     assert seen[trials:] == [chosen] * (16 - trials)
     ahead.clear()
     backward(chain, *torch.randn(2, 4, 6))  # another shape is measured anew
-    assert ahead[0] is False
+    assert not ahead
 
 
 def test_the_setting_is_checked_copied_and_said():
@@ -745,3 +746,16 @@ def test_the_setting_is_checked_copied_and_said():
         chain.lookahead = depth
         assert copy.deepcopy(chain).lookahead == depth
     assert list(chain.state_dict()) == ["steps.0.weight", "steps.0.bias"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_every_row(tmp_path):
+    file, out = Path(__file__).parents[2] / "benchmarks" / "lookahead.py", tmp_path / "figures.json"
+    subprocess.run([sys.executable, "-W", "error", str(file), "--quick", "--out", str(out)], check=True, capture_output=True)
+    figures = json.loads(out.read_text())["figures"]
+    assert all(figure["value"] > 0 for figure in figures)
+    timed = [figure for figure in figures if figure["what"].startswith("time over stored")]
+    assert len(timed) == 2 * 2 * 6
+    assert sum("auto" in figure["what"] for figure in figures) == 4
+    peaks = {figure["method"]: figure["value"] for figure in figures if figure["net"] == "conv" and "peak" in figure["what"]}
+    assert peaks["lookahead=1"] - peaks["lookahead=0"] == pytest.approx(4, abs=0.1)  # three refilled tensors, and a state

@@ -1,0 +1,128 @@
+"""Look-ahead (PaReprop) against recovering step by step and against storing: time, memory, and what "auto" chooses.
+
+    python benchmarks/lookahead.py --out lookahead.json     about 10 minutes on 2 idle CPU cores
+    python benchmarks/lookahead.py --quick                  the same figures on tiny chains, in seconds
+
+The chains of runtime.py, forward and backward, on the wall clock: the methods take turns, and the median ratio to `store` of
+all rounds is taken. With one thread in each operation, the second core is free for the recovery; with two, it is not. Memory is
+counted, in streams. `auto` runs on chains from tiny to large, against the same chain without look-ahead.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from runtime import Figure, Net, conv_block, nets, report, transformer_block
+
+import revzoo
+from revzoo.runtime import ReversibleChain
+
+THREADS = (1, 2)
+# The largest allowed value of each figure, with one thread.
+_TIMES = {"transformer": 1.10, "conv": 1.12}
+_STREAMS = {"transformer": 22.5}
+_NOISE = 1.03  # of the serial time
+
+
+def ahead(net: Net, depth: int, lookahead: object, method: str = "invert") -> ReversibleChain:
+    chain = net.chain(depth, method)
+    chain.lookahead = lookahead
+    return chain
+
+
+def memory(net: Net, quick: bool) -> Iterator[Figure]:
+    unit, depth = net.batch()[0].nbytes, net.depths[0]
+    for lookahead in (0, 1):
+        report = revzoo.measure_memory(ahead(net, depth, lookahead), net.batch())
+        most = _STREAMS.get(net.name) if lookahead and not quick else None
+        yield Figure(
+            "peak activation memory, in streams",
+            net.name,
+            f"lookahead={lookahead}",
+            depth,
+            report.activation_bytes / unit,
+            most,
+        )
+
+
+def seconds(net: Net, threads: int, rounds: int, quick: bool) -> Iterator[Figure]:
+    depth = net.depths[1]
+    chains = {
+        "store": ahead(net, depth, 0, "store"),
+        "lookahead=0": ahead(net, depth, 0),
+        "lookahead=1": ahead(net, depth, 1),
+        "recompute": ahead(net, depth, 0, "recompute"),
+        "recompute, lookahead=1": ahead(net, depth, 1, "recompute"),
+    }
+    durations = take_turns(net, chains, threads, rounds)
+    what = f"time over stored, {threads} thread{'s' * (threads > 1)} in each operation"
+    for method, times in durations.items():
+        ratio = statistics.median(t / base for t, base in zip(times, durations["store"], strict=True))
+        target = _TIMES[net.name] if method == "lookahead=1" and threads == 1 and not quick else None
+        yield Figure(what, net.name, method, depth, ratio, target)
+    yield Figure(what, net.name, "store [s]", depth, statistics.median(durations["store"]))
+
+
+def shapes(quick: bool) -> Iterator[tuple[Net, int]]:
+    """Yield ten chains with their depth, from tiny to large."""
+    tokens = ((8, 2, 4),) if quick else ((16, 1, 4), (32, 2, 16), (64, 4, 64), (128, 8, 128), (256, 8, 197))
+    for width, batch, length in tokens:
+        make = partial(transformer_block, width, 2)
+        yield Net(f"transformer {batch} x {length} x {width}", make, (batch, length, width), ()), 4
+    images = ((4, 1, 4),) if quick else ((4, 1, 4), (8, 4, 8), (16, 8, 16), (32, 16, 32), (64, 16, 32))
+    for width, batch, side in images:
+        yield Net(f"conv {batch} x {width} x {side} x {side}", partial(conv_block, width), (batch, width, side, side), ()), 4
+
+
+def auto(threads: int, rounds: int, quick: bool) -> Iterator[Figure]:
+    for net, depth in shapes(quick):
+        chains = {"lookahead=0": ahead(net, depth, 0), 'lookahead="auto"': ahead(net, depth, "auto")}
+        durations = take_turns(net, chains, threads, rounds, warm_up=13)  # in the first 12, "auto" measures
+        ratio = statistics.median(t / base for t, base in zip(*reversed(durations.values()), strict=True))
+        what = f'time with lookahead="auto" over without, {threads} thread{"s" * (threads > 1)} in each operation'
+        yield Figure(what, net.name, 'lookahead="auto"', depth, ratio, None if quick else _NOISE)
+
+
+def take_turns(
+    net: Net, chains: dict[str, ReversibleChain], threads: int, rounds: int, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Return the seconds of a forward and backward of each chain in every round, so that a busy machine slows all of them."""
+    torch.set_num_threads(threads)
+    batch, weights = net.batch(), net.batch()
+    durations: dict[str, list[float]] = {name: [] for name in chains}
+    for i, (name, chain) in itertools.product(range(warm_up + rounds), chains.items()):
+        chain.zero_grad()
+        start = time.perf_counter()
+        torch.autograd.backward(chain(*batch), weights)
+        if i >= warm_up:
+            durations[name].append(time.perf_counter() - start)
+    return durations
+
+
+def measure(quick: bool) -> Iterator[Figure]:
+    parts: list[Callable[[Net], Iterator[Figure]]] = [partial(memory, quick=quick)]
+    parts += [partial(seconds, threads=threads, rounds=1 if quick else 11, quick=quick) for threads in THREADS]
+    for part in parts:
+        for net in nets(quick):
+            yield from part(net)
+    for threads in THREADS:
+        yield from auto(threads, rounds=1 if quick else 15, quick=quick)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=Path("lookahead.json"), help="JSON file with all figures (default: lookahead.json)"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny chains, few rounds, no targets")
+    args = parser.parse_args()
+    report(measure(args.quick), args.out)
+
+
+if __name__ == "__main__":
+    main()
