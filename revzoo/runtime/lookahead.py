@@ -27,7 +27,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from threading import Lock
@@ -37,8 +36,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from revzoo.errors import RecoveryError
 from revzoo.runtime.replay import is_sharded, processes_communicate, runs_step
 from revzoo.runtime.tripwire import send_comparisons
+
+
+class DisturbedError(RecoveryError):
+    """A recovery and a gradient have used the random streams at the same time."""
 
 
 class Recoverable(Protocol):
@@ -62,6 +66,9 @@ class Recoverable(Protocol):
 
     def recover_ahead(self) -> None:
         """Refill what the call dropped, before backward asks for it."""
+
+    def require_undisturbed(self) -> None:
+        """Raise DisturbedError if others have used the random streams during the recovery."""
 
     def free_refilled(self) -> None:
         """Free what was refilled; it can be recovered again."""
@@ -136,12 +143,17 @@ class Lookahead:
         started = self._started
         if started is None:
             return
-        with suppress(Exception):  # of a call that nobody asked for
+        try:
             started.wait()
-        with self._lock:
-            self._started = None
-        if (recoverable := started.recoverable()) is not None:
-            recoverable.free_refilled()
+        except DisturbedError:  # the gradient may have drawn what the recovery should have
+            raise
+        except Exception:  # of a call that nobody asked for
+            pass
+        finally:
+            with self._lock:
+                self._started = None
+            if (recoverable := started.recoverable()) is not None:
+                recoverable.free_refilled()
 
     def _call_after_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -253,7 +265,10 @@ def _recover_in_thread(recoverable: Recoverable) -> Callable[[], None]:
 def _recover_with_threads(recoverable: Recoverable, threads: int) -> None:
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    recoverable.recover_ahead()
+    try:
+        recoverable.recover_ahead()
+    finally:
+        recoverable.require_undisturbed()
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

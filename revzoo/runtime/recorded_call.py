@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import exclude_from_compilation, is_compiled, leave_uncompiled
-from revzoo.runtime.lookahead import Lookahead
+from revzoo.runtime.lookahead import DisturbedError, Lookahead
 from revzoo.runtime.missing import NeedsFullRun
 from revzoo.runtime.replay import Replay
 from revzoo.runtime.selective import KeptOutputs
@@ -124,7 +124,7 @@ class RecordedCall:
             inputs: the inputs of the first run, recovered.
             refill: whether to keep the tensors that autograd saves. False where only the output is needed.
             stop_early: end the run when the last dropped tensor has been refilled, and return None.
-            check_draws: whether `require_same_draws` will be asked about this run.
+            check_draws: whether it will be asked what this run has drawn.
         """
         inputs = tuple(x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True))
         hooks = _RefillHooks(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
@@ -258,6 +258,13 @@ class _Handle:
     def recover_ahead(self) -> None:
         with self._recoverer.lock, torch.inference_mode(False):
             self._recoverer.recover(self._call, ahead=True)
+
+    def require_undisturbed(self) -> None:
+        if not self._call.replay.drew_the_same:
+            raise DisturbedError(
+                f"{self._call.name} was recovered while random numbers were drawn elsewhere, or their state was set: in a hook, "
+                "a function's own backward, torch.utils.checkpoint inside of a step, or another thread. Set lookahead = 0."
+            )
 
     def free_refilled(self) -> None:
         self._call.free_refilled()

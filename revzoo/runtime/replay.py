@@ -127,6 +127,7 @@ class Replay:
         flags = [(m, then) for m, then in zip(self._modules, self._training, strict=True) if m.training != then]
         statistics = [(norm._buffers, dict(norm._buffers)) for norm in self._norms]
         random_states = self._random.rewind()
+        self.drew_the_same = True
         try:
             for module, then in flags:  # not .train(): submodules have flags of their own
                 module.training = then

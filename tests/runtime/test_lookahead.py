@@ -10,15 +10,18 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import revzoo
 from revzoo.errors import InputError, RecoveryError
@@ -481,6 +484,72 @@ def test_a_step_that_differentiates_inside_itself_does_not_wait_for_itself():
     thread.start()
     thread.join(30)
     assert done.is_set()
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_a_hook_that_draws_beside_a_recovery_is_noticed(is_asked_for):
+    """It has drawn from the stream of the step that is recovered, and so has that step from the hook's."""
+    recovering, drawn = threading.Event(), threading.Event()
+
+    def on_recovery(k: int) -> None:
+        if k == 2:
+            recovering.set()
+            assert drawn.wait(20)
+
+    def on_gradient(k: int) -> None:
+        if k == 3:
+            assert recovering.wait(20)
+            torch.rand(1)
+            drawn.set()
+
+    chain = told(4, on_recovery, on_gradient)
+    y = chain(*torch.randn(2, 3, 6).requires_grad_())
+    wanted = [p for step in chain.steps[0 if is_asked_for else 2 :] for p in step.parameters()]
+    with pytest.raises(RecoveryError, match=r"steps\.1 was recovered while random numbers were drawn elsewhere.*lookahead = 0"):
+        torch.autograd.grad((y[0] * y[1]).sum(), wanted)
+
+
+@pytest.mark.parametrize("modes", MODES)
+def test_checkpointing_inside_a_step_is_right_or_refused(modes):
+    """Its recomputation in backward sets the random state, beside the recovery of another step."""
+
+    class Checkpointing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, w: Tensor) -> Tensor:
+            masked = torch.dropout(self.first(w), 0.5, train=True)
+            return masked + checkpoint(
+                lambda v: torch.dropout(self.second(v).tanh(), 0.5, train=True).sin(), w, use_reentrant=False
+            )
+
+    chain = ReversibleChain([Checkpointing() for _ in range(6)])
+    chain.schedule = (MODES[modes] * 6)[:6]
+    x = torch.randn(2, 3, 6)
+    expected = backward(chain, *x)
+    chain.lookahead = 1
+    for _ in range(20):
+        with suppress(RecoveryError):
+            actual = backward(chain, *x)
+            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_only_one_recovery_is_under_way(monkeypatch):
+    """Two threads that differentiate one graph may both want to start one."""
+    started: list[Any] = []
+    monkeypatch.setattr(lookahead, "_choose_executor", lambda _: lambda each: started.append(each) or (lambda: None))
+    monkeypatch.setattr(lookahead.Lookahead, "_call_after_backward", lambda _: None)
+    ahead, first, second = lookahead.Lookahead(), MagicMock(), MagicMock()
+    ahead.start(first)
+    ahead.start(second)
+    assert started == [first]
+    assert not ahead.finish(second)
+    assert ahead.finish(first)
+    ahead.start(second)
+    assert started == [first, second]
+    ahead.forget()
+    assert not ahead.finish(second)
 
 
 def test_two_backwards_in_two_threads():
