@@ -262,8 +262,8 @@ class _Handle:
     def require_undisturbed(self) -> None:
         if not self._call.replay.drew_the_same:
             raise DisturbedError(
-                f"{self._call.name} was recovered while random numbers were drawn elsewhere, or their state was set: in a hook, "
-                "a function's own backward, torch.utils.checkpoint inside of a step, or another thread. Set lookahead = 0."
+                f"{self._call.name} was recovered while random numbers were drawn elsewhere, or their state was set: in a "
+                "hook, a function's own backward, torch.utils.checkpoint inside a step, or another thread. Set lookahead = 0."
             )
 
     def free_refilled(self) -> None:
