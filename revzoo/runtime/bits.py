@@ -5,7 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_WIDTHS = (8, 4, 2, 1)  # fields of these widths fill a byte without gaps; every number of bits is a sum of some of them
+from revzoo.runtime.replay import is_sharded
+
+_WIDTHS = (4, 2, 1)  # fields of these widths fill a byte without gaps; every number of bits below 8 is a sum of some of them
 
 
 class PackedBits(NamedTuple):
@@ -24,14 +26,18 @@ class PackedBits(NamedTuple):
     shape: torch.Size
 
 
-def pack(values: Tensor, bits: int) -> PackedBits:
+def pack(values: Tensor, bits: int) -> PackedBits | Tensor:
     """Pack integers below 2^bits into at most bits * ceil(numel / 8) bytes.
+
+    Returned as they are where nothing would be gained, and those of a DTensor, whose sharding flattening would change.
 
     Shapes: values: any, uint8.
     Args:
         values: the integers; those of a dense tensor are packed in the order of memory.
         bits: from 1 to 8.
     """
+    if bits == 8 or is_sharded(values):
+        return values
     dims = sorted(range(values.dim()), key=values.stride, reverse=True)
     values = values.permute(dims)
     packed, rest, left = [], values.flatten(), bits
@@ -43,8 +49,10 @@ def pack(values: Tensor, bits: int) -> PackedBits:
     return PackedBits(packed, bits, dims, values.shape)
 
 
-def unpack(packed: PackedBits) -> Tensor:
+def unpack(packed: PackedBits | Tensor) -> Tensor:
     """Return the integers that `pack` was given, as uint8."""
+    if isinstance(packed, Tensor):
+        return packed
     fields, total, shift = iter(packed.fields), None, 0
     for width in _WIDTHS:
         if packed.bits & width:
@@ -58,8 +66,6 @@ def unpack(packed: PackedBits) -> Tensor:
 def _fold(values: Tensor, width: int) -> Tensor:
     """Put 8 / width values into each byte: the first `len(folded)` into its lowest bits, the next ones above them."""
     count = 8 // width
-    if count == 1:
-        return values
     total, *rows = torch.nn.functional.pad(values, (0, -values.numel() % count)).view(count, -1).unbind()
     for i, row in enumerate(rows, 1):
         total = torch.add(total, row, alpha=2 ** (i * width))  # shifts and joins in one pass
@@ -67,8 +73,6 @@ def _fold(values: Tensor, width: int) -> Tensor:
 
 
 def _unfold(folded: Tensor, width: int, numel: int) -> Tensor:
-    if width == 8:
-        return folded
     fields = folded.new_empty(8 // width, len(folded))
     for i, field in enumerate(fields):
         torch.bitwise_right_shift(folded, i * width, out=field)

@@ -266,9 +266,8 @@ class _LinkUpdate:
         out, coupling = cast(Tensor, out), self._link.coupling
         if self._grid is None:
             return pair[1], coupling.advance(*pair, _match_dtype(out, pair[0]))
-        if self.will_invert:
-            self._lost_bits = self._grid.pack_lost_bits(coupling, pair[0])
-        return pair[1], self._grid.advance(coupling, *pair, out)
+        following, self._lost_bits = self._grid.advance(coupling, *pair, out, keeps_bits=self.will_invert)
+        return pair[1], following
 
     def invert(self, pair: Pair, out: Tensor | None) -> Pair:
         if isinstance(self._link, Bijection):

@@ -29,6 +29,7 @@ from revzoo.runtime.bits import PackedBits, pack, unpack
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.host_copy import can_read_now
 from revzoo.runtime.late_check import LateCheck
+from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.replay import is_sharded
 
 # Binary digits after the point, and in total. The states of trained networks stay far below 2^8 (the largest seen is 0.12 of
@@ -36,33 +37,30 @@ from revzoo.runtime.replay import is_sharded
 _GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
-LostBits = PackedBits | Tensor | None  # those of a DTensor are not packed
+LostBits = PackedBits | Tensor | None
 
 
-class _Round(torch.autograd.Function):
-    """Round x to multiples of 1 / scale; the gradient is that of x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        return _round_to_grid(x, scale).detach()  # Dynamo of PyTorch 2.11 would differentiate the rounding itself
+class _StraightThrough(torch.autograd.Function):
+    """Return a value computed elsewhere; its gradient is that of the sum of inputs times factors."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _Advance(torch.autograd.Function):
-    """One step of the recurrence on the grid; its gradient is that of the recurrence without rounding."""
-
-    @staticmethod
-    def forward(ctx: Any, previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
-        ctx.coupling = coupling
-        return _advance(previous, current, out, coupling, scale).detach()
+    def forward(ctx: Any, value: Tensor, factors: Sequence[float], *inputs: Tensor) -> Tensor:
+        ctx.factors = factors
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        factors = (ctx.coupling.b, ctx.coupling.a, ctx.coupling.c)
-        return *(None if s == 0 else grads[0] if s == 1 else grads[0] * s for s in factors), None, None
+        return None, None, *(None if s == 0 else grads[0] if s == 1 else grads[0] * s for s in ctx.factors)
+
+
+def _attach_graph(value: Tensor, factors: Sequence[float], *inputs: Tensor) -> Tensor:
+    """Return a value, differentiated as the sum of inputs times factors."""
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return value
+    # Compiled autograd cannot add a gradient that is None.
+    inputs = tuple(x if s else x.detach() for x, s in zip(inputs, factors, strict=True))
+    attached: Tensor = _StraightThrough.apply(value, factors, *inputs)
+    return attached
 
 
 def _round_to_grid(x: Tensor, scale: float) -> Tensor:
@@ -70,27 +68,29 @@ def _round_to_grid(x: Tensor, scale: float) -> Tensor:
 
 
 def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float, into: Tensor | None = None) -> Tensor:
-    """Return R as integers."""
-    total = torch.mul(out.to(current.dtype), coupling.c * scale, out=into)
-    if _is_power_of_two(coupling.a):
-        total.add_(current, alpha=coupling.a * scale)
-    elif coupling.a:  # not in one operation: a fused multiply-add may round differently when recomputed
-        total.add_(current.mul(coupling.a * scale))
-    total.round_()
-    return total if coupling.b > 0 else total.add_(0.0)  # -0.0 - 0.0 would be -0.0
+    """Return R as floating-point numbers, which may be -0.0, in `into` or a new tensor with the strides of out.
 
-
-def _advance(previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float) -> Tensor:
-    total = _round_terms(current, out, coupling, scale)
-    if abs(coupling.b) == 1:
-        return total.mul_(1 / scale).add_(previous, alpha=coupling.b)
-    sign = 1 if coupling.b > 0 else -1
-    return total.add_(previous.mul(abs(coupling.b) * scale).floor_(), alpha=sign).mul_(1 / scale)
+    A product and a sum are one operation only where the product is exact: elsewhere a fused multiply-add may round differently
+    when recomputed.
+    """
+    out, a, c = out.to(current.dtype), coupling.a * scale, coupling.c * scale
+    if a and _is_power_of_two(c):
+        into = _into(torch.empty_like(out)) if into is None else into
+        return torch.mul(current, a, out=into).add_(out, alpha=c).round_()
+    total = torch.mul(out, c, out=into)
+    if a:
+        total.add_(current, alpha=a) if _is_power_of_two(a) else total.add_(current.mul(a))
+    return total.round_()
 
 
 def _is_power_of_two(x: float) -> bool:
     """Return whether products with x are exact, and with them a fused multiply-add."""
     return frexp(abs(x))[0] == 0.5
+
+
+def _into(x: Tensor) -> Tensor | None:
+    """Return x if results may be written into it; operands that wrap tensors, as DTensors do, may be laid out differently."""
+    return None if wraps_tensors(type(x)) else x
 
 
 class Grid:
@@ -122,26 +122,44 @@ class Grid:
     def round(self, x: Tensor) -> Tensor:
         """Return x on the grid, in the streams' dtype, with a straight-through gradient."""
         x = x.to(self.dtype)
-        if torch.is_grad_enabled() and x.requires_grad:
-            rounded: Tensor = _Round.apply(x, self.scale)
-            return rounded
-        return _round_to_grid(x, self.scale)
+        rounded = _round_to_grid(x.detach(), self.scale)
+        return _attach_graph(rounded, (1.0,), x)
 
-    def advance(self, coupling: Coupling, previous: Tensor, current: Tensor, out: Tensor) -> Tensor:
-        """Return w[k+1] for out = f(w[k]); saves nothing for backward."""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (previous, current, out)):
-            current = current if coupling.a else current.detach()  # compiled autograd cannot add a gradient that is None
-            following: Tensor = _Advance.apply(previous, current, out, coupling, self.scale)
-            return following
-        return _advance(previous, current, out, coupling, self.scale)
+    def advance(
+        self, coupling: Coupling, previous: Tensor, current: Tensor, out: Tensor, *, keeps_bits: bool = False
+    ) -> tuple[Tensor, LostBits]:
+        """Return w[k+1] for out = f(w[k]), and what `invert` needs besides; saves nothing for backward.
 
-    def pack_lost_bits(self, coupling: Coupling, previous: Tensor) -> LostBits:
-        """Return the bits of w[k-1] that `advance` loses, packed; None if it loses none."""
-        if not coupling.kept_bits:
-            return None
-        low = previous.detach().mul(self.scale).to(_INTEGERS[self.dtype]).bitwise_and_(2**coupling.kept_bits - 1)
-        low = low.to(torch.uint8)
-        return low if is_sharded(low) else pack(low, coupling.kept_bits)  # a flattened DTensor would change its sharding
+        Args:
+            coupling: the coupling of the step.
+            previous: w[k-1].
+            current: w[k].
+            out: f(w[k]).
+            keeps_bits: whether to return the bits of w[k-1] that the coupling loses, packed, if there are any.
+        """
+        terms = previous, current, out
+        following, bits = self._advance(coupling, *(x.detach() for x in terms), keeps_bits=keeps_bits)
+        return _attach_graph(following, (coupling.b, coupling.a, coupling.c), *terms), bits
+
+    def _advance(
+        self, coupling: Coupling, previous: Tensor, current: Tensor, out: Tensor, *, keeps_bits: bool
+    ) -> tuple[Tensor, LostBits]:
+        b, scale = coupling.b, self.scale
+        total = _round_terms(current, out, coupling, scale)
+        if b == 1:
+            return torch.add(previous, total, alpha=1 / scale, out=_into(total)), None
+        if b < 0:
+            total.add_(0.0)  # -0.0 - 0.0 would be -0.0
+        if b == -1:
+            return total.mul_(1 / scale).sub_(previous), None
+        high = previous.mul(abs(b) * scale).floor_()
+        total.add_(high, alpha=1 if b > 0 else -1).mul_(1 / scale)
+        if not keeps_bits:
+            return total, None
+        low = torch.sub(previous, high, alpha=1 / (abs(b) * scale), out=_into(high))
+        # Numbers from limit / 2 to limit have a spacing of 1 / scale: the bits are now the last ones of the significand.
+        bits = low.add_(self.limit / 2).view(_INTEGERS[self.dtype]).to(torch.uint8)
+        return total, pack(bits, cast(int, coupling.kept_bits))
 
     def invert(
         self,
@@ -152,14 +170,19 @@ class Grid:
         kept: LostBits = None,
         into: Tensor | None = None,
     ) -> Tensor:
-        """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `pack_lost_bits` returned, in `into` or a new tensor."""
+        """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `advance` returned, in `into` or a new tensor."""
         if self._late_check is not None:
             self._late_check.run_after_backward()
         total = _round_terms(current, out, coupling, self.scale, into)
-        total.mul_(-1 / (coupling.b * self.scale)).add_(following, alpha=1 / coupling.b)
+        b, scale = coupling.b, self.scale
+        if b == 1:
+            return torch.add(following, total, alpha=-1 / scale, out=_into(total))
+        if b == -1:
+            total.add_(0.0)
+        total.mul_(-1 / (b * scale)).add_(following, alpha=1 / b)
         if coupling.kept_bits:
             assert kept is not None, "the bits have been used already"
-            total.add_(kept if isinstance(kept, Tensor) else unpack(kept), alpha=1 / self.scale)
+            total.add_(unpack(kept), alpha=1 / scale)
         return total
 
     def watch(self, state: Tensor, where: str) -> None:
