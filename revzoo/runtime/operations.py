@@ -32,8 +32,12 @@ class Operation:
     effects, and say nothing of it.
 
     Attributes:
+        run: calls it, faster than the operation itself.
+        runs_as_called: whether `run` alone does what a call does; otherwise see `autocast_by`.
+        takes_lists: whether an argument of it may hold several tensors.
+        is_cast: whether it is a cast, as of a weight under autocast.
         is_compute_intensive: whether it is a matrix product, a convolution, attention or the like.
-        is_view: whether its results are views of its first argument.
+        is_view: whether its results are in the memory of its first argument.
         is_pure: whether its results depend on its arguments alone, and it changes nothing. `draws` has the last word.
         may_be_skipped: whether it is pure, and running it on the meta device gives the layout of its results. Not for `detach`,
             which autograd calls on what it saves.
@@ -48,6 +52,10 @@ class Operation:
         autocast_by: if its kernel calls operations to which autocast applies: the operation that autocast sees in its place.
     """
 
+    run: Callable[..., Any]
+    runs_as_called: bool = True
+    takes_lists: bool = True
+    is_cast: bool = False
     is_compute_intensive: bool = False
     is_view: bool = False
     is_pure: bool = False
@@ -76,16 +84,22 @@ class Operation:
 def describe(operation: Any) -> Operation:
     """Return what is known of an operation, as a dispatch mode sees it."""
     if not isinstance(operation, torch._ops.OpOverload):  # a higher-order operation
-        return Operation()
+        return Operation(operation)
     arguments, tags = operation._schema.arguments, operation.tags
-    name, is_aten, is_view = operation._overloadpacket.__name__, operation.namespace == "aten", operation.is_view
+    name, is_aten = operation._overloadpacket.__name__, operation.namespace == "aten"
+    is_view = operation.is_view or operation in _VIEWS
     asks_layout = operation.namespace == "prim" or name.startswith("sym_")
     is_empty = is_aten and name.startswith(("empty", "new_empty"))
     is_seeded = torch.Tag.nondeterministic_seeded in tags
     decides = not _CONTROL_FLOW.isdisjoint(tags)
     is_pure = is_aten and not operation._schema.is_mutable
-    is_simple = is_view or torch.Tag.core in tags or torch.Tag.pointwise in tags or operation in _SIMPLE
+    is_simple = is_view or torch.Tag.core in tags or torch.Tag.pointwise in tags
+    autocast_by = _AUTOCAST_INSIDE.get(operation)
     return Operation(
+        operation._op,
+        runs_as_called=autocast_by is None,
+        takes_lists=any("Tensor" in str(a.type) and "List" in str(a.type) for a in arguments),
+        is_cast=operation is CAST,
         is_compute_intensive=is_compute_intensive(operation),
         is_view=is_view,
         is_pure=is_pure,
@@ -97,7 +111,7 @@ def describe(operation: Any) -> Operation:
         written=tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write),
         dropout=next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None),
         is_seeded=is_seeded,
-        autocast_by=_AUTOCAST_INSIDE.get(operation),
+        autocast_by=autocast_by,
     )
 
 
@@ -189,7 +203,7 @@ def _count_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: T
 
 
 # Views in all but name.
-_SIMPLE = {torch.ops.aten._unsafe_view.default}
+_VIEWS = {torch.ops.aten._unsafe_view.default}
 # Kernels that call matrix products, and the operation that autocast sees. Where that is none of its own, it applies inside.
 _AUTOCAST_INSIDE = {
     torch.ops.aten._trilinear.default: "aten::bilinear",

@@ -138,17 +138,22 @@ class RecordedCall:
             ):
                 return self._call(*inputs)
 
+        has_run_alike = True
         try:
             out = self._replay.run_again(run, check_draws)
         except (Exception, NeedsFullRun, _AllRefilled):
-            if hooks.has_refilled_all:  # TorchScript wraps what ends the run
-                return None
-            if self._kept_outputs is None or not self._kept_outputs.handed_out:
-                raise
-            self._refilled.clear()
-            return self.run_again(*inputs, refill=refill, stop_early=stop_early, check_draws=check_draws)
+            out = None
+            if not hooks.has_refilled_all:  # TorchScript wraps what ends the run
+                if self._kept_outputs is None or not self._kept_outputs.handed_out:
+                    raise
+                has_run_alike = False
         finally:
             hooks.end()
+        if self._kept_outputs is not None and not (has_run_alike and self._kept_outputs.has_run_alike(hooks.has_refilled_all)):
+            self._refilled.clear()
+            return self.run_again(*inputs, refill=refill, stop_early=stop_early, check_draws=check_draws)
+        if hooks.has_refilled_all:
+            return None
         if hooks.seen != len(self._dropped):
             raise _runs_differently(self.name, self._dropped, hooks.seen, "nothing")
         return None if stop_early else out.detach()

@@ -21,7 +21,7 @@ there by the first and last bytes of the output.
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import string_at
+from ctypes import c_char, string_at
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -32,19 +32,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.missing import Layout, MissingTensor, NeedsFullRun, run_without_contents
-from revzoo.runtime.operations import CAST, Operation, describe
+from revzoo.runtime.operations import Operation, describe
 
 _Set = int  # of kept outputs: bit i is set if output number i is in it
 _ANY_SO_FAR = -1  # what fills uninitialised memory unseen may have read every output so far
 _SAMPLE_BYTES = 64
+_Sample = c_char * _SAMPLE_BYTES
 
 
 class KeptOutputs:
     """The outputs of the compute-intensive operations in one call of a step or node.
 
     Use: the first run inside `record()`, `mark_needed` for every tensor that autograd saves in it, then `discard_unneeded()`.
-    Each later run inside `replay()`. If it raises an Exception or NeedsFullRun while `handed_out` is true, forget what it did
-    and run once more, inside another `replay()`.
+    Each later run inside `replay()`. If it raises an Exception or NeedsFullRun while `handed_out` is true, or if afterwards
+    `has_run_alike` is false, forget what it did and run once more, inside another `replay()`.
 
     Attributes:
         handed_out: whether the latest run got something that it did not compute.
@@ -53,7 +54,9 @@ class KeptOutputs:
     def __init__(self) -> None:
         self.handed_out = False
         self._first_run: _FirstRun | None = None
+        self._second_run: _SecondRun | None = None
         self._operations: list[Any] = []  # of the first run, in order
+        self._num_until_saved = 0  # operations before the last tensor that autograd saved
         self._kept: dict[int, _Kept] = {}  # by place in _operations
         self._replays = 0
 
@@ -75,6 +78,7 @@ class KeptOutputs:
         """Free the outputs that no saved tensor depends on, and those that are cheap to compute from others that are kept."""
         assert self._first_run is not None
         self._operations, self._kept = self._first_run.operations, self._first_run.choose_kept()
+        self._num_until_saved = self._first_run.num_until_saved
         self._first_run = None
 
     def replay(self) -> AbstractContextManager[Any]:
@@ -83,7 +87,18 @@ class KeptOutputs:
         self._replays += 1
         if self._replays > 1:
             self._kept.clear()
-        return _SecondRun(self, self._operations, self._kept) if self._kept else nullcontext()
+        self._second_run = _SecondRun(self, self._operations, self._kept) if self._kept else None
+        return self._second_run or nullcontext()
+
+    def has_run_alike(self, stopped_early: bool) -> bool:
+        """Return whether the latest run, if it got anything, did as many operations as the first.
+
+        Args:
+            stopped_early: whether it has ended with the last tensor that autograd saves, and not with the function.
+        """
+        if self._second_run is None or not self.handed_out:
+            return True
+        return self._second_run.num_run == (self._num_until_saved if stopped_early else len(self._operations))
 
 
 class _LightMode(TorchDispatchMode):
@@ -100,6 +115,7 @@ class _FirstRun(_LightMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Any] = []
+        self.num_until_saved = 0  # operations before the latest tensor that autograd saved
         self._recorded: list[_Kept] = []  # by number
         self._sources: dict[int | None, _Set] = {}  # by storage: the kept outputs that its contents were computed from
         self._inside: dict[int | None, _Set] = {}  # by storage: the kept outputs in it
@@ -109,12 +125,13 @@ class _FirstRun(_LightMode):
 
     def mark_needed(self, saved: Tensor) -> None:
         """Keep the outputs that a tensor was computed from."""
+        self.num_until_saved = len(self.operations)
         if saved.__class__ is not Tensor and is_traceable_wrapper_subclass(saved):
             for name in saved.__tensor_flatten__()[0]:
                 if isinstance(inner := getattr(saved, name), Tensor):  # DTensor also names its mesh
                     self.mark_needed(inner)
-        else:
-            self._needed |= self._resolve(self._sources.get(_key(saved), 0))
+        elif sources := self._sources.get(_key(saved)):
+            self._needed |= self._resolve(sources)
 
     def holds(self, saved: Tensor) -> bool:
         """Return whether an output in the storage of this tensor is kept."""
@@ -146,27 +163,25 @@ class _FirstRun(_LightMode):
         if types and any(map(wraps_tensors, types)):
             return NotImplemented  # the subclass runs first, and its inner operations come here
         operation = describe(func)
-        out = _call(operation, func, args, kwargs)
+        out = operation.run(*args) if operation.runs_as_called and not kwargs else _call(operation, func, args, kwargs or {})
         if operation.is_compared:
             self.operations.append(func)
         if types or not operation.is_view:  # the storage of a view is known already
-            self._follow(func, operation, args, kwargs or {}, out)
+            self._follow(operation, args, kwargs or {}, out)
         return out
 
-    def _follow(self, func: Any, operation: Operation, args: Any, kwargs: Any, out: Any) -> None:
+    def _follow(self, operation: Operation, args: Any, kwargs: Any, out: Any) -> None:
         """Note what the outputs were computed from, and keep them if they are worth it."""
+        known, sources = self._sources, 0
         values = (*args, *kwargs.values()) if kwargs else args
-        written = (
-            [t for value in operation.written_values(args, kwargs) for t in _tensors_in(value)] if operation.written else ()
-        )
+        written = [t for v in operation.written_values(args, kwargs) for t in _tensors_in(v)] if operation.written else []
         for key in map(_key, written):
             self._modified |= self._inside.get(key, 0)
-            if self._sources.get(key) == _ANY_SO_FAR:
-                self._sources[key] = 0
-        sources = 0
-        for value in values:
-            for t in _tensors_in(value):
-                sources |= self._sources.get(_key(t), 0)
+            if known.get(key) == _ANY_SO_FAR:
+                known[key] = 0
+        for t in _tensors_in(values) if operation.takes_lists else values:
+            if isinstance(t, Tensor):
+                sources |= known.get(_key(t), 0)
         sources, outputs = self._resolve(sources), _tensors_in(out)
         # The result of a cheap operation on several kept outputs (a residual sum) may be what is worth keeping instead of them.
         is_join = not operation.is_compute_intensive and sources & (sources - 1) != 0
@@ -178,13 +193,13 @@ class _FirstRun(_LightMode):
             sources = 0
         if operation.leaves_contents_open:
             sources = _ANY_SO_FAR
-        for t in (*outputs, *written):
+        for t in (*outputs, *written) if written else outputs:
             key = _key(t)
             if key is None:  # what is computed from it cannot be followed
                 self._needed |= self._resolve(sources)
                 continue
-            self._sources[key] = sources
-            if func is CAST:
+            known[key] = sources
+            if operation.is_cast:
                 self._casts.add(key)
 
     def _keep(self, values: Sequence[Any], sources: _Set, is_join: bool, out: Any) -> _Set:
@@ -218,7 +233,7 @@ class _SecondRun(_LightMode):
         self._kept_outputs = kept_outputs
         self._operations = operations
         self._kept = kept
-        self._place = 0  # of the next operation
+        self.num_run = 0  # operations so far
         self._casts: set[int | None] = set()  # storages that a cast has filled
 
     @leave_uncompiled
@@ -227,20 +242,19 @@ class _SecondRun(_LightMode):
             return NotImplemented
         operation = describe(func)
         if operation.is_compared:
-            place = self._place
-            self._place += 1
+            place = self.num_run
+            self.num_run += 1
             if place >= len(self._operations) or self._operations[place] is not func:
                 self._stop_handing_out()
-            elif place in self._kept:
-                kept = self._kept.pop(place)
+            elif (kept := self._kept.pop(place, None)) is not None:
                 if self._fits(kept.operands, (*args, *kwargs.values()) if kwargs else args) and not kept.was_modified():
                     self._kept_outputs.handed_out = True
                     return kept.get()
                 self._stop_handing_out()
         if types and MissingTensor in types:
             return run_without_contents(func, args, kwargs or {})
-        out = _call(operation, func, args, kwargs)
-        if func is CAST:
+        out = operation.run(*args) if operation.runs_as_called and not kwargs else _call(operation, func, args, kwargs or {})
+        if operation.is_cast:
             self._casts.add(_key(out))
         return out
 
@@ -292,7 +306,8 @@ class _Kept:
         self.operands = operands
         self.sources = sources
         self.is_join = is_join
-        self._out = _map(_alias, out, Tensor)
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # keeps the version counter
+            self._out = _map(Tensor.detach, out, Tensor)  # autograd will not make these part of the graph
         self.tensors = _tensors_in(self._out)
         self._marks = [(t._version, _sample(t)) for t in self.tensors]
 
@@ -312,9 +327,8 @@ class _Kept:
 
 def _call(operation: Operation, func: Any, args: Any, kwargs: Any) -> Any:
     if operation.autocast_by is not None:
-        return _call_autocast_inside(operation.autocast_by, func, args, kwargs or {})
-    run = getattr(func, "_op", func)  # a call less
-    return run(*args, **kwargs) if kwargs else run(*args)
+        return _call_autocast_inside(operation.autocast_by, func, args, kwargs)
+    return operation.run(*args, **kwargs)
 
 
 def _call_autocast_inside(autocast_by: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -353,17 +367,14 @@ def _key(tensor: Tensor) -> int | None:
     return key
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same storage and version counter, which autograd will not make part of the graph."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
 def _sample(tensor: Tensor) -> bytes:
     """Return some of a tensor's bytes, where that takes no operation."""
     if tensor.__class__ is not Tensor or not tensor.is_cpu:
         return b""
     storage = tensor.untyped_storage()
     start, size = storage.data_ptr(), storage.nbytes()
-    length = min(size, _SAMPLE_BYTES)
-    return string_at(start, length) + string_at(start + size - length, length)
+    if size < _SAMPLE_BYTES:
+        return string_at(start, size)
+    first: bytes = _Sample.from_address(start).raw  # faster than string_at
+    last: bytes = _Sample.from_address(start + size - _SAMPLE_BYTES).raw
+    return first + last

@@ -190,6 +190,15 @@ def build_a_cache_in_between(s: Pair, w: Tensor) -> Tensor:
     return (h @ s.cache).tanh()
 
 
+def build_a_cache_just_before(s: Pair, w: Tensor) -> Tensor:
+    """Nothing is called after the last saved tensor that could show that the first run did one product more."""
+    x, first, second = w.reshape(-1, D), s.a.weight.sin(), s.b.weight.cos()
+    left, right = x.sin(), x.cos().detach()
+    if s.cache is None:
+        s.cache = torch.mm(right, second.detach())
+    return torch.atan2(torch.mm(left, first), s.cache).view_as(w)
+
+
 def multiply_sparse(s: Pair, w: Tensor) -> Tensor:
     return torch.sparse.mm(torch.eye(B * N).to_sparse(), s.a(w).reshape(-1, D)).view_as(w).sin()
 
@@ -317,6 +326,7 @@ CASES: dict[Function, str] = {
     build_a_cache: "again",
     build_a_cache_like_what_follows: "again",
     build_a_cache_in_between: "again",
+    build_a_cache_just_before: "again",
     multiply_sparse: "kept",
     make_sparse: "kept",
     write_into_a_buffer: "again",
@@ -377,7 +387,7 @@ def test_gradients_are_bit_identical_to_the_stored_ones(function):
 
 
 def test_the_cases_are_as_many_as_were_written():
-    assert len(CASES) == 41
+    assert len(CASES) == 42
 
 
 def mlp() -> nn.Module:
