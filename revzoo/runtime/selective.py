@@ -12,7 +12,8 @@ keeps outputs in the first run and another hands them out in the second. Three t
   streams instead of 12.
 - Nothing rests on that being known completely: values may be read and memory may be written where no dispatch mode sees it. In
   the second run an output that was not kept is a tensor without contents (`missing.py`). Whatever needs the contents ends that
-  run. So does the first operation that was another one in the first run, or had other operands. Then all is computed again.
+  run. So does the first operation that was another one in the first run, or had other operands. A run that ends after more or
+  fewer operations than the first does not count. Then all is computed again.
 - A further backward through a retained graph computes everything again.
 
 Known limit: a kernel that changes a kept output through a raw pointer and raises no version is noticed on the CPU only, and
