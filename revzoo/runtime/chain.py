@@ -249,7 +249,7 @@ class _LinkUpdate:
         self._grid = grid
         self.b = 1.0 if isinstance(link, Bijection) else link.coupling.b
         self.will_invert = will_invert
-        self._strides: tuple[_Strides, _Strides] = None, None
+        self._strides: Sequence[_Strides] = (None, None)  # of the states in front that inversion rebuilds: for a step, one
         self._lost_bits: LostBits = None
 
     @property
@@ -259,35 +259,44 @@ class _LinkUpdate:
         return () if bits is None else (bits,) if isinstance(bits, Tensor) else bits.fields
 
     def advance(self, pair: Pair, out: Tensor | None) -> Pair:
+        link = self._link
+        if isinstance(link, Bijection):
+            if self.will_invert:
+                self._strides = _get_strides(pair[0]), _get_strides(pair[1])
+            return link(pair[0]), link(pair[1])
+        assert out is not None
         if self.will_invert:
-            self._strides = _get_strides(pair[0]), _get_strides(pair[1])
-        if isinstance(self._link, Bijection):
-            return self._link(pair[0]), self._link(pair[1])
-        out, coupling = cast(Tensor, out), self._link.coupling
+            self._strides = (_get_strides(pair[0]),)
         if self._grid is None:
-            return pair[1], coupling.advance(*pair, _match_dtype(out, pair[0]))
-        following, self._lost_bits = self._grid.advance(coupling, *pair, out, keeps_bits=self.will_invert)
+            return pair[1], link.coupling.advance(*pair, _match_dtype(out, pair[0]))
+        following, self._lost_bits = self._grid.advance(link.coupling, *pair, out, keeps_bits=self.will_invert)
         return pair[1], following
 
     def invert(self, pair: Pair, out: Tensor | None) -> Pair:
-        if isinstance(self._link, Bijection):
-            x1, x2 = (self._link.inverse(y) for y in pair)
-            return _restore_strides(x1, self._strides[0]), _restore_strides(x2, self._strides[1])
-        out, coupling = cast(Tensor, out), self._link.coupling
-        strides, into = self._strides[0], None
-        if strides is not None and not wraps_tensors(type(pair[1])):  # the operands of DTensors may be sharded differently
-            into = pair[1].new_empty_strided(pair[1].shape, strides)
+        link, strides = self._link, self._strides[0]
+        if isinstance(link, Bijection):
+            x1, x2 = (link.inverse(y) for y in pair)
+            return _restore_strides(x1, strides), _restore_strides(x2, self._strides[1])
+        assert out is not None
+        following, current = pair[1], pair[0]
+        into = None
+        if strides is None or following.stride() == strides == out.stride():
+            pass  # the difference has them too
+        elif not wraps_tensors(type(following)):  # the operands of DTensors may be sharded differently
+            into = following.new_empty_strided(following.shape, strides)
         if self._grid is None:
-            rebuilt = coupling.invert(pair[1], pair[0], _match_dtype(out, pair[1]), into)
+            rebuilt = link.coupling.invert(following, current, _match_dtype(out, following), into)
         else:
             bits, self._lost_bits = self._lost_bits, None
-            rebuilt = self._grid.invert(coupling, pair[1], pair[0], out, bits, into)
-        return _restore_strides(rebuilt, strides), pair[0]
+            rebuilt = self._grid.invert(link.coupling, following, current, out, bits, into)
+        return _restore_strides(rebuilt, strides), current
 
 
 def _match_dtype(out: Tensor, stream: Tensor) -> Tensor:
     """Cast the output of f to the streams' dtype if it has a wider one, which the sum would take over."""
-    return out if torch.promote_types(out.dtype, stream.dtype) == stream.dtype else out.to(stream.dtype)
+    if out.dtype == stream.dtype or torch.promote_types(out.dtype, stream.dtype) == stream.dtype:
+        return out
+    return out.to(stream.dtype)
 
 
 def _get_strides(x: Tensor) -> _Strides:
@@ -324,7 +333,9 @@ def _run_recorded(
     grid, pair = _start(links, x1, x2, exact, will_invert)
     settings = Settings(x1.device)
     drift = _pending_drift(links, x1)
-    segment, growth = cast(InvertedSegment | None, None), Growth()
+    if grid is None:
+        _refuse_growing_errors(links, x1.dtype)
+    segment: InvertedSegment | None = None
     for link in links:
         # A bijection before the first inverted step is never undone, so its update keeps nothing.
         call, out, update = None, None, _LinkUpdate(link, grid, will_invert=segment is not None)
@@ -333,9 +344,7 @@ def _run_recorded(
                 segment.end(pair)
                 segment = None
             elif link.mode == "invert" and segment is None:
-                segment, growth = InvertedSegment(exact=grid is not None), Growth()
-            if link.mode == "invert" and grid is None:
-                growth.add(link.coupling, link.name, x1.dtype)
+                segment = InvertedSegment(exact=grid is not None)
             if link.mode != "store":
                 compared = link.mode == "invert" and update.will_invert
                 call = RecordedCall(link.f, link.name, settings, side, selective=link.mode == "selective", watched=not compared)
@@ -355,6 +364,17 @@ def _run_recorded(
     if drift is not None:
         drift.warn()
     return pair
+
+
+def _refuse_growing_errors(links: Sequence[Step | Bijection], dtype: torch.dtype) -> None:
+    """Raise RecoveryError if a run of inverted steps would leave only rounding errors of its first state."""
+    growth = Growth()
+    for link in links:
+        if isinstance(link, Step):
+            if link.mode == "invert":
+                growth.add(link.coupling, link.name, dtype)
+            else:
+                growth = Growth()
 
 
 def _pending_drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift | None:

@@ -8,7 +8,7 @@ ordinary residual network, and nearly impossible to invert in floating point. Wi
 (`exact.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from numbers import Real
 
@@ -45,6 +45,8 @@ class Coupling:
     c: float
     kept_bits: int | None = None
     fraction_bits: int | None = None
+    # The sum as `advance` computes it: places in (w[k-1], w[k], f(w[k])), with their weights.
+    _terms: list[tuple[int, float]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         coefficients = (self.a, self.b, self.c)
@@ -57,6 +59,9 @@ class Coupling:
                 f"Bits are kept for |b| = 2^-kept_bits, kept_bits from 0 to 8. Received: b = {self.b:g} and kept_bits = "
                 f"{self.kept_bits}."
             )
+        terms = [(place, weight) for place, weight in enumerate((self.b, self.a, self.c)) if weight != 0]
+        terms.sort(key=lambda term: term[1] != 1)  # a first term that needs no scaling saves an operation
+        object.__setattr__(self, "_terms", terms)
 
     @property
     def is_exact(self) -> bool:
@@ -65,18 +70,18 @@ class Coupling:
 
     def advance(self, previous: Tensor, current: Tensor, out: Tensor) -> Tensor:
         """Return w[k+1] for out = f(w[k]); saves nothing for backward."""
-        terms = [(w, s) for w, s in ((previous, self.b), (current, self.a), (out, self.c)) if s != 0]
-        terms.sort(key=lambda term: term[1] != 1)  # a first term that needs no scaling saves an operation
-        total, scale = terms[0]
+        states = (previous, current, out)
+        (first, scale), *others = self._terms
+        total = states[first]
         if scale != 1:
             total = torch.add(total, total, alpha=scale - 1)  # a product would save its scalar for backward
-        for w, scale in terms[1:]:
-            total = torch.add(total, w, alpha=scale)
+        for place, scale in others:
+            total = total + states[place] if scale == 1 else torch.add(total, states[place], alpha=scale)
         return total
 
     def invert(self, following: Tensor, current: Tensor, out: Tensor, into: Tensor | None = None) -> Tensor:
         """Return w[k-1] for following = w[k+1] and out = f(w[k]), written into `into` or a new tensor."""
-        total = torch.sub(following, out, alpha=self.c, out=into)
+        total = following - out if self.c == 1 and into is None else torch.sub(following, out, alpha=self.c, out=into)
         if self.a != 0:
             total.sub_(current, alpha=self.a)
         if self.b != 1:

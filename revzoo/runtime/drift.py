@@ -86,28 +86,26 @@ class Rounding:
 
     The first one differs by the spacing e of the streams' numbers. If f computes with a coarser spacing h, a share e / h of its
     numbers is rounded to the neighbour, so its output differs by sqrt(e h). Each step multiplies the error by 1 / |b|. What f
-    itself amplifies is not known; the margins of `tolerance` are for that.
+    itself amplifies is not known; the margins are for that.
+
+    Args:
+        dtype: dtype of the streams.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self._error = 0.0
-        self._finest = 0.0
+        self._finest = torch.finfo(dtype).eps
+        self._least_tolerance = 3 * math.sqrt(self._finest)
 
-    def step(self, dtype: torch.dtype, spacing: float, b: float) -> None:
-        """Go on to the state that one more step rebuilds.
+    def step(self, spacing: float, b: float) -> float:
+        """Return the largest relative error that rounding explains in the state that one more step rebuilds.
 
         Args:
-            dtype: dtype of the streams.
             spacing: relative spacing of the coarsest numbers that f computes with.
             b: the coupling's coefficient.
         """
-        self._finest = torch.finfo(dtype).eps
         self._error = max(self._finest, self._error, math.sqrt(self._error * spacing)) / min(1.0, abs(b))
-
-    @property
-    def tolerance(self) -> float:
-        """The largest relative error of the state rebuilt last that rounding explains."""
-        return max(3 * math.sqrt(self._finest), 32 * self._error)
+        return max(self._least_tolerance, 32 * self._error)
 
 
 class Drift:

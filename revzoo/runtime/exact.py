@@ -195,7 +195,7 @@ class Grid:
         if torch.compiler.is_compiling() or state.numel() == 0:  # nothing can be raised inside a compiled graph
             return
         state = _get_local(state.detach())
-        if can_read_now(state.device):
+        if can_read_now(state):
             least, most = state.amin(), state.amax()  # torch.aminmax takes 9 times as long on channels-last tensors
             if has_value(state):
                 _check_range(self.limit, [where], [float(least), float(most)])

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def can_read_now(device: torch.device) -> bool:
-    """Return whether reading a number from the device waits for nothing."""
-    return device.type == "cpu"
+def can_read_now(x: Tensor) -> bool:
+    """Return whether reading a number of a tensor waits for no device."""
+    return x.is_cpu
 
 
 class HostCopy:
@@ -20,8 +20,7 @@ class HostCopy:
 
     def __init__(self, *numbers: Tensor):
         self._host = [each.to("cpu", non_blocking=True) for each in numbers]
-        device = numbers[0].device
-        self._arrival = None if can_read_now(device) else _record_event(device)
+        self._arrival = None if can_read_now(numbers[0]) else _record_event(numbers[0].device)
 
     @property
     def has_arrived(self) -> bool:

@@ -1,12 +1,15 @@
 """Where torch's random streams stood before and after a call, so that it can draw the same numbers again."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+_CPU = torch.device("cpu")
 
 
 class Generator(Protocol):
@@ -36,7 +39,8 @@ class RandomState:
     def __init__(self, devices: Iterable[torch.device]):
         self._generators: list[Generator] = [torch.default_generator]
         for device in devices:
-            self._generators += _find_generators(device)
+            if device != _CPU:  # the usual device, without the text of its kind, which takes a microsecond
+                self._generators += _find_generators(device)
         self._before = self._after = self._take()
 
     def end_first_run(self) -> None:
@@ -50,8 +54,9 @@ class RandomState:
 
     def rewind(self) -> list[Tensor]:
         """Go back to the states before the call; return the present ones, for `restore`."""
-        present = [generator.get_state() for generator in self._generators]
-        self.restore([snapshot.state for snapshot in self._before])
+        present = list(map(_get_state, self._generators))
+        for generator, snapshot in zip(self._generators, self._before, strict=True):
+            generator.set_state(snapshot.state)
         return present
 
     def restore(self, states: list[Tensor]) -> None:
@@ -60,9 +65,10 @@ class RandomState:
             generator.set_state(state)
 
     def _take(self) -> list[_Snapshot]:
-        return [_take_snapshot(generator) for generator in self._generators]
+        return list(map(_take_snapshot, self._generators))
 
 
+_get_state: Callable[[Generator], Tensor] = methodcaller("get_state")
 _latest: dict[Generator, _Snapshot] = {}
 
 

@@ -9,7 +9,6 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from threading import RLock
 from typing import Any, Protocol
 
@@ -79,22 +78,15 @@ class RecordedCall:
         """
         self._requires_grad = [x.requires_grad for x in inputs]
         self._replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
-        dropped, kept_outputs = self._dropped, self._kept_outputs
-        watched, moving_sizes = self._watched, self._replay.moving_sizes
+        dropped, kept_outputs, watched = self._dropped, self._kept_outputs, self._watched
         latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
-
-        def is_telling(tensor: Tensor) -> bool:
-            """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""
-            if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter) or tensor.numel() in moving_sizes:
-                return False
-            return kept_outputs is None or not kept_outputs.holds(tensor)
 
         def pack(tensor: Tensor) -> int:
             slot = len(dropped)
             dropped.append((tensor.shape, tensor.dtype))
             if kept_outputs is not None:
                 kept_outputs.mark_needed(tensor)
-            if watched and is_telling(tensor):
+            if watched and self._is_telling(tensor):
                 latest.append((slot, tensor))
             return slot
 
@@ -112,10 +104,19 @@ class RecordedCall:
         out = self._replay.run_first(run)
         if lookahead is not None and dropped:
             lookahead.follow(handle)
-        taken = ((slot, take_fingerprint(tensor)) for slot, tensor in latest)
-        self._fingerprints = [(slot, fingerprint) for slot, fingerprint in taken if fingerprint is not None]
-        latest.clear()  # the hooks live as long as the graph
+        while latest:  # afterwards it is empty: the hooks live as long as the graph
+            slot, tensor = latest.popleft()
+            if (fingerprint := take_fingerprint(tensor)) is not None:
+                self._fingerprints.append((slot, fingerprint))
         return out
+
+    def _is_telling(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""
+        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+            return False
+        if tensor.numel() in self._replay.moving_sizes:
+            return False
+        return self._kept_outputs is None or not self._kept_outputs.holds(tensor)
 
     def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False, check_draws: bool = True) -> Any:
         """Run f once more on detached `inputs`, refilling what was dropped; return its detached output.
@@ -126,17 +127,15 @@ class RecordedCall:
             stop_early: end the run when the last dropped tensor has been refilled, and return None.
             check_draws: whether it will be asked what this run has drawn.
         """
-        inputs = tuple(x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True))
+        inputs = tuple([x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True)])
         hooks = _RefillHooks(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
 
         def run() -> Any:
-            with (
-                unwatched(),
-                torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack),
-                nullcontext() if self._kept_outputs is None else self._kept_outputs.replay(),
-            ):
-                return self._call(*inputs)
+            with unwatched(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                if self._kept_outputs is None:
+                    return self._call(*inputs)
+                with self._kept_outputs.replay():
+                    return self._call(*inputs)
 
         has_run_alike = True
         try:
@@ -248,9 +247,8 @@ class _Handle:
             self._lookahead.forget()
         tensor = None
         while tensor is None:  # another thread that differentiates the same graph may take it at once
-            # A second run needs a graph, which it does not get where the user's backward is in inference mode.
-            with self._recoverer.lock, torch.inference_mode(False):
-                self._recoverer.recover(self._call)
+            with self._recoverer.lock:
+                self._recover_call()
                 tensor = self._call.take(slot)
         self._start_next()
         return tensor
@@ -261,8 +259,15 @@ class _Handle:
             self._lookahead.start(self._next())
 
     def recover_ahead(self) -> None:
-        with self._recoverer.lock, torch.inference_mode(False):
-            self._recoverer.recover(self._call, ahead=True)
+        with self._recoverer.lock:
+            self._recover_call(ahead=True)
+
+    def _recover_call(self, ahead: bool = False) -> None:
+        if torch.is_inference_mode_enabled():  # the user's backward is; but a second run needs a graph
+            with torch.inference_mode(False):
+                self._recoverer.recover(self._call, ahead=ahead)
+        else:
+            self._recoverer.recover(self._call, ahead=ahead)
 
     def require_undisturbed(self) -> None:
         if not self._call.replay.drew_the_same:
@@ -307,6 +312,7 @@ class _RefillHooks:
     ):
         self._name = name
         self._dropped = dropped
+        self._count = len(dropped)
         self._refilled = refilled
         self._stops_with = stops_with
         self.seen = 0
@@ -314,15 +320,16 @@ class _RefillHooks:
 
     @leave_uncompiled
     def pack(self, tensor: Tensor) -> None:
-        if self.has_refilled_all:  # f has caught what should have ended the run
+        slot = self.seen
+        if slot == self._count and self.has_refilled_all:  # f has caught what should have ended the run
             raise _AllRefilled
-        slot, self.seen = self.seen, self.seen + 1
-        if slot >= len(self._dropped) or self._dropped[slot] != (tensor.shape, tensor.dtype):
+        if slot == self._count or self._dropped[slot] != (tensor.shape, tensor.dtype):
             raise _runs_differently(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
+        self.seen = slot + 1
         if self._refilled is not None:
             self._refilled[slot] = _detach(tensor), tensor._version
         # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
-        if self._stops_with is not None and self.seen == len(self._dropped) and self._stops_with.has_drawn_all:
+        if self.seen == self._count and self._stops_with is not None and self._stops_with.has_drawn_all:
             self.has_refilled_all = True
             raise _AllRefilled
 

@@ -8,6 +8,8 @@ and BatchNorm statistics are the same before and after.
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
 from threading import RLock
 from typing import Any, TypeVar, cast
 
@@ -29,6 +31,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_turns.clear)  # the thread that holds one does not exist in the child
 _LONGEST_WAIT_SECONDS = 600.0
 
+_get_version: Callable[[Tensor], int] = attrgetter("_version")
+_get_device: Callable[[Tensor], torch.device] = attrgetter("device")
+_get_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+_is_training: Callable[[nn.Module], bool] = attrgetter("training")
+
 
 class Replay:
     """The conditions under which `f` is called, besides its inputs.
@@ -46,31 +53,32 @@ class Replay:
         self.device = device
         self.settings = settings
         self._modules = _walk(f) if isinstance(f, nn.Module) else []
-        self._training = [m.training for m in self._modules]
+        self._training = list(map(_is_training, self._modules))
         self._norms: list[_NormBase] = []
         # What autograd saves of a statistic has moved by the second run. It is recognised by its number of elements.
         self.moving_sizes: set[int] = set()
-        # Lists of equal length, since tuples for each tensor would keep the garbage collector busy:
-        self._holders: list[_Tensors] = []  # of each module by name: the dictionary that holds its tensors
-        self._held: list[_Tensors] = []  # and a copy
-        self.fixed: list[Tensor] = []  # parameters, buffers and side inputs, which must not be modified
-        self._versions: list[int] = []
-        self._devices = {device}
+        self._holders: list[_Tensors] = []  # of each module: the dictionaries that hold its tensors
         for m in self._modules:
             if m._parameters:
-                self._record(cast(_Tensors, m._parameters))
+                self._holders.append(cast(_Tensors, m._parameters))
+            if not m._buffers:
+                continue
             if isinstance(m, _NormBase) and m.training and m.track_running_stats:
                 self._norms.append(m)
                 self.moving_sizes |= {b.numel() for b in m._buffers.values() if b is not None}
-            elif m._buffers:
-                self._record(m._buffers)
+            else:
+                self._holders.append(m._buffers)
+        self._held = list(map(dict, self._holders))  # and a copy of each
+        # Parameters, buffers and side inputs, which must not be modified:
+        self.fixed = [t for tensors in self._held for t in tensors.values() if t is not None]
+        self._devices = {device, *map(_get_device, self.fixed)}
         if side is not None:
             self.fixed += tensors_in(side)
         try:
-            self._versions = [t._version for t in self.fixed]
+            self._versions = self._read_versions()
         except RuntimeError:
             self.fixed = [t for t in self.fixed if not t.is_inference()]
-            self._versions = [t._version for t in self.fixed]
+            self._versions = self._read_versions()
         self._random: RandomState
         self.drew_the_same = True  # whether the latest second run drew as many random numbers as the first
 
@@ -124,50 +132,47 @@ class Replay:
             turn.release()
 
     def _run_in_turn(self, run: Callable[[], T], check_draws: bool) -> T:
-        flags = [(m, then) for m, then in zip(self._modules, self._training, strict=True) if m.training != then]
-        statistics = [(norm._buffers, dict(norm._buffers)) for norm in self._norms]
+        present_training = list(map(_is_training, self._modules))
+        statistics = [(norm._buffers, dict(norm._buffers)) for norm in self._norms] if self._norms else ()
         random_states = self._random.rewind()
         self.drew_the_same = True
         try:
-            for module, then in flags:  # not .train(): submodules have flags of their own
-                module.training = then
+            self._set_training(present_training, self._training)
             for buffers, present in statistics:
                 buffers.update({key: b if b is None else b.clone() for key, b in present.items()})
-            with self.settings.restore():
-                out = run()
+            out = self.settings.run(run)
             self.drew_the_same = not check_draws or self._random.has_drawn_all
             return out
         finally:
-            for module, then in flags:
-                module.training = not then
+            self._set_training(self._training, present_training)
             for buffers, present in statistics:
                 buffers.update(present)
             self._random.restore(random_states)
 
+    def _set_training(self, present: list[bool], wanted: list[bool]) -> None:
+        if present != wanted:
+            for module, now, then in zip(self._modules, present, wanted, strict=True):
+                if now != then:
+                    module.training = then  # not .train(): submodules have flags of their own
+
     @property
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers among f's parameters, buffers and side inputs; 0 without any."""
-        dtypes = {t.dtype for t in self.fixed}
-        return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+        return max(map(_find_spacing, set(map(_get_dtype, self.fixed))), default=0.0)
 
     @property
     def has_drawn_all(self) -> bool:
         """Whether the second run has drawn as many random numbers as the first, so it will draw no more."""
         return self._random.has_drawn_all
 
-    def _record(self, tensors: _Tensors) -> None:
-        self._holders.append(tensors)
-        self._held.append(tensors.copy())
-        for t in tensors.values():
-            if t is not None:
-                self._devices.add(t.device)
-                self.fixed.append(t)
+    def _read_versions(self) -> list[int]:
+        return list(map(_get_version, self.fixed))
 
     def _find_changed(self) -> str | None:
-        for t, version in zip(self.fixed, self._versions, strict=True):
-            if t._version != version:
-                return self._name_of(t)
-        return None
+        now = self._read_versions()
+        if now == self._versions:
+            return None
+        return self._name_of(next(t for t, a, b in zip(self.fixed, now, self._versions, strict=True) if a != b))
 
     def _find_replaced(self) -> str | None:
         """Return the first entry that is another tensor now. FSDP exchanges shards and whole tensors of the same parameter."""
@@ -201,6 +206,11 @@ def _walk(module: nn.Module) -> list[nn.Module]:
     return list(modules.values())
 
 
+@cache
+def _find_spacing(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
 def _take_turn(device: torch.device, name: str) -> RLock:
     """Wait until no other thread runs a step on the device; return what to release.
 
@@ -210,7 +220,7 @@ def _take_turn(device: torch.device, name: str) -> RLock:
         RecoveryError: another thread keeps running a step.
     """
     turn = _turns.get(device) or _turns.setdefault(device, RLock())
-    if turn.acquire(blocking=False):
+    if turn.acquire(False):
         return turn
     if processes_communicate():
         turn = RLock()

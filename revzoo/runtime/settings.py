@@ -5,39 +5,44 @@ such as `torch.backends.cudnn.benchmark` was changed. A second run needs those o
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, reduce
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from torch import backends
+from torch import _C, backends
 
+T = TypeVar("T")
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
 
 
-def _attribute(path: str) -> _Setting:
-    *owners, name = path.split(".")
-    owner = reduce(getattr, owners, backends)
-    return partial(getattr, owner, name), partial(setattr, owner, name)
+def _precision(*names: str) -> _Setting:
+    return partial(_C._get_fp32_precision_getter, *names), partial(_C._set_fp32_precision_setter, *names)
 
 
+# Each is read in every second run, so from where `torch.backends` has it: its modules take ten times as long.
 _EVERYWHERE: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
-    (backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
+    (_C._get_flash_sdp_enabled, backends.cuda.enable_flash_sdp),
+    (_C._get_math_sdp_enabled, backends.cuda.enable_math_sdp),
 ]
 _CPU: list[_Setting] = [
     *_EVERYWHERE,
     (torch.get_num_threads, torch.set_num_threads),
-    *map(_attribute, ("mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision")),
+    _precision("mkldnn", "matmul"),
+    _precision("mkldnn", "conv"),
 ]
 _ELSEWHERE: list[_Setting] = [
     *_EVERYWHERE,
-    (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
-    (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
-    *map(_attribute, ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic")),
-    *map(_attribute, ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision")),
+    (_C._get_mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+    (_C._get_cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    _precision("cuda", "matmul"),
+    _precision("cuda", "conv"),
+    _precision("cuda", "rnn"),
 ]
 _TF32 = 2.0**-10
 _NO_DEVICE = torch.device("cpu")
@@ -53,35 +58,35 @@ class Settings:
 
     def __init__(self, device: torch.device):
         self._settings = _CPU if device.type == "cpu" else _ELSEWHERE
+        self._reads = [read for read, _ in self._settings]
         self._kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind != "meta"]
-        self._autocast = [_read_autocast(kind) for kind in self._kinds]
-        self._device = _read_default_device()
+        self._reads += [partial(_read_autocast, kind) for kind in self._kinds]
         self._values = self._read()
-
-    @property
-    def spacing(self) -> float:
-        """Relative spacing of the coarsest numbers that are computed with, whatever the operands are."""
-        autocast = [torch.finfo(dtype).eps for enabled, dtype, _ in self._autocast if enabled]
-        # On a GPU, float32 convolutions use TF32 by default.
-        return max(autocast, default=_TF32 if self._kinds[-1] == "cuda" else 0.0)
+        self._device = _read_default_device()
+        autocast = [torch.finfo(dtype).eps for enabled, dtype, _ in self._values[len(self._settings) :] if enabled]
+        # Relative spacing of the coarsest numbers that are computed with, whatever the operands are. On a GPU, float32
+        # convolutions use TF32 by default.
+        self.spacing: float = max(autocast, default=_TF32 if device.type == "cuda" else 0.0)
 
     @property
     def are_in_force(self) -> bool:
         """Whether the settings that all threads share are these now."""
-        return self._read() == self._values
+        shared = len(self._settings)
+        return self._read()[:shared] == self._values[:shared]
 
-    def restore(self) -> AbstractContextManager[object]:
-        """Return a context in which these settings are in force; after it the present ones are."""
-        autocast = [_read_autocast(kind) for kind in self._kinds]
+    def run(self, run: Callable[[], T]) -> T:
+        """Return what `run` returns under these settings; after it the present ones are in force again."""
         present = self._read()
-        if present == self._values and autocast == self._autocast and _read_default_device() == self._device:
-            return nullcontext()
-        return self._restore(present, autocast)
+        if present == self._values and _read_default_device() == self._device:
+            return run()
+        with self._restore(present):
+            return run()
 
     @contextmanager
-    def _restore(self, present: list[Any], present_autocast: list[_Autocast]) -> Iterator[None]:
+    def _restore(self, present: list[Any]) -> Iterator[None]:
+        count = len(self._settings)
         with ExitStack() as stack:
-            for kind, wanted, now in zip(self._kinds, self._autocast, present_autocast, strict=True):
+            for kind, wanted, now in zip(self._kinds, self._values[count:], present[count:], strict=True):
                 if wanted != now:
                     enabled, dtype, cache_enabled = wanted
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled))
@@ -92,17 +97,17 @@ class Settings:
             yield
 
     def _read(self) -> list[Any]:
-        return [get() for get, _ in self._settings]
+        return [read() for read in self._reads]
 
     def _write(self, wanted: list[Any], present: list[Any]) -> None:
-        for (_, set_), value, other in zip(self._settings, wanted, present, strict=True):
+        for (_, set_), value, other in zip(self._settings, wanted, present, strict=False):  # both end with those of autocast
             if value != other:
                 set_(value)
 
 
 def _read_default_device() -> torch.device:
     # It is a mode for functions; without any, it is the CPU.
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else _NO_DEVICE
+    return torch.get_default_device() if _C._len_torch_function_stack() else _NO_DEVICE
 
 
 def _read_autocast(kind: str) -> _Autocast:

@@ -128,8 +128,7 @@ class InvertedSegment:
         self._at = 0  # the boundary that the pair belongs to
         self._in_use: list[RecordedCall] = []  # the calls recovered last
         self._watch = Watch()
-        self._must_note_sizes = not exact  # of the pair kept in forward, by which rounding errors are judged
-        self._rounding = Rounding()
+        self._rounding: Rounding | None = None  # of the states rebuilt; none before the first
 
     def append(self, update: PairUpdate, call: RecordedCall | None, before: Pair) -> None:
         """Add the next step or bijection, in the order of forward.
@@ -188,17 +187,14 @@ class InvertedSegment:
         if call is None:
             self._move(update.invert(pair, None), -1)
             return
-        if self._must_note_sizes:
-            self._must_note_sizes = False
-            for state in pair:
+        if self._rounding is None and not self._exact:
+            self._rounding = Rounding(pair[0].dtype)
+            for state in pair:  # by their sizes rounding errors are judged
                 self._watch.note_size(state)
         out = call.run_again(pair[0], refill=refill, check_draws=fingerprint is None or ahead)
         rebuilt = update.invert(pair, out)
         del out
-        tolerance = 0.0
-        if not self._exact:
-            self._rounding.step(pair[0].dtype, call.spacing, update.b)
-            tolerance = self._rounding.tolerance
+        tolerance = 0.0 if self._rounding is None else self._rounding.step(call.spacing, update.b)
         if fingerprint is None:
             call.require_same_draws()
         else:

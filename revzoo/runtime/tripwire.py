@@ -97,7 +97,7 @@ class Fingerprint(NamedTuple):
 
     Args:
         values: projections, or sums of bits: on a CPU a list, elsewhere a tensor that the device may not have computed yet.
-        kind: placements of a DTensor, strides, and whether these are sums of bits. Only fingerprints of one kind are compared.
+        kind: strides, whether these are sums of bits, and placements of a DTensor. Only fingerprints of one kind are compared.
         is_finite: False if the tensor is known to hold NaN or infinite numbers; the values are then those of the others.
     """
 
@@ -120,29 +120,44 @@ def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
         if not placements:
             return None
         x = cast(Any, x)._local_tensor
-    device = x.device
-    if x.layout is not torch.strided or not x.is_floating_point() or device.type == "meta" or not x.untyped_storage().nbytes():
+    dtype = _choose_dtype(x.dtype, x.device)
+    if dtype is None or x.layout is not torch.strided or not x.untyped_storage().nbytes():
         return None
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    compute = _add_bits if bits else _project
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():  # those that count bytes or select operations are not to see this one read of it
-            values = compute(_flatten(x))
+            values = _summarise(x, dtype, bits)
     else:
-        values = compute(_flatten(x))
-    kind = (*placements, x.stride(), bits)
-    if not can_read_now(device):
+        values = _summarise(x, dtype, bits)
+    kind = (x.stride(), bits, placements)
+    if not can_read_now(x):
         return Fingerprint(values, kind)
     numbers = values.tolist()
-    if bits or math.isfinite(sum(numbers)):
+    if bits or math.isfinite(numbers[0]):  # each projection is of all elements
         return Fingerprint(numbers, kind)
-    return Fingerprint(compute(_flatten(x.nan_to_num(0.0, 0.0, 0.0))).tolist(), kind, is_finite=False)
+    return Fingerprint(_summarise(x.nan_to_num(0.0, 0.0, 0.0), dtype).tolist(), kind, is_finite=False)
 
 
-def _flatten(x: Tensor) -> Tensor:
-    """Return the elements in the order of memory, where that takes no copy."""
-    return x.view(-1) if x.is_contiguous() else x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
+@cache
+def _choose_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which projections of such tensors are computed; None for numbers that have none."""
+    if device.type == "meta" or not dtype.is_floating_point:
+        return None
+    return torch.float32 if dtype in HALF else dtype  # the sums of rows would overflow in float16
+
+
+def _summarise(x: Tensor, dtype: torch.dtype, bits: bool = False) -> Tensor:
+    """Return what a fingerprint remembers of the elements, in the order of memory where that takes no copy."""
+    x = x.view(-1) if x.is_contiguous() else x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
+    if bits:
+        return _add_bits(x)
+    if dtype is not x.dtype:
+        x = x.to(dtype)
+    if torch._C._is_any_autocast_enabled():
+        with torch.autocast(x.device.type, enabled=False):
+            return _project(x)
+    return _project(x)
 
 
 def _add_bits(x: Tensor) -> Tensor:
@@ -154,19 +169,14 @@ def _add_bits(x: Tensor) -> Tensor:
 
 def _project(x: Tensor) -> Tensor:
     """Return random projections: first rows of _WIDTH elements become one each, until few are left."""
-    if x.dtype in HALF:  # the sums of rows would overflow in float16
-        x = x.float()
-    device, length = x.device, len(x)
-    if torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            return _project(x)
+    length, dtype, device = x.numel(), x.dtype, x.device
     while length > _WIDTH:
         rows = length // _WIDTH
-        whole = torch.mv(x[: rows * _WIDTH].view(rows, _WIDTH), _make_weights(1, _WIDTH, x.dtype, device))
+        whole = torch.mv(x[: rows * _WIDTH].view(rows, _WIDTH), _make_weights(1, _WIDTH, dtype, device))
         rest = x[rows * _WIDTH :]
-        x = torch.cat([whole, rest]) if len(rest) else whole
-        length = len(x)
-    return torch.mv(_make_weights(_PROJECTIONS, length, x.dtype, device), x)
+        x = torch.cat([whole, rest]) if rest.numel() else whole
+        length = x.numel()
+    return torch.mv(_make_weights(_PROJECTIONS, length, dtype, device), x)
 
 
 @cache

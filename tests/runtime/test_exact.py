@@ -53,7 +53,7 @@ def test_the_step_that_leaves_the_grid_is_named(mode, value, received):
 @pytest.fixture
 def accelerator(monkeypatch):
     """Treat the CPU as a device that is not to be waited for."""
-    monkeypatch.setattr(exact, "can_read_now", lambda device: False)
+    monkeypatch.setattr(exact, "can_read_now", lambda x: False)
     with set_tripwire(False):  # which raises at once on a CPU
         yield
 
@@ -126,7 +126,7 @@ def test_dtensors_have_bit_identical_gradients(coupling, read_late, mesh, monkey
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
     if read_late:
-        monkeypatch.setattr(exact, "can_read_now", lambda device: False)
+        monkeypatch.setattr(exact, "can_read_now", lambda x: False)
     chain = distribute_module(ReversibleChain([nn.Linear(6, 6) for _ in range(4)], coupling, exact=True), mesh)
     for placement in (Shard(0), Replicate()):
         streams = [DTensor.from_local(x, mesh, [placement]) for x in torch.randn(2, 3, 6)]

@@ -32,7 +32,7 @@ def test_the_event_is_that_of_the_device_with_the_numbers(monkeypatch):
 
 def test_a_copy_has_arrived_when_its_device_says_so_and_reading_waits_for_that(monkeypatch):
     stream = Stream(torch.device("cpu"))
-    monkeypatch.setattr(host_copy, "can_read_now", lambda device: False)
+    monkeypatch.setattr(host_copy, "can_read_now", lambda x: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
     copy = host_copy.HostCopy(torch.tensor([1.0, 2.0]), torch.tensor([3]))
     assert not copy.has_arrived

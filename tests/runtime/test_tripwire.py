@@ -328,7 +328,7 @@ class Device:
         self.has_caught_up = False
         self.events = 0
         for module in (tripwire, host_copy):
-            monkeypatch.setattr(module, "can_read_now", lambda device: False)
+            monkeypatch.setattr(module, "can_read_now", lambda x: False)
         monkeypatch.setattr(host_copy, "_record_event", self.record_event)
         monkeypatch.setattr(tripwire, "_transfers", deque())
         monkeypatch.setattr(tripwire, "_waiting", deque())
