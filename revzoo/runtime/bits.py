@@ -66,7 +66,9 @@ def unpack(packed: PackedBits | Tensor) -> Tensor:
 def _fold(values: Tensor, width: int) -> Tensor:
     """Put 8 / width values into each byte: the first `len(folded)` into its lowest bits, the next ones above them."""
     count = 8 // width
-    total, *rows = torch.nn.functional.pad(values, (0, -values.numel() % count)).view(count, -1).unbind()
+    if missing := -len(values) % count:
+        values = torch.nn.functional.pad(values, (0, missing))
+    total, *rows = values.view(count, -1).unbind()
     for i, row in enumerate(rows, 1):
         total = torch.add(total, row, alpha=2 ** (i * width))  # shifts and joins in one pass
     return total
