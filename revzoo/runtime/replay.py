@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, is_
 from threading import RLock
 from typing import Any, TypeVar, cast
 
@@ -177,6 +177,8 @@ class Replay:
     def _find_replaced(self) -> str | None:
         """Return the first entry that is another tensor now. FSDP exchanges shards and whole tensors of the same parameter."""
         for tensors, then in zip(self._holders, self._held, strict=True):
+            if all(map(is_, tensors.values(), then.values())):
+                continue
             for key, t in then.items():
                 now = tensors.get(key)
                 if now is not t and now is not None and t is not None and not is_sharded(t, now):
