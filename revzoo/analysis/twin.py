@@ -12,11 +12,15 @@ from revzoo.analysis.resnet import RESNETS, ResNet
 from revzoo.spec.schema import ImageInput, Spec
 
 
-def build_twin(spec: Spec) -> nn.Module | str:
-    """Return a spec's twin on the meta device, or the reason why it cannot be built.
+def build_twin(spec: Spec, device: torch.device | str = "meta") -> nn.Module | str:
+    """Return a spec's twin with new weights, or the reason why it cannot be built.
 
     It has the spec's input size, channels and number of outputs, unless the twin's `arguments` in the spec say otherwise.
     Nothing is downloaded.
+
+    Args:
+        spec: of the reversible network.
+        device: of the twin's tensors. On "meta" no memory is allocated.
     """
     if spec.twin is None:
         return f"{spec.name} names no twin"
@@ -27,7 +31,7 @@ def build_twin(spec: Spec) -> nn.Module | str:
     if library not in _LIBRARIES:
         return f"networks of {library} are not built here, only those of {', '.join(_LIBRARIES)}"
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             return _LIBRARIES[library](spec, name, arguments)
     except ImportError:
         return f"{library} is not installed (pip install {library})"
