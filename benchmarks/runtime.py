@@ -242,10 +242,13 @@ def describe_environment() -> dict[str, object]:
     cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    hardware = {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    if torch.cuda.is_available():
+        hardware["gpu"] = torch.cuda.get_device_name()
     return {
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit or None,
-        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "hardware": hardware,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "revzoo": revzoo.__version__},
     }
 

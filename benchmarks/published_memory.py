@@ -1,0 +1,245 @@
+"""Count the memory that three papers publish: RevNet's and Rev-ViT's tables, and PaReprop's memory over the batch size.
+
+    python benchmarks/published_memory.py                   all tables, about 15 minutes on one CPU core
+    python benchmarks/published_memory.py --only revnet     one table; what the file has of others stays
+    python benchmarks/published_memory.py --quick           the same tables of toy networks, in seconds
+
+    revnet      RevNet (Gomez et al. 2017), table 5: parameters and activations of ResNet-101 and RevNet-104. The published
+                schedule keeps the input of each stage, computes its first unit again, and inverts the others. The table does
+                not say for how many images it is; here it is for 32, which the authors' GPUs had of ResNet-101.
+    rev_vit     Rev-ViT (Mangalam et al. 2022), table 1: memory per image, and the largest batch on a GPU of 16 GB. Here memory
+                per image is what one more image adds to the peak, and the batch is the largest that is counted to fit 16 GiB.
+    pareprop    PaReprop (Zhu and Mangalam 2023), figure 7: peak over batch sizes up to 1024, AdamW included. Beside it are the
+                peaks in the logs of tyleryzhu/RevSwin (branch thrput), of whose fusion the networks here are.
+
+Bytes are counted to the byte in float32 without a device, so the networks need not fit anything, and the result is the same on
+every machine. Fused attention is counted as on a CPU. The papers' figures come from allocators, and from attention that keeps
+its scores. MB are 10^6 bytes, GiB 2^30. Writes published_memory.json and published_memory.png (figure 7).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pareprop_figure import plot_memory
+from pareprop_timing import VARIANTS, build_network
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from runtime import describe_environment
+from torch import nn
+
+import revzoo
+from revzoo.model.network import Model
+
+_GPU_BYTES = 16 * 2**30
+_TINY_VIT = ("stages.0.depth=1", "input.size=[32,32]", "twin.arguments={depth: 1}")
+
+# Published: [MB] parameters and activations
+_REVNET = {"ordinary twin": (178, 5250), "published": (180, 1440)}
+# [MB an image] ordinary and reversible, [images] largest batch of both
+_REV_VIT = {
+    "rev_vit_s": (66.5, 8.8, 207, 1232),
+    "rev_vit_b": (129.7, 17.0, 95, 602),
+    "rev_vit_l": (349.3, 22.6, 26, 341),
+    "rev_mvit_b": (153.6, 66.8, 89, 157),
+}
+# [GiB] by batch size: ordinary, reversible, with lookahead
+_SWIN: dict[str, dict[int, tuple[float | None, float, float]]] = {
+    "rev_swin_t_mlp": {
+        8: (1.42, 0.86, 0.90),
+        16: (2.28, 1.12, 1.23),
+        32: (4.02, 1.67, 1.89),
+        64: (7.49, 2.77, 3.21),
+        128: (14.43, 4.97, 5.84),
+        256: (28.27, 9.36, 11.09),
+        512: (55.98, 18.15, 21.60),
+        1024: (None, 35.72, 42.64),
+    },
+    "rev_swin_b_mlp": {
+        8: (3.53, 2.10, 2.15),
+        16: (5.35, 2.44, 2.59),
+        32: (9.06, 3.17, 3.47),
+        64: (16.39, 4.62, 5.19),
+        128: (31.19, 7.54, 8.69),
+        256: (60.44, 13.37, 15.67),
+        512: (None, 25.03, 29.64),
+    },
+    "rev_swin_g_mlp": {
+        8: (61.56, 50.56, 50.84),
+        16: (74.34, 51.98, 52.56),
+        32: (None, 54.91, 56.06),
+        64: (None, 60.65, 62.94),
+    },
+}
+
+
+def count_revnet(quick: bool) -> dict[str, Any]:
+    """Return parameter and activation bytes of the twin, and of the RevNet in three schedules."""
+    source, batch = ("revnet_38", 2) if quick else ("revnet_104", 32)
+    published = None if quick else _REVNET
+    model = revzoo.create(source, device="meta")
+    networks: dict[str, nn.Module] = {"ordinary twin": build_network(source, (), VARIANTS[0], "meta")}
+    rows = []
+    for label, schedule in {"stored": "store", "published": _find_published_schedule(model), "inverted": "invert"}.items():
+        networks[label] = revzoo.create(source, schedule=schedule, device="meta")
+    for label, network in networks.items():
+        memory = revzoo.measure_memory(network, model.example_input(batch))
+        row = {"variant": label, "parameter_bytes": memory.weight_bytes, "activation_bytes": memory.activation_bytes}
+        rows.append(row | {"published_megabytes": published.get(label) if published else None})
+    return {"model": source, "batch": batch, "rows": rows}
+
+
+def _find_published_schedule(model: Model) -> list[str]:
+    """Return the schedule of revnet-public: stage inputs are kept, each first unit runs again, the others are inverted."""
+    modes = {"step": "invert", "node": "store"}
+    units = [unit for unit in model.layout() if unit.is_unit]
+    return ["recompute" if unit.name.endswith("transition") else modes[unit.kind] for unit in units]
+
+
+def count_rev_vit(quick: bool) -> dict[str, Any]:
+    """Return memory per image and the largest batch of each network, stored, inverted and as the ordinary twin."""
+    networks = {"rev_vit_ti": _TINY_VIT} if quick else dict.fromkeys(_REV_VIT, ())
+    budget = 2**25 if quick else _GPU_BYTES
+    rows, missing = [], {}
+    for source, overrides in networks.items():
+        for variant in VARIANTS:
+            try:
+                network = build_network(source, overrides, variant, "meta")
+            except LookupError as error:
+                missing[f"{source}, {variant.label}"] = str(error)
+                continue
+            model = revzoo.create(source, overrides=overrides, device="meta")
+            per_image, batch = _find_largest_batch(network, model, budget)
+            row = {"model": source, "variant": variant.label, "bytes_per_image": per_image, "largest_batch": batch}
+            rows.append(row | {"published": None if quick else _published_rev_vit(source, variant.label)})
+    return {"budget_bytes": budget, "rows": rows, "missing": missing}
+
+
+def _find_largest_batch(network: nn.Module, model: Model, budget: int) -> tuple[int, int]:
+    """Return the bytes that an image adds to the peak, and the largest batch whose peak is within the budget."""
+    low, high = (count_peak(network, model, batch) for batch in (32, 64))
+    per_image = (high - low) // 32
+    batch = max(64 + (budget - high) // per_image, 1)
+    while batch > 1 and count_peak(network, model, batch) > budget:
+        batch -= 1
+    while count_peak(network, model, batch + 1) <= budget:
+        batch += 1
+    return per_image, batch
+
+
+def _published_rev_vit(source: str, variant: str) -> tuple[float, int] | None:
+    column = {"ordinary twin": 0, "inverted": 1}.get(variant)
+    return None if column is None else (_REV_VIT[source][column], int(_REV_VIT[source][column + 2]))
+
+
+def count_peak(network: nn.Module, model: Model, batch: int) -> int:
+    """Return the peak of a training step with AdamW; `model` makes the batch."""
+    optimizer = torch.optim.AdamW(network.parameters())
+    return revzoo.measure_memory(network, model.example_input(batch), optimizer).peak_bytes
+
+
+def count_pareprop(quick: bool) -> dict[str, Any]:
+    """Return the peaks of all variants over the batch size, and those in the authors' logs."""
+    sources = ["rev_swin_digits"] if quick else list(_SWIN)
+    rows, missing = [], {}
+    for source in sources:
+        model = revzoo.create(source, device="meta")
+        for variant in VARIANTS:
+            try:
+                network = build_network(source, (), variant, "meta")
+            except LookupError as error:
+                missing[f"{source}, {variant.label}"] = str(error)
+                continue
+            for batch in (2**i for i in range(2 if quick else 11)):
+                row = {"model": source, "variant": variant.label, "batch": batch}
+                rows.append(row | {"peak_bytes": count_peak(network, model, batch)})
+    published = [] if quick else list(_list_logged_peaks())
+    return {"rows": rows, "missing": missing, "published": published}
+
+
+def _list_logged_peaks() -> Iterator[dict[str, Any]]:
+    for source, batches in _SWIN.items():
+        for batch, peaks in batches.items():
+            for variant, peak in zip(("ordinary twin", "inverted", "lookahead"), peaks, strict=True):
+                if peak is not None:
+                    yield {"model": source, "variant": variant, "batch": batch, "peak_gibibytes": peak}
+
+
+TABLES: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "revnet": count_revnet,
+    "rev_vit": count_rev_vit,
+    "pareprop": count_pareprop,
+}
+
+
+def make_tables(results: dict[str, dict[str, Any]]) -> Iterator[Table]:
+    if "revnet" in results:
+        result = results["revnet"]
+        rows = []
+        for row in result["rows"]:
+            counted = f"{row['parameter_bytes'] / 1e6:.0f}", f"{row['activation_bytes'] / 1e6:.0f}"
+            rows.append((row["variant"], *counted, *(row["published_megabytes"] or ("", ""))))
+        heads = ("variant", "parameters [MB]", "activations [MB]", "published", "published")
+        yield _fill_table(f"{result['model']}, {result['batch']} images", heads, rows)
+    if "rev_vit" in results:
+        rows = []
+        for row in results["rev_vit"]["rows"]:
+            counted = f"{row['bytes_per_image'] / 1e6:.1f}", row["largest_batch"]
+            rows.append((row["model"], row["variant"], *counted, *(row["published"] or ("", ""))))
+        heads = ("model", "variant", "an image [MB]", "largest batch", "published", "published")
+        yield _fill_table(f"within {results['rev_vit']['budget_bytes'] / 2**30:.3g} GiB", heads, rows)
+    if "pareprop" in results:
+        logged = {_key(row): f"{row['peak_gibibytes']:.2f}" for row in results["pareprop"]["published"]}
+        rows = [
+            (*_key(row), f"{row['peak_bytes'] / 2**30:.2f}", logged.get(_key(row), "")) for row in results["pareprop"]["rows"]
+        ]
+        yield _fill_table("peak with AdamW", ("model", "variant", "batch", "counted [GiB]", "published"), rows)
+    for result in results.values():
+        if missing := result.get("missing"):
+            yield _fill_table("not counted", ("what", "why"), list(missing.items()))
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["model"], row["variant"], row["batch"]
+
+
+def _fill_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("model", "variant", "what", "why") else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    home = Path(__file__).parent / "results" / "cpu"
+    parser.add_argument(
+        "--only", nargs="+", choices=TABLES, metavar="TABLE", default=list(TABLES), help=f"of {', '.join(TABLES)}"
+    )
+    parser.add_argument("--out", type=Path, default=home, help=f"folder for published_memory.json and .png (default: {home})")
+    parser.add_argument("--quick", action="store_true", help="toy networks, of which nothing is published")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    about, file = describe_environment(), args.out / "published_memory.json"
+    tables = json.loads(file.read_text())["tables"] if file.is_file() else {}
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for name in args.only:
+        with console.status(name):
+            tables[name] = TABLES[name](args.quick) | {"commit": about["commit"]}
+        ordered = {key: tables[key] for key in TABLES if key in tables}
+        file.write_text(json.dumps(about | {"tables": ordered}, indent=1) + "\n")
+    if "pareprop" in args.only:
+        plot_memory(tables["pareprop"]["rows"], tables["pareprop"]["published"], args.out / "published_memory.png")
+    console.print(*make_tables({name: tables[name] for name in args.only}), about)
+
+
+if __name__ == "__main__":
+    main()
