@@ -57,18 +57,12 @@ def plot_memory(rows: Sequence[Mapping[str, Any]], published: Sequence[Mapping[s
     handles: dict[str, Any] = {}
     for model, axes in panels.items():
         for variant, (color, marker, line) in _LOOKS.items():
-            counted = {
-                row["batch"]: row["peak_bytes"] / 2**30 for row in rows if (row["model"], row["variant"]) == (model, variant)
-            }
-            logged = [row for row in published if (row["model"], row["variant"]) == (model, variant)]
+            counted, logged = (_select(each, model, variant) for each in (rows, published))
             if counted:
-                style: dict[str, Any] = {"color": color, "marker": marker, "ls": line, "lw": 1.4, "ms": 4}
-                (handles[variant],) = axes.plot(
-                    [row["batch"] for row in counted], [row["peak_bytes"] / 2**30 for row in counted], **style
-                )
-            axes.plot(
-                [row["batch"] for row in logged], [row["peak_gibibytes"] for row in logged], "x", color=color, ms=7, mew=1.5
-            )
+                batches, peaks = [row["batch"] for row in counted], [row["peak_bytes"] / 2**30 for row in counted]
+                (handles[variant],) = axes.plot(batches, peaks, color=color, marker=marker, ls=line, lw=1.4, ms=4)
+            batches, peaks = [row["batch"] for row in logged], [row["peak_gibibytes"] for row in logged]
+            axes.plot(batches, peaks, "x", color=color, ms=7, mew=1.5)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
         _label_batches(axes, [row["batch"] for row in rows])
@@ -76,6 +70,10 @@ def plot_memory(rows: Sequence[Mapping[str, Any]], published: Sequence[Mapping[s
             axes.set_ylabel("peak [GiB]", fontsize=9, color=INK)
     _add_legend(figure, handles)
     save(figure, path)
+
+
+def _select(rows: Sequence[Mapping[str, Any]], model: str, variant: str) -> list[Mapping[str, Any]]:
+    return [row for row in rows if (row["model"], row["variant"]) == (model, variant)]
 
 
 def _lay_out(labels: Sequence[str], title: str, lines: Sequence[str]) -> tuple[Figure, dict[str, Axes]]:

@@ -121,9 +121,10 @@ def count_rev_vit(quick: bool) -> dict[str, Any]:
 
 
 def _find_largest_batch(network: nn.Module, model: Model, budget: int) -> tuple[int, int]:
-    """Return the largest batch whose peak is within the budget, into which one image fits, and the bytes that one more image adds to its peak.
+    """Return the largest batch whose peak is within the budget, and the bytes that one more image adds to that peak.
 
-    The peak is the largest of several sums that are linear in the batch size, so Newton's method ends at the answer.
+    The peak is the largest of several sums that are linear in the batch size, so Newton's method ends at the answer. One image
+    must fit.
     """
     batch = 64
     while True:
