@@ -1,4 +1,4 @@
-"""Training throughput over the batch size: stored, inverted, inverted with lookahead, and the ordinary twin.
+"""Training throughput over the batch size: stored, inverted, inverted with look-ahead, and the ordinary twin.
 
     python benchmarks/pareprop.py                       on a CPU about 25 minutes; on a GPU hours, see below
     python benchmarks/pareprop.py --only rev_swin_b     some networks; what the file has of others stays
@@ -16,7 +16,7 @@ card of 80 GB by
     python benchmarks/pareprop.py --only rev_swin_g
     revzoo train rev_vit_b_imagenet model.name=rev_swin_g data.root=/data/imagenet data.batch_size=32
 
-On a CPU the small members of the families run with one intra-op thread (lookahead has a second thread of its own, and needs an
+On a CPU the small members of the families run with one intra-op thread (look-ahead has a second thread of its own, and needs an
 idle second core). The variants of a network take turns, and the result is the throughput relative to that of the stored run.
 
 Writes pareprop.json, pareprop_vision.png (figure 5), pareprop_text.png (figure 6) and pareprop_swin.png (figure 1).
@@ -117,10 +117,10 @@ _QUICK = Setting(
 
 
 def find_gains(network: Mapping[str, Any]) -> dict[int, float]:
-    """Return by batch size the throughput of lookahead over that of inverting, where both were measured."""
+    """Return by batch size the throughput of look-ahead over that of inverting, where both were measured."""
     speeds = {(row["variant"], row["batch"]): row["speed"] for row in network["rows"]}
-    batches = [batch for variant, batch in speeds if variant == "lookahead" and ("inverted", batch) in speeds]
-    return {batch: speeds["lookahead", batch] / speeds["inverted", batch] for batch in batches}
+    batches = [batch for variant, batch in speeds if variant == "look-ahead" and ("inverted", batch) in speeds]
+    return {batch: speeds["look-ahead", batch] / speeds["inverted", batch] for batch in batches}
 
 
 def draw(networks: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
@@ -140,7 +140,7 @@ def make_tables(networks: Mapping[str, Mapping[str, Any]]) -> Iterator[Table]:
     """Yield the throughput of all variants over the batch size, a table for each network."""
     for network in networks.values():
         table = Table(title=f"{network['label']}: throughput, {network['unit']}", title_justify="left", box=SIMPLE_HEAD)
-        for head in ("batch", *(variant.label for variant in VARIANTS), "lookahead over inverted"):
+        for head in ("batch", *(variant.label for variant in VARIANTS), "look-ahead over inverted"):
             table.add_column(head, justify="right")
         speeds = {(row["variant"], row["batch"]): row["speed"] for row in network["rows"]}
         gains = find_gains(network)

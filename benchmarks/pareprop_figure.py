@@ -1,4 +1,4 @@
-"""Throughput and peak memory over the batch size, and what lookahead gains, as pictures."""
+"""Throughput and peak memory over the batch size, and what look-ahead gains, as pictures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _LOOKS = {  # color, marker and line of each variant
     "ordinary twin": (PALE, "D", "--"),
     "stored": (MODE_COLORS["store"], "s", "-"),
     "inverted": (MODE_COLORS["invert"], "^", "-"),
-    "lookahead": (RED, "o", "-"),
+    "look-ahead": (RED, "o", "-"),
 }
 _SIZES = (BLUE, RED, MODE_COLORS["selective"], ORANGE, MODE_COLORS["store"], PALE)
 _COLUMNS = 3
@@ -112,15 +112,15 @@ def _draw_variants(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> dict[str, A
 
 
 def plot_gain(gains: Mapping[str, Mapping[int, float]], path: str | Path) -> None:
-    """Draw how much faster lookahead is than inverting one step after the other; write a PNG.
+    """Draw how much faster look-ahead is than inverting one step after the other; write a PNG.
 
     Args:
-        gains: by network and batch size, the throughput of lookahead over that of inverting.
+        gains: by network and batch size, the throughput of look-ahead over that of inverting.
         path: of the picture.
     """
     figure = new_figure(8.4, 4.4)
     axes = figure.add_axes((0.113, 0.13, 0.71, 0.63))
-    draw_heading(figure, "Lookahead against inverting step by step", ["Rev-Swin, from the smallest size to the largest"])
+    draw_heading(figure, "Look-ahead against inverting step by step", ["Rev-Swin, from the smallest size to the largest"])
     for (label, points), color in zip(gains.items(), _SIZES, strict=False):
         gained = [100 * (ratio - 1) for ratio in points.values()]
         axes.plot(list(points), gained, color=color, marker="o", ms=4, lw=1.6, label=label)

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +23,19 @@ class Variant:
     Args:
         label: its name in the tables and pictures.
         schedule: of the reversible network; None: the ordinary twin is trained in its place.
-        lookahead: steps that are recovered ahead of the gradient, beside it.
+        lookahead: of the reversible network.
     """
 
     label: str
     schedule: str | None
-    lookahead: int = 0
+    lookahead: Literal[0, 1] = 0
 
 
 VARIANTS = (
     Variant("ordinary twin", None),
     Variant("stored", "store"),
     Variant("inverted", "invert"),
-    Variant("lookahead", "invert", lookahead=1),
+    Variant("look-ahead", "invert", lookahead=1),
 )
 
 
@@ -61,7 +61,7 @@ def build_network(source: str, overrides: Sequence[str], variant: Variant, devic
     """Return a reversible network or its twin, in training mode and as a variant asks for.
 
     Raises:
-        LookupError: there is no such network; the text says why.
+        LookupError: the twin cannot be built; the text says why.
     """
     if variant.schedule is None:
         twin = build_twin(revzoo.load_spec(source, overrides), device)
@@ -69,10 +69,7 @@ def build_network(source: str, overrides: Sequence[str], variant: Variant, devic
             raise LookupError(twin)
         return twin
     model = revzoo.create(source, overrides=overrides, schedule=variant.schedule, device=device)
-    if variant.lookahead:
-        if not hasattr(model, "lookahead"):
-            raise LookupError("this version of revzoo has no lookahead")
-        model.lookahead = variant.lookahead
+    model.lookahead = variant.lookahead
     return model
 
 
