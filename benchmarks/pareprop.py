@@ -10,8 +10,8 @@ GPU the batch sizes are powers of two up to 1024 as far as memory goes, with 50 
 in that random batches are on the device already, and gradients are not clipped. Twins are those of the specs.
 
 On a GPU the result is samples per second and the allocator's peak. All variants of rev_swin_b together take as long as about
-330,000 of its training examples (at the 150 images a second of the authors' A100, 40 minutes). Rev-Swin-G is trained on one
-card of 80 GB by
+330,000 of its training examples (at the 150 images a second of the authors' A100, 40 minutes). Rev-Swin-G, for which 43 GiB
+are counted with 32 images in float32, is trained on one card of 80 GB by
 
     python benchmarks/pareprop.py --only rev_swin_g
     revzoo train rev_vit_b_imagenet model.name=rev_swin_g data.root=/data/imagenet data.batch_size=32
