@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from revzoo.conversion.export import export
     from revzoo.conversion.report import ConvertReport
     from revzoo.model.builder import build
+    from revzoo.model.compile_steps import compile_steps
     from revzoo.model.create import create
     from revzoo.model.network import Model
     from revzoo.planning.plan import Plan
@@ -29,6 +30,7 @@ _HOMES = {
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.model.builder",
+    "compile_steps": "revzoo.model.compile_steps",
     "convert": "revzoo.conversion.convert",
     "create": "revzoo.model.create",
     "export": "revzoo.conversion.export",
@@ -50,6 +52,7 @@ __all__ = [
     "Spec",
     "VerifyReport",
     "build",
+    "compile_steps",
     "convert",
     "create",
     "export",

@@ -60,3 +60,9 @@ def is_compiled(function: Callable[..., Any]) -> bool:
     if compiler is None or not isinstance(function, nn.Module):
         return False
     return any(m._compiled_call_impl is not None or isinstance(m, compiler.OptimizedModule) for m in function.modules())
+
+
+def find_selective_call(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the call of a compiled step for mode `selective` (`compiled_step.py`); None if it has none."""
+    call: Callable[..., Any] | None = getattr(getattr(function, "_compiled_call_impl", None), "call_selectively", None)
+    return call

@@ -102,6 +102,10 @@ class Lookahead:
         """Note the next call, in the order of forward."""
         self._latest = ref(recoverable)
 
+    def separate(self) -> None:
+        """Note that what runs now has a backward that may draw: no call before it is recovered beside those after it."""
+        self._latest = None
+
     @property
     def latest(self) -> "ref[Recoverable] | None":
         """The call noted last."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.compiling import exclude_from_compilation, is_compiled, leave_uncompiled
+from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled, leave_uncompiled
 from revzoo.runtime.lookahead import DisturbedError, Lookahead
 from revzoo.runtime.missing import NeedsFullRun
 from revzoo.runtime.replay import Replay
@@ -40,8 +40,9 @@ class RecordedCall:
         name: its name, for messages.
         settings: the settings of PyTorch under which it is called.
         side: read-only second argument of f, or None for an f without one.
-        selective: keep the outputs of compute-intensive operations from the first run to the second. Has no effect where f is
-            compiled: its operations cannot be observed.
+        selective: keep the outputs of compute-intensive operations from the first run to the second. The operations of a
+            compiled f cannot be observed: one that was compiled for this mode too runs its own graph instead of being recorded,
+            any other keeps nothing.
         watched: whether the tensors saved last are compared when they have been refilled. Not needed where the state that
             follows from f's output is compared.
     """
@@ -61,6 +62,7 @@ class RecordedCall:
         self._settings = settings
         self._side = side
         self._kept_outputs = KeptOutputs() if selective and not is_compiled(f) else None
+        self._call_selectively = find_selective_call(f) if selective else None
         self._watched = watched and is_watching()
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
@@ -76,6 +78,12 @@ class RecordedCall:
             inputs: arguments of f.
             lookahead: recovers this call ahead of backward, and the one before it when this one is asked for.
         """
+        if self._call_selectively is not None:
+            out = self._call_selectively(*inputs) if self._side is None else self._call_selectively(*inputs, self._side)
+            if out is not NotImplemented:
+                if lookahead is not None:
+                    lookahead.separate()
+                return out
         self._requires_grad = [x.requires_grad for x in inputs]
         self._replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
         dropped, kept_outputs, watched = self._dropped, self._kept_outputs, self._watched

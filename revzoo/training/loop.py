@@ -30,6 +30,7 @@ from revzoo.display.figures.curves import plot_curves
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.errors import CheckpointError, RevzooError
 from revzoo.file import write_atomically
+from revzoo.model.compile_steps import compile_steps
 from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.evaluation import evaluate
 from revzoo.training.interrupt import Interrupted, StopSignal
@@ -144,6 +145,9 @@ def load_state(run: Run) -> None:
 
 def _train_epochs(run: Run) -> Summary:
     progress = run.progress
+    if run.recipe.train.compile:  # after planning and measuring: what compiled code keeps cannot be counted
+        compile_steps(run.model)
+        run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
     with run.display, StopSignal(run.accelerator) as stop:
         for epoch in range(progress.epoch, run.recipe.train.epochs):
             seen = progress.batch * run.recipe.data.batch_size * run.accelerator.num_processes

@@ -119,6 +119,7 @@ class TrainOptions:
         mixed_precision: autocast dtype of the steps; "no" is float32.
         seed: of initialisation, order, augmentation and dropout.
         freeze: modules of the model that are not trained, such as stem or stages.0.
+        compile: compile the reversible steps with `torch.compile`.
     """
 
     epochs: PositiveInt
@@ -128,6 +129,7 @@ class TrainOptions:
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     seed: NonNegativeInt = 0
     freeze: tuple[str, ...] = ()
+    compile: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """The attention branch of vision transformers: norm, attention over all tokens, drop path. The coupling adds the residual."""
 
-from timm.layers import Attention, DropPath, LayerScale
+from timm.layers import Attention, LayerScale
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveInt
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.norm import TokenNorm, build_token_norm
 from revzoo.registry import branches
 

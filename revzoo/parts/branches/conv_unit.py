@@ -2,12 +2,12 @@
 
 from collections import OrderedDict
 
-from timm.layers import DropPath
 from torch import nn
 
 from revzoo.bounds import UnitInterval
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.preactivated_unit import UnitLayout, build_preactivated_unit
 from revzoo.registry import branches
 

@@ -2,13 +2,14 @@
 
 from collections import OrderedDict
 
-from timm.layers import BatchNormAct2d, DropPath
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 from revzoo.bijection import SpaceToDepth
 from revzoo.bounds import PositiveInt, Rate, UnitInterval
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.registry import branches
 
 

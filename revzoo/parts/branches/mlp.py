@@ -1,10 +1,11 @@
 """The MLP branch: norm, two linear layers, drop path. The coupling adds the residual."""
 
-from timm.layers import DropPath, LayerScale, Mlp
+from timm.layers import LayerScale, Mlp
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveFloat
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.norm import Activation, TokenNorm, build_token_norm, get_activation
 from revzoo.registry import branches
 

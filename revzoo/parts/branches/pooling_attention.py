@@ -1,10 +1,10 @@
 """The attention branch of MViT: norm, attention over pooled keys and values, drop path. The coupling adds the residual."""
 
-from timm.layers import DropPath
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveInt
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.multiscale_attention import build_multiscale_attention, check_pooling
 from revzoo.parts.layers.norm import build_token_norm
 from revzoo.registry import branches

@@ -5,11 +5,11 @@ B examples, M heads, N tokens, C channels of a head.
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveInt, Rate
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.norm import TokenNorm, build_token_norm
 from revzoo.registry import branches
 

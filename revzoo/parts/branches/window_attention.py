@@ -6,13 +6,13 @@ B images, H x W grid of tokens, D channels, K side of a window.
 from typing import Literal
 
 import torch
-from timm.layers import DropPath
 from timm.models.swin_transformer import WindowAttention, get_relative_position_index, window_partition, window_reverse
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveInt
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.norm import TokenNorm, build_token_norm
 from revzoo.registry import branches
 

@@ -10,10 +10,10 @@ The LayerNorm has one of two positions:
 
 from typing import Literal
 
-from timm.layers import DropPath
 from torch import Tensor, nn
 
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 
 NormPosition = Literal["pre", "post"]
 

@@ -1,11 +1,11 @@
 """The convolutions of an ordinary ResNet block, with timm's parameter names."""
 
 import torch.nn.functional as F
-from timm.layers import DropPath
 from torch import Tensor, nn
 
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.preactivated_unit import UnitLayout
 
 

@@ -6,12 +6,13 @@ B images, H x W grid of tokens, C channels per stream, M heads.
 from typing import Literal, cast
 
 import torch
-from timm.layers import DropPath, Mlp
+from timm.layers import Mlp
 from timm.models.mvitv2 import reshape_post_pool, reshape_pre_pool
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveFloat, PositiveInt
 from revzoo.parts.context import BuildContext, Shape
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.join import join_streams
 from revzoo.parts.layers.multiscale_attention import build_multiscale_attention, check_pooling
 from revzoo.parts.layers.norm import build_token_norm
