@@ -24,6 +24,7 @@ PINNED = {
     "Spec": None,
     "VerifyReport": None,
     "build": "(spec)",
+    "compile_steps": "(model, **options)",
     "convert": (
         "(source, weights=None, *, coupling='momentum', kept_bits=8, m=None, beta=None, out=None, strict=True, batch=None)"
     ),
