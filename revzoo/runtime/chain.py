@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.registry import couplings
-from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, LostBits, has_value, require_exact
@@ -393,7 +393,8 @@ def _start(
         return None, (x1, _dense(x2))
     refuse_exact_derivatives()
     fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]
-    grid = Grid(x1.dtype, min(fraction_bits) if fraction_bits else None, will_invert)
+    compile_function = next((find_function_compiler(link.f) for link in links if isinstance(link, Step)), None)
+    grid = Grid(x1.dtype, min(fraction_bits) if fraction_bits else None, will_invert, compile_function)
     pair = grid.round(x1), grid.round(x2)
     for state in pair:
         grid.watch(state, "as an input of the chain")

@@ -13,7 +13,7 @@ is recorded for such a call: what its graph saves is what the mode keeps.
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.operations import is_compute_intensive
 
 # It asks for checkpoints without in-place operations. In a whole graph there are none any more when the checkpoint is cut.
@@ -45,8 +46,11 @@ def compile_calls(steps: Sequence[nn.Module], **options: Any) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     plain = torch.compile(_call, **options)
     selective = torch.compile(_call_selectively, **{**options, "fullgraph": True})
+    # Not `mode`: states outlive the next call, which CUDA graphs do not allow. Sizes and factors are constants: as variables,
+    # factors could round differently.
+    compile_function = cache(partial(torch.compile, backend=options.get("backend", "inductor"), dynamic=False))
     for step in steps:
-        step._compiled_call_impl = CompiledStep(step, plain, selective)
+        step._compiled_call_impl = CompiledStep(step, plain, selective, compile_function)
 
 
 class CompiledStep:
@@ -56,12 +60,20 @@ class CompiledStep:
         step: the module.
         plain: compiled; called with the module and its arguments.
         selective: the same, but for backward it keeps what mode `selective` keeps.
+        compile_function: compiles the arithmetic on the grid.
     """
 
-    def __init__(self, step: nn.Module, plain: Callable[..., Any], selective: Callable[..., Any]):
+    def __init__(
+        self,
+        step: nn.Module,
+        plain: Callable[..., Any],
+        selective: Callable[..., Any],
+        compile_function: FunctionCompiler[..., Any],
+    ):
         self._step = step
         self._plain = plain
         self._selective = selective
+        self.compile_function = compile_function
         self._has_selective_graph = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

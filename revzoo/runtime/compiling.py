@@ -11,6 +11,7 @@ from torch._C._dynamo import eval_frame  # the part in C, which is there before 
 
 P = ParamSpec("P")
 R = TypeVar("R")
+FunctionCompiler = Callable[[Callable[P, R]], Callable[P, R]]
 
 _COMPILER = "torch._dynamo"
 
@@ -66,3 +67,10 @@ def find_selective_call(function: Callable[..., Any]) -> Callable[..., Any] | No
     """Return the call of a compiled step for mode `selective` (`compiled_step.py`); None if it has none."""
     call: Callable[..., Any] | None = getattr(getattr(function, "_compiled_call_impl", None), "call_selectively", None)
     return call
+
+
+def find_function_compiler(function: Callable[..., Any]) -> FunctionCompiler[..., Any] | None:
+    """Return what compiles the arithmetic between steps like the step itself; None for a step that is not compiled."""
+    compiled = getattr(function, "_compiled_call_impl", None)
+    compiler: FunctionCompiler[..., Any] | None = getattr(compiled, "compile_function", None)
+    return None if torch.compiler.is_compiling() else compiler

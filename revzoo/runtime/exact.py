@@ -15,10 +15,10 @@ latter a buffer of lost bits; momentumnet (Sander et al. 2021) has one for any r
 a shift is enough.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import frexp
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch._subclasses import FakeTensor
 
 from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime.bits import PackedBits, pack, unpack
+from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.host_copy import can_read_now
 from revzoo.runtime.late_check import LateCheck
@@ -37,6 +38,7 @@ from revzoo.runtime.replay import is_sharded
 _GRIDS = {torch.float32: (16, 24), torch.float64: (32, 53)}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
+T = TypeVar("T")
 LostBits = PackedBits | Tensor | None
 
 
@@ -83,14 +85,67 @@ def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float,
     return total.round_()
 
 
+def _without_negative_zeros(x: Tensor) -> Tensor:
+    """Return x with 0.0 in place of -0.0, in the same memory where nothing is compiled; compilers leave out a sum with 0.0."""
+    return torch.where(x == 0, 0.0, x) if torch.compiler.is_compiling() else x.add_(0.0)
+
+
 def _is_power_of_two(x: float) -> bool:
     """Return whether products with x are exact, and with them a fused multiply-add."""
     return frexp(abs(x))[0] == 0.5
 
 
 def _into(x: Tensor) -> Tensor | None:
-    """Return x if results may be written into it; operands that wrap tensors, as DTensors do, may be laid out differently."""
-    return None if wraps_tensors(type(x)) else x
+    """Return x if results may be written into it; operands that wrap tensors, as DTensors do, may be laid out differently.
+
+    In compiled code nothing is gained, and `out=` is not taken for all strides.
+    """
+    return None if torch.compiler.is_compiling() or wraps_tensors(type(x)) else x
+
+
+def _advance(
+    previous: Tensor, current: Tensor, out: Tensor, coupling: Coupling, scale: float, limit: float, keeps_bits: bool
+) -> tuple[Tensor, LostBits]:
+    b = coupling.b
+    total = _round_terms(current, out, coupling, scale)
+    if b == 1:
+        return torch.add(previous, total, alpha=1 / scale, out=_into(total)), None
+    if b < 0:
+        total = _without_negative_zeros(total)  # -0.0 - 0.0 would be -0.0
+    if b == -1:
+        return total.mul_(1 / scale).sub_(previous), None
+    high = previous.mul(abs(b) * scale).floor_()
+    total.add_(high, alpha=1 if b > 0 else -1).mul_(1 / scale)
+    if not keeps_bits:
+        return total, None
+    low = torch.sub(previous, high, alpha=1 / (abs(b) * scale), out=_into(high))
+    # Numbers from limit / 2 to limit have a spacing of 1 / scale: the bits are now the last ones of the significand.
+    bits = low.add_(limit / 2).view(_INTEGERS[low.dtype]).to(torch.uint8)
+    return total, pack(bits, cast(int, coupling.kept_bits))
+
+
+def _invert(
+    following: Tensor,
+    current: Tensor,
+    out: Tensor,
+    kept: LostBits,
+    into: Tensor | None,
+    coupling: Coupling,
+    scale: float,
+) -> Tensor:
+    if into is not None and _into(into) is None:
+        return into.copy_(_invert(following, current, out, kept, None, coupling, scale))
+    total = _round_terms(current, out, coupling, scale, into)
+    b = coupling.b
+    if b == 1:
+        return torch.add(following, total, alpha=-1 / scale, out=_into(total))
+    if b == -1:
+        total = _without_negative_zeros(total)
+    total.mul_(-1 / (b * scale)).add_(following, alpha=1 / b)
+    if coupling.kept_bits:
+        assert kept is not None, "the bits have been used already"
+        total.add_(unpack(kept), alpha=1 / scale)
+    return total
 
 
 class Grid:
@@ -100,12 +155,19 @@ class Grid:
         dtype: dtype of the streams: torch.float32 (multiples of 2^-16 below 2^8) or torch.float64 (2^-32, 2^21).
         fraction_bits: binary digits after the point, instead of 16 or 32. Fewer allow larger states.
         will_invert: whether backward rebuilds states of this call.
+        compile_function: compiles a function, once; None for steps that are not compiled.
 
     Raises:
         InputError: another dtype; half precision has too few bits to hold a stream on a grid.
     """
 
-    def __init__(self, dtype: torch.dtype, fraction_bits: int | None = None, will_invert: bool = False):
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        fraction_bits: int | None = None,
+        will_invert: bool = False,
+        compile_function: FunctionCompiler[..., Any] | None = None,
+    ):
         if dtype not in _GRIDS:
             raise InputError(
                 f"Exact arithmetic (exact=True, kept_bits) needs float32 or float64 streams. Received: {dtype}. Use autocast."
@@ -115,6 +177,7 @@ class Grid:
         fraction = fraction if fraction_bits is None else fraction_bits
         self.scale, self.limit = 2.0**fraction, 2.0 ** (digits - fraction)
         self._will_invert = will_invert
+        self._compile = compile_function
         self._places: list[str] = []
         self._ranges: list[Tensor] = []  # least and most value of the states at these places, on an accelerator
         self._late_check: LateCheck | None = None
@@ -138,28 +201,9 @@ class Grid:
             keeps_bits: whether to return the bits of w[k-1] that the coupling loses, packed, if there are any.
         """
         terms = previous, current, out
-        following, bits = self._advance(coupling, *(x.detach() for x in terms), keeps_bits=keeps_bits)
+        advance = self._choose(_advance, coupling, *terms)
+        following, bits = advance(*(x.detach() for x in terms), coupling, self.scale, self.limit, keeps_bits)
         return _attach_graph(following, (coupling.b, coupling.a, coupling.c), *terms), bits
-
-    def _advance(
-        self, coupling: Coupling, previous: Tensor, current: Tensor, out: Tensor, *, keeps_bits: bool
-    ) -> tuple[Tensor, LostBits]:
-        b, scale = coupling.b, self.scale
-        total = _round_terms(current, out, coupling, scale)
-        if b == 1:
-            return torch.add(previous, total, alpha=1 / scale, out=_into(total)), None
-        if b < 0:
-            total.add_(0.0)  # -0.0 - 0.0 would be -0.0
-        if b == -1:
-            return total.mul_(1 / scale).sub_(previous), None
-        high = previous.mul(abs(b) * scale).floor_()
-        total.add_(high, alpha=1 if b > 0 else -1).mul_(1 / scale)
-        if not keeps_bits:
-            return total, None
-        low = torch.sub(previous, high, alpha=1 / (abs(b) * scale), out=_into(high))
-        # Numbers from limit / 2 to limit have a spacing of 1 / scale: the bits are now the last ones of the significand.
-        bits = low.add_(self.limit / 2).view(_INTEGERS[self.dtype]).to(torch.uint8)
-        return total, pack(bits, cast(int, coupling.kept_bits))
 
     def invert(
         self,
@@ -173,17 +217,19 @@ class Grid:
         """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `advance` returned, in `into` or a new tensor."""
         if self._late_check is not None:
             self._late_check.run_after_backward()
-        total = _round_terms(current, out, coupling, self.scale, into)
-        b, scale = coupling.b, self.scale
-        if b == 1:
-            return torch.add(following, total, alpha=-1 / scale, out=_into(total))
-        if b == -1:
-            total.add_(0.0)
-        total.mul_(-1 / (b * scale)).add_(following, alpha=1 / b)
-        if coupling.kept_bits:
-            assert kept is not None, "the bits have been used already"
-            total.add_(unpack(kept), alpha=1 / scale)
-        return total
+        invert = self._choose(_invert, coupling, following, current, out)
+        return invert(following, current, out, kept, into, coupling, self.scale)
+
+    def _choose(self, function: Callable[..., T], coupling: Coupling, *terms: Tensor) -> Callable[..., T]:
+        """Return a function, compiled where that changes no bit.
+
+        A compiler for an accelerator fuses products and sums. That rounds differently unless the products are exact.
+        """
+        if self._compile is None or not all(type(x) is Tensor for x in terms):
+            return function
+        a, c = coupling.a, coupling.c
+        is_exact = a == 0 or (_is_power_of_two(a) and _is_power_of_two(c))
+        return self._compile(function) if is_exact or all(x.is_cpu for x in terms) else function
 
     def watch(self, state: Tensor, where: str) -> None:
         """Raise RecoveryError if a state has left the grid, or is NaN; on an accelerator in backward, which rebuilds it.

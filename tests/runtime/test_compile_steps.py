@@ -90,6 +90,15 @@ def test_dropout_is_repeated_and_exact_steps_are_bit_identical(backend, options)
     assert not torch.allclose(differentiate(plain, "store")[0], expected[0])  # there was dropout
 
 
+def test_nothing_is_recovered_beside_a_compiled_selective_step():
+    chain = make_chain(dropout=0.5, exact=True)
+    revzoo.compile_steps(chain, backend="aot_eager")
+    expected = differentiate(chain, "store")
+    chain.lookahead = 1
+    for schedule in (MIXED, "invert"):
+        assert all(map(torch.equal, differentiate(chain, schedule), expected))
+
+
 def find_saved(y: Tensor, but: nn.Module) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors that the graph behind y has saved, but for those of a module."""
     known = {t.untyped_storage()._cdata for t in (*but.parameters(), *but.buffers())}

@@ -1,0 +1,97 @@
+"""The arithmetic on the grid, compiled: the same bits as in eager mode."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from revzoo.runtime.coupling import Coupling, additive, dual_residual, leapfrog, momentum
+from revzoo.runtime.exact import Grid
+from tests.runtime.test_compile import needs_compiler
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
+]
+COUPLINGS = [
+    additive(),
+    leapfrog(),
+    Coupling(1.0, 1.0, 0.3),
+    Coupling(0.0, -1.0, 0.7),
+    Coupling(1.5, -0.5, 0.5, 1),
+    momentum(kept_bits=3),
+    momentum(kept_bits=8, gain=1.0),
+    *(dual_residual(kept_bits=bits) for bits in range(9)),
+]
+
+
+def compile_with(backend: str):
+    torch.compiler.reset()
+    return cache(partial(torch.compile, backend=backend, dynamic=False))
+
+
+def make_terms(dtype: torch.dtype, transposed: tuple[bool, bool, bool]) -> list[Tensor]:
+    """Return two states and the output of f, of all magnitudes, with zeros of both signs."""
+    terms = []
+    for is_transposed in transposed:
+        x = torch.randn(3, 5, 7, dtype=dtype) * 10.0 ** torch.randint(-6, 2, (3, 5, 7))
+        x[torch.rand(x.shape) < 0.1] = 0.0
+        x[torch.rand(x.shape) < 0.1] *= -1.0
+        terms.append(x.mT.contiguous().mT if is_transposed else x)
+    return terms
+
+
+def read_bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int64)
+
+
+LAYOUTS = [(False, False, False), (True, True, True), (False, False, True)]
+CASES = [(coupling, dtype, layout) for coupling in COUPLINGS for dtype in (torch.float32, torch.float64) for layout in LAYOUTS]
+QUICK = [(COUPLINGS[3], torch.float32, LAYOUTS[2]), (COUPLINGS[5], torch.float32, LAYOUTS[0])]
+
+
+@pytest.mark.parametrize(
+    ("backend", "coupling", "dtype", "transposed"),
+    [
+        *(pytest.param("aot_eager", *case) for case in QUICK),
+        *(pytest.param("inductor", *case, marks=[needs_compiler, pytest.mark.slow]) for case in CASES),
+    ],
+)
+def test_compiled_and_eager_arithmetic_give_the_same_bits(backend, coupling, dtype, transposed):
+    torch.manual_seed(0)
+    eager, compiled = Grid(dtype), Grid(dtype, compile_function=compile_with(backend))
+    previous, current, out = make_terms(dtype, transposed)
+    previous, current = eager.round(previous), eager.round(current)
+    following, kept = eager.advance(coupling, previous, current, out, keeps_bits=True)
+    other, others_kept = compiled.advance(coupling, previous, current, out, keeps_bits=True)
+    assert torch.equal(read_bits(other), read_bits(following))
+    if coupling.kept_bits:
+        fields, others = ([x] if isinstance(x, Tensor) else x.fields for x in (kept, others_kept))
+        assert len(fields) == len(others) > 0
+        assert all(map(torch.equal, fields, others))
+    into = torch.empty_like(previous)
+    rebuilt = compiled.invert(coupling, other, current, out, others_kept, into)
+    assert rebuilt.data_ptr() == into.data_ptr()
+    assert torch.equal(read_bits(rebuilt), read_bits(previous))
+
+
+def test_only_exact_products_are_compiled_for_an_accelerator():
+    calls = []
+
+    def compile_function(function):
+        calls.append(function)
+        return function
+
+    cases = [
+        ("cpu", momentum(kept_bits=3), 1),
+        ("meta", momentum(kept_bits=3), 0),
+        ("meta", momentum(kept_bits=3, gain=1.0), 0),
+        ("meta", dual_residual(kept_bits=3), 1),
+        ("meta", Coupling(0.0, -1.0, 0.7), 1),
+        ("meta", Coupling(1.0, 1.0, 0.3), 0),
+    ]
+    for device, coupling, count in cases:
+        calls.clear()
+        Grid(torch.float32, compile_function=compile_function).advance(coupling, *torch.zeros(3, 2, device=device).unbind())
+        assert len(calls) == count, (device, coupling)
