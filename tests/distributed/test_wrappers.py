@@ -33,6 +33,7 @@ OVERRIDES = {
 NAMES = tuple(OVERRIDES)
 SCHEDULES = ("invert", "mixed")
 DDP = {"DDP": {}, "DDP static": {"static_graph": True}, "DDP unused": {"find_unused_parameters": True}}
+DDP |= {"DDP compiled": {}}
 BLOCKS = ("FSDP blocks", "FSDP blocks + root")
 HALVES = (slice(0, 2), slice(2, 4))
 SECONDS = 120  # two processes wait for each other no longer than this
@@ -52,6 +53,7 @@ class Case(NamedTuple):
 
 CASES = [Case(*case) for case in product(NAMES, SCHEDULES, (*DDP, "FSDP steps + root"))]
 CASES += [Case(*case) for case in product(NAMES, ("invert",), ("FSDP steps", "FSDP root"))]
+CASES += [Case(*case) for case in product(NAMES, ("mixed",), ("FSDP steps + root compiled",))]
 CASES += [Case(*case) for case in product(NAMES, ("mixed",), ("DDP", "FSDP steps + root"), ("accumulated", "partly frozen"))]
 CASES += [Case(*case) for case in product(NAMES, ("invert",), ("FSDP steps + root",), ("two forwards",))]
 REFUSED = [Case(*case) for case in product(NAMES, ("invert",), BLOCKS)]
@@ -138,6 +140,8 @@ def expected(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], li
 
 
 def wrapped(model: revzoo.Model, wrapper: str) -> nn.Module:
+    if "compiled" in wrapper:
+        revzoo.compile_steps(model, backend="aot_eager")
     if wrapper in DDP:
         if wrapper == "DDP unused":
             model.spare = nn.Linear(2, 2, dtype=torch.float64)
