@@ -194,6 +194,39 @@ def test_the_tripwire_watches_compiled_steps(error):
     assert error(grads, expected) < 1e-12
 
 
+@torch.library.custom_op("revzoo_tests::draw_like", mutates_args=())
+def draw_like(x: Tensor) -> Tensor:
+    return torch.full_like(x, random.uniform(0.5, 2.0))
+
+
+@draw_like.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Drawing(nn.Module):
+    """A step with an operation that draws where no compiler sees it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * draw_like(x.detach())
+
+
+def test_a_selective_step_repeats_no_foreign_operation(error):
+    torch.manual_seed(0)
+    chain = ReversibleChain([Drawing() for _ in range(3)]).double()
+    random.seed(0)
+    expected = differentiate(chain, "store")
+    revzoo.compile_steps(chain, backend="aot_eager")
+    random.seed(0)
+    assert error(differentiate(chain, "selective"), expected) < 1e-12
+    with pytest.raises(RecoveryError, match="ran differently the second time"):
+        differentiate(chain, "recompute")
+
+
 class Convolutions(nn.Module):
     """Products that are changed in place, and moving statistics."""
 
