@@ -127,8 +127,8 @@ def find_steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mode]]:
 
 @contextmanager
 def preserve_schedules(model: nn.Module) -> Iterator[Callable[[Mode], None]]:
-    """Yield a function that gives every step in the model one mode; restore the schedules at the end of the `with` block."""
-    schedules = {chain: chain.schedule for chain in find_chains(model).values()}
+    """Yield a function that gives every step in the model one mode; restore schedules and look-ahead at the end."""
+    schedules = {chain: (chain.schedule, chain.lookahead) for chain in find_chains(model).values()}
 
     def assign(mode: Mode) -> None:
         for chain in schedules:
@@ -137,8 +137,10 @@ def preserve_schedules(model: nn.Module) -> Iterator[Callable[[Mode], None]]:
     try:
         yield assign
     finally:
-        for chain, schedule in schedules.items():
+        for chain, (schedule, lookahead) in schedules.items():
             chain.schedule = schedule
+            if chain.lookahead != lookahead:
+                chain.lookahead = lookahead
 
 
 def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMode | None:

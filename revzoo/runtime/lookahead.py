@@ -25,8 +25,9 @@ Source: PaReprop, Zhu and Mangalam 2023. There the order is tied to pairs of blo
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache
 from threading import Lock
@@ -47,6 +48,10 @@ class DisturbedError(RecoveryError):
 
 class Recoverable(Protocol):
     """A call that backward will ask for."""
+
+    @property
+    def name(self) -> str:
+        """The name of what is called."""
 
     @property
     def device(self) -> torch.device:
@@ -233,11 +238,29 @@ def _is_backward_compiled() -> bool:
     return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
 
 
+Observer = Callable[[Recoverable], None]
+_observers: list[tuple[Observer, Observer]] = []
+
+
+@contextmanager
+def observe_recoveries(begin: Observer, end: Observer) -> Iterator[None]:
+    """Call `begin` and `end` around each recovery that runs at once, ahead of backward."""
+    _observers.append((begin, end))
+    try:
+        yield
+    finally:
+        _observers.remove((begin, end))
+
+
 def _recover_at_once(recoverable: Recoverable) -> Callable[[], None]:
+    for begin, _ in _observers:
+        begin(recoverable)
     try:
         recoverable.recover_ahead()
     except Exception as error:
         return _raiser(error)
+    for _, end in _observers:
+        end(recoverable)
     return _do_nothing
 
 

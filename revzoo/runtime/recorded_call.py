@@ -288,6 +288,10 @@ class _Handle:
         self._call.free_refilled()
 
     @property
+    def name(self) -> str:
+        return self._call.name
+
+    @property
     def device(self) -> torch.device:
         return self._call.replay.device
 

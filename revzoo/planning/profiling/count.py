@@ -11,23 +11,23 @@ recomputed one. From each log follows, for every unit in the mode that it had th
     cost, made_bytes    FLOPs, and bytes allocated in backward, beyond those that storing needs
 
 At the same place of the training step, two schedules differ only in what the preceding units keep. The numbers therefore hold
-for every schedule, exactly for the zoo's models (`tests/planning/test_count.py` counts random schedules). Known to come out too
-high: bare chains, by at most a pair of streams, where the first steps are inverted alone or all steps are stored; and a mask
-that no unit keeps.
+for every schedule, exactly for the zoo's models (`tests/planning/test_count.py` counts random schedules). With look-ahead a
+backward has three parts (`Ahead`), which follow from five schedules more. Known to come out too high: bare chains, by at most a
+pair of streams, where the first steps are inverted alone or all steps are stored; and a mask that no unit keeps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from revzoo.analysis.dry_run import isolated, preserve_schedules
 from revzoo.errors import InputError, join_names
-from revzoo.planning.profiling.hooks import list_units
-from revzoo.planning.profiling.trace import LossFunction, Trace, trace
-from revzoo.planning.solvers.problem import Option, Problem, Unit
+from revzoo.planning.profiling.hooks import PlannableModel, list_units
+from revzoo.planning.profiling.trace import LossFunction, Recovered, Trace, trace
+from revzoo.planning.solvers.problem import Ahead, Option, Problem, Recovery, Unit
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import Storages
@@ -39,7 +39,9 @@ _NONE: Storages = frozenset()
 _ALTERNATING: tuple[tuple[Mode, Mode], ...] = (("invert", "recompute"), ("recompute", "invert"))
 
 
-def count(model: nn.Module, batch: Any, loss: LossFunction | None = None, other_bytes: int = 0) -> Problem:
+def count(
+    model: PlannableModel, batch: Any, loss: LossFunction | None = None, other_bytes: int = 0, *, lookahead: bool = False
+) -> Problem:
     """Return the bytes and FLOPs of every unit in every mode, counted without running the model.
 
     Steps that are small and on a CPU are run after all: that is faster, and the bytes are the same.
@@ -49,6 +51,7 @@ def count(model: nn.Module, batch: Any, loss: LossFunction | None = None, other_
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         other_bytes: other memory that is alive during the whole training step, such as optimizer state and averaged weights.
+        lookahead: count the backward of every unit with look-ahead as well, from five more schedules.
     Raises:
         InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient.
     """
@@ -69,7 +72,9 @@ def count(model: nn.Module, batch: Any, loss: LossFunction | None = None, other_
         fake = not small or any(p.device.type != "cpu" for p in model.parameters())
         with ignore_error_growth():
             traces += [_trace_isolated(model, batch, modes, loss, fake) for modes in others]
-    return build_problem(entries, traces, other_bytes)
+            schedules = list_schedules_ahead(entries) if lookahead else ()
+            ahead = [_trace_isolated(model, batch, modes, loss, fake, lookahead=1) for modes in schedules]
+    return build_problem(entries, traces, other_bytes, ahead)
 
 
 def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
@@ -80,18 +85,37 @@ def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]
         yield [pair[k % 2] if entry.kind == "step" else "store" for k, entry in enumerate(entries)]
 
 
+def list_schedules_ahead(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
+    """Yield the five schedules that are traced with look-ahead: those that store nothing."""
+    for modes in list(list_traced_schedules(entries))[1:]:
+        yield ["recompute" if mode == "store" else mode for mode in modes]
+
+
 def count_peak(
-    model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None, other_bytes: int = 0
+    model: PlannableModel,
+    batch: Any,
+    modes: Sequence[Mode],
+    loss: LossFunction | None = None,
+    other_bytes: int = 0,
+    *,
+    lookahead: Literal[0, 1] = 0,
 ) -> int:
     """Return the peak memory of a training step with this schedule [bytes], counted without running it. Args: as `count`."""
     with preserve_schedules(model):
-        return _step_peak(_trace_isolated(model, batch, modes, loss)) + other_bytes
+        return _step_peak(_trace_isolated(model, batch, modes, loss, lookahead=lookahead)) + other_bytes
 
 
-def _trace_isolated(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None, fake: bool = True) -> Trace:
+def _trace_isolated(
+    model: PlannableModel,
+    batch: Any,
+    modes: Sequence[Mode],
+    loss: LossFunction | None,
+    fake: bool = True,
+    lookahead: Literal[0, 1] = 0,
+) -> Trace:
     with isolated(model, batch, fake=fake) as inputs:
         try:
-            return trace(model, inputs, modes, loss)
+            return trace(model, inputs, modes, loss, lookahead)
         except DataDependentOutputException as error:
             raise InputError(
                 "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that "
@@ -103,8 +127,10 @@ def _step_peak(traced: Trace) -> int:
     return max(accumulate(change for _, change in traced.log))
 
 
-def build_problem(entries: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0) -> Problem:
-    """Return the problem that the traces of `list_traced_schedules` describe."""
+def build_problem(
+    entries: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0, ahead: Sequence[Trace] = ()
+) -> Problem:
+    """Return the problem that the traces of `list_traced_schedules` describe, and with look-ahead `list_schedules_ahead`."""
     stored, inverted = traces[0], traces[3]
     states = stored.number_states()
     # Where autograd saves nothing, a unit that recomputes does not need its inputs either.
@@ -122,6 +148,11 @@ def build_problem(entries: Sequence[LayoutEntry], traces: Sequence[Trace], other
             options[k].setdefault((option.mode, first), option)
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     pairs = [_number(pair, states) for pair in stored.pairs]
+    for traced in ahead:
+        for k, variant, found in _list_aheads(traced, [entry.name for entry in entries], kept_states, pairs):
+            option = options[k][variant]
+            if option.ahead is None or option.ahead.recovery is None:
+                options[k][variant] = replace(option, ahead=found)
     inputs = [_number(given, states) for given in stored.inputs]
     return Problem(
         units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs)),
@@ -145,31 +176,100 @@ def _build_options(
     traced: Trace, kept_states: Mapping[str, Sequence[tuple[int, ...]]], stored_work: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, Option, bool]]:
     """Yield for every unit its index, its option in this trace, and whether it begins a run of inverted steps there."""
-    states = traced.number_states()
-    storages = {number: storage for storage, number in states.items()}
-    kept, work = _kept_storages(traced), _count_work(traced)
-    forward, backward = _forward_peaks(traced), {unit: span for unit, *span, _ in traced.phases("backward")}
-    held_before, own, run = (
-        set[int](),
-        set[int](),
-        0,
-    )  # states and other storages kept by the preceding units; length of the run
+    kept, work, forward = _kept_storages(traced), _count_work(traced), _forward_peaks(traced)
+    backward = {unit: span for unit, *span, _ in traced.phases("backward")}
+    for k, context in enumerate(_list_contexts(traced, kept_states)):
+        peaks = [traced.peak(backward[k], without) if k in backward else 0 for without in context.without]
+        flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
+        held = _number(context.held, traced.number_states())
+        yield (
+            k,
+            Option(traced.modes[k], sum(kept[k].values()), held, forward[k], tuple(peaks), flops, made_bytes),
+            context.begins_run,
+        )
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What precedes a unit in a trace.
+
+    Args:
+        begins_run: whether the unit begins a run of inverted steps.
+        held: storages of the states that the unit itself keeps.
+        without: for every subset of the unit's inputs that preceding units may keep, all storages that do not count in its
+            backward, as in `Option.backward_bytes`.
+    """
+
+    begins_run: bool
+    held: set[int]
+    without: list[set[int]]
+
+
+def _list_contexts(traced: Trace, kept_states: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[_Context]:
+    """Yield the context of every unit."""
+    storages = {number: storage for storage, number in traced.number_states().items()}
+    kept = _kept_storages(traced)
+    held_before, own, run = set[int](), set[int](traced.fixed), 0  # states and other storages kept by the preceding units
     for k, mode in enumerate(traced.modes):
         given = sorted(traced.inputs[k])
         held = set[int]() if mode == "invert" else {storages[number] for number in kept_states[mode][k]}
         if mode != "invert" and run:
             held_before |= traced.pairs[k]
             run = 0
-        others = held_before - (set(given) if mode == "invert" else held)
-        kept_before = [others.union(*([s] for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
-        peaks = [_peak(traced, backward[k], traced.fixed | own | kept_) if k in backward else 0 for kept_ in kept_before]
-        kept_bytes = sum(kept[k].values())
-        flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
-        option = Option(mode, kept_bytes, _number(held, states), forward[k], tuple(peaks), flops, made_bytes)
-        yield k, option, mode == "invert" and run == 0
+        others = own | held_before - (set(given) if mode == "invert" else held)
+        without = [others.union(s for j, s in enumerate(given) if i >> j & 1) for i in range(1 << len(given))]
+        yield _Context(mode == "invert" and run == 0, held, without)
         own |= kept[k].keys()
         held_before |= held
         run = run + 1 if mode == "invert" else 0
+
+
+def _list_aheads(
+    traced: Trace, names: Sequence[str], kept_states: Mapping[str, Sequence[tuple[int, ...]]], pairs: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[int, tuple[Mode, bool], Ahead]]:
+    """Yield the units that drop something in a trace with look-ahead: index, variant, and backward."""
+    kept, index = _kept_storages(traced), {name: k for k, name in enumerate(names)}
+    recoveries = {index[name]: recovered for name, recovered in traced.recoveries.items() if name in index}
+    backward = {unit: span for unit, *span, _ in traced.phases("backward")}
+    for k, context in enumerate(_list_contexts(traced, kept_states)):
+        if k not in backward:
+            continue
+        (start, end), mode = backward[k], traced.modes[k]
+        begun = next((each for each in recoveries.values() if each.beside == k), None)
+        if begun is None and k not in recoveries:
+            continue
+        begun = begun or Recovered(k, end, frozenset(), end)  # it is the last that is recovered
+        made = traced.born(begun.start, begun.end)
+        ahead = Ahead(
+            before_bytes=tuple(traced.peak((start, begun.start), without) for without in context.without),
+            during_bytes=tuple(traced.sum(begun.start, without) for without in context.without),
+            after_bytes=tuple(traced.peak((begun.end, end), without | made) for without in context.without),
+            paired_bytes=tuple(
+                traced.peak((begun.end, end), without | made | begun.sources)
+                + traced.sum(begun.start, without, only=begun.sources)
+                for without in context.without
+            ),
+            recovery=None,
+        )
+        if k in recoveries:
+            own = recoveries[k]
+            made, before = traced.born(own.start, own.end), traced.alive(own.start)
+            after = traced.alive(own.end)
+            left = sum(after.get(storage, 0) for storage in made)
+            left -= sum(before[storage] - after.get(storage, 0) for storage in kept[k] if storage in before)
+            peak = traced.peak((own.start, own.end), frozenset()) - sum(before.values())
+            ahead = replace(ahead, recovery=Recovery(peak, left, _released(mode, context.begins_run, pairs[k], pairs[k + 1])))
+        yield k, (mode, context.begins_run), ahead
+
+
+def _released(mode: Mode, begins_run: bool, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+    """Return the states that an inverted run keeps no longer when a step of it has been recovered.
+
+    The run then keeps the pair before the step; if the step begins the run, only bijections behind it are undone.
+    """
+    if mode != "invert" or (begins_run and set(before) & set(after)):
+        return ()
+    return tuple(state for state in after if state not in before)
 
 
 def _kept_outputs(inverted: Trace) -> list[Storages]:
@@ -215,18 +315,7 @@ def _loss_peak(traced: Trace) -> int:
     states, kept = traced.number_states().keys(), {s for storages in _kept_storages(traced) for s in storages}
     start = next(mark.position for mark in traced.marks if mark.phase == "loss")
     end = next(mark.position for mark in traced.marks if mark.position >= start and mark.phase in ("backward", "end"))
-    return _peak(traced, (start, end), traced.fixed | kept | states)
-
-
-def _peak(traced: Trace, span: Sequence[int], without: Storages | set[int]) -> int:
-    """Return the peak between two positions of the log, of all storages other than `without`."""
-    start, end = span
-    total = highest = sum(size for storage, size in traced.alive(start).items() if storage not in without)
-    for storage, change in traced.log[start:end]:
-        if storage not in without:
-            total += change
-            highest = max(highest, total)
-    return highest
+    return traced.peak((start, end), traced.fixed | kept | states)
 
 
 def _count_work(traced: Trace) -> list[tuple[int, int]]:

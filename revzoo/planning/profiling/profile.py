@@ -60,6 +60,7 @@ def profile(
     run: bool = True,
     estimate: bool = False,
     other_bytes: int = 0,
+    lookahead: bool = False,
 ) -> Profile:
     """Count the bytes and FLOPs of every unit in every mode, check how many steps can be inverted, and measure seconds.
 
@@ -76,12 +77,14 @@ def profile(
         run: False measures no seconds. Whether steps can be inverted is still checked, on a few examples.
         estimate: time only the minimum-memory schedule, and assume that every mode but storing costs one extra forward.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
+        lookahead: count what every unit needs with look-ahead as well, for `revzoo.solve(profile, budget, lookahead=1)`.
     Raises:
         InputError: not such a model, an unusable batch, no parameter with a gradient, or an optimizer of other parameters.
         RecoveryError: a step does not return the same output when it runs again.
     """
     other_bytes += count_optimizer_bytes(model, optimizer)
-    memory = replace(count(model, batch, loss, other_bytes), max_invert_run=predict_inversion_limit(model))
+    counted = count(model, batch, loss, other_bytes, lookahead=lookahead)
+    memory = replace(counted, max_invert_run=predict_inversion_limit(model))
     notes, timing = [], None
     if any(p.is_meta for p in model.parameters()):
         notes.append(
@@ -105,7 +108,7 @@ def profile(
 
 
 def _measure_or_estimate(
-    model: nn.Module, batch: Any, memory: Problem, loss: LossFunction | None, estimate: bool
+    model: PlannableModel, batch: Any, memory: Problem, loss: LossFunction | None, estimate: bool
 ) -> tuple[Timing | None, list[str]]:
     """Return the best timing that there is memory for, and notes about it."""
     notes = ["Every mode but storing is assumed to cost one extra forward of the unit."]

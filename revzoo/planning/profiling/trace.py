@@ -6,21 +6,23 @@ stored step is also the output of the step before it, and one of the pair that a
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo.analysis.dry_run import call, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
-from revzoo.planning.profiling.hooks import StepHooks
+from revzoo.planning.profiling.hooks import PlannableModel, StepHooks
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.live_bytes import LiveBytes, Storages
+from revzoo.runtime.lookahead import Recoverable, observe_recoveries
+from revzoo.runtime.lookahead_setting import LookaheadDepth
 from revzoo.runtime.schedule import Mode
 
 LossFunction = Callable[[Any], Tensor]
@@ -45,6 +47,23 @@ class Mark:
 
 
 @dataclass
+class Recovered:
+    """The recovery of one unit ahead of backward.
+
+    Args:
+        beside: index of the unit in whose backward it ran.
+        start: length of the log when it began.
+        sources: storages that it read: of an inverted step, the pair of states after it.
+        end: length of the log when it had ended.
+    """
+
+    beside: int
+    start: int
+    sources: Storages
+    end: int = 0
+
+
+@dataclass
 class Trace:
     """One training step.
 
@@ -57,6 +76,7 @@ class Trace:
         saved: storages of what autograd saved in each unit that stores.
         fixed: storages that exist from the beginning.
         backward_start: length of the log between forward and backward.
+        recoveries: of the units that were recovered ahead, by name.
     """
 
     modes: list[Mode]
@@ -67,6 +87,7 @@ class Trace:
     saved: list[Storages] = field(default_factory=list)
     fixed: Storages = frozenset()
     backward_start: int = 0
+    recoveries: dict[str, Recovered] = field(default_factory=dict)
 
     def phases(self, phase: str) -> Iterator[tuple[int, int, int, int]]:
         """Yield unit, first and last position in the log, and FLOPs of all "forward" or all "backward" phases."""
@@ -81,13 +102,34 @@ class Trace:
             sizes[storage] += change
         return {storage: size for storage, size in sizes.items() if size}
 
+    def born(self, start: int, end: int) -> Storages:
+        """Return the storages that appear between two positions of the log."""
+        return frozenset(storage for storage, _ in self.log[start:end]) - self.alive(start).keys()
+
+    def sum(self, position: int, without: Collection[int], only: Collection[int] | None = None) -> int:
+        """Return the bytes alive at a position of the log, in storages other than `without`, or in those of `only`."""
+        alive = self.alive(position).items()
+        return sum(size for storage, size in alive if storage not in without and (only is None or storage in only))
+
+    def peak(self, span: Sequence[int], without: Collection[int]) -> int:
+        """Return the peak between two positions of the log, of all storages other than `without`."""
+        start, end = span
+        total = highest = self.sum(start, without)
+        for storage, change in self.log[start:end]:
+            if storage not in without:
+                total += change
+                highest = max(highest, total)
+        return highest
+
     def number_states(self) -> dict[int, int]:
         """Return a number for the storage of every state, in the order in which the states appear."""
         order = dict.fromkeys(storage for pair in self.pairs for storage in sorted(pair))
         return {storage: i for i, storage in enumerate(order)}
 
 
-def trace(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None) -> Trace:
+def trace(
+    model: PlannableModel, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None, lookahead: LookaheadDepth = 0
+) -> Trace:
     """Run a training step of an isolated model with this schedule, and return what happened in it.
 
     Args:
@@ -95,11 +137,18 @@ def trace(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunctio
         batch: as `isolated` yielded it.
         modes: one per unit.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
+        lookahead: how many units are recovered ahead of backward.
     """
-    model.schedule = list(modes)  # type: ignore[assignment]
+    model.schedule = list(modes)
+    model.lookahead = lookahead
     traced, flops, live = Trace(list(modes)), FlopCounter(), LiveBytes()
     recorder = _Recorder(traced, flops, live)
-    with flops, live, StepHooks(model, recorder) as hooks:
+    with (
+        flops,
+        live,
+        StepHooks(model, recorder) as hooks,
+        observe_recoveries(recorder.begin_recovery, recorder.end_recovery),
+    ):
         fixed = live.watch([*model.parameters(), *model.buffers()]) | live.watch(batch)
         outputs = call(model, batch)
         after = live.watch(outputs) if isinstance(model, ReversibleChain) else frozenset()
@@ -154,6 +203,14 @@ class _Recorder:
 
     def begin_backward(self, unit: int) -> None:
         self.mark("backward", unit)
+
+    def begin_recovery(self, call: Recoverable) -> None:
+        self._trace.recoveries[call.name] = Recovered(
+            self._trace.marks[-1].unit, self._live.now(), self._live.watch(list(call.sources))
+        )
+
+    def end_recovery(self, call: Recoverable) -> None:
+        self._trace.recoveries[call.name].end = self._live.now()
 
     def identify(self, tensors: Any) -> Storages:
         return self._live.watch(tensors)

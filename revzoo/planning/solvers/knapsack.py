@@ -148,7 +148,7 @@ def solve_knapsack(problem: Problem, budget: int, baseline: Baseline = "peak") -
         baseline_bytes = peak(problem, modes)
     else:
         kept = sum(edge.kept_bytes for edge in inverted)
-        baseline_bytes = problem.fixed_bytes + kept + loss_need_bytes(problem, inverted[-1].held) - problem.loss_bytes
+        baseline_bytes = problem.fixed_bytes + kept + loss_need_bytes(problem, inverted[-1].after.held) - problem.loss_bytes
     if baseline_bytes > budget:
         return None
     stored = [options[k]["store"] for k in steps]

@@ -7,11 +7,51 @@ during unit k is therefore what the preceding units keep, a prefix sum, plus wha
 
 A schedule gives each unit one of its modes. An `Edge` is one unit in one mode, given the modes of the preceding units. Both
 `follow_schedule` below and the search in `timeline.py` are made of edges, so they always agree to the byte.
+
+With look-ahead, the backward of a unit that drops tensors has three parts: until the next such unit in the order of backward is
+recovered, that recovery, and the rest, beside what it has left. The need of a unit therefore depends on the modes of the
+preceding units up to the one that is recovered, which may be far away. A unit that drops nothing is passed by: what was
+recovered before its backward is in use during all of it. The unit that backward recovers first is not recovered ahead.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What it takes to recover a unit ahead of its backward.
+
+    Args:
+        peak_bytes: peak of the recovery above what is in use when it begins.
+        left_bytes: in use from its end to the unit's own backward: refilled tensors, and of an inverted step a rebuilt state.
+        released: states that a run of inverted steps no longer keeps afterwards.
+    """
+
+    peak_bytes: int
+    left_bytes: int
+    released: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The backward of a unit with look-ahead. All bytes are as in `Option.backward_bytes`.
+
+    Args:
+        before_bytes: peak until the next unit is recovered. This one has been recovered ahead.
+        during_bytes: in use when that recovery begins.
+        after_bytes: peak after it, without what it has left.
+        paired_bytes: the same where the recovered unit begins the run of inverted steps that this one belongs to, and
+            therefore still keeps the pair of states between the two.
+        recovery: of this unit; None if no other begins it.
+    """
+
+    before_bytes: tuple[int, ...]
+    during_bytes: tuple[int, ...]
+    after_bytes: tuple[int, ...]
+    paired_bytes: tuple[int, ...]
+    recovery: Recovery | None
 
 
 @dataclass(frozen=True)
@@ -27,6 +67,7 @@ class Option:
             inputs: bit j of the index says that a preceding unit keeps `inputs[j]`, which is then not counted here.
         cost: extra work over storing [nanoseconds or FLOPs], at least 0.
         made_bytes: bytes allocated in backward beyond those that storing allocates there.
+        ahead: its backward with look-ahead; None if the unit drops nothing in this mode, or this was not counted.
     """
 
     mode: str
@@ -36,6 +77,7 @@ class Option:
     backward_bytes: tuple[int, ...]
     cost: int
     made_bytes: int = 0
+    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +110,7 @@ class Problem:
         loss_bytes: what the loss needs between forward and backward, above what the units keep.
         pair_after: states after the last unit; they are alive at the loss, and a run that ends there keeps them.
         max_invert_run: most inverted steps in one run; None: any number.
+        lookahead: how many units are recovered ahead of backward.
     """
 
     units: tuple[Unit, ...]
@@ -76,6 +119,12 @@ class Problem:
     loss_bytes: int
     pair_after: tuple[int, ...]
     max_invert_run: int | None = None
+    lookahead: Literal[0, 1] = 0
+
+    @property
+    def counts_lookahead(self) -> bool:
+        """Whether it is known what some unit needs with look-ahead."""
+        return any(option.ahead is not None for unit in self.units for option in unit.options)
 
     def bytes_of(self, states: Sequence[int], held: frozenset[int]) -> int:
         """Return the bytes of those states that are not in `held`."""
@@ -113,6 +162,22 @@ class PhasePeak:
     bytes: int
 
 
+class Place(NamedTuple):
+    """All that a unit and the following ones must know of the modes before it.
+
+    Args:
+        run: length of the run of inverted steps that ends before it.
+        held: states kept by the preceding units.
+        awaited: with look-ahead, the recovery of a preceding unit that the next unit which drops something begins.
+        is_over: with look-ahead, whether all units from here on drop nothing.
+    """
+
+    run: int = 0
+    held: frozenset[int] = frozenset()
+    awaited: Recovery | None = None
+    is_over: bool = False
+
+
 @dataclass(frozen=True)
 class Edge:
     """One unit in one mode, given the modes of the preceding units.
@@ -123,8 +188,7 @@ class Edge:
         forward_bytes: peak of the unit's forward above what the preceding units keep.
         backward_bytes: the same of its backward.
         kept_bytes: what the unit adds to the memory kept until its backward.
-        run: length of the run of inverted steps that ends with this unit, 0 if it is not inverted.
-        held: states kept by the units up to this one.
+        after: the place after the unit.
     """
 
     mode: str
@@ -132,8 +196,7 @@ class Edge:
     forward_bytes: int
     backward_bytes: int
     kept_bytes: int
-    run: int
-    held: frozenset[int]
+    after: Place
 
     @property
     def need_bytes(self) -> int:
@@ -141,15 +204,14 @@ class Edge:
         return max(self.forward_bytes, self.backward_bytes)
 
 
-def list_edges(problem: Problem, k: int, run: int, held: frozenset[int]) -> Iterator[Edge]:
-    """Yield an edge for each mode that unit k can have.
+def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
+    """Yield an edge for each mode that unit k can have; with look-ahead two, where it may be the last that drops something.
 
     Args:
         k: index of the unit.
-        run: length of the run of inverted steps that ends before it.
-        held: states kept by the preceding units.
+        before: the place before it.
     """
-    unit = problem.units[k]
+    unit, run, held = problem.units[k], before.run, before.held
     for option in unit.options:
         inverted = option.mode == "invert"
         if inverted and not run:
@@ -158,16 +220,59 @@ def list_edges(problem: Problem, k: int, run: int, held: frozenset[int]) -> Iter
             option = unit.first
         closed = unit.pair if run and not inverted else ()  # the run ends before this unit and keeps its pair
         closed_bytes, held_before = problem.bytes_of(closed, held), held.union(closed)
-        known = sum(1 << j for j, state in enumerate(unit.inputs) if state in held_before)
-        yield Edge(
+        edge = Edge(
             mode=option.mode,
             cost=option.cost,
             forward_bytes=closed_bytes + problem.bytes_of(unit.pair, held_before) + option.forward_bytes,
-            backward_bytes=closed_bytes + option.backward_bytes[known],
+            backward_bytes=_count_backward(problem, unit, held, closed, option.backward_bytes),
             kept_bytes=closed_bytes + option.kept_bytes + problem.bytes_of(option.kept_states, held_before),
-            run=run + 1 if inverted else 0,
-            held=held_before.union(option.kept_states),
+            after=before._replace(run=run + 1 if inverted else 0, held=held_before.union(option.kept_states)),
         )
+        if not problem.lookahead:
+            yield edge
+        elif option.ahead is None:
+            yield _pass_by(problem, unit, option, before, closed, edge)
+        elif not before.is_over:
+            yield from _look_ahead(problem, unit, option.ahead, before, closed, edge)
+
+
+def _count_backward(
+    problem: Problem, unit: Unit, held: frozenset[int], closed: Sequence[int], backward_bytes: Sequence[int]
+) -> int:
+    """Return a peak of a unit's backward above what the preceding units keep, of those in `backward_bytes`."""
+    held_before = held.union(closed)
+    known = sum(1 << j for j, state in enumerate(unit.inputs) if state in held_before)
+    return problem.bytes_of(closed, held) + backward_bytes[known]
+
+
+def _pass_by(problem: Problem, unit: Unit, option: Option, before: Place, closed: Sequence[int], edge: Edge) -> Edge:
+    """Return the edge of a unit that drops nothing, in whose backward an awaited recovery has already been made."""
+    recovery = before.awaited
+    if recovery is None:
+        return edge
+    closed = [state for state in closed if state not in recovery.released]
+    backward_bytes = _count_backward(problem, unit, before.held, closed, option.backward_bytes) + recovery.left_bytes
+    freed = problem.bytes_of(recovery.released, before.held.union(option.kept_states))
+    awaited = Recovery(recovery.peak_bytes, recovery.left_bytes - freed)
+    return replace(edge, backward_bytes=backward_bytes, after=edge.after._replace(awaited=awaited))
+
+
+def _look_ahead(problem: Problem, unit: Unit, ahead: Ahead, before: Place, closed: Sequence[int], edge: Edge) -> Iterator[Edge]:
+    """Yield the edge of a unit that is recovered ahead, and the edge of one that backward recovers first."""
+    recovery, released = before.awaited or Recovery(0, 0), set[int]()
+    goes_on = edge.mode == "invert" and before.run > 0
+    if not goes_on:
+        released.update(recovery.released)
+    rest = ahead.paired_bytes if goes_on and not recovery.released else ahead.after_bytes
+    beside = max(
+        _count_backward(problem, unit, before.held, closed, ahead.during_bytes) + recovery.peak_bytes,
+        _count_backward(problem, unit, before.held, [s for s in closed if s not in released], rest) + recovery.left_bytes,
+    )
+    if ahead.recovery is not None:
+        backward_bytes = max(_count_backward(problem, unit, before.held, closed, ahead.before_bytes), beside)
+        yield replace(edge, backward_bytes=backward_bytes, after=edge.after._replace(awaited=ahead.recovery))
+    after = edge.after._replace(awaited=None, is_over=True)
+    yield replace(edge, backward_bytes=max(edge.backward_bytes, beside) if before.awaited else edge.backward_bytes, after=after)
 
 
 def loss_need_bytes(problem: Problem, held: frozenset[int]) -> int:
@@ -179,13 +284,25 @@ def follow_schedule(problem: Problem, modes: Sequence[str]) -> Iterator[Edge]:
     """Yield the edges of a schedule, in the order of forward. Raises as `peak` does."""
     if len(modes) != len(problem.units):
         raise ValueError(f"A schedule has one mode per unit: {len(problem.units)}. Received: {len(modes)}.")
-    run, held = 0, frozenset[int]()
+    place, last = Place(), _find_last_dropping(problem, modes)
     for k, (unit, mode) in enumerate(zip(problem.units, modes, strict=True)):
-        edges = {edge.mode: edge for edge in list_edges(problem, k, run, held)}
+        edges = {
+            edge.mode: edge for edge in list_edges(problem, k, place) if edge.after.is_over == (last is not None and k >= last)
+        }
         if mode not in edges:
             raise ValueError(f"Unit {unit.name!r} has the modes {', '.join(edges)} here. Received: {mode!r}.")
         yield edges[mode]
-        run, held = edges[mode].run, edges[mode].held
+        place = edges[mode].after
+
+
+def _find_last_dropping(problem: Problem, modes: Sequence[str]) -> int | None:
+    """Return the index of the unit that backward recovers first; None without look-ahead, or where nothing is recovered."""
+    dropping = [
+        k
+        for k, (unit, mode) in enumerate(zip(problem.units, modes, strict=True))
+        if any(option.mode == mode and option.ahead is not None for option in unit.options)
+    ]
+    return dropping[-1] if dropping and problem.lookahead else None
 
 
 def peak(problem: Problem, modes: Sequence[str]) -> int:
@@ -208,5 +325,5 @@ def list_phase_peaks(problem: Problem, modes: Sequence[str]) -> list[PhasePeak]:
     for unit, edge in zip(problem.units, follow_schedule(problem, modes), strict=True):
         forward.append(PhasePeak(unit.name, "forward", kept + edge.forward_bytes))
         backward.append(PhasePeak(unit.name, "backward", kept + edge.backward_bytes))
-        kept, held = kept + edge.kept_bytes, edge.held
+        kept, held = kept + edge.kept_bytes, edge.after.held
     return [*forward, PhasePeak("loss", "loss", kept + loss_need_bytes(problem, held)), *reversed(backward)]

@@ -5,18 +5,20 @@ units keep costs almost nothing. Choosing the modes is thus a multiple-choice kn
 is weakly NP-hard. The additive knapsack of `knapsack.py` is the special case in which only the total counts.
 
 The search is dynamic programming. A *search state* before a unit is all that this unit and the following ones must know: the
-length of the run of inverted steps that ends there, and the states (tensors) that the preceding units keep. A forward pass
-finds the search states that can be reached within the budget, and the fewest bytes that a schedule keeps on arrival. A
-backward pass, from the last unit to the first, finds the partial solutions of every search state: assignments of modes to all
-units after it, as pairs (bytes, cost), where bytes is the peak of these units if the preceding ones keep nothing. An edge that
-needs d bytes and keeps m extends a pair (b, c) to (max(d, m + b), c + its cost). Both entries grow with those of the pair that
-was extended. A pair that another one beats in both can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can
-one that exceeds the budget even with the fewest bytes kept before it. What remains before the first unit are whole schedules.
+length of the run of inverted steps that ends there, and the states (tensors) that the preceding units keep; with look-ahead
+also what the recovery of the unit before takes, and whether all units from here on drop nothing. A forward pass finds the
+search states that can be reached within the budget, and the fewest bytes that a schedule keeps on arrival. A backward pass,
+from the last unit to the first, finds the partial solutions of every search state: assignments of modes to all units after it,
+as pairs (bytes, cost), where bytes is the peak of these units if the preceding ones keep nothing. An edge that needs d bytes
+and keeps m extends a pair (b, c) to (max(d, m + b), c + its cost). Both entries grow with those of the pair that was extended.
+A pair that another one beats in both can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can one that exceeds
+the budget even with the fewest bytes kept before it. What remains before the first unit are whole schedules.
 
 Known inefficiencies: the number of partial solutions is exponential at worst. For 100 steps of two kinds it reached some
 thousands, for 100 different steps some tens of thousands, because many of them share their largest need. Search states with
-different tensors are kept apart even where one is never better than the other, and so are different lengths of a run if that is
-limited. All partial solutions stay in memory (32 bytes each) to reconstruct the schedule. Every budget is a new search.
+different tensors or recoveries are kept apart even where one is never better than the other, and so are different lengths of a
+run if that is limited. All partial solutions stay in memory (32 bytes each) to reconstruct the schedule. Every budget is a new
+search.
 
 Source: Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation", Management Science 1969, with a
 maximum in place of a sum.
@@ -27,9 +29,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from revzoo.planning.solvers.problem import Edge, Problem, list_edges, loss_need_bytes
+from revzoo.planning.solvers.problem import Edge, Place, Problem, list_edges, loss_need_bytes
 
-SearchState = tuple[int, frozenset[int]]  # (length of the run that ends here, kept states that a later unit refers to)
 _Partials = NDArray[np.int64]  # partial solutions, one per column; by rising bytes and falling cost
 _BYTES, _COST, _EDGE, _REST = range(4)  # their rows: _EDGE indexes the node's edges, _REST the successor's partial solutions
 _ANY = 1 << 62  # a budget or cost above all
@@ -45,7 +46,7 @@ class _Node:
     """
 
     min_bytes: int
-    edges: list[tuple[Edge, SearchState]] = field(default_factory=list)
+    edges: list[tuple[Edge, Place]] = field(default_factory=list)
 
 
 def solve_timeline(problem: Problem, budget: int) -> list[str] | None:
@@ -56,7 +57,7 @@ def solve_timeline(problem: Problem, budget: int) -> list[str] | None:
     budget = min(budget, _ANY)
     layers = _reach_search_states(problem, budget)
     partials = [
-        {state: _end_partial(loss_need_bytes(problem, state[1]), budget - node.min_bytes) for state, node in layers[-1].items()}
+        {place: _end_partial(_need_at_the_end(problem, place), budget - node.min_bytes) for place, node in layers[-1].items()}
     ]
     for layer in reversed(layers[:-1]):
         partials.append({state: _extend_partials(node, partials[-1], budget) for state, node in layer.items()})
@@ -78,7 +79,7 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
     Raises: ValueError: no schedule is allowed, whatever the budget.
     """
     layers = _reach_search_states(problem, _ANY)
-    rest = {state: loss_need_bytes(problem, state[1]) for state in layers[-1]}
+    rest = {place: _need_at_the_end(problem, place) for place in layers[-1]}
     for layer in reversed(layers[:-1]):
         rest = {
             state: min((max(edge.need_bytes, edge.kept_bytes + rest[to]) for edge, to in node.edges), default=_ANY)
@@ -91,22 +92,24 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
     return smallest, modes
 
 
-def _reach_search_states(problem: Problem, budget: int) -> list[dict[SearchState, _Node]]:
+def _reach_search_states(problem: Problem, budget: int) -> list[dict[Place, _Node]]:
     """Return the search states that can be reached within the budget: before each unit, and after the last."""
     longest = problem.max_invert_run
     used_later = [frozenset(problem.pair_after)]  # for each unit, from the last: the states that it or a later one refers to
     for unit in reversed(problem.units):
         used_later.append(used_later[-1].union(unit.pair, unit.inputs, *(option.kept_states for option in unit.options)))
     used_later.pop()
-    layers = [{(0, frozenset[int]()): _Node(problem.fixed_bytes)}]
+    layers = [{Place(): _Node(problem.fixed_bytes)}]
     for k in range(len(problem.units)):
-        following: dict[SearchState, _Node] = {}
+        following: dict[Place, _Node] = {}
         matter = used_later.pop()
-        for (run, held), node in layers[-1].items():
-            for edge in list_edges(problem, k, run, held):
-                if node.min_bytes + edge.need_bytes > budget or (longest is not None and edge.run > longest):
+        for place, node in layers[-1].items():
+            for edge in list_edges(problem, k, place):
+                after = edge.after
+                if node.min_bytes + edge.need_bytes > budget or (longest is not None and after.run > longest):
                     continue
-                to = (min(edge.run, 1) if longest is None else edge.run, edge.held & matter)  # only a limit needs the length
+                run = min(after.run, 1) if longest is None else after.run  # only a limit needs the length
+                to = after._replace(run=run, held=after.held & matter)
                 node.edges.append((edge, to))
                 kept = node.min_bytes + edge.kept_bytes
                 successor = following.setdefault(to, _Node(kept))
@@ -115,12 +118,16 @@ def _reach_search_states(problem: Problem, budget: int) -> list[dict[SearchState
     return layers
 
 
+def _need_at_the_end(problem: Problem, place: Place) -> int:
+    return _ANY + 1 if place.awaited else loss_need_bytes(problem, place.held)  # an awaited recovery has to be begun
+
+
 def _end_partial(need: int, room: int) -> _Partials:
     """Base case: one empty assignment after the last unit if the loss fits the budget, else none."""
     return np.array([[need], [0], [0], [0]])[:, : int(need <= room)]
 
 
-def _extend_partials(node: _Node, following: dict[SearchState, _Partials], budget: int) -> _Partials:
+def _extend_partials(node: _Node, following: dict[Place, _Partials], budget: int) -> _Partials:
     """Return the partial solutions of a node, given those of all search states after its unit."""
     columns = [np.empty((4, 0), np.int64)]
     for i, (edge, to) in enumerate(node.edges):
