@@ -9,7 +9,7 @@ Source: problem 8 of "An Efficient Training Framework for Reversible Neural Arch
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -18,14 +18,15 @@ from revzoo.format import format_bytes
 from revzoo.model.network import Model
 from revzoo.planning.budget import free_bytes, parse_budget
 from revzoo.planning.plan import Plan, Solver
-from revzoo.planning.planner import enforce_budget, solve
+from revzoo.planning.planner import plan_profiled, solve
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import Timing, measure_step_seconds, measure_timing, memory_errors
 from revzoo.planning.setting import read_setting
-from revzoo.planning.solvers.problem import Option, Problem, Unit, peak
+from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, peak
+from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
 
 _CANDIDATES = 32  # at most, evenly spaced
 _STRETCH = 4  # the larger batch whose time is measured is this multiple of the smallest
@@ -95,6 +96,7 @@ def find_best_batch(
     *,
     solver: Solver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
+    lookahead: LookaheadDepth = 0,
 ) -> BatchPlan:
     """Return the batch size from `low` to `high` with most samples per second within the budget, with its plan.
 
@@ -105,6 +107,7 @@ def find_best_batch(
         high: the largest size, at least `low`.
         solver: "timeline" or "knapsack", as for `revzoo.solve`.
         optimizer: its state is part of every peak.
+        lookahead: as for `revzoo.plan`. "auto" compares the sizes without, and decides for the best one.
     Raises:
         InputError: not 1 <= low <= high, or a model without values, which cannot be timed.
         BudgetError: not even the smallest batch fits the budget, or no batch can be run on the device.
@@ -120,17 +123,19 @@ def find_best_batch(
         raise InputError(
             "The best batch depends on measured seconds. Received: a model on the meta device. Make it on a real one."
         )
-    profiles = _Interpolation(model, low, high, optimizer)
+    depth = LookaheadSetting(lookahead).depth
+    profiles = _Interpolation(model, low, high, optimizer, depth)
     limit = parse_budget(budget, profiles.small.setting.device.split()[0], profiles.small.model_bytes)
-    solve(profiles.at(low), limit, solver)  # raises BudgetError where not even this fits
+    compared: Literal[0, 1] = 1 if depth == 1 else 0
+    solve(profiles.at(low), limit, solver, lookahead=compared)  # raises BudgetError where not even this fits
     sizes = range(low, high + 1, -(-(high - low + 1) // _CANDIDATES))
-    rows = tuple(_predict_rows(model, profiles, limit, sizes, solver))
+    rows = tuple(_predict_rows(model, profiles, limit, sizes, solver, compared))
     for row in sorted(rows, key=lambda row: row.planned / row.batch):
         try:
             with memory_errors():
                 predicted, batch = profiles.at(row.batch), model.example_input(row.batch)
-            plan = enforce_budget(model, batch, predicted, solve(predicted, limit, solver))
-            seconds = measure_step_seconds(model, batch, plan.schedule)
+            plan = plan_profiled(model, batch, predicted, limit, solver, depth)
+            (seconds,) = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead)])
         except (MemoryError, BudgetError):
             continue  # the counted bytes fit, but kernel workspaces and fragments come on top
         return BatchPlan(row.batch, replace(plan, seconds=seconds), seconds, row.planned, rows)
@@ -140,9 +145,9 @@ def find_best_batch(
 class _Interpolation:
     """A profile for any batch size, on the straight line through those of two sizes."""
 
-    def __init__(self, model: Model, low: int, high: int, optimizer: torch.optim.Optimizer | None):
+    def __init__(self, model: Model, low: int, high: int, optimizer: torch.optim.Optimizer | None, lookahead: LookaheadDepth):
         self._model, self._low, self._high = model, low, high
-        self.small = profile(model, model.example_input(low), optimizer)
+        self.small = profile(model, model.example_input(low), optimizer, lookahead=lookahead != 0)
         if self.small.timing is None:
             raise BudgetError(f"A batch of {low} cannot be run on this device: {' '.join(self.small.notes)}")
         try:
@@ -150,7 +155,9 @@ class _Interpolation:
                 largest = model.example_input(high)
         except MemoryError as error:
             raise InputError(f"A batch of {high} cannot even be allocated here. Search up to a smaller size.") from error
-        self._large = count(model, largest, other_bytes=self.small.other_bytes) if high > low else None
+        self._large = (
+            count(model, largest, other_bytes=self.small.other_bytes, lookahead=lookahead != 0) if high > low else None
+        )
         self._second_size, self._second_timing = self._time_second_size(min(high, _STRETCH * low))
 
     def _time_second_size(self, size: int) -> tuple[int, Timing]:
@@ -212,6 +219,21 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
             backward_bytes=tuple(map(line.bytes, a.backward_bytes, b.backward_bytes)),
             cost=line.bytes(a.cost, b.cost),
             made_bytes=line.bytes(a.made_bytes, b.made_bytes),
+            ahead=None if a.ahead is None or b.ahead is None else ahead(a.ahead, b.ahead),
+        )
+
+    def ahead(a: Ahead, b: Ahead) -> Ahead:
+        recovery = a.recovery
+        if a.recovery is not None and b.recovery is not None:
+            peak_bytes = line.bytes(a.recovery.peak_bytes, b.recovery.peak_bytes)
+            left_bytes = line.bytes(a.recovery.left_bytes, b.recovery.left_bytes)
+            recovery = replace(a.recovery, peak_bytes=peak_bytes, left_bytes=left_bytes)
+        return Ahead(
+            before_bytes=tuple(map(line.bytes, a.before_bytes, b.before_bytes)),
+            during_bytes=tuple(map(line.bytes, a.during_bytes, b.during_bytes)),
+            after_bytes=tuple(map(line.bytes, a.after_bytes, b.after_bytes)),
+            paired_bytes=tuple(map(line.bytes, a.paired_bytes, b.paired_bytes)),
+            recovery=recovery,
         )
 
     def unit(a: Unit, b: Unit) -> Unit:
@@ -227,18 +249,21 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
     )
 
 
-def _predict_rows(model: Model, profiles: _Interpolation, limit: int, sizes: range, solver: Solver) -> Iterator[BatchRow]:
+def _predict_rows(
+    model: Model, profiles: _Interpolation, limit: int, sizes: range, solver: Solver, lookahead: Literal[0, 1]
+) -> Iterator[BatchRow]:
     """Yield a row for each size, up to the first that does not fit."""
     entries = list_units(model)
     for size in sizes:
         predicted = profiles.at(size)
         try:
-            plan = solve(predicted, limit, solver)
+            plan = solve(predicted, limit, solver, lookahead=lookahead)
         except BudgetError:
             return
 
         def seconds(modes: Sequence[str], predicted: Profile = predicted) -> float | None:
-            return predicted.predict_seconds(modes) if peak(predicted.problem, modes) <= limit else None
+            problem = replace(predicted.problem, lookahead=lookahead)
+            return predicted.predict_seconds(modes) if peak(problem, modes) <= limit else None
 
         yield BatchRow(
             batch=size,

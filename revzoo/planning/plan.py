@@ -39,6 +39,7 @@ class Plan:
         setting: model, batch, dtype and device that the plan holds for.
         max_invert_run: limit for the number of consecutive inverted steps; None is any number.
         notes: remarks for the reader.
+        lookahead: how many steps are recovered ahead of backward.
     """
 
     units: tuple[str, ...]
@@ -54,9 +55,10 @@ class Plan:
     setting: Setting
     max_invert_run: int | None = None
     notes: tuple[str, ...] = ()
+    lookahead: Literal[0, 1] = 0
 
     def apply(self, model: nn.Module, batch: Any = None) -> None:
-        """Give the model this schedule.
+        """Give the model this schedule and look-ahead.
 
         Args:
             model: the one planned for, or an equal one.
@@ -73,6 +75,7 @@ class Plan:
                 "revzoo.plan(model, batch, budget)."
             )
         model.schedule = list(self.schedule)  # type: ignore[assignment]
+        model.lookahead = self.lookahead  # type: ignore[assignment]
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -111,6 +114,8 @@ class Plan:
             raise ValueError("its names are not all strings")
         if self.solver not in get_args(Solver) or not set(self.schedule) <= set(MODES):
             raise ValueError("it has an unknown solver or mode")
+        if type(self.lookahead) is not int or self.lookahead not in (0, 1):
+            raise ValueError("its look-ahead is neither 0 nor 1")
         if not (self.max_invert_run is None or (type(self.max_invert_run) is int and self.max_invert_run >= 0)):
             raise ValueError("its limit for inverted steps is not a number")
         if len(self.units) != len(self.schedule) or len(self.phase_peaks) != 2 * len(self.units) + 1:
@@ -128,7 +133,7 @@ class Plan:
             f"{self.setting.model}, batch of {', '.join(self.setting.batch)}, {self.setting.dtype} on {self.setting.device}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
             f"(all stored {format_bytes(self.no_recompute_peak_bytes)}, at least {format_bytes(self.min_peak_bytes)})",
-            f"{modes}; {work}",
+            f"{modes}{', with look-ahead' * self.lookahead}; {work}",
             *self.notes,
         ]
         return "\n".join(lines)

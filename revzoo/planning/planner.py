@@ -3,23 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import nn
 
-from revzoo.errors import BudgetError, UnknownNameError
+from revzoo.errors import BudgetError, InputError, UnknownNameError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.profiling.count import count_peak
 from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.profile import Profile, profile
+from revzoo.planning.profiling.timing import measure_step_seconds, memory_errors
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.setting import Setting
 from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
+from revzoo.runtime.lookahead_setting import LEAST_GAIN, LookaheadDepth, LookaheadSetting
 from revzoo.runtime.schedule import Mode
 
 
@@ -31,6 +32,7 @@ def plan(
     solver: Solver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
+    lookahead: LookaheadDepth = 0,
 ) -> Plan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
@@ -41,12 +43,13 @@ def plan(
         solver: "timeline" or "knapsack", as for `revzoo.solve`.
         optimizer: its state is part of every peak.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
+        lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster.
     Raises:
-        InputError: a model, batch, optimizer or budget that cannot be used.
+        InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
         BudgetError: no schedule fits; names the smallest budget that would.
         RecoveryError: a step does not return the same output when it runs again.
     """
-    return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss)[1]
+    return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
 
 
 def profile_and_plan(
@@ -57,6 +60,7 @@ def profile_and_plan(
     solver: Solver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
+    lookahead: LookaheadDepth = 0,
     estimate: bool = False,
     other_bytes: int = 0,
     setting: Setting | None = None,
@@ -64,18 +68,71 @@ def profile_and_plan(
     """Profile a model, solve for a budget and count the training step; return profile and plan. Raises as `plan` does.
 
     Args:
-        model, batch, budget, solver, optimizer, loss: as for `plan`.
+        model, batch, budget, solver, optimizer, loss, lookahead: as for `plan`.
         estimate: time only the minimum-memory schedule, as for `revzoo.profile`.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
         setting: what the plan will hold for; None is the model and batch as they are now.
     """
-    measured = profile(model, batch, optimizer, loss=loss, estimate=estimate, other_bytes=other_bytes)
+    depth = LookaheadSetting(lookahead).depth
+    measured = profile(model, batch, optimizer, loss=loss, estimate=estimate, other_bytes=other_bytes, lookahead=depth != 0)
     if setting is not None:
         measured = replace(measured, setting=setting)
-    return measured, enforce_budget(model, batch, measured, solve(measured, budget, solver), loss)
+    return measured, plan_profiled(model, batch, measured, budget, solver, depth, loss)
 
 
-def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, baseline: Baseline = "peak") -> Plan:
+def plan_profiled(
+    model: PlannableModel,
+    batch: Any,
+    profile: Profile,
+    budget: str | int,
+    solver: Solver = "timeline",
+    lookahead: LookaheadDepth = 0,
+    loss: LossFunction | None = None,
+) -> Plan:
+    """Return the fastest plan for a profiled model and batch, counted, and with look-ahead also timed.
+
+    What look-ahead gains is measured by running the planned training step. The search knows what it takes, not what it gains:
+    it assumes that the units gain alike, so that the cheapest schedule without look-ahead is the cheapest with it.
+
+    Args:
+        model, batch: what the profile is of.
+        profile: with look-ahead counted, unless `lookahead` is 0.
+        budget, solver, lookahead, loss: as for `plan`.
+    Raises: as `solve` and `enforce_budget` do.
+    """
+    serial = None
+    if lookahead != 1:
+        serial = enforce_budget(model, batch, profile, solve(profile, budget, solver), loss)
+    if serial is not None and (lookahead == 0 or set(serial.schedule) == {"store"}):
+        return serial
+    if serial is not None and profile.timing is None:
+        return replace(serial, notes=(*serial.notes, "Nothing was timed, so nothing shows that look-ahead would gain."))
+    try:
+        ahead = enforce_budget(model, batch, profile, solve(profile, budget, solver, lookahead=1), loss)
+        candidates = [plan for plan in (serial, ahead) if plan is not None]
+        if profile.timing is None:
+            return ahead
+        with memory_errors():
+            seconds = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead) for plan in candidates], loss)
+    except (BudgetError, MemoryError):
+        if serial is None:
+            raise
+        return replace(serial, notes=(*serial.notes, "No schedule with look-ahead could be run within the budget."))
+    if serial is None:
+        return replace(ahead, seconds=seconds[0])
+    note = f"A training step takes {seconds[1]:.4g} s with look-ahead, {seconds[0]:.4g} s without."
+    best = int(seconds[1] < LEAST_GAIN * seconds[0])
+    return replace(candidates[best], seconds=seconds[best], notes=(*candidates[best].notes, note))
+
+
+def solve(
+    profile: Profile,
+    budget: str | int,
+    solver: Solver = "timeline",
+    *,
+    baseline: Baseline = "peak",
+    lookahead: Literal[0, 1] = 0,
+) -> Plan:
     """Return the fastest schedule whose peak is within the budget.
 
     Args:
@@ -86,8 +143,10 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
             over storing and inverting, for comparison.
         baseline: for the knapsack, the bytes m_o that the paper adds stored steps to. "peak" is the peak of the step that
             inverts everything; "static" is what that step keeps from forward to backward, and such plans may exceed the budget.
+        lookahead: how many steps are recovered ahead of backward. What 1 takes is part of every peak, what it gains is not
+            predicted: the plan's seconds are those without.
     Raises:
-        InputError: no such budget.
+        InputError: no such budget, or look-ahead is not part of the profile.
         UnknownNameError: no such solver or baseline.
         BudgetError: no schedule fits; names the smallest budget that would.
     Source: the knapsack is problem 6 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al.
@@ -95,7 +154,7 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
     """
     if baseline not in get_args(Baseline):
         raise UnknownNameError("baseline of the knapsack", baseline, get_args(Baseline))
-    problem = profile.problem
+    problem = _set_lookahead(profile.problem, lookahead)
     device = profile.setting.device.split()[0]
     limit = parse_budget(budget, device, profile.model_bytes)
     stored_peak = peak(problem, ["store"] * len(problem.units))
@@ -135,10 +194,19 @@ def solve(profile: Profile, budget: str | int, solver: Solver = "timeline", *, b
         setting=profile.setting,
         max_invert_run=problem.max_invert_run,
         notes=tuple(notes),
+        lookahead=lookahead,
     )
 
 
-def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None = None) -> Plan:
+def _set_lookahead(problem: Problem, lookahead: Literal[0, 1]) -> Problem:
+    if isinstance(lookahead, bool) or lookahead not in (0, 1):
+        raise InputError(f'A profile is solved with lookahead 0 or 1. Received: {lookahead!r}. revzoo.plan takes "auto" too.')
+    if lookahead and not problem.counts_lookahead:
+        raise InputError("Look-ahead is not part of this profile. Make it with revzoo.profile(model, batch, lookahead=True).")
+    return replace(problem, lookahead=lookahead)
+
+
+def enforce_budget(model: PlannableModel, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None = None) -> Plan:
     """Count the training step of a plan and return the plan with the counted peak; above the budget, plan for less first.
 
     A profile can predict too small a peak, for example one that was interpolated between batch sizes. Then the solver gets a
@@ -155,12 +223,12 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
     """
     limit = plan.budget_bytes
     while True:
-        counted = count_peak(model, batch, plan.schedule, loss, profile.other_bytes)
+        counted = count_peak(model, batch, plan.schedule, loss, profile.other_bytes, lookahead=plan.lookahead)
         if counted <= plan.budget_bytes or plan.peak_bytes > limit:  # the latter is a knapsack plan, which says so in its notes
             return replace(plan, peak_bytes=counted)
         limit = plan.peak_bytes - (counted - plan.budget_bytes)
         try:
-            plan = replace(solve(profile, limit, plan.solver), budget_bytes=plan.budget_bytes)
+            plan = replace(solve(profile, limit, plan.solver, lookahead=plan.lookahead), budget_bytes=plan.budget_bytes)
         except BudgetError as error:
             raise BudgetError(
                 f"No schedule fits {format_bytes(plan.budget_bytes)}: the planned training step has a counted peak of "
@@ -178,8 +246,12 @@ def _explain_shortage(problem: Problem, limit: int, min_peak: int, min_peak_mode
         return f"The knapsack has no schedule within {format_bytes(limit)}. Try solver='timeline', or a larger budget."
     worst = max(list_phase_peaks(problem, min_peak_modes), key=lambda phase: phase.bytes)
     where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
+    without = ""
+    if problem.lookahead:
+        least, _ = minimize_peak(replace(problem, lookahead=0))
+        without = f" Without look-ahead (lookahead=0) {format_bytes(least)} are enough."
     return (
         f"No schedule fits {format_bytes(limit)}: at least {format_bytes(min_peak)} ({min_peak} bytes) are needed, {where}. Of "
         f"these {format_bytes(problem.fixed_bytes)} are weights, optimizer state and batch. Try a smaller batch, autocast, "
-        "or an optimizer of less state."
+        f"or an optimizer of less state.{without}"
     )

@@ -22,7 +22,7 @@ LookaheadDepth = Literal[0, 1, "auto"]
 
 _WARM_UPS = 1  # of each kind: first runs load kernels, and choose them
 _TRIALS = 5
-_LEAST_GAIN = 0.98  # of the serial time; less than this is noise, and look-ahead takes more memory
+LEAST_GAIN = 0.98  # of the serial time; less than this is noise, and look-ahead takes more memory
 
 
 class LookaheadSetting:
@@ -93,7 +93,7 @@ class _Choice:
         serial, ahead = (times[_WARM_UPS:] for times in self._times)
         if min(len(serial), len(ahead)) < _TRIALS:
             return None
-        return median(ahead) < _LEAST_GAIN * median(serial)
+        return median(ahead) < LEAST_GAIN * median(serial)
 
 
 class _Stopwatch:

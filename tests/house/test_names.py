@@ -36,9 +36,9 @@ PINNED = {
     "list_models": "(pattern='*')",
     "load_spec": "(source, overrides=())",
     "measure_memory": "(model, batch, optimizer=None)",
-    "plan": "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None)",
-    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0)",
-    "solve": "(profile, budget, solver='timeline', *, baseline='peak')",
+    "plan": "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0)",
+    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, lookahead=False)",
+    "solve": "(profile, budget, solver='timeline', *, baseline='peak', lookahead=0)",
     "verify": "(model, batch)",
 }
 MODEL_NAMES = {

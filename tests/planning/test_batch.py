@@ -37,10 +37,11 @@ def known_device(monkeypatch):
         extra = {"store": 0, **dict.fromkeys(("selective", "recompute", "invert", "first"), 2_000_000 * len(batch))}
         return Timing(1 + 0.01 * len(batch), (0.001 * len(batch),) * len(problem.units), (extra,) * len(problem.units), 0.0, 1)
 
-    def run(model, batch, modes, loss=None):
-        return 1 + 0.01 * len(batch) + 0.002 * len(batch) * sum(mode != "store" for mode in modes)
+    def run(model, batch, schedules, loss=None):
+        ((modes, _),) = schedules
+        return [1 + 0.01 * len(batch) + 0.002 * len(batch) * sum(mode != "store" for mode in modes)]
 
-    def counted_once(model, batch, loss=None, other_bytes=0):
+    def counted_once(model, batch, loss=None, other_bytes=0, lookahead=False):
         return counted(model.spec.name, len(batch))
 
     monkeypatch.setattr(profiles, "count", counted_once)
@@ -56,7 +57,7 @@ def known_device(monkeypatch):
 def test_a_third_batch_size_is_never_predicted_too_small(name, known_device):
     """Sizes and FLOPs lie on the line; a peak, the larger of several lines, lies under the chord through two of its points."""
     model = create(name)
-    predicted, third = batches._Interpolation(model, LOW, HIGH, None).at(7).memory, counted(name, 7)
+    predicted, third = batches._Interpolation(model, LOW, HIGH, None, 0).at(7).memory, counted(name, 7)
     assert (predicted.fixed_bytes, predicted.sizes, predicted.loss_bytes) == (
         third.fixed_bytes,
         third.sizes,
@@ -85,7 +86,7 @@ def test_bytes_between_two_batch_sizes_are_rounded_up(low, high, at, bytes_):
 
 
 def test_times_are_interpolated(known_device):
-    interpolation = batches._Interpolation(create("rev_vit_digits"), LOW, HIGH, None)
+    interpolation = batches._Interpolation(create("rev_vit_digits"), LOW, HIGH, None, 0)
     times = interpolation.at(10).timing
     assert times.step_seconds == pytest.approx(1.1, rel=1e-12)
     assert {ns for extra in times.extra for ns in extra.values()} == {0, 20_000_000}
@@ -121,10 +122,10 @@ def test_within_a_budget_dropping_is_weighed_against_size(known_device):
 
 
 def test_a_size_that_the_device_cannot_run_is_passed_over(known_device, monkeypatch):
-    def full(model, batch, modes, loss=None):
+    def full(model, batch, schedules, loss=None):
         if len(batch) > 8:
             raise MemoryError
-        return 1 + 0.01 * len(batch)
+        return [1 + 0.01 * len(batch)]
 
     monkeypatch.setattr(batches, "measure_step_seconds", full)
     assert find_best_batch(create("rev_vit_digits"), "1GiB", LOW, HIGH).batch == 8

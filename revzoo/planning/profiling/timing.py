@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from revzoo.analysis.dry_run import call, isolated, preserve_schedules
-from revzoo.planning.profiling.hooks import StepHooks, list_units
+from revzoo.planning.profiling.hooks import PlannableModel, StepHooks, list_units
 from revzoo.planning.profiling.trace import LossFunction, compute_loss
 from revzoo.planning.solvers.problem import Problem, Unit, peak, reprice
 from revzoo.planning.solvers.timeline import minimize_peak
@@ -52,18 +52,30 @@ class Timing:
     backward_seconds: tuple[float, ...] = ()
 
 
-def measure_step_seconds(model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None) -> float:
-    """Run training steps with a schedule and return the median of their times, forward and backward [seconds].
+def measure_step_seconds(
+    model: PlannableModel,
+    batch: Any,
+    schedules: Sequence[tuple[Sequence[Mode], Literal[0, 1]]],
+    loss: LossFunction | None = None,
+) -> list[float]:
+    """Run training steps with each schedule in turn; return the medians of their times, forward and backward [seconds].
 
+    Args:
+        model: one that can be planned.
+        batch: of the size that is planned for.
+        schedules: each with its look-ahead.
+        loss: computes the loss from what the model returns; None is a sum.
     Raises:
         MemoryError: a training step ran out of memory.
     """
     with preserve_schedules(model):
-        times = [_time_step(model, batch, modes, loss)[0] for _ in range(_RUNS + 1)]
-        return statistics.median(times[1:])  # the first run is a warm-up
+        rounds = [[_time_step(model, batch, modes, loss, depth)[0] for modes, depth in schedules] for _ in range(_RUNS + 1)]
+        return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]  # the first round is a warm-up
 
 
-def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None) -> Timing:
+def measure_timing(
+    model: PlannableModel, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None
+) -> Timing:
     """Run training steps of the model and return how long its units take.
 
     Args:
@@ -108,7 +120,7 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
     )
 
 
-def estimate_timing(model: nn.Module, batch: Any, problem: Problem, loss: LossFunction | None = None) -> Timing:
+def estimate_timing(model: PlannableModel, batch: Any, problem: Problem, loss: LossFunction | None = None) -> Timing:
     """Time only the minimum-memory schedule; assume every other mode costs one extra forward pass of the unit.
 
     Cheap, and needs the least memory. `selective` and `recompute` cost less in truth, so the plan may not be the fastest.
@@ -204,10 +216,11 @@ def _draw_schedules(
 
 
 def _time_step(
-    model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None
+    model: PlannableModel, batch: Any, modes: Sequence[Mode], loss: LossFunction | None, lookahead: Literal[0, 1] = 0
 ) -> tuple[float, list[float], list[float]]:
     """Run a training step; return the seconds of all of it, of each unit's forward, and of each unit's backward."""
-    model.schedule = list(modes)  # type: ignore[assignment]
+    model.schedule = list(modes)
+    model.lookahead = lookahead
     clock = _make_clock(model)
     with memory_errors(), isolated(model, batch) as inputs, StepHooks(model, clock) as hooks:
         clock.mark("begin", -1)
