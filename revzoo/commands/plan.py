@@ -13,8 +13,11 @@ from revzoo.errors import InputError
 if TYPE_CHECKING:
     from revzoo.model.network import Model
     from revzoo.planning.plan import Plan
+    from revzoo.runtime.lookahead_setting import LookaheadDepth
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
+
+_LOOKAHEADS: dict[str, "LookaheadDepth"] = {"0": 0, "1": 1, "auto": "auto"}
 
 
 def declare(parser: Parser) -> None:
@@ -37,6 +40,12 @@ def declare(parser: Parser) -> None:
         choices=("timeline", "knapsack"),
         default="timeline",
         help="timeline is exact; knapsack is the published additive model, for comparison (default: timeline)",
+    )
+    parser.add_argument(
+        "--lookahead",
+        choices=("0", "1", "auto"),
+        default="0",
+        help="steps recovered ahead of backward; auto plans and times both (default: 0)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
@@ -69,7 +78,13 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
 
     batch, optimizer = create_batch(model, arguments.batch), create_optimizer(arguments.optimizer, model)
     profile, plan = profile_and_plan(
-        model, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer, estimate=arguments.estimate
+        model,
+        batch,
+        arguments.budget,
+        solver=arguments.solver,
+        optimizer=optimizer,
+        lookahead=_LOOKAHEADS[arguments.lookahead],
+        estimate=arguments.estimate,
     )
     beside, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
     budgets = evaluate_budgets(profile) if arguments.plot is not None or arguments.json else []
@@ -93,7 +108,14 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
     if arguments.estimate:
         raise InputError("Received: --estimate and a range of batch sizes, whose times are measured. Leave one out.")
     optimizer = create_optimizer(arguments.optimizer, model)
-    best = find_best_batch(model, arguments.budget, *arguments.batch, solver=arguments.solver, optimizer=optimizer)
+    best = find_best_batch(
+        model,
+        arguments.budget,
+        *arguments.batch,
+        solver=arguments.solver,
+        optimizer=optimizer,
+        lookahead=_LOOKAHEADS[arguments.lookahead],
+    )
     if arguments.plot is not None:
         from revzoo.display.figures.batch import plot_schedules, plot_times
         from revzoo.display.figures.plan import plot_plan

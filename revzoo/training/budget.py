@@ -37,6 +37,8 @@ _MISSED_BYTES = 2 * 2
 def apply_plan(run: Run) -> Plan | None:
     """Give the model of every process the schedule of the run's plan and return the plan; None if there is no budget.
 
+    Look-ahead is the plan's too; without a budget it is the recipe's.
+
     The plan is read from the run's folder if it has one, else made. Weights, gradients, buffers and the states of the random
     generators are left unchanged.
 
@@ -47,6 +49,7 @@ def apply_plan(run: Run) -> Plan | None:
         RecoveryError: a step does not give the same result twice.
     """
     if run.recipe.memory.budget is None:
+        run.model.lookahead = run.recipe.memory.lookahead
         return None
     with _first_coupling(run):
         plan = broadcast_object_list([_plan_or_error(run) if run.accelerator.is_main_process else None])[0]
@@ -97,6 +100,7 @@ def _make_plan(run: Run) -> Plan:
             solver=options.solver,
             optimizer=run.optimizer,
             loss=step.loss,
+            lookahead=options.lookahead,
             other_bytes=step.other_bytes,
             setting=step.setting,
         )
@@ -132,12 +136,15 @@ def _list_changes(run: Run, plan: Plan) -> Iterator[str]:
         yield f"budget: {format_bytes(plan.budget_bytes)} in the plan, {format_bytes(limit)} now"
     if options.solver != plan.solver:
         yield f"solver: {plan.solver} in the plan, {options.solver} now"
+    if options.lookahead not in ("auto", plan.lookahead):
+        yield f"lookahead: {plan.lookahead} in the plan, {options.lookahead} now"
     if plan.units != run.model.units:
         yield "its units are not the model's"
         return
     with step.accumulated_gradients():
         state = count_optimizer_bytes(run.model, run.optimizer)
-        peak = count_peak(run.model, step.batch, plan.schedule, step.loss, step.other_bytes + state)
+        other_bytes = step.other_bytes + state
+        peak = count_peak(run.model, step.batch, plan.schedule, step.loss, other_bytes, lookahead=plan.lookahead)
     if peak > max(plan.peak_bytes, plan.budget_bytes):
         yield f"peak: {format_bytes(plan.peak_bytes)} in the plan, {format_bytes(peak)} now, which is above the budget"
 

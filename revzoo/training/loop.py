@@ -31,6 +31,7 @@ from revzoo.display.tables.memory import MemoryTable
 from revzoo.errors import CheckpointError, RevzooError
 from revzoo.file import write_atomically
 from revzoo.model.compile_steps import compile_steps
+from revzoo.planning.plan import Plan
 from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.evaluation import evaluate
 from revzoo.training.interrupt import Interrupted, StopSignal
@@ -93,8 +94,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     if run.accelerator.is_main_process:
         batch = run.model.example_input(recipe.data.batch_size)
         run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer)))
-    if plan is not None:
-        run.display.console.print(f"The plan: {plan}", markup=False)
+    _print_plan(run, plan)
     save_state(run)
     return _train_epochs(run)
 
@@ -118,9 +118,17 @@ def resume(folder: Path) -> Summary:
     if run.accelerator.is_main_process:
         run.folder.drop_records_after(run.progress.epoch)
     run.display.console.print(f"Resuming after {run.progress.epoch} epochs and {run.progress.batch} batches: {folder}")
+    _print_plan(run, plan)
+    return _train_epochs(run)
+
+
+def _print_plan(run: Run, plan: Plan | None) -> None:
     if plan is not None:
         run.display.console.print(f"The plan: {plan}", markup=False)
-    return _train_epochs(run)
+    elif run.model.lookahead == "auto":
+        run.display.console.print("Look-ahead: the first training steps are timed with and without it.")
+    elif run.model.lookahead:
+        run.display.console.print("Look-ahead: the next step is recovered beside the gradient of the present one.")
 
 
 def load_state(run: Run) -> None:

@@ -109,6 +109,13 @@ def test_the_knapsack_is_one_option_away(file, run, profile_of, counted_once):
     assert tuple(printed["plan"]["schedule"]) == plan.schedule
 
 
+def test_with_look_ahead(file, run):
+    """On the meta device nothing is timed, so "auto" has no reason to look ahead."""
+    arguments = ("plan", file("rev_vit_digits"), *COUNTED, "--budget", "1GiB", "--json", "--lookahead")
+    assert [json.loads(run(*arguments, depth))["plan"]["lookahead"] for depth in ("0", "1", "auto")] == [0, 1, 0]
+    assert "This plan looks ahead; the other schedules do not." in run(*[each for each in arguments if each != "--json"], "1")
+
+
 def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     """And the batch is looked for; the plan of the best one holds when it is run."""
     path, out, picture = file("rev_vit_digits"), tmp_path / "plan.json", tmp_path / "plan.png"

@@ -43,6 +43,7 @@ SETTINGS = {
         "digits_revnet",
         [*FAST, f"model.overrides=[{REVNET}]", "train.mixed_precision=bf16", "data.batch_size=16"],
     ),
+    "looked ahead": ("digits", [*FAST, f"model.overrides=[{VIT.replace('depth=1', 'depth=2')}]", "memory.lookahead=1"]),
     "bytes": ("text_reformer", [f"model.overrides=[{REFORMER}]", "data.batch_size=32", "train.epochs=1"]),
 }
 EXACT = {"rev_vit": ("digits", VIT.replace("depth=1", "depth=2")), "revnet": ("digits_revnet", REVNET)}
@@ -239,6 +240,7 @@ def other(*overrides: str) -> Callable[[Path], None]:
         (other("model.exact=true"), "exact: False in the plan, True now"),
         (other("memory.budget=2500KiB"), r"budget: 3\.0 MiB in the plan, 2\.4 MiB now"),
         (other("memory.solver=knapsack"), "solver: timeline in the plan, knapsack now"),
+        (other("memory.lookahead=1"), "lookahead: 0 in the plan, 1 now"),
         (edited(device="cuda NVIDIA X"), "device: cuda NVIDIA X in the plan, cpu now"),
         (edited(digest="0" * 64), "hash of the model's parts, sizes and frozen parameters: 0{12} in the plan, "),
         (edited(units=["a"] * 5), "its units are not the model's"),
@@ -288,3 +290,14 @@ def test_settings_of_memory_without_effect():
     assert find_ineffective_settings(load_recipe("digits", ["memory.budget=1GiB", "model.schedule=store"])) == [
         "model.schedule has no effect with memory.budget"
     ]
+
+
+@pytest.mark.parametrize(("lookahead", "said"), [("1", "beside the gradient"), ("auto", "timed with and without"), ("0", "")])
+def test_look_ahead_without_a_budget_is_the_recipes(lookahead, said, tmp_path, capsys):
+    run = build_run(load_recipe("digits", [*FAST, f"memory.lookahead={lookahead}"]), tmp_path / "run", resumed=False)
+    assert apply_plan(run) is None
+    assert str(run.model.lookahead) == lookahead
+    loop._print_plan(run, None)
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert printed.count("Look-ahead: ") == bool(said)

@@ -25,6 +25,8 @@ def tabulate_plan(plan: Plan, beside: Mapping[str, SchedulePoint] | None = None)
     title = f"{setting.model}, batch of {', '.join(setting.batch)}, {setting.dtype} on {setting.device}"
     share = f"{plan.peak_bytes / plan.budget_bytes:.0%}"
     used = f"Peak {format_bytes(plan.peak_bytes)} of the budget of {format_bytes(plan.budget_bytes)} ({share})."
+    if plan.lookahead:
+        used += " This plan looks ahead; the other schedules do not."
     return Group(escape(title), used, _tabulate_comparison(plan, beside or {}), _tabulate_modes(plan), *map(escape, plan.notes))
 
 
