@@ -38,12 +38,18 @@ import torch
 from torch import Tensor
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.replay import is_sharded, processes_communicate, runs_step
+from revzoo.runtime.replay import is_sharded, processes_communicate, read_random_stream, runs_step
 from revzoo.runtime.tripwire import send_comparisons
 
 
 class DisturbedError(RecoveryError):
-    """A recovery and a gradient have used the random streams at the same time."""
+    """Random numbers were drawn beside a recovery, which may have changed them or been changed by them."""
+
+    def __init__(self, name: str):
+        super().__init__(
+            f"{name} was recovered while random numbers were drawn elsewhere, or their state was set: in a hook, a function's "
+            "own backward, torch.utils.checkpoint inside a step, or another thread. Set lookahead = 0."
+        )
 
 
 class Recoverable(Protocol):
@@ -72,8 +78,9 @@ class Recoverable(Protocol):
     def recover_ahead(self) -> None:
         """Refill what the call dropped, before backward asks for it."""
 
-    def require_undisturbed(self) -> None:
-        """Raise DisturbedError if others have used the random streams during the recovery."""
+    @property
+    def drew_the_same(self) -> bool:
+        """Whether its recovery drew as many random numbers as its first run."""
 
     def free_refilled(self) -> None:
         """Free what was refilled; it can be recovered again."""
@@ -123,7 +130,7 @@ class Lookahead:
         with self._lock:  # another thread may differentiate the same graph
             if self._started is None:
                 self._call_after_backward()
-                self._started = _Started(recoverable, executor(recoverable))
+                self._started = executor(recoverable)
 
     def finish(self, recoverable: Recoverable) -> bool:
         """Wait until a call is recovered, if that is under way; return whether it was.
@@ -137,8 +144,8 @@ class Lookahead:
         try:
             started.wait()
         finally:
-            with self._lock:
-                is_first, self._started = self._started is started, None
+            if is_first := self._remove(started):
+                started.end()
         return is_first
 
     def forget(self) -> None:
@@ -159,10 +166,18 @@ class Lookahead:
         except Exception:  # of a call that nobody asked for
             pass
         finally:
-            with self._lock:
-                self._started = None
             if (recoverable := started.recoverable()) is not None:
                 recoverable.free_refilled()
+            if self._remove(started):
+                started.end()
+
+    def _remove(self, started: "_Started") -> bool:
+        """Forget a recovery; return whether no other thread has."""
+        with self._lock:
+            is_first = self._started is started
+            if is_first:
+                self._started = None
+        return is_first
 
     def _call_after_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -182,15 +197,17 @@ class _Started:
 
     Args:
         recoverable: what is recovered. Not kept alive: its graph does that as long as it may be asked for.
-        wait: waits for the end, and raises what was raised.
+        wait: waits for the end, and raises what was raised; any number of threads may call it.
+        end: called once at the end, and raises if the recovery was no private matter.
     """
 
-    def __init__(self, recoverable: Recoverable, wait: Callable[[], None]):
+    def __init__(self, recoverable: Recoverable, wait: Callable[[], None], end: Callable[[], None] | None = None):
         self.recoverable = ref(recoverable)
         self.wait = wait
+        self.end = end or _do_nothing
 
 
-_Executor = Callable[[Recoverable], Callable[[], None]]  # begins a recovery; returns what waits for it
+_Executor = Callable[[Recoverable], _Started]  # begins a recovery
 
 
 def _choose_executor(recoverable: Recoverable) -> _Executor | None:
@@ -252,16 +269,16 @@ def observe_recoveries(begin: Observer, end: Observer) -> Iterator[None]:
         _observers.remove((begin, end))
 
 
-def _recover_at_once(recoverable: Recoverable) -> Callable[[], None]:
+def _recover_at_once(recoverable: Recoverable) -> _Started:
     for begin, _ in _observers:
         begin(recoverable)
     try:
         recoverable.recover_ahead()
     except Exception as error:
-        return _raiser(error)
+        return _Started(recoverable, _raiser(error))
     for _, end in _observers:
         end(recoverable)
-    return _do_nothing
+    return _Started(recoverable, _do_nothing)
 
 
 def _raiser(error: Exception) -> Callable[[], None]:
@@ -281,12 +298,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.clear)  # a forked process has no other threads
 
 
-def _recover_in_thread(recoverable: Recoverable) -> Callable[[], None]:
+def _recover_in_thread(recoverable: Recoverable) -> _Started:
     if not _threads:
         _threads.append(ThreadPoolExecutor(1, "revzoo-lookahead"))
+    name, stream = recoverable.name, read_random_stream(recoverable.name)
     # Context variables are those of backward, and so is the number of threads within an operation.
     future = _threads[0].submit(copy_context().run, _recover_with_threads, recoverable, torch.get_num_threads())
-    return cast(Callable[[], None], future.result)
+
+    def end() -> None:
+        if read_random_stream(name) != stream:
+            raise DisturbedError(name)
+
+    return _Started(recoverable, cast(Callable[[], None], future.result), end)
 
 
 def _recover_with_threads(recoverable: Recoverable, threads: int) -> None:
@@ -295,13 +318,14 @@ def _recover_with_threads(recoverable: Recoverable, threads: int) -> None:
     try:
         recoverable.recover_ahead()
     finally:
-        recoverable.require_undisturbed()
+        if not recoverable.drew_the_same:
+            raise DisturbedError(recoverable.name)
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _recover_on_side_stream(recoverable: Recoverable) -> Callable[[], None]:
+def _recover_on_side_stream(recoverable: Recoverable) -> _Started:
     """Queue a recovery on the side stream of its device.
 
     The side stream first waits for all that is queued for the gradient so far. Refilled tensors are its own, and are freed when
@@ -325,4 +349,4 @@ def _recover_on_side_stream(recoverable: Recoverable) -> Callable[[], None]:
         if raised:
             raise raised[0]
 
-    return wait
+    return _Started(recoverable, wait)

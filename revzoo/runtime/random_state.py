@@ -50,7 +50,7 @@ class RandomState:
     @property
     def has_drawn_all(self) -> bool:
         """Whether as many numbers have been drawn as in the first run."""
-        return all(_read(g.get_state()) == then.data for g, then in zip(self._generators, self._after, strict=True))
+        return all(read_state(g) == then.data for g, then in zip(self._generators, self._after, strict=True))
 
     def rewind(self) -> list[Tensor]:
         """Go back to the states before the call; return the present ones, for `restore`."""
@@ -80,6 +80,11 @@ def _take_snapshot(generator: Generator) -> _Snapshot:
     if latest is None or latest.data != data:
         latest = _latest[generator] = _Snapshot(state, data)
     return latest
+
+
+def read_state(generator: Generator) -> bytes:
+    """Return the state of a generator as bytes."""
+    return _read(generator.get_state())
 
 
 def _read(state: Tensor) -> bytes:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled, leave_uncompiled
-from revzoo.runtime.lookahead import DisturbedError, Lookahead
+from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.missing import NeedsFullRun
 from revzoo.runtime.replay import Replay
 from revzoo.runtime.selective import KeptOutputs
@@ -277,12 +277,9 @@ class _Handle:
         else:
             self._recoverer.recover(self._call, ahead=ahead)
 
-    def require_undisturbed(self) -> None:
-        if not self._call.replay.drew_the_same:
-            raise DisturbedError(
-                f"{self._call.name} was recovered while random numbers were drawn elsewhere, or their state was set: in a "
-                "hook, a function's own backward, torch.utils.checkpoint inside a step, or another thread. Set lookahead = 0."
-            )
+    @property
+    def drew_the_same(self) -> bool:
+        return self._call.replay.drew_the_same
 
     def free_refilled(self) -> None:
         self._call.free_refilled()

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.random_state import RandomState
+from revzoo.runtime.random_state import RandomState, read_state
 from revzoo.runtime.settings import Settings
 
 T = TypeVar("T")
@@ -232,6 +232,19 @@ def _take_turn(device: torch.device, name: str) -> RLock:
             "forwards and backwards in one thread, or in two processes."
         )
     return turn
+
+
+def read_random_stream(name: str) -> bytes:
+    """Return where the random stream of the CPU stands, while no step runs.
+
+    Args:
+        name: of the step that asks.
+    """
+    turn = _take_turn(torch.device("cpu"), name)
+    try:
+        return read_state(torch.default_generator)
+    finally:
+        turn.release()
 
 
 def runs_step() -> bool:
