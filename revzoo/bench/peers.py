@@ -22,9 +22,8 @@ def make_revtorch(steps: Sequence[nn.Module], net: Net) -> nn.Module:
     """Return the sequence of RevTorch."""
     from revtorch import ReversibleBlock, ReversibleSequence
 
-    out: nn.Module = ReversibleSequence(
-        nn.ModuleList(ReversibleBlock(f, g, split_along_dim=net.features) for f, g in _pair_up(steps))
-    )
+    blocks = (ReversibleBlock(f, g, split_along_dim=net.features) for f, g in _pair_up(steps))
+    out: nn.Module = ReversibleSequence(nn.ModuleList(blocks))
     return out
 
 

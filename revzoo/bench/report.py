@@ -1,6 +1,6 @@
 """The whole comparison: which methods there are, their figures, and the matrix of checks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -40,14 +40,14 @@ class BenchReport:
 
     Args:
         methods: names, in the order of the tables.
-        versions: of the other packages that were run.
+        packages: versions of the other packages that were run.
         left_out: why a method was not run, by name.
         figures: all figures.
         checks: by row of the matrix, method and net, what is wrong: an empty text if nothing is.
     """
 
     methods: list[str]
-    versions: dict[str, str] = field(default_factory=dict)
+    packages: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     checks: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
@@ -61,6 +61,12 @@ class BenchReport:
         """Return how many rows of the matrix a method passes on all nets, and how many were run."""
         rows = [row[method] for row in self.checks.values() if method in row]
         return sum(not any(row.values()) for row in rows), len(rows)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "BenchReport":
+        """Return the report that `to_dict` gave; other keys are ignored."""
+        figures = [Figure(**figure) for figure in values["figures"]]
+        return cls(values["methods"], values["packages"], values["left_out"], figures, values["checks"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it, units included."""
@@ -111,5 +117,5 @@ def _select(report: BenchReport, size: Size) -> list[Method]:
             else:
                 selected.append(method)
                 if method.package is not None:
-                    report.versions[method.package] = version(method.package)
+                    report.packages[method.package] = version(method.package)
     return selected

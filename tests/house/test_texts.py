@@ -19,8 +19,11 @@ from revzoo.commands.parser import Parser
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-# Run by .ci/run, tests/runtime, tests/planning and tests/distributed.
-NOT_RUN = ("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch", "ACCELERATE_USE_CPU=true ")
+# Run by .ci/run, tests/runtime, tests/planning, tests/distributed and tests/bench.
+NOT_RUN = (
+    *("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch", "ACCELERATE_USE_CPU=true "),
+    "revzoo bench",
+)
 LONG = {"convert.md", "planning.md", "training.md"}  # they train and plan, as tests of these packages do with less
 SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=1]")
 
