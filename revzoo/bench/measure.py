@@ -1,6 +1,5 @@
 """Count and time one forward and backward of the blocks by every method."""
 
-import gc
 import statistics
 import time
 import warnings
@@ -73,7 +72,7 @@ def count(net: Net, methods: Sequence[Method], depths: Sequence[int]) -> Iterato
     for method in methods:
         peaks: dict[int, int] = {}
         for blocks in depths:
-            with _settle(method):
+            with _ignore_warnings_of(method):
                 module = (method.make_counted or method.make)(net.make_steps(blocks), net)
                 run(module, method.join(net, net.make_pair()), method, net)  # what is made at the first call is not counted
                 peaks[blocks] = count_peak(module, method.join(net, net.make_pair()))
@@ -184,10 +183,9 @@ def _make_small_step() -> nn.Module:
 
 
 @contextmanager
-def _settle(method: Method) -> Iterator[None]:
-    """Ignore the warnings of other packages, and free what the run leaves behind."""
+def _ignore_warnings_of(method: Method) -> Iterator[None]:
+    """Ignore the warnings of other packages."""
     with warnings.catch_warnings():
         if method.package is not None:
             warnings.simplefilter("ignore")
         yield
-    gc.collect()

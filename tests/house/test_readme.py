@@ -1,0 +1,51 @@
+"""The README's performance section is what the results say."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def readme():
+    spec = importlib.util.spec_from_file_location("benchmark_readme", ROOT / "benchmarks" / "readme.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_is_what_the_results_say(readme):
+    text = (ROOT / "README.md").read_text()
+    assert readme.write_section(text) == text, "run python benchmarks/readme.py"
+    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+
+
+def test_a_changed_result_changes_it(readme):
+    results = {
+        "hardware": {"cpu": "AMD EPYC", "threads": 1},
+        "versions": {"torch": "2.15.0+cpu"},
+        "methods": ["plain autograd", "other"],
+        "packages": {"other": "1.2"},
+        "left_out": {},
+        "figures": [
+            {"what": what, "net": net, "method": method, "blocks": blocks, "value": value}
+            for net, stream in (("transformer", 1_210_368), ("conv", 4_194_304))
+            for method, factor in (("plain autograd", 1), ("other", 2))
+            for what, blocks, value in (
+                ("peak", 6, 10 * stream * factor),
+                ("peak", 48, 20 * stream * factor),
+                ("slope", 48, 0),
+                ("flops", 48, 100 * factor),
+                ("time", 12, 1.5 * factor),
+            )
+        ],
+        "checks": {"gradients": {"plain autograd": {"conv": ""}, "other": {"conv": "wrong"}}},
+    }
+    lines = list(readme.describe_peers(results))
+    assert "| plain autograd | 10.0 / 20.0 | 1.000 | 1.50 | 10.0 / 20.0 | 1.000 | 1.50 | 1 of 1 |" in lines
+    assert "| other | 20.0 / 40.0 | 2.000 | 3.00 | 20.0 / 40.0 | 2.000 | 3.00 | 0 of 1 |" in lines
+    assert "one thread of an AMD EPYC, torch 2.15.0 (other 1.2)" in " ".join(lines)
