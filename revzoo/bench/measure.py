@@ -67,20 +67,18 @@ def count_peak(module: nn.Module, inputs: Sequence[Tensor]) -> int:
     return live.peak(without=lasting) - size
 
 
-def count(net: Net, methods: Sequence[Method], depths: Sequence[int]) -> Iterator[Figure]:
-    """Yield the peak of every method at every number of blocks, its slope between the first and the last, and its FLOPs."""
-    for method in methods:
-        peaks: dict[int, int] = {}
-        for blocks in depths:
-            with _ignore_warnings_of(method):
-                module = (method.make_counted or method.make)(net.make_steps(blocks), net)
-                run(module, method.join(net, net.make_pair()), method, net)  # what is made at the first call is not counted
-                peaks[blocks] = count_peak(module, method.join(net, net.make_pair()))
-                yield Figure("peak", net.name, method.name, blocks, peaks[blocks])
-                flops = count_flops(module, method.join(net, net.make_pair()))
-                yield Figure("flops", net.name, method.name, blocks, flops)
-        slope = (peaks[depths[-1]] - peaks[depths[0]]) / (depths[-1] - depths[0])
-        yield Figure("slope", net.name, method.name, depths[-1], slope)
+def count(net: Net, method: Method, depths: Sequence[int]) -> Iterator[Figure]:
+    """Yield the peak and the FLOPs of a method at every number of blocks, and the slope between the first and the last."""
+    peaks: dict[int, int] = {}
+    for blocks in depths:
+        with _ignore_warnings_of(method):
+            module = (method.make_counted or method.make)(net.make_steps(blocks), net)
+            run(module, method.join(net, net.make_pair()), method, net)  # what is made at the first call is not counted
+            peaks[blocks] = count_peak(module, method.join(net, net.make_pair()))
+            yield Figure("peak", net.name, method.name, blocks, peaks[blocks])
+            yield Figure("flops", net.name, method.name, blocks, count_flops(module, method.join(net, net.make_pair())))
+    slope = (peaks[depths[-1]] - peaks[depths[0]]) / (depths[-1] - depths[0])
+    yield Figure("slope", net.name, method.name, depths[-1], slope)
 
 
 def time_methods(net: Net, methods: Sequence[Method], blocks: int, rounds: int) -> Iterator[Figure]:

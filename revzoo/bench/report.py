@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from itertools import product
 from typing import Any
 
 from revzoo.bench.checks import CHECKS
@@ -82,9 +83,9 @@ def compare_methods(size: Size = QUICK, announce: Callable[[str], object] = lamb
     """
     report = BenchReport([method.name for method in METHODS])
     methods = _select(report, size)
-    for net in NETS:
-        announce(f"memory and FLOPs of the {net.name} net")
-        report.figures += count(net, methods, size.depths[net.name])
+    for net, method in product(NETS, methods):
+        announce(f"memory and FLOPs of the {net.name} net, {method.name}")
+        report.figures += count(net, method, size.depths[net.name])
     for net in NETS:
         announce(f"times of the {net.name} net")
         report.figures += time_methods(net, methods, size.timed[net.name], size.rounds)
