@@ -11,11 +11,10 @@ import json
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from runtime import describe_environment
 
 from revzoo.bench.report import FULL, QUICK, compare_methods
-from revzoo.display.console import print_renderable
+from revzoo.display.console import print_renderable, show_status
 from revzoo.display.figures.bench import plot_bench
 from revzoo.display.tables.bench import tabulate_bench
 
@@ -27,8 +26,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     about = describe_environment()
-    with Console(stderr=True).status("measuring") as status:
-        report = compare_methods(QUICK if args.quick else FULL, announce=status.update)
+    with show_status() as announce:
+        report = compare_methods(QUICK if args.quick else FULL, announce)
     (args.out / "peers.json").write_text(json.dumps(about | report.to_dict(), indent=1) + "\n")
     plot_bench(report, args.out / "peers.png")
     print_renderable(tabulate_bench(report))

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from revzoo.commands.parser import JSON_HELP, Parser, require_png
@@ -32,8 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         require_png(arguments.plot)
     from revzoo.bench.report import FULL, QUICK, compare_methods
+    from revzoo.display.console import print_renderable, show_status
 
-    report = compare_methods(FULL if arguments.full else QUICK, announce=_announce)
+    with show_status() as announce:
+        report = compare_methods(FULL if arguments.full else QUICK, announce)
     if arguments.plot is not None:
         from revzoo.display.figures.bench import plot_bench
 
@@ -41,14 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        from revzoo.display.console import print_renderable
         from revzoo.display.tables.bench import tabulate_bench
 
         print_renderable(tabulate_bench(report))
     return 0
-
-
-def _announce(what: str) -> None:
-    """Say on a terminal what is measured now."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{what} ...", end="", file=sys.stderr, flush=True)

@@ -1,8 +1,11 @@
-"""Printing tables."""
+"""Printing tables, and saying what is being done."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 
 _WIDTH = 140  # columns, where the output is no terminal whose width is known
 
@@ -10,3 +13,13 @@ _WIDTH = 140  # columns, where the output is no terminal whose width is known
 def print_renderable(renderable: RenderableType) -> None:
     """Print a table or a group of them to the standard output."""
     Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(renderable)
+
+
+@contextmanager
+def show_status() -> Iterator[Callable[[str], object]]:
+    """Yield a function that shows what is being done; where the standard error is no terminal, it shows nothing."""
+    if not sys.stderr.isatty():
+        yield lambda what: None
+        return
+    with Console(stderr=True).status("") as status:
+        yield lambda what: status.update(escape(what))
