@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from revzoo.bench import peers
 from revzoo.bench.net import Net, Pair
 from revzoo.bench.torch_only import Checkpointed, Compiled, Loop, Partitioned
 from revzoo.errors import InputError
+from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime import ReversibleChain
@@ -75,10 +77,20 @@ class Method:
         return net.features if self.dim is None else self.dim
 
 
-def make_chain(steps: list[nn.Module], net: Net, mode: str = "invert", exact: bool = False) -> nn.Module:
+def make_chain(
+    steps: list[nn.Module], net: Net, mode: str = "invert", exact: bool = False, lookahead: Literal[0, 1] = 0
+) -> nn.Module:
     """Return the steps as revzoo's chain, all in one mode."""
     chain = ReversibleChain(steps, exact=exact)
     chain.schedule = mode
+    chain.lookahead = lookahead
+    return chain
+
+
+def make_compiled_chain(steps: list[nn.Module], net: Net) -> nn.Module:
+    """Return revzoo's chain with every step compiled."""
+    chain = ReversibleChain(steps)
+    compile_steps(chain)
     return chain
 
 
@@ -126,4 +138,6 @@ METHODS = (
     Method("revzoo invert", make_chain),
     Method("revzoo exact", partial(make_chain, exact=True), make_stored=partial(make_chain, mode="store", exact=True)),
     Method("revzoo planned", make_planned_chain),
+    Method("revzoo look-ahead", partial(make_chain, lookahead=1)),
+    Method("revzoo compiled", make_chain, make_timed=make_compiled_chain),
 )
