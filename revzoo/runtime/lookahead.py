@@ -166,13 +166,13 @@ class Lookahead:
         except Exception:  # of a call that nobody asked for
             pass
         finally:
-            if (recoverable := started.recoverable()) is not None:
-                recoverable.free_refilled()
             if self._remove(started):
+                if (recoverable := started.recoverable()) is not None:
+                    recoverable.free_refilled()
                 started.end()
 
     def _remove(self, started: "_Started") -> bool:
-        """Forget a recovery; return whether no other thread has."""
+        """Note that a recovery is under way no longer; return False if another thread was first, and may have begun the next."""
         with self._lock:
             is_first = self._started is started
             if is_first:

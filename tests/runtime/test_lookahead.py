@@ -587,6 +587,28 @@ def test_only_one_recovery_is_under_way(monkeypatch):
     assert not ahead.finish(second)
 
 
+@pytest.mark.parametrize("end", ["finish", "forget"])
+def test_a_thread_that_has_waited_longer_forgets_no_later_recovery(end, monkeypatch):
+    """While one thread waits, another one goes on to the next recovery, which may still be under way."""
+    ahead, first, second = lookahead.Lookahead(), MagicMock(), MagicMock()
+    goes_on = iter([True, False])
+
+    def wait() -> None:
+        if next(goes_on, False):  # what another thread does meanwhile
+            assert ahead.finish(first)
+            ahead.start(second)
+
+    monkeypatch.setattr(lookahead, "_choose_executor", lambda _: lambda _: wait)
+    monkeypatch.setattr(lookahead.Lookahead, "_call_after_backward", lambda _: None)
+    ahead.start(first)
+    if end == "finish":
+        assert not ahead.finish(first)
+    else:
+        ahead.forget()
+    first.free_refilled.assert_not_called()  # the other thread takes what it needs
+    assert ahead.finish(second)
+
+
 def test_two_backwards_in_two_threads():
     chains = [told(5, lambda _: time.sleep(0.001), lambda _: time.sleep(0.001)) for _ in range(2)]
     for chain in chains:
