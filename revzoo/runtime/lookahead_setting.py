@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class _Choice:
     def __init__(self, device: torch.device):
         self._device = device
         self._times: tuple[list[float], list[float]] = [], []  # serial, ahead
-        self._pending: deque[_Stopwatch] = deque()
+        self._pending: deque[_Timing] = deque()
         self._chosen: bool | None = None
 
     def begin_forward(self) -> Lookahead | None:
@@ -97,37 +97,50 @@ class _Choice:
 
 
 class _Stopwatch:
-    """The time of one backward, from its first recovery to its end.
+    """Times backwards, from the first recovery to the end.
 
     Args:
         device: an accelerator is timed by events, and nothing waits for it.
-        is_ahead: whether this backward looks ahead.
-        stopped: where to put the stopwatch when backward has ended.
+        is_ahead: whether these backwards look ahead.
+        timings: where to add the time of each backward that reaches its end.
     """
 
-    def __init__(self, device: torch.device, is_ahead: bool, stopped: "deque[_Stopwatch]"):
+    def __init__(self, device: torch.device, is_ahead: bool, timings: "deque[_Timing]"):
         self._device = device
-        self.is_ahead = is_ahead
-        self._stopped = stopped
-        self._marks: list[Any] = []
+        self._is_ahead = is_ahead
+        self._timings = timings
+        self._start: Any = None
 
     def start(self) -> None:
-        self._marks = [self._mark()]
+        self._start = self._mark()
 
     def stop(self) -> None:
-        if len(self._marks) == 1:
-            self._marks.append(self._mark())
-            self._stopped.append(self)
-
-    @property
-    def seconds(self) -> float | None:
-        """The time that has passed, None while it is not known."""
-        start, end = self._marks
-        if self._device.type != "cuda":
-            return float(end - start)
-        return float(start.elapsed_time(end)) / 1000 if end.query() else None
+        if self._start is not None:
+            self._timings.append(_Timing(self._is_ahead, self._start, self._mark()))
+            self._start = None
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+
+
+class _Timing(NamedTuple):
+    """The time of one backward.
+
+    Args:
+        is_ahead: whether it looked ahead.
+        start: seconds of a clock, or an event that the accelerator may not have reached yet.
+        end: likewise.
+    """
+
+    is_ahead: bool
+    start: Any
+    end: Any
+
+    @property
+    def seconds(self) -> float | None:
+        """The time that has passed, None while it is not known."""
+        if isinstance(self.end, float):
+            return float(self.end - self.start)
+        return float(self.start.elapsed_time(self.end)) / 1000 if self.end.query() else None

@@ -863,6 +863,30 @@ def test_auto_keeps_what_is_faster(gain, chosen, monkeypatch):
     assert not ahead
 
 
+def test_auto_counts_no_backward_that_ends_early():
+    """The first backward of the graph is counted, the second raises in the middle."""
+    chain, fails = told(3, lambda _: None, lambda _: None), False
+
+    def on_gradient(_: int) -> None:
+        if fails:
+            raise ValueError("stop here")
+
+    chain.lookahead = "auto"
+    chain.steps[0].on_gradient = on_gradient
+    x = torch.randn(2, 3, 6).requires_grad_()
+    y = chain(*x)
+    loss = (y[0] * y[1]).sum()
+    loss.backward(retain_graph=True)
+    fails = True
+    with pytest.raises(ValueError, match="stop here"):
+        loss.backward()
+    fails = False
+    backward(chain, *x)
+    (choice,) = chain._lookahead._choices.values()
+    assert [len(times) for times in choice._times] == [1, 0]
+    assert [timing.is_ahead for timing in choice._pending] == [True]
+
+
 def test_the_setting_is_checked_copied_and_said():
     chain = ReversibleChain([nn.Linear(6, 6)])
     assert chain.lookahead == 0
