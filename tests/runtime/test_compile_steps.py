@@ -11,6 +11,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBac
 
 import revzoo
 from revzoo.errors import InputError, RecoveryError
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.runtime import LiveBytes, ReversibleChain
 from revzoo.runtime.coupling import dual_residual
 from tests.runtime.test_compile import needs_compiler
@@ -276,13 +277,12 @@ def test_rates_of_drop_path_share_a_graph():
     assert (dropped == 0).all(1).float().mean() == pytest.approx(0.2, abs=0.05)
 
 
-def test_compiled_drop_path_drops_at_its_rate():
-    from revzoo.parts.layers.drop_path import DropPath
-
-    compiled = torch.compile(DropPath(0.25), backend="aot_eager", fullgraph=True)
+@pytest.mark.parametrize(("scale_by_keep", "kept"), [(True, 1 / 0.75), (False, 1.0)])
+def test_compiled_drop_path_drops_at_its_rate(scale_by_keep, kept):
+    compiled = torch.compile(DropPath(0.25, scale_by_keep), backend="aot_eager", fullgraph=True)
     torch.manual_seed(0)
     out = compiled(torch.ones(4000, 3))
-    assert out.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+    assert out.unique().tolist() == [0.0, pytest.approx(kept)]
     assert (out == out[:, :1]).all()
     assert (out[:, 0] == 0).float().mean() == pytest.approx(0.25, abs=0.03)
 

@@ -19,4 +19,4 @@ class DropPath(timm.layers.DropPath):
         # meets another number before it meets a tensor.
         kept = 1.0 - torch.ones((), device=x.device) * self.drop_prob
         mask = (torch.rand(len(x), *[1] * (x.dim() - 1), device=x.device) + kept).floor()
-        return x * (mask / kept).to(x.dtype)
+        return x * (mask / kept if self.scale_by_keep else mask).to(x.dtype)
