@@ -77,7 +77,7 @@ def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float,
     """
     out, a, c = out.to(current.dtype), coupling.a * scale, coupling.c * scale
     if a and _is_power_of_two(c):
-        into = _into(torch.empty_like(out)) if into is None else into
+        into = _reuse(torch.empty_like(out)) if into is None else into
         return torch.mul(current, a, out=into).add_(out, alpha=c).round_()
     total = torch.mul(out, c, out=into)
     if a:
@@ -86,7 +86,7 @@ def _round_terms(current: Tensor, out: Tensor, coupling: Coupling, scale: float,
 
 
 def _without_negative_zeros(x: Tensor) -> Tensor:
-    """Return x with 0.0 in place of -0.0, in the same memory where nothing is compiled; compilers leave out a sum with 0.0."""
+    """Return x with 0.0 in place of -0.0, in the same memory if nothing is compiled: compilers remove the addition of 0.0."""
     return torch.where(x == 0, 0.0, x) if torch.compiler.is_compiling() else x.add_(0.0)
 
 
@@ -95,10 +95,11 @@ def _is_power_of_two(x: float) -> bool:
     return frexp(abs(x))[0] == 0.5
 
 
-def _into(x: Tensor) -> Tensor | None:
-    """Return x if results may be written into it; operands that wrap tensors, as DTensors do, may be laid out differently.
+def _reuse(x: Tensor) -> Tensor | None:
+    """Return x as the `out=` of an operation, or None where its result has to be a new tensor.
 
-    In compiled code nothing is gained, and `out=` is not taken for all strides.
+    Operands that wrap tensors, as DTensors do, may be laid out differently. In compiled code nothing is gained, and `out=` is
+    not taken for all strides.
     """
     return None if torch.compiler.is_compiling() or wraps_tensors(type(x)) else x
 
@@ -109,7 +110,7 @@ def _advance(
     b = coupling.b
     total = _round_terms(current, out, coupling, scale)
     if b == 1:
-        return torch.add(previous, total, alpha=1 / scale, out=_into(total)), None
+        return torch.add(previous, total, alpha=1 / scale, out=_reuse(total)), None
     if b < 0:
         total = _without_negative_zeros(total)  # -0.0 - 0.0 would be -0.0
     if b == -1:
@@ -118,7 +119,7 @@ def _advance(
     total.add_(high, alpha=1 if b > 0 else -1).mul_(1 / scale)
     if not keeps_bits:
         return total, None
-    low = torch.sub(previous, high, alpha=1 / (abs(b) * scale), out=_into(high))
+    low = torch.sub(previous, high, alpha=1 / (abs(b) * scale), out=_reuse(high))
     # Numbers from limit / 2 to limit have a spacing of 1 / scale: the bits are now the last ones of the significand.
     bits = low.add_(limit / 2).view(_INTEGERS[low.dtype]).to(torch.uint8)
     return total, pack(bits, cast(int, coupling.kept_bits))
@@ -133,12 +134,12 @@ def _invert(
     coupling: Coupling,
     scale: float,
 ) -> Tensor:
-    if into is not None and _into(into) is None:
+    if into is not None and _reuse(into) is None:
         return into.copy_(_invert(following, current, out, kept, None, coupling, scale))
     total = _round_terms(current, out, coupling, scale, into)
     b = coupling.b
     if b == 1:
-        return torch.add(following, total, alpha=-1 / scale, out=_into(total))
+        return torch.add(following, total, alpha=-1 / scale, out=_reuse(total))
     if b == -1:
         total = _without_negative_zeros(total)
     total.mul_(-1 / (b * scale)).add_(following, alpha=1 / b)
@@ -201,7 +202,7 @@ class Grid:
             keeps_bits: whether to return the bits of w[k-1] that the coupling loses, packed, if there are any.
         """
         terms = previous, current, out
-        advance = self._choose(_advance, coupling, *terms)
+        advance = self._compile_if_exact(_advance, coupling, *terms)
         following, bits = advance(*(x.detach() for x in terms), coupling, self.scale, self.limit, keeps_bits)
         return _attach_graph(following, (coupling.b, coupling.a, coupling.c), *terms), bits
 
@@ -217,15 +218,15 @@ class Grid:
         """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `advance` returned, in `into` or a new tensor."""
         if self._late_check is not None:
             self._late_check.run_after_backward()
-        invert = self._choose(_invert, coupling, following, current, out)
+        invert = self._compile_if_exact(_invert, coupling, following, current, out)
         if invert is not _invert and kept is not None:
             kept = unpack(kept)  # in compiled code, gathering each number by itself takes 10 times as long
         return invert(following, current, out, kept, into, coupling, self.scale)
 
-    def _choose(self, function: Callable[..., T], coupling: Coupling, *terms: Tensor) -> Callable[..., T]:
-        """Return a function, compiled where that changes no bit.
+    def _compile_if_exact(self, function: Callable[..., T], coupling: Coupling, *terms: Tensor) -> Callable[..., T]:
+        """Return the compiled function if it gives the same bits, else the function.
 
-        A compiler for an accelerator fuses products and sums. That rounds differently unless the products are exact.
+        A compiler for an accelerator fuses products and sums, which rounds differently unless the products are exact.
         """
         if self._compile is None or not all(type(x) is Tensor for x in terms):
             return function
