@@ -26,7 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.operations import is_compute_intensive
 
-# It asks for checkpoints without in-place operations. In a whole graph there are none any more when the checkpoint is cut.
+# PyTorch warns that a checkpoint with a policy must hold no in-place operations. The policy here is applied to a whole graph,
+# from which the compiler has removed them.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 _GRAPHS_PER_STEP = 8  # Dynamo's limit for one function, which here is that of all steps
@@ -58,8 +59,8 @@ class CompiledStep:
 
     Args:
         step: the module.
-        plain: compiled; called with the module and its arguments.
-        selective: the same, but for backward it keeps what mode `selective` keeps.
+        plain: a compiled function, called with the module and its arguments.
+        selective: another one, which keeps for backward what mode `selective` keeps.
         compile_function: compiles the arithmetic on the grid.
     """
 
@@ -74,19 +75,19 @@ class CompiledStep:
         self._plain = plain
         self._selective = selective
         self.compile_function = compile_function
-        self._has_selective_graph = True
+        self._is_one_graph = True  # until the compiler says otherwise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._plain(self._step, *args, **kwargs)
 
     def call_selectively(self, *args: Any) -> Any:
         """Return the output of the step; NotImplemented where the step is no single graph, or nothing is compiled now."""
-        if not self._has_selective_graph or torch._C._len_torch_dispatch_stack():  # Dynamo compiles nothing in a dispatch mode
+        if not self._is_one_graph or torch._C._len_torch_dispatch_stack():  # Dynamo compiles nothing in a dispatch mode
             return NotImplemented
         try:
             return self._selective(self._step, *args)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            self._has_selective_graph = False
+            self._is_one_graph = False
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(
                 f"A {type(self._step).__name__} cannot be compiled as one graph, so in mode 'selective' it keeps only its "
@@ -106,10 +107,14 @@ def _call_selectively(step: nn.Module, *args: Any) -> Any:
     return checkpoint(step._call_impl, *args, use_reentrant=False, context_fn=_CONTEXTS)
 
 
-def _choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Choose what is saved of an operation; of those that are not ATen's all, since no tripwire would show that they draw."""
+def _choose_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return whether the results of an operation are saved.
+
+    Those of operations outside ATen always are: they may draw random numbers unseen, and nothing compares a compiled second run
+    with the first.
+    """
     is_cheap = getattr(operation, "namespace", None) == "aten" and not is_compute_intensive(operation)
     return CheckpointPolicy.PREFER_RECOMPUTE if is_cheap else CheckpointPolicy.MUST_SAVE
 
 
-_CONTEXTS = partial(create_selective_checkpoint_contexts, _choose)
+_CONTEXTS = partial(create_selective_checkpoint_contexts, _choose_policy)

@@ -8,14 +8,15 @@ Backward asks for the calls of a forward in reverse order, so the next one is kn
     gradient(2)      beside it recover(1)
     gradient(1)
 
-There is one mechanism and three places where the recovery may run, after the device and what is around backward:
+Where the recovery runs depends on the device, and on what is around backward:
 
-    cuda                     a side stream, which the host fills without waiting for anything
-    cpu                      a thread
-    under a dispatch mode    at once, in the thread of backward: what counts bytes counts those of two steps
+    cuda                     on a side stream; the host waits for nothing
+    cpu                      in a thread of its own
+    under a dispatch mode    at once, in the thread of backward, so that the mode sees all of it: one that counts bytes counts
+                             those of two calls
 
-What is beside the gradient must not disturb it. Where that cannot be shown, calls are recovered one by one as without
-look-ahead, and a warning says why.
+A recovery must not disturb the gradient beside it. Where it may, calls are recovered one by one as without look-ahead, and a
+warning says why.
 
 Cost: the refilled tensors of one more call.
 
@@ -43,7 +44,7 @@ from revzoo.runtime.tripwire import send_comparisons
 
 
 class DisturbedError(RecoveryError):
-    """Random numbers were drawn beside a recovery, which may have changed them or been changed by them."""
+    """Something else has used the random streams during a recovery."""
 
     def __init__(self, name: str):
         super().__init__(
@@ -53,7 +54,7 @@ class DisturbedError(RecoveryError):
 
 
 class Recoverable(Protocol):
-    """A call that backward will ask for."""
+    """A call that backward may ask for."""
 
     @property
     def name(self) -> str:
@@ -99,7 +100,7 @@ class Lookahead:
 
     Args:
         stopwatch: times backward from the first recovery on, if not None.
-        is_on: False to recover nothing ahead, and only time.
+        is_on: whether calls are recovered ahead. False to time a backward without look-ahead.
     """
 
     def __init__(self, stopwatch: "Stopwatch | None" = None, *, is_on: bool = True) -> None:
@@ -115,16 +116,16 @@ class Lookahead:
         self._latest = ref(recoverable)
 
     def separate(self) -> None:
-        """Note that what runs now has a backward that may draw: no call before it is recovered beside those after it."""
+        """Note that something else runs now whose backward may draw random numbers: recover nothing beside that."""
         self._latest = None
 
     @property
     def latest(self) -> "ref[Recoverable] | None":
-        """The call noted last."""
+        """The call noted last, which backward asks for after the one that is noted next."""
         return self._latest
 
     def start(self, recoverable: Recoverable | None) -> None:
-        """Begin to recover a call; do nothing where that could disturb the gradient, or there is none."""
+        """Begin to recover a call, unless that could disturb the gradient."""
         if recoverable is None or not self._is_on or (executor := _choose_executor(recoverable)) is None:
             return
         with self._lock:  # another thread may differentiate the same graph
@@ -149,7 +150,10 @@ class Lookahead:
         return is_first
 
     def forget(self) -> None:
-        """Backward asks for a call that was not recovered: wait for the recovery that is under way, and free its results."""
+        """Note that backward recovers a call itself: wait for another recovery that is under way, and free its results.
+
+        In a backward that is timed, the first such call starts the stopwatch.
+        """
         if self._stopwatch is not None and torch._C._current_graph_task_id() not in (-1, self._task):
             self._stopwatch.start()
             self._call_after_backward()
@@ -172,7 +176,7 @@ class Lookahead:
                 started.end()
 
     def _remove(self, started: "_Started") -> bool:
-        """Note that a recovery is under way no longer; return False if another thread was first, and may have begun the next."""
+        """Note that a recovery is not under way any more; return False if another thread has noted it before."""
         with self._lock:
             is_first = self._started is started
             if is_first:
@@ -211,7 +215,7 @@ _Executor = Callable[[Recoverable], _Started]  # begins a recovery
 
 
 def _choose_executor(recoverable: Recoverable) -> _Executor | None:
-    """Return where to recover a call ahead, None for nowhere."""
+    """Return what recovers a call ahead here, None for nothing."""
     if torch._C._current_graph_task_id() == -1 or runs_step():  # looked at outside of backward, or within another call
         return None
     device = recoverable.device
@@ -224,7 +228,7 @@ def _choose_executor(recoverable: Recoverable) -> _Executor | None:
 
 
 def _find_obstacle(recoverable: Recoverable) -> str | None:
-    """Return why recovery cannot run beside a gradient, None if it can."""
+    """Return why a call cannot be recovered beside a gradient, None if it can."""
     device = recoverable.device
     if device.type not in ("cpu", "cuda"):
         return f"there is no side stream on {device.type}"
@@ -303,7 +307,7 @@ def _recover_in_thread(recoverable: Recoverable) -> _Started:
         _threads.append(ThreadPoolExecutor(1, "revzoo-lookahead"))
     name, stream = recoverable.name, read_random_stream(recoverable.name)
     # Context variables are those of backward, and so is the number of threads within an operation.
-    future = _threads[0].submit(copy_context().run, _recover_with_threads, recoverable, torch.get_num_threads())
+    future = _threads[0].submit(copy_context().run, _recover_with, torch.get_num_threads(), recoverable)
 
     def end() -> None:
         if read_random_stream(name) != stream:
@@ -312,9 +316,9 @@ def _recover_in_thread(recoverable: Recoverable) -> _Started:
     return _Started(recoverable, cast(Callable[[], None], future.result), end)
 
 
-def _recover_with_threads(recoverable: Recoverable, threads: int) -> None:
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+def _recover_with(num_threads: int, recoverable: Recoverable) -> None:
+    if torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
     try:
         recoverable.recover_ahead()
     finally:
@@ -328,8 +332,9 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 def _recover_on_side_stream(recoverable: Recoverable) -> _Started:
     """Queue a recovery on the side stream of its device.
 
-    The side stream first waits for all that is queued for the gradient so far. Refilled tensors are its own, and are freed when
-    the gradient that reads them has been queued; so their memory is used again only after that gradient.
+    The side stream first waits for all that is queued for gradients so far. Refilled tensors are in memory of the side stream.
+    They are freed when the gradient that reads them has been queued, and the next recovery waits for that gradient; so it can
+    safely use their memory again.
     """
     device = recoverable.device
     side = _side_streams.get(device) or _side_streams.setdefault(device, torch.cuda.Stream(device))

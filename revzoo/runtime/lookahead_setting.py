@@ -1,8 +1,8 @@
 """Whether a chain or model looks ahead: 0, 1, or "auto", which times both and keeps the faster.
 
-Look-ahead gains where the gradient of one step leaves a part of the device idle, and loses where it does not: the two then
-share what one would have had. Published gains turn into losses above half of the largest batch (PaReprop, figure 5). So "auto"
-times the backwards of the first training steps, in turn with and without, for every shape, schedule and device by itself.
+Look-ahead gains where the gradient of one step leaves a part of the device idle. Where it does not, gradient and recovery
+compete for the device, and look-ahead loses. Published gains turn into losses above half of the largest batch (PaReprop, figure
+5). So "auto" times the backwards of the first training steps, in turn with and without, for each shape, schedule and device.
 """
 
 import time
@@ -67,7 +67,7 @@ class LookaheadSetting:
 
 
 class _Choice:
-    """The times of backward with and without look-ahead, and what follows from them."""
+    """Whether to look ahead for one shape, schedule and device: undecided until enough backwards have been timed."""
 
     def __init__(self, device: torch.device):
         self._device = device

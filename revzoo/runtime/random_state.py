@@ -39,7 +39,7 @@ class RandomState:
     def __init__(self, devices: Iterable[torch.device]):
         self._generators: list[Generator] = [torch.default_generator]
         for device in devices:
-            if device != _CPU:  # the usual device, without the text of its kind, which takes a microsecond
+            if device != _CPU:  # `device.type` would make a string, which takes a microsecond
                 self._generators += _find_generators(device)
         self._before = self._after = self._take()
 

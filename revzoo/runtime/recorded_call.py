@@ -226,9 +226,9 @@ class RecordedCall:
 
 
 class _Handle:
-    """What the graph holds of a call: it unpacks what the call has dropped.
+    """What the graph holds of a call: it unpacks what the call has dropped, and for `Lookahead` it is a `Recoverable`.
 
-    The graph alone holds it, so it can be asked for as long as there is one.
+    Only the graph keeps it alive: look-ahead, and the handle of the call after it, refer to it weakly.
 
     Args:
         call: the call.
@@ -240,7 +240,7 @@ class _Handle:
         self._call = call
         self._recoverer = recoverer
         self._lookahead = lookahead
-        self._next = None if lookahead is None else lookahead.latest  # in the order of backward
+        self._next = None if lookahead is None else lookahead.latest  # what backward asks for after this call
 
     def unpack(self, slot: int) -> Tensor:
         """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
