@@ -28,7 +28,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import cache
 from threading import Lock
@@ -38,19 +38,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from revzoo.errors import RecoveryError
-from revzoo.runtime.replay import is_sharded, processes_communicate, read_random_stream, runs_step
+from revzoo.runtime.random_state import leave_alone
+from revzoo.runtime.replay import is_sharded, processes_communicate, runs_step
 from revzoo.runtime.tripwire import send_comparisons
-
-
-class DisturbedError(RecoveryError):
-    """Something else has used the random streams during a recovery."""
-
-    def __init__(self, name: str):
-        super().__init__(
-            f"{name} was recovered while random numbers were drawn elsewhere, or their state was set: in a hook, a function's "
-            "own backward, torch.utils.checkpoint inside a step, or another thread. Set lookahead = 0."
-        )
 
 
 class Recoverable(Protocol):
@@ -80,8 +70,8 @@ class Recoverable(Protocol):
         """Refill what the call dropped, before backward asks for it."""
 
     @property
-    def drew_the_same(self) -> bool:
-        """Whether its recovery drew as many random numbers as its first run."""
+    def needs_no_rewinding(self) -> bool:
+        """Whether its recovery has no use for random streams."""
 
     def free_refilled(self) -> None:
         """Free what was refilled; it can be recovered again."""
@@ -145,8 +135,7 @@ class Lookahead:
         try:
             started.wait()
         finally:
-            if is_first := self._remove(started):
-                started.end()
+            is_first = self._remove(started)
         return is_first
 
     def forget(self) -> None:
@@ -163,17 +152,10 @@ class Lookahead:
         started = self._started
         if started is None:
             return
-        try:
+        with suppress(Exception):  # of a call that nobody asked for
             started.wait()
-        except DisturbedError:  # the gradient may have drawn what the recovery should have
-            raise
-        except Exception:  # of a call that nobody asked for
-            pass
-        finally:
-            if self._remove(started):
-                if (recoverable := started.recoverable()) is not None:
-                    recoverable.free_refilled()
-                started.end()
+        if self._remove(started) and (recoverable := started.recoverable()) is not None:
+            recoverable.free_refilled()
 
     def _remove(self, started: "_Started") -> bool:
         """Note that a recovery is not under way any more; return False if another thread has noted it before."""
@@ -202,13 +184,11 @@ class _Started:
     Args:
         recoverable: what is recovered. Not kept alive: its graph does that as long as it may be asked for.
         wait: waits for the end, and raises what was raised; any number of threads may call it.
-        end: called once at the end, and raises if the recovery was no private matter.
     """
 
-    def __init__(self, recoverable: Recoverable, wait: Callable[[], None], end: Callable[[], None] | None = None):
+    def __init__(self, recoverable: Recoverable, wait: Callable[[], None]):
         self.recoverable = ref(recoverable)
         self.wait = wait
-        self.end = end or _do_nothing
 
 
 _Executor = Callable[[Recoverable], _Started]  # begins a recovery
@@ -237,6 +217,8 @@ def _find_obstacle(recoverable: Recoverable) -> str | None:
             return "several processes communicate, and a collective in another thread could come out of order"
         if is_sharded(*recoverable.parameters):
             return "parameters are sharded"
+    if device.type == "cpu" and not recoverable.needs_no_rewinding:
+        return "a step draws random numbers, or some were drawn since its forward, and threads of a CPU share one stream"
     if _is_backward_compiled():
         return "backward is compiled (compiled autograd)"
     if not recoverable.settings_are_in_force:
@@ -305,25 +287,16 @@ if hasattr(os, "register_at_fork"):
 def _recover_in_thread(recoverable: Recoverable) -> _Started:
     if not _threads:
         _threads.append(ThreadPoolExecutor(1, "revzoo-lookahead"))
-    name, stream = recoverable.name, read_random_stream(recoverable.name)
     # Context variables are those of backward, and so is the number of threads within an operation.
     future = _threads[0].submit(copy_context().run, _recover_with, torch.get_num_threads(), recoverable)
-
-    def end() -> None:
-        if read_random_stream(name) != stream:
-            raise DisturbedError(name)
-
-    return _Started(recoverable, cast(Callable[[], None], future.result), end)
+    return _Started(recoverable, cast(Callable[[], None], future.result))
 
 
 def _recover_with(num_threads: int, recoverable: Recoverable) -> None:
     if torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
-    try:
-        recoverable.recover_ahead()
-    finally:
-        if not recoverable.drew_the_same:
-            raise DisturbedError(recoverable.name)
+    leave_alone()
+    recoverable.recover_ahead()
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -1,15 +1,24 @@
 """Where torch's random streams stood before and after a call, so that it can draw the same numbers again."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from ctypes import string_at
 from dataclasses import dataclass
-from operator import methodcaller
+from operator import is_, methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 _CPU = torch.device("cpu")
+
+
+_leaves_alone = ContextVar("leaves_alone", default=False)
+
+
+def leave_alone() -> None:
+    """Have this context neither read nor set random streams: it runs only calls that need no rewinding."""
+    _leaves_alone.set(True)
 
 
 class Generator(Protocol):
@@ -50,10 +59,19 @@ class RandomState:
     @property
     def has_drawn_all(self) -> bool:
         """Whether as many numbers have been drawn as in the first run."""
-        return all(read_state(g) == then.data for g, then in zip(self._generators, self._after, strict=True))
+        if _leaves_alone.get():
+            return True
+        return all(_read(g.get_state()) == then.data for g, then in zip(self._generators, self._after, strict=True))
+
+    @property
+    def needs_no_rewinding(self) -> bool:
+        """Whether the call drew nothing, and the generators are where they were."""
+        return all(map(is_, self._before, self._after)) and self.has_drawn_all
 
     def rewind(self) -> list[Tensor]:
         """Go back to the states before the call; return the present ones, for `restore`."""
+        if _leaves_alone.get():
+            return []
         present = list(map(_get_state, self._generators))
         for generator, snapshot in zip(self._generators, self._before, strict=True):
             generator.set_state(snapshot.state)
@@ -61,7 +79,7 @@ class RandomState:
 
     def restore(self, states: list[Tensor]) -> None:
         """Go to the given states."""
-        for generator, state in zip(self._generators, states, strict=True):
+        for generator, state in zip(self._generators, states, strict=False):  # no states if nothing was rewound
             generator.set_state(state)
 
     def _take(self) -> list[_Snapshot]:
@@ -80,11 +98,6 @@ def _take_snapshot(generator: Generator) -> _Snapshot:
     if latest is None or latest.data != data:
         latest = _latest[generator] = _Snapshot(state, data)
     return latest
-
-
-def read_state(generator: Generator) -> bytes:
-    """Return the state of a generator as bytes."""
-    return _read(generator.get_state())
 
 
 def _read(state: Tensor) -> bytes:

@@ -133,7 +133,7 @@ class RecordedCall:
             inputs: the inputs of the first run, recovered.
             refill: whether to keep the tensors that autograd saves. False where only the output is needed.
             stop_early: end the run when the last dropped tensor has been refilled, and return None.
-            check_draws: whether it will be asked what this run has drawn.
+            check_draws: whether `require_same_draws` will be asked about this run.
         """
         inputs = tuple([x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True)])
         hooks = _RefillHooks(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
@@ -278,8 +278,8 @@ class _Handle:
             self._recoverer.recover(self._call, ahead=ahead)
 
     @property
-    def drew_the_same(self) -> bool:
-        return self._call.replay.drew_the_same
+    def needs_no_rewinding(self) -> bool:
+        return self._call.replay.needs_no_rewinding
 
     def free_refilled(self) -> None:
         self._call.free_refilled()

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.random_state import RandomState, read_state
+from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.settings import Settings
 
 T = TypeVar("T")
@@ -135,7 +135,6 @@ class Replay:
         present_training = list(map(_is_training, self._modules))
         statistics = [(norm._buffers, dict(norm._buffers)) for norm in self._norms] if self._norms else ()
         random_states = self._random.rewind()
-        self.drew_the_same = True
         try:
             self._set_training(present_training, self._training)
             for buffers, present in statistics:
@@ -159,6 +158,11 @@ class Replay:
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers among f's parameters, buffers and side inputs; 0 without any."""
         return max(map(_find_spacing, set(map(_get_dtype, self.fixed))), default=0.0)
+
+    @property
+    def needs_no_rewinding(self) -> bool:
+        """Whether a second run has no use for random streams: the first drew nothing, and they are where they were."""
+        return self._random.needs_no_rewinding
 
     @property
     def has_drawn_all(self) -> bool:
@@ -232,19 +236,6 @@ def _take_turn(device: torch.device, name: str) -> RLock:
             "forwards and backwards in one thread, or in two processes."
         )
     return turn
-
-
-def read_random_stream(name: str) -> bytes:
-    """Return where the random stream of the CPU stands, while no step runs.
-
-    Args:
-        name: of the step that asks.
-    """
-    turn = _take_turn(torch.device("cpu"), name)
-    try:
-        return read_state(torch.default_generator)
-    finally:
-        turn.release()
 
 
 def runs_step() -> bool:

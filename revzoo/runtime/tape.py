@@ -157,11 +157,11 @@ class InvertedSegment:
             raise make_inner_derivative_error(call.name)
         self._free_unused(call, ahead)
         while self._at > goal + 1:
-            self._invert(refill=False, ahead=ahead)
+            self._invert(refill=False)
         while self._at < goal:
             self._advance()
         if self._at != goal and goal > 0:
-            self._invert(refill=True, ahead=ahead)
+            self._invert(refill=True)
             return
         # The state before the first step is not needed.
         call.run_again(self._states()[self._at == goal], stop_early=True)
@@ -181,7 +181,7 @@ class InvertedSegment:
             other.free_refilled()
         self._in_use = [*still_in_use, call]
 
-    def _invert(self, refill: bool, ahead: bool) -> None:
+    def _invert(self, refill: bool) -> None:
         update, call, fingerprint = self._items[self._at - 1]
         pair = self._states()
         if call is None:
@@ -191,7 +191,7 @@ class InvertedSegment:
             self._rounding = Rounding(pair[0].dtype)
             for state in pair:  # by their sizes rounding errors are judged
                 self._watch.note_size(state)
-        out = call.run_again(pair[0], refill=refill, check_draws=fingerprint is None or ahead)
+        out = call.run_again(pair[0], refill=refill, check_draws=fingerprint is None)
         rebuilt = update.invert(pair, out)
         del out
         tolerance = 0.0 if self._rounding is None else self._rounding.step(call.spacing, update.b)
