@@ -73,6 +73,9 @@ class Recoverable(Protocol):
     def needs_no_rewinding(self) -> bool:
         """Whether its recovery has no use for random streams."""
 
+    def require_unchanged(self) -> None:
+        """Raise RecoveryError if what it computes with has changed since its first run."""
+
     def free_refilled(self) -> None:
         """Free what was refilled; it can be recovered again."""
 
@@ -127,16 +130,25 @@ class Lookahead:
         """Wait until a call is recovered, if that is under way; return whether it was.
 
         Raises:
-            RecoveryError, or whatever the call raised.
+            RecoveryError, or whatever the call raised. As without look-ahead, nothing that the call computes with may have
+                changed before backward asks for it: beside a recovery, an optimizer may have changed it halfway.
         """
         started = self._started
         if started is None or started.recoverable() is not recoverable:
             return False
+        is_first = self._wait_for(started)
+        recoverable.require_unchanged()
+        return is_first
+
+    def _wait_for(self, started: "_Started") -> bool:
+        """Wait until a recovery has ended; return whether no other thread has noted that."""
         try:
             started.wait()
-        finally:
-            is_first = self._remove(started)
-        return is_first
+        except Exception:
+            self._remove(started)
+            raise
+        # After KeyboardInterrupt it may still run. The end of backward waits for it.
+        return self._remove(started)
 
     def forget(self) -> None:
         """Note that backward recovers a call itself: wait for another recovery that is under way, and free its results.
@@ -169,13 +181,35 @@ class Lookahead:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self._end_backward)
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_EndOfBackward(self))
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Wait for the recovery that is under way, and free its results."""
         self._drop_started()
         if self._stopwatch is not None:
             self._stopwatch.stop()
         send_comparisons()
+
+    def abandon_backward(self) -> None:
+        """The same for a backward that has raised: nothing runs on beside what the user does next."""
+        with suppress(BaseException):  # the user has got another one
+            self._drop_started()
+
+
+class _EndOfBackward:
+    """What PyTorch calls at the end of a backward. One that has raised only lets go of it."""
+
+    def __init__(self, lookahead: Lookahead):
+        self._lookahead: Lookahead | None = lookahead
+
+    def __call__(self) -> None:
+        lookahead, self._lookahead = self._lookahead, None
+        if lookahead is not None:
+            lookahead.end_backward()
+
+    def __del__(self) -> None:
+        if self._lookahead is not None:
+            self._lookahead.abandon_backward()
 
 
 class _Started:
@@ -288,7 +322,10 @@ def _recover_in_thread(recoverable: Recoverable) -> _Started:
     if not _threads:
         _threads.append(ThreadPoolExecutor(1, "revzoo-lookahead"))
     # Context variables are those of backward, and so is the number of threads within an operation.
-    future = _threads[0].submit(copy_context().run, _recover_with, torch.get_num_threads(), recoverable)
+    try:
+        future = _threads[0].submit(copy_context().run, _recover_with, torch.get_num_threads(), recoverable)
+    except RuntimeError:  # the interpreter is shutting down (atexit), and no thread takes work any more
+        return _recover_at_once(recoverable)
     return _Started(recoverable, cast(Callable[[], None], future.result))
 
 

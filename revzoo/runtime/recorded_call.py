@@ -281,6 +281,9 @@ class _Handle:
     def needs_no_rewinding(self) -> bool:
         return self._call.replay.needs_no_rewinding
 
+    def require_unchanged(self) -> None:
+        self._call.replay.require_unchanged()
+
     def free_refilled(self) -> None:
         self._call.free_refilled()
 

@@ -113,6 +113,15 @@ class Replay:
         Raises:
             RecoveryError: a parameter, buffer or side input was changed in place or replaced since the first run.
         """
+        self.require_unchanged()
+        turn = _take_turn(self.device, self._name)
+        try:
+            return self._run_in_turn(run, check_draws)
+        finally:
+            turn.release()
+
+    def require_unchanged(self) -> None:
+        """Raise RecoveryError if a parameter, buffer or side input was changed in place or replaced since the first run."""
         if changed := self._find_changed():
             raise RecoveryError(
                 f"{changed!r} of {self._name} was changed in place between forward and backward, for example by "
@@ -125,11 +134,6 @@ class Replay:
                 f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
                 "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
-        turn = _take_turn(self.device, self._name)
-        try:
-            return self._run_in_turn(run, check_draws)
-        finally:
-            turn.release()
 
     def _run_in_turn(self, run: Callable[[], T], check_draws: bool) -> T:
         present_training = list(map(_is_training, self._modules))

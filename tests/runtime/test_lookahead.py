@@ -545,6 +545,109 @@ def test_checkpointing_with_dropout_inside_a_step(modes):
         assert all(torch.equal(a, b) for a, b in zip(backward(chain, *x), expected, strict=True))
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_backward_that_raises_leaves_nothing_under_way(error):
+    """A recovery that ran on would draw from the stream that the user has next, and exchange buffers."""
+    recovering, ended = threading.Event(), []
+
+    def on_recovery(k: int) -> None:
+        if k == 2 and not ended:
+            recovering.set()
+            time.sleep(0.05)
+            ended.append(k)
+
+    def on_gradient(k: int) -> None:
+        if k == 3 and not ended:
+            assert recovering.wait(20)
+            raise error("stop")
+
+    chain = told(4, on_recovery, on_gradient)
+    x = torch.randn(2, 3, 6)
+    y = chain(*x)
+    state = torch.get_rng_state()
+    with pytest.raises(error, match="stop"):
+        (y[0] * y[1]).sum().backward()
+    assert ended == [2]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same_with_and_without(chain, *x)
+
+
+def test_a_wait_that_is_interrupted_leaves_nothing_under_way(monkeypatch):
+    ended = []
+
+    class Interrupted:
+        """A future; the first wait for it ends with Ctrl-C."""
+
+        def __init__(self, future: Any):
+            self.future, self.waits = future, 0
+
+        def result(self) -> None:
+            self.waits += 1
+            if self.waits == 1:
+                raise KeyboardInterrupt
+            self.future.result()
+
+    def on_recovery(k: int) -> None:
+        if k == 3:
+            time.sleep(0.05)
+            ended.append(k)
+
+    chain = told(4, on_recovery, lambda k: None)
+    y = chain(*torch.randn(2, 3, 6).requires_grad_())
+    state = torch.get_rng_state()
+    with lookahead.ThreadPoolExecutor(1) as executor:
+        proxy = SimpleNamespace(submit=lambda *args: Interrupted(executor.submit(*args)))
+        monkeypatch.setattr(lookahead, "_threads", [proxy])
+        with pytest.raises(KeyboardInterrupt):
+            (y[0] * y[1]).sum().backward()
+        assert ended == [3]
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_optimizer_that_steps_beside_a_recovery_is_refused(mode, depth):
+    """A parameter that a step ends by adding has its gradient before the step has run again, or while it does."""
+    recovering, stepped = threading.Event(), threading.Event()
+
+    class Biased(Told):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            self.bias = nn.Parameter(torch.zeros(6))
+
+        def forward(self, w: Tensor) -> Tensor:
+            return super().forward(w) + self.bias
+
+    def on_recovery(k: int) -> None:
+        if k == 3 and depth:
+            recovering.set()
+            assert stepped.wait(20)
+
+    def on_gradient(k: int) -> None:
+        if k == 4 and depth:
+            assert recovering.wait(20)
+
+    def step(bias: nn.Parameter) -> None:
+        with torch.no_grad():
+            bias.add_(bias.grad, alpha=-1e-6)
+        stepped.set()
+
+    chain = ReversibleChain([Biased(i + 1, on_recovery, on_gradient) for i in range(4)])
+    chain.schedule, chain.lookahead = [mode] * 4, depth
+    chain.steps[2].bias.register_post_accumulate_grad_hook(step)
+    y = chain(*torch.randn(2, 3, 6).requires_grad_())
+    with pytest.raises(RecoveryError, match=r"'bias' of steps\.2 was changed in place between forward and backward"):
+        (y[0] * y[1]).sum().backward()
+
+
+def test_without_threads_steps_are_recovered_ahead_at_once(monkeypatch):
+    """While the interpreter shuts down, in a function of atexit, no thread takes work."""
+    executor = lookahead.ThreadPoolExecutor(1)
+    executor.shutdown()
+    monkeypatch.setattr(lookahead, "_threads", [executor])
+    assert_same_with_and_without(told(4, lambda k: None, lambda k: None), *torch.randn(2, 3, 6))
+
+
 def test_only_one_recovery_is_under_way(monkeypatch):
     """Two threads that differentiate one graph may both want to start one."""
     started: list[Any] = []
