@@ -61,9 +61,12 @@ class LookaheadSetting:
     def _begin(self, schedule: Sequence[str], *inputs: Tensor) -> Lookahead | None:
         if self.depth == 1 or not all(isinstance(x, Tensor) for x in inputs):  # the chain refuses what is no tensor
             return Lookahead()
-        autocast = torch.is_autocast_enabled(inputs[0].device.type)
-        key = (*schedule, *((x.shape, x.dtype, x.device) for x in inputs), autocast, torch.get_num_threads())
-        return self._choices.setdefault(key, _Choice(inputs[0].device)).begin_forward()
+        device = inputs[0].device
+        autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+        shapes = [tuple(n if isinstance(n, int) else None for n in x.shape) for x in inputs]
+        kinds = [(x.dtype, x.device) for x in inputs]
+        key = (*schedule, *shapes, *kinds, autocast, torch.get_num_threads())
+        return self._choices.setdefault(key, _Choice(device)).begin_forward()
 
 
 class _Choice:
