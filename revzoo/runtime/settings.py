@@ -4,6 +4,7 @@ Backward may run under other settings than forward: outside autocast, outside `t
 such as `torch.backends.cudnn.benchmark` was changed. A second run needs those of the first.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,6 +21,13 @@ def _precision(*names: str) -> _Setting:
     return partial(_C._get_fp32_precision_getter, *names), partial(_C._set_fp32_precision_setter, *names)
 
 
+_LEAST_NORMAL = sys.float_info.min
+
+
+def _flushes_denormal() -> bool:
+    return _LEAST_NORMAL / 2 == 0  # PyTorch has no function that tells; Python's numbers are subject to it too
+
+
 # Each is read in every second run, so from where `torch.backends` has it: its modules take ten times as long.
 _EVERYWHERE: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -30,6 +38,7 @@ _EVERYWHERE: list[_Setting] = [
 _CPU: list[_Setting] = [
     *_EVERYWHERE,
     (torch.get_num_threads, torch.set_num_threads),
+    (_flushes_denormal, torch.set_flush_denormal),
     _precision("mkldnn", "matmul"),
     _precision("mkldnn", "conv"),
 ]
