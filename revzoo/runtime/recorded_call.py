@@ -9,6 +9,7 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from threading import RLock
 from typing import Any, Protocol
 
@@ -79,7 +80,7 @@ class RecordedCall:
             lookahead: recovers this call ahead of backward, and the one before it when this one is asked for.
         """
         if self._call_selectively is not None:
-            out = self._call_selectively(*inputs) if self._side is None else self._call_selectively(*inputs, self._side)
+            out = self._run_compiled(self._call_selectively, *inputs)
             if out is not NotImplemented:
                 if lookahead is not None:
                     lookahead.separate()
@@ -117,6 +118,12 @@ class RecordedCall:
             if (fingerprint := take_fingerprint(tensor)) is not None:
                 self._fingerprints.append((slot, fingerprint))
         return out
+
+    def _run_compiled(self, call_selectively: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Run the graph of mode `selective`. It computes again in backward, so it has the conditions of any other run."""
+        arguments = inputs if self._side is None else (*inputs, self._side)
+        replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
+        return replay.run_first(partial(call_selectively, *arguments))
 
     def _is_telling(self, tensor: Tensor) -> bool:
         """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""

@@ -256,6 +256,39 @@ def test_in_place_operations_and_moving_statistics(schedule, error):
     assert [int(norm.num_batches_tracked) for norm in (step.norm for step in chain.steps)] == [1, 1]
 
 
+class Centered(nn.Module):
+    """Subtracts a moving mean that it has just moved, or is about to move."""
+
+    def __init__(self, *, moves_first: bool):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.moves_first = moves_first
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, w: Tensor) -> Tensor:
+        if self.moves_first:
+            self.move(w)
+        out = self.linear(w).tanh() * (w - self.mean.clone())
+        if not self.moves_first:
+            self.move(w)
+        return out
+
+    @torch.no_grad()
+    def move(self, w: Tensor) -> None:
+        self.mean.lerp_(w.mean(0), 0.5)
+
+
+@pytest.mark.parametrize("moves_first", [True, False])
+@pytest.mark.parametrize("mode", ["selective", "recompute"])
+def test_a_step_that_changes_its_buffers_is_refused(mode, moves_first):
+    """A graph would compute again with what the buffer holds after the step."""
+    chain = ReversibleChain([Centered(moves_first=moves_first) for _ in range(2)]).double()
+    revzoo.compile_steps(chain, backend="aot_eager")
+    with pytest.raises(RecoveryError, match=r"steps\.0 changes its 'mean' in forward"):
+        differentiate(chain, mode)
+    assert len(differentiate(chain, "store")) == 6
+
+
 def test_more_kinds_of_steps_than_dynamo_compiles_of_a_function(error):
     torch.manual_seed(0)
     chain = ReversibleChain([mlp(hidden) for hidden in range(6, 16)]).double()
