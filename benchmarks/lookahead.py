@@ -38,14 +38,14 @@ def ahead(net: Net, depth: int, lookahead: object, method: str = "invert") -> Re
 def memory(net: Net, quick: bool) -> Iterator[Figure]:
     unit, depth = net.batch()[0].nbytes, net.depths[0]
     for lookahead in (0, 1):
-        report = revzoo.measure_memory(ahead(net, depth, lookahead), net.batch())
+        counted = revzoo.measure_memory(ahead(net, depth, lookahead), net.batch())
         most = _STREAMS.get(net.name) if lookahead and not quick else None
         yield Figure(
             "peak activation memory, in streams",
             net.name,
             f"lookahead={lookahead}",
             depth,
-            report.activation_bytes / unit,
+            counted.activation_bytes / unit,
             most,
         )
 

@@ -65,20 +65,20 @@ class Setting:
     protocol: Protocol
 
 
-def _name(*networks: Network) -> dict[str, Network]:
+def _key_by_source(*networks: Network) -> dict[str, Network]:
     return {network.source: network for network in networks}
 
 
-def _family(family: str, source: str, sizes: str) -> tuple[Network, ...]:
+def _list_family(family: str, source: str, sizes: str) -> tuple[Network, ...]:
     return tuple(Network(f"{family}-{size.capitalize()}", family, f"{source}_{size}") for size in sizes.split())
 
 
 _TEXT = "Rev-RoBERTa"
 _GPU = Setting(  # figure 5 has three sizes of each; which ones of ViT is not in the text
-    _name(
-        *_family("Rev-ViT", "rev_vit", "s b l"),
-        *_family("Rev-MViT", "rev_mvit", "t s b l h"),
-        *_family("Rev-Swin", "rev_swin", "t s b l h g"),
+    _key_by_source(
+        *_list_family("Rev-ViT", "rev_vit", "s b l"),
+        *_list_family("Rev-MViT", "rev_mvit", "t s b l h"),
+        *_list_family("Rev-Swin", "rev_swin", "t s b l h g"),
         Network("base, 512 tokens", _TEXT, "rev_roberta_base"),
         Network("base, 1024 tokens", _TEXT, "rev_roberta_base_1024"),
         Network("large, 512 tokens", _TEXT, "rev_roberta_large"),
@@ -95,17 +95,17 @@ def _shrink_roberta(depth: int, tokens: int, vocabulary: int) -> tuple[str, ...]
 
 
 _CPU = Setting(
-    _name(
-        *_family("Rev-ViT", "rev_vit", "ti"),
-        *_family("Rev-MViT", "rev_mvit", "t"),
-        *_family("Rev-Swin", "rev_swin", "t s"),
+    _key_by_source(
+        *_list_family("Rev-ViT", "rev_vit", "ti"),
+        *_list_family("Rev-MViT", "rev_mvit", "t"),
+        *_list_family("Rev-Swin", "rev_swin", "t s"),
         Network("base, 4 layers, 128 tokens", _TEXT, "rev_roberta_base", _shrink_roberta(4, 128, 1000)),
     ),
     (1, 2, 4, 8),
     Protocol(turns=5, warm_up=1, steps=1, together=True),
 )
 _QUICK = Setting(
-    _name(
+    _key_by_source(
         Network("ViT", "Rev-ViT", "rev_vit_ti", ("stages.0.depth=1", "input.size=[32,32]", "twin.arguments={depth: 1}")),
         Network("MViT", "Rev-MViT", "rev_mvit_digits"),
         Network("Swin", "Rev-Swin", "rev_swin_digits"),
@@ -131,8 +131,8 @@ def draw(networks: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
         plot_throughput(vision, "Training throughput: vision", folder / "pareprop_vision.png")
     if text:
         plot_throughput(text, f"Training throughput: {_TEXT}", folder / "pareprop_text.png")
-    gains = {each["label"]: found for each in vision.values() if each["family"] == "Rev-Swin" and (found := find_gains(each))}
-    if gains:
+    swin = {each["label"]: find_gains(each) for each in vision.values() if each["family"] == "Rev-Swin"}
+    if gains := {label: gain for label, gain in swin.items() if gain}:
         plot_gain(gains, folder / "pareprop_swin.png")
 
 
