@@ -81,9 +81,8 @@ def make_chain(
     steps: list[nn.Module], net: Net, mode: str = "invert", exact: bool = False, lookahead: Literal[0, 1] = 0
 ) -> nn.Module:
     """Return the steps as revzoo's chain, all in one mode."""
-    chain = ReversibleChain(steps, exact=exact)
+    chain = ReversibleChain(steps, exact=exact, lookahead=lookahead)
     chain.schedule = mode
-    chain.lookahead = lookahead
     return chain
 
 

@@ -11,6 +11,7 @@ from revzoo.errors import CheckpointError, InputError
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.runtime.exact import Grid
+from revzoo.runtime.lookahead_setting import LookaheadDepth
 from revzoo.spec.loading import load_spec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -24,6 +25,7 @@ def create(
     num_outputs: int | None = None,
     overrides: Iterable[str] | None = None,
     schedule: str | Sequence[str] = "invert",
+    lookahead: LookaheadDepth = 0,
     exact: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -39,6 +41,7 @@ def create(
             random weights, after loading. None: the spec's number.
         overrides: values to replace in the spec, such as `["stages.0.depth=6"]`.
         schedule: one mode for all steps, or a list with one mode for each of `model.units`.
+        lookahead: how many units are recovered ahead of backward: 0, 1, or "auto" (`model.lookahead`).
         exact: round the streams to a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
         device: device of the parameters. On "meta" no memory is allocated. None: PyTorch's default device, which is the CPU
             unless `with torch.device(...)` or `torch.set_default_device` says otherwise.
@@ -74,6 +77,7 @@ def create(
     if num_outputs is not None and num_outputs != model.num_outputs:
         model.reset_head(num_outputs)
     model.schedule = schedule
+    model.lookahead = lookahead
     model.exact = exact
     return model
 

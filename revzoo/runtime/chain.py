@@ -59,6 +59,7 @@ class ReversibleChain(nn.Module):
         coupling: a registered name, a `Coupling`, or a sequence of couplings, one per step.
         exact: whether to round the streams to a grid, so that inversion is exact and gradients are bit-identical in every
             mode. Needs float32 or float64 streams and |b| = 1. A coupling with kept bits is exact whatever is given here.
+        lookahead: how many steps are recovered ahead of backward: 0, 1, or "auto".
     Raises:
         InputError: a step is not a module, or the coupling cannot be exact.
         UnknownNameError: no such coupling.
@@ -71,6 +72,7 @@ class ReversibleChain(nn.Module):
         steps: Sequence[nn.Module],
         coupling: str | Coupling | Sequence[Coupling] = "additive",
         exact: bool = False,
+        lookahead: LookaheadDepth = 0,
     ):
         super().__init__()
         steps = list(steps)
@@ -83,7 +85,7 @@ class ReversibleChain(nn.Module):
         self.couplings = _per_step(coupling, len(self._names()))
         self.exact = exact
         self.schedule = "invert"
-        self.lookahead = 0
+        self.lookahead = lookahead
 
     @property
     def lookahead(self) -> LookaheadDepth:

@@ -29,8 +29,8 @@ PINNED = {
         "(source, weights=None, *, coupling='momentum', kept_bits=8, m=None, beta=None, out=None, strict=True, batch=None)"
     ),
     "create": (
-        "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', exact=False, "
-        "device=None, dtype=None)"
+        "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', lookahead=0, "
+        "exact=False, device=None, dtype=None)"
     ),
     "export": "(folder, out, weights=None)",
     "list_models": "(pattern='*')",
@@ -94,7 +94,7 @@ def test_public_names_are_the_pinned_ones():
         "SpaceToDepth",
         "set_tripwire",
     }
-    assert signature(revzoo.runtime.ReversibleChain) == "(steps, coupling='additive', exact=False)"
+    assert signature(revzoo.runtime.ReversibleChain) == "(steps, coupling='additive', exact=False, lookahead=0)"
 
 
 def test_a_model_has_the_pinned_members():

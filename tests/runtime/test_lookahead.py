@@ -980,6 +980,8 @@ def test_the_setting_is_checked_copied_and_said():
         with pytest.raises(InputError, match='lookahead is 0 or 1, the number of steps recovered ahead of backward, or "auto"'):
             chain.lookahead = wrong
     for depth in (1, "auto"):
+        assert ReversibleChain([nn.Linear(6, 6)], lookahead=depth).lookahead == depth
+        assert revzoo.create("rev_vit_digits", lookahead=depth, device="meta").lookahead == depth
         chain.lookahead = depth
         assert copy.deepcopy(chain).lookahead == depth
     assert list(chain.state_dict()) == ["steps.0.weight", "steps.0.bias"]
