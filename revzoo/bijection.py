@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from revzoo.errors import InputError
+
 
 class Bijection(nn.Module):
     """A parameter-free map of one stream with an exact inverse.
@@ -30,6 +32,7 @@ class SpaceToDepth(Bijection):
 
     def forward(self, x: Tensor) -> Tensor:
         n = self.block
+        _require_squares(x, n)
         B, C, H, W = x.shape
         x = x.reshape(B, C, H // n, n, W // n, n).permute(0, 3, 5, 1, 2, 4)  # B, dy, dx, C, H/n, W/n
         return x.reshape(B, n * n * C, H // n, W // n).contiguous()
@@ -39,3 +42,38 @@ class SpaceToDepth(Bijection):
         B, C, H, W = y.shape
         y = y.reshape(B, n, n, C // (n * n), H, W).permute(0, 3, 4, 1, 5, 2)  # B, C, H, dy, W, dx
         return y.reshape(B, C // (n * n), H * n, W * n).contiguous()  # of 1x1 pixels, the reshape is a channels-last view
+
+
+class SpaceToBatch(Bijection):
+    """Stack the pixels of each `block` x `block` square along the batch, which keeps the number of channels.
+
+    Shapes: (B, C, H, W) -> (block^2 B, C, H / block, W / block), H and W divisible by block. Example b gives the outputs
+        (dy * block + dx) * B + b, so `y.unflatten(0, (block**2, -1))` is (block^2, B, C, H / block, W / block).
+    Source: batch pooling of Hascoet et al. 2023, section 4.2.4; the order is that of `SpaceToDepth`.
+    """
+
+    def __init__(self, block: int = 2):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.block
+        _require_squares(x, n)
+        B, C, H, W = x.shape
+        x = x.reshape(B, C, H // n, n, W // n, n).permute(3, 5, 0, 1, 2, 4)  # dy, dx, B, C, H/n, W/n
+        return x.reshape(n * n * B, C, H // n, W // n).contiguous()
+
+    def inverse(self, y: Tensor) -> Tensor:
+        n = self.block
+        B, C, H, W = y.shape
+        y = y.reshape(n, n, B // (n * n), C, H, W).permute(2, 3, 4, 0, 5, 1)  # B, C, H, dy, W, dx
+        return y.reshape(B // (n * n), C, H * n, W * n).contiguous()
+
+
+def _require_squares(x: Tensor, block: int) -> None:
+    H, W = x.shape[-2:]
+    if H % block or W % block:
+        raise InputError(
+            f"Pooling takes whole squares of {block} x {block} pixels. Received: {H} x {W} pixels. Pad or crop the image, or "
+            "pool less often."
+        )

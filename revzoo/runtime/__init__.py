@@ -1,9 +1,24 @@
 """The reversible runtime. It can be used without the rest of revzoo: it knows tensors and modules, no specs and no families."""
 
-from revzoo.bijection import Bijection, SpaceToDepth
+from revzoo.bijection import Bijection, SpaceToBatch, SpaceToDepth
+from revzoo.invertible import Coupled, CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.layerwise import LayerChain
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.tripwire import set_tripwire
 
-__all__ = ["Bijection", "Coupling", "LiveBytes", "ReversibleChain", "SpaceToDepth", "set_tripwire"]
+__all__ = [
+    "Bijection",
+    "Coupled",
+    "CoupledConv2d",
+    "Coupling",
+    "InvertibleBatchNorm2d",
+    "InvertibleLeakyReLU",
+    "LayerChain",
+    "LiveBytes",
+    "ReversibleChain",
+    "SpaceToBatch",
+    "SpaceToDepth",
+    "set_tripwire",
+]

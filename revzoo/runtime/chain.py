@@ -31,6 +31,7 @@ from revzoo.runtime.compiling import exclude_from_compilation, find_function_com
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, Drift, Growth
 from revzoo.runtime.exact import Grid, LostBits, has_value, require_exact
+from revzoo.runtime.layerwise import LayerwiseCall, find_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.lookahead import Lookahead
@@ -39,11 +40,10 @@ from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
+from revzoo.runtime.strides import Strides, get_strides, is_dense, restore_strides
 from revzoo.runtime.tape import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
-
-_Strides = tuple[int, ...] | None
 
 
 class ReversibleChain(nn.Module):
@@ -250,8 +250,10 @@ class _LinkUpdate:
         self._link = link
         self._grid = grid
         self.b = 1.0 if isinstance(link, Bijection) else link.coupling.b
+        self.inverts_first = False
+        self.growth = 1.0
         self.will_invert = will_invert
-        self._strides: Sequence[_Strides] = (None, None)  # of the states in front that inversion rebuilds: for a step, one
+        self._strides: Sequence[Strides] = (None, None)  # of the states in front that inversion rebuilds: for a step, one
         self._lost_bits: LostBits = None
 
     @property
@@ -264,11 +266,11 @@ class _LinkUpdate:
         link = self._link
         if isinstance(link, Bijection):
             if self.will_invert:
-                self._strides = _get_strides(pair[0]), _get_strides(pair[1])
+                self._strides = get_strides(pair[0]), get_strides(pair[1])
             return link(pair[0]), link(pair[1])
         assert out is not None
         if self.will_invert:
-            self._strides = (_get_strides(pair[0]),)
+            self._strides = (get_strides(pair[0]),)
         if self._grid is None:
             return pair[1], link.coupling.advance(*pair, _match_dtype(out, pair[0]))
         following, self._lost_bits = self._grid.advance(link.coupling, *pair, out, keeps_bits=self.will_invert)
@@ -278,7 +280,7 @@ class _LinkUpdate:
         link, strides = self._link, self._strides[0]
         if isinstance(link, Bijection):
             x1, x2 = (link.inverse(y) for y in pair)
-            return _restore_strides(x1, strides), _restore_strides(x2, self._strides[1])
+            return restore_strides(x1, strides), restore_strides(x2, self._strides[1])
         assert out is not None
         following, current = pair[1], pair[0]
         into = None
@@ -291,7 +293,7 @@ class _LinkUpdate:
         else:
             bits, self._lost_bits = self._lost_bits, None
             rebuilt = self._grid.invert(link.coupling, following, current, out, bits, into)
-        return _restore_strides(rebuilt, strides), current
+        return restore_strides(rebuilt, strides), current
 
 
 def _match_dtype(out: Tensor, stream: Tensor) -> Tensor:
@@ -299,15 +301,6 @@ def _match_dtype(out: Tensor, stream: Tensor) -> Tensor:
     if out.dtype == stream.dtype or torch.promote_types(out.dtype, stream.dtype) == stream.dtype:
         return out
     return out.to(stream.dtype)
-
-
-def _get_strides(x: Tensor) -> _Strides:
-    """Return the strides that a rebuilt x must have; None for a layout without strides, or with gaps or overlaps."""
-    return x.stride() if x.layout is torch.strided and _is_dense(x) else None
-
-
-def _restore_strides(x: Tensor, strides: _Strides) -> Tensor:
-    return x if strides is None or x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
@@ -348,8 +341,7 @@ def _run_recorded(
             elif link.mode == "invert" and segment is None:
                 segment = InvertedSegment(exact=grid is not None)
             if link.mode != "store":
-                compared = link.mode == "invert" and update.will_invert
-                call = RecordedCall(link.f, link.name, settings, side, selective=link.mode == "selective", watched=not compared)
+                call = _record(link, settings, side, grid, watched=link.mode != "invert" or not update.will_invert)
             out = _call(link, pair, side, call, segment or SavedInputs(pair[1:]), lookahead)
         before, pair = pair, update.advance(pair, out)
         if segment is not None:
@@ -366,6 +358,15 @@ def _run_recorded(
     if drift is not None:
         drift.warn()
     return pair
+
+
+def _record(step: Step, settings: Settings, side: Any, grid: Grid | None, watched: bool) -> RecordedCall:
+    """Return the call of a step that is about to be run for the first time."""
+    # On a grid every bit is rebuilt, which the inverses of layers do not do.
+    layers = find_layers(step.f) if step.mode == "invert" and side is None and grid is None else None
+    if layers is not None:
+        return LayerwiseCall(cast(nn.Module, step.f), step.name, settings, layers)
+    return RecordedCall(step.f, step.name, settings, side, selective=step.mode == "selective", watched=watched)
 
 
 def _refuse_growing_errors(links: Sequence[Step | Bijection], dtype: torch.dtype) -> None:
@@ -405,18 +406,7 @@ def _start(
 
 def _dense(x: Tensor) -> Tensor:
     """Return x without gaps in memory, as inversion will return it: a compiled step relies on the strides of its first run."""
-    return x if _is_dense(x) else x.clone()
-
-
-def _is_dense(x: Tensor) -> bool:
-    if x.is_contiguous():
-        return True
-    expected = 1
-    for dim in sorted((dim for dim in range(x.dim()) if x.shape[dim] > 1), key=x.stride):
-        if x.stride(dim) != expected:
-            return False
-        expected *= x.shape[dim]
-    return True
+    return x if is_dense(x) else x.clone()
 
 
 def _watch(grid: Grid | None, pair: Pair, link: Step | Bijection) -> None:

@@ -105,7 +105,12 @@ class Rounding:
             b: the coupling's coefficient.
         """
         self._error = max(self._finest, self._error, math.sqrt(self._error * spacing)) / min(1.0, abs(b))
-        return max(self._least_tolerance, 32 * self._error)
+        return max(self._least_tolerance, self.explained)
+
+    @property
+    def explained(self) -> float:
+        """The relative error that rounding explains, without the least tolerance."""
+        return 32 * self._error
 
 
 class Drift:

@@ -8,12 +8,13 @@ unusual.
 
     RecordedCall     one call of one function, the tensors it dropped, and how to run it again (`recorded_call.py`)
     SavedInputs      recovers one call from its own inputs, which it keeps        (modes `recompute` and `selective`)
-    InvertedSegment  recovers the calls of consecutive inverted steps from one pair of states         (mode `invert`)
+    InvertedSegment  recovers the calls of consecutive inverted steps or layers from the states       (mode `invert`)
+                     behind the last of them
 
 References point one way: the graph holds the hooks of its calls, a hook its RecordedCall and what recovers that (SavedInputs or
 InvertedSegment), and a segment all its calls. So everything is freed with the graph, without the garbage collector. A segment
-holds exactly one pair of states at any time: after forward the last pair, which is the chain's own output if the segment ends
-the chain; in backward the pair recovered last.
+holds the states of exactly one place at any time: after forward the last ones, which are the chain's own output if the segment
+ends the chain; in backward those recovered last. Between steps the states are a pair, between layers they are one tensor.
 
 Known inefficiency: a second backward through a retained graph runs the chain forward again to get back to its end.
 
@@ -22,12 +23,11 @@ Source: the reconstruction is Gomez et al. 2017, Algorithm 1.
 
 from collections.abc import Iterable, Sequence
 from threading import RLock
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.coupling import Pair
 from revzoo.runtime.drift import Rounding
 from revzoo.runtime.recorded_call import RecordedCall, make_inner_derivative_error
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
@@ -79,99 +79,144 @@ class SavedInputs:
         return ()  # the graph holds them until the gradient has been queued
 
 
-class PairUpdate(Protocol):
-    """One step or bijection as an `InvertedSegment` sees it: how it changes the pair of states, and how to undo that."""
+States = tuple[Tensor, ...]  # a pair between steps, one tensor between layers
 
-    b: float
+
+class Update(Protocol):
+    """One step, bijection or layer as an `InvertedSegment` sees it: how it changes the states, and how to undo that."""
+
+    b: float  # each inversion multiplies errors by 1 / |b|
+    inverts_first: bool  # whether `invert` gives the input of f without its output, so that f runs after it
 
     @property
     def kept_bits(self) -> Sequence[Tensor]:
         """What `invert` uses up besides the states."""
 
-    def advance(self, pair: Pair, out: Tensor | None) -> Pair: ...
+    @property
+    def growth(self) -> float | Tensor:
+        """How much `invert` is predicted to multiply relative errors, besides 1 / |b|."""
 
-    def invert(self, pair: Pair, out: Tensor | None) -> Pair: ...
+    # Any: one update knows pairs, another single tensors, and only steps know `out`.
+    def advance(self, states: Any, out: Any) -> Any: ...
+
+    def invert(self, states: Any, out: Any) -> Any: ...
+
+
+class Origin(Protocol):
+    """The call in whose forward a segment lies. A second run of it gives the segment its last states."""
+
+    lock: RLock
+
+    def recover(self, *, ahead: bool) -> None:
+        """Run the call again, which ends with `end` of the segment."""
+
+    def get_sources(self) -> Iterable[Tensor]:
+        """Return the tensors that this reads and may free."""
 
 
 class _Item(NamedTuple):
-    """A step or bijection of a segment.
+    """A step, bijection or layer of a segment.
 
     Args:
-        update: how it changes the pair of states.
-        call: the call of the step's f; a bijection has none.
+        update: how it changes the states.
+        call: the call of the step's f, or of the layer; a bijection has none.
         fingerprint: of the state that its inversion rebuilds.
     """
 
-    update: PairUpdate
+    update: Update
     call: RecordedCall | None
     fingerprint: Fingerprint | None
 
 
 class InvertedSegment:
-    """Recovers the calls of consecutive inverted steps from one pair of states, which moves along the chain.
+    """Recovers the calls of consecutive inverted steps or layers from the states behind them, which move towards the input.
 
-    Boundary i is in front of item i of the segment, so `_pair` is (w[i-1], w[i]) there. To recover the call of item i, the pair
-    moves from boundary i + 1 to i. If backward asks for a call elsewhere, the pair first moves to it: towards the input by
-    inverting, towards the output by running forward.
+    Boundary i is in front of item i of the segment. To recover the call of item i, the states move from boundary i + 1 to i. If
+    backward asks for a call elsewhere, the states first move to it: towards the input by inverting, towards the output by
+    running forward, or by asking the origin for the last ones.
+
+        item    states                    to go back over it
+        step    (w[k-1], w[k])            f runs on w[k], and what it returns gives w[k-1]
+        layer   (x,)                      its inverse gives x, and the layer runs on x up to the last tensor that it saves
 
     Args:
         exact: whether inversion rebuilds every bit.
+        origin: the call that this segment is a part of, which runs again to give states. Then forward keeps none.
 
-    Cost: one pair of states, one extra forward of each step.
+    Cost: the states of one boundary, one extra forward of each step or layer.
     """
 
-    def __init__(self, exact: bool) -> None:
-        self.lock = RLock()
+    def __init__(self, exact: bool, origin: Origin | None = None) -> None:
+        self.lock = RLock() if origin is None else origin.lock  # one for both, so that no two threads wait for each other
         self._exact = exact
+        self._origin = origin
         self._items: list[_Item] = []
-        self._pair: tuple[State, State] | None = None
-        self._at = 0  # the boundary that the pair belongs to
+        self._first: int | None = None  # the place of the first call
+        self._kept: tuple[State, ...] | None = None
+        self._at = 0  # the boundary that the states belong to
         self._in_use: list[RecordedCall] = []  # the calls recovered last
         self._watch = Watch()
         self._rounding: Rounding | None = None  # of the states rebuilt; none before the first
+        self._growth: float | Tensor = 1.0  # of errors, from the last boundary to the present one
 
-    def append(self, update: PairUpdate, call: RecordedCall | None, before: Pair) -> None:
-        """Add the next step or bijection, in the order of forward.
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no call yet."""
+        return self._first is None
+
+    def append(self, update: Update, call: RecordedCall | None, before: States) -> None:
+        """Add the next step, bijection or layer, in the order of forward.
 
         Args:
-            update: how it changes the pair of states.
-            call: the call of the step's f.
+            update: how it changes the states.
+            call: the call of the step's f, or of the layer.
             before: the states in front of it.
         """
         fingerprint = None
         if call is not None:
             call.place = len(self._items)
-            if self._items and is_watching():  # the state before the first step is not rebuilt
+            if self._first is None:
+                self._first = call.place
+            # The state before the first step is not rebuilt.
+            if (update.inverts_first or call.place > self._first) and is_watching():
                 fingerprint = take_fingerprint(before[0], bits=self._exact)
         self._items.append(_Item(update, call, fingerprint))
 
-    def end(self, pair: Pair) -> None:
-        """Keep the states after the last step, from which recovery will start."""
-        self._pair, self._at = (State(pair[0]), State(pair[1])), len(self._items)
+    def end(self, states: States) -> None:
+        """Keep the states after the last item, from which recovery will start."""
+        self._kept, self._at = tuple(map(State, states)), len(self._items)
+        self._watch, self._rounding, self._growth = Watch(), None, 1.0
+
+    def free_states(self) -> None:
+        """Free the states. The origin can give them again."""
+        self._kept = None
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
-        """Refill `call`, and move the pair to the boundary before it, unless it is the first of the segment."""
+        """Refill `call`, and move the states to the boundary before it, unless it is the first step of the segment."""
         judge_arrived()
         goal = call.place
-        if goal is None or self._pair is None:
+        if goal is None or (self._kept is None and self._origin is None):
             raise make_inner_derivative_error(call.name)
         self._free_unused(call, ahead)
+        if self._origin is not None and (self._kept is None or self._at < goal):
+            self._origin.recover(ahead=ahead)
         while self._at > goal + 1:
             self._invert(refill=False)
         while self._at < goal:
             self._advance()
-        if self._at != goal and goal > 0:
+        if self._at > goal and (goal != self._first or self._items[goal].update.inverts_first):
             self._invert(refill=True)
-            return
-        # The state before the first step is not needed.
-        call.run_again(self._states()[self._at == goal], stop_early=True)
-        call.compare_refilled(self._watch)
-        if goal == 0 and not ahead:
+        else:  # the state before the first step is not needed
+            call.run_again(self._states()[-1 if self._at == goal else 0], stop_early=True)
+            call.compare_refilled(self._watch)
+        if goal == self._first and not ahead:
             send_comparisons()
 
     def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
+        if self._kept is None and self._origin is not None:
+            return self._origin.get_sources()
         bits = self._items[self._at - 1].update.kept_bits if self._at else ()
-        return *(self._states() if self._pair else ()), *bits
+        return *(self._states() if self._kept else ()), *bits
 
     def _free_unused(self, call: RecordedCall, ahead: bool) -> None:
         """Free what backward has not taken of other calls; where `call` is recovered ahead, not of the one before it."""
@@ -183,33 +228,47 @@ class InvertedSegment:
 
     def _invert(self, refill: bool) -> None:
         update, call, fingerprint = self._items[self._at - 1]
-        pair = self._states()
+        states = self._states()
         if call is None:
-            self._move(update.invert(pair, None), -1)
+            self._move(update.invert(states, None), -1)
             return
         if self._rounding is None and not self._exact:
-            self._rounding = Rounding(pair[0].dtype)
-            for state in pair:  # by their sizes rounding errors are judged
+            self._rounding = Rounding(states[0].dtype)
+            for state in states:  # by their sizes rounding errors are judged
                 self._watch.note_size(state)
-        out = call.run_again(pair[0], refill=refill, check_draws=fingerprint is None)
-        rebuilt = update.invert(pair, out)
+        out = None
+        if not update.inverts_first:
+            out = call.run_again(states[0], refill=refill, check_draws=fingerprint is None)
+        rebuilt = update.invert(states, out)
         del out
-        tolerance = 0.0 if self._rounding is None else self._rounding.step(call.spacing, update.b)
+        self._compare(call, update, fingerprint, rebuilt[0])
+        self._move(rebuilt, -1)
+        if update.inverts_first and refill:
+            del states  # the run needs the memory
+            call.run_again(rebuilt[0], stop_early=True)
+
+    def _compare(self, call: RecordedCall, update: Update, fingerprint: Fingerprint | None, rebuilt: Tensor) -> None:
+        tolerance: float = 0.0
+        growth: float | Tensor = 1.0
+        if self._rounding is not None:
+            tolerance = self._rounding.step(call.spacing, update.b)
+            self._growth = self._growth * update.growth
+            growth = self._growth * self._rounding.explained / tolerance
         if fingerprint is None:
             call.require_same_draws()
         else:
-            self._watch.compare(call.name, fingerprint, rebuilt[0], tolerance)
-        self._move(rebuilt, -1)
+            self._watch.compare(call.name, fingerprint, rebuilt, tolerance, growth, of_layer=update.inverts_first)
 
     def _advance(self) -> None:
         update, call, _ = self._items[self._at]
-        pair = self._states()
-        out = None if call is None else call.run_again(pair[1], refill=False)
-        self._move(update.advance(pair, out), +1)
+        states = self._states()
+        out = None if call is None else call.run_again(states[-1], refill=False)
+        self._growth = self._growth / update.growth
+        self._move(update.advance(states, out), +1)
 
-    def _move(self, pair: Pair, by: int) -> None:
-        self._pair, self._at = (State(pair[0]), State(pair[1])), self._at + by
+    def _move(self, states: States, by: int) -> None:
+        self._kept, self._at = tuple(map(State, states)), self._at + by
 
-    def _states(self) -> Pair:
-        assert self._pair is not None, "recovery before the end of forward"
-        return self._pair[0].get(), self._pair[1].get()
+    def _states(self) -> States:
+        assert self._kept is not None, "recovery before the end of forward"
+        return tuple([state.get() for state in self._kept])

@@ -205,7 +205,17 @@ class Watch:
             # It is compared with itself, so that its size arrives from a device in its turn.
             self._judge_or_wait(_Comparison(self, "", taken, taken, math.inf, of_state=True))
 
-    def compare(self, name: str, expected: Fingerprint, rebuilt: Tensor, tolerance: float, *, of_state: bool = True) -> bool:
+    def compare(
+        self,
+        name: str,
+        expected: Fingerprint,
+        rebuilt: Tensor,
+        tolerance: float,
+        growth: float | Tensor = 1.0,
+        *,
+        of_state: bool = True,
+        of_layer: bool = False,
+    ) -> bool:
         """Compare a rebuilt tensor with its fingerprint, now or on the device; return whether they can be compared.
 
         Args:
@@ -213,7 +223,9 @@ class Watch:
             expected: the fingerprint of the original.
             rebuilt: the rebuilt tensor.
             tolerance: largest difference, relative to the largest state so far; 0 where bits are compared.
+            growth: factor of the tolerance where it is above 1. On a device, the difference is divided by it instead.
             of_state: whether this is a state. Other tensors are judged by their own size.
+            of_layer: whether this state is the input of a layer, which may have scaled it: the sizes before it do not count.
 
         Raises:
             RecoveryError: it differs by more, on a CPU.
@@ -221,7 +233,14 @@ class Watch:
         actual = take_fingerprint(rebuilt, bits=tolerance == 0)
         if actual is None or actual.kind != expected.kind:
             return False
-        self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state))
+        if not isinstance(expected.values, Tensor):
+            tolerance *= max(float(growth), 1.0)
+        elif isinstance(growth, Tensor):
+            difference = (actual.values - expected.values) / growth.clamp_min(1.0)
+            actual = actual._replace(values=expected.values + difference)
+        elif growth > 1:
+            tolerance *= growth
+        self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state, of_layer))
         return True
 
     def judge(self, comparison: "_Comparison", expected: list[float], actual: list[float]) -> None:
@@ -247,7 +266,9 @@ class Watch:
             error = math.nan
         elif not math.isfinite(error):
             return
-        if comparison.of_state:
+        if comparison.of_layer:
+            self._largest = size
+        elif comparison.of_state:
             self._largest = size = max(size, self._largest)
         size = max(size, self._largest * _LEAST_SHARE)
         if error:
@@ -274,6 +295,7 @@ class _Comparison(NamedTuple):
     actual: Fingerprint
     tolerance: float
     of_state: bool
+    of_layer: bool = False
 
 
 class _Transfer:

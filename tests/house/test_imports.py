@@ -16,8 +16,8 @@ import revzoo
 ROOT = Path(revzoo.__file__).parent
 # Each row may import the rows above it. Names in one row never import one another.
 LAYERS = [
-    ("bijection", "bounds", "errors", "file", "format"),
-    ("registry",),
+    ("bounds", "errors", "file", "format"),
+    ("bijection", "invertible", "registry"),
     ("spec", "runtime", "parts"),
     ("checkpoint",),
     ("model",),

@@ -1,0 +1,221 @@
+"""Layers with an inverse, from which a network is built whose activations are rebuilt layer by layer.
+
+A layer is any module with `inverse`: `layer.inverse(layer(x))` is x up to rounding. What an inverse needs beside the output,
+such as the statistics of a batch, `forward_keeping` returns and `inverse` takes:
+
+    y, *kept = layer.forward_keeping(x)
+    x = layer.inverse(y, *kept)
+
+The layers know no modes and keep nothing on themselves. How a forward is run without storing x is told in
+`revzoo/runtime/layerwise.py`. A `Bijection` is a layer without parameters and rounding.
+
+`alpha` of a layer is the factor by which its inverse reduces the ratio of signal to noise (the mean square of each): noise of
+relative size e in y is noise of relative size e / sqrt(alpha) in x.
+
+Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reduction of CNN training", section 4.2.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+
+from revzoo.errors import InputError
+
+
+@runtime_checkable
+class InvertibleLayer(Protocol):
+    """A module that can rebuild its input."""
+
+    def inverse(self, y: Tensor, /, *kept: Tensor) -> Tensor:
+        """Return x such that the layer makes y of it, up to rounding."""
+
+
+class InvertibleLeakyReLU(nn.Module):
+    """y = x where x > 0, else slope * x.
+
+    Shapes: any; returns the same.
+    Args:
+        slope: of the negative side, > 0. The nearer to 1, the less the inverse amplifies noise.
+    Raises:
+        InputError: slope <= 0, which cannot be undone.
+    """
+
+    def __init__(self, slope: float = 0.2):
+        super().__init__()
+        if not slope > 0:
+            raise InputError(f"A slope <= 0 cannot be undone. Received: {slope}. Use 0.1, or nn.ReLU, which is stored.")
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, self.slope)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        return F.leaky_relu(y, 1 / self.slope)
+
+    def alpha(self) -> float:
+        """Return 4 / ((1 + n^2) (1 + 1 / n^2)): half of the elements are negative."""
+        n = self.slope**2
+        return 4 / ((1 + n) * (1 + 1 / n))
+
+    def extra_repr(self) -> str:
+        return f"slope={self.slope:g}"
+
+
+class InvertibleBatchNorm2d(_NormBase):
+    """BatchNorm with a floor under its scale: y = (|weight| + eps_i) (x - mean) / sqrt(var + eps) + bias.
+
+    In eval mode the running statistics take the place of the batch's, as in `nn.BatchNorm2d`, and there is no inverse. It is
+    not a `torch.nn.BatchNorm2d`, so that nothing takes it for one: `convert_sync_batchnorm` would drop the floor.
+
+    Shapes: x: (B, C, H, W); returns the same.
+    Args:
+        channels: C.
+        eps_i: the floor, >= 0. It limits the noise that the inverse amplifies by 1 / (|weight| + eps_i).
+        eps: added to the variance.
+        momentum: weight of the batch in the running statistics.
+    Raises:
+        InputError: eps_i < 0, one value per channel; to invert it, eval mode, or eps_i = 0 and a weight that is 0.
+    Source: Hascoet et al. 2023, section 4.2.1.
+    """
+
+    momentum: float
+    weight: nn.Parameter
+    bias: nn.Parameter
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, channels: int, eps_i: float = 0.1, eps: float = 1e-5, momentum: float = 0.1):
+        super().__init__(channels, eps, momentum)
+        if not eps_i >= 0:
+            raise InputError(f"eps_i is a floor under |weight|, at least 0. Received: {eps_i}.")
+        self.eps_i = eps_i
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self._normalise(x)[0]
+        return F.batch_norm(x, self.running_mean, self.running_var, self._scale(), self.bias, eps=self.eps)
+
+    def forward_keeping(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y, and mean and 1 / sqrt(var + eps) of each channel of the batch."""
+        if not self.training:
+            raise InputError(
+                "BatchNorm in eval mode does not use the statistics of the batch, and its input is not rebuilt. Call "
+                "model.train(), use torch.no_grad() for inference, or set the schedule of this layer or step to 'store'."
+            )
+        # Reading a number would wait for a device; there, what inversion makes of it is noticed in backward.
+        if self.eps_i == 0 and self.weight.is_cpu and not self.weight.all():
+            zeros = int((self.weight == 0).sum())
+            raise InputError(
+                f"A BatchNorm with eps_i = 0 has no inverse where its weight is 0. Received: {zeros} of {self.num_features} "
+                "weights at 0. Use eps_i > 0, for example 0.1."
+            )
+        y, mean, inverse_deviation = self._normalise(x)
+        return y, mean.detach(), inverse_deviation.detach()
+
+    def inverse(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor) -> Tensor:
+        dims = (1, -1, *[1] * (y.dim() - 2))
+        factor = (self._scale() * inverse_deviation).reciprocal().to(y.dtype).view(dims)
+        return torch.addcmul(mean.to(y.dtype).view(dims), y - self.bias.to(y.dtype).view(dims), factor)
+
+    def alpha(self, mean: Tensor, inverse_deviation: Tensor) -> Tensor:
+        """Return C sum(v_i + mu_i^2) / (sum(v_i / g_i^2) sum(g_i^2 + beta_i^2)), where g is the scale and beta the bias."""
+        square, variance = self._scale().detach().square(), inverse_deviation.square().reciprocal()
+        signals = (variance + mean.square()).sum() / (square + self.bias.detach().square()).sum()
+        return self.num_features * signals / (variance / square).sum()
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps_i={self.eps_i:g}, eps={self.eps:g}, momentum={self.momentum:g}"
+
+    def _scale(self) -> Tensor:
+        return self.weight.abs() + self.eps_i
+
+    def _normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if x.numel() == x.size(1):
+            raise InputError(
+                f"BatchNorm needs more than one value per channel in training. Received: {tuple(x.shape)}. Use a larger "
+                "batch, or larger images."
+            )
+        self.num_batches_tracked.add_(1)
+        scale, moving = self._scale(), (self.running_mean, self.running_var)
+        y, mean, inverse_deviation = torch.native_batch_norm(x, scale, self.bias, *moving, True, self.momentum, self.eps)
+        return y, mean, inverse_deviation
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+class Coupled(nn.Module):
+    """An invertible layer from any two functions of half the channels: y1 = x1 + f(x2), y2 = x2 + g(y1).
+
+    Shapes: x: (B, C, ...), C even; f and g map (B, C / 2, ...) to the same. Returns the same as x.
+    Raises:
+        InputError: an odd number of channels.
+    """
+
+    def __init__(self, f: nn.Module, g: nn.Module):
+        super().__init__()
+        self.f, self.g = f, g
+
+    def forward(self, x: Tensor) -> Tensor:
+        x1, x2 = self.split(x)
+        y1 = self.add(x1, self.f(x2))
+        return self.join(y1, self.add(x2, self.g(y1)))
+
+    def inverse(self, y: Tensor) -> Tensor:
+        y1, y2 = self.split(y)
+        x2 = self.subtract(y2, self.g(y1))
+        return self.join(self.subtract(y1, self.f(x2)), x2)
+
+    @staticmethod
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of both halves: a view would keep the other half alive."""
+        if x.size(1) % 2:
+            raise InputError(f"Two halves need an even number of channels. Received: {x.size(1)}.")
+        x1, x2 = x.chunk(2, 1)
+        return x1.clone(), x2.clone()
+
+    @staticmethod
+    def add(x: Tensor, out: Tensor) -> Tensor:
+        """Return x + out in the dtype of x."""
+        return x + _match_dtype(out, x)
+
+    @staticmethod
+    def subtract(y: Tensor, out: Tensor) -> Tensor:
+        """Return y - out in the dtype of y."""
+        return y - _match_dtype(out, y)
+
+    @staticmethod
+    def join(x1: Tensor, x2: Tensor) -> Tensor:
+        """Return one tensor from its halves."""
+        return torch.cat((x1, x2), 1)
+
+
+class CoupledConv2d(Coupled):
+    """An invertible convolution: a coupling of two convolutions of half the channels, without bias.
+
+    Shapes: (B, channels, H, W); returns the same.
+    Args:
+        channels: even.
+        kernel_size: odd, so that the images keep their size.
+    Source: Hascoet et al. 2023, section 4.2.3.
+    """
+
+    def __init__(self, channels: int, kernel_size: int = 3):
+        if channels < 2 or channels % 2:
+            raise InputError(f"A coupled convolution halves its channels, so their number is even. Received: {channels}.")
+        if kernel_size % 2 == 0:
+            raise InputError(f"A kernel of an odd size keeps the size of the images. Received: {kernel_size}.")
+
+        def conv() -> nn.Module:
+            return nn.Conv2d(channels // 2, channels // 2, kernel_size, padding=kernel_size // 2, bias=False)
+
+        super().__init__(conv(), conv())
+
+
+def _match_dtype(out: Tensor, x: Tensor) -> Tensor:
+    """Cast `out` if a sum with x would have another dtype than x."""
+    return out if torch.promote_types(out.dtype, x.dtype) == x.dtype else out.to(x.dtype)
