@@ -1,0 +1,404 @@
+"""Activations rebuilt layer by layer: gradients equal those of the stored run, and bytes and FLOPs are what they should be."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo.analysis.flops import FlopCounter
+from revzoo.errors import InputError, RecoveryError, ScheduleError
+from revzoo.runtime import (
+    Bijection,
+    Coupled,
+    CoupledConv2d,
+    InvertibleBatchNorm2d,
+    InvertibleLeakyReLU,
+    LayerChain,
+    LiveBytes,
+    ReversibleChain,
+    SpaceToBatch,
+    SpaceToDepth,
+)
+from revzoo.runtime.layerwise import find_layers, has_inverse
+from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.tape import InvertedSegment
+
+MODES = ("store", "selective", "recompute", "invert")
+SHAPE = (2, 4, 4, 4)
+
+
+class Affine(nn.Module):
+    """A layer of somebody else."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.weight.exp() + 1
+
+    def inverse(self, y):
+        return (y - 1) / self.weight.exp()
+
+
+def norm():
+    layer = InvertibleBatchNorm2d(4)
+    nn.init.uniform_(layer.weight, -1, 1)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+class Flip(Bijection):
+    def forward(self, x):
+        return x.flip(1)
+
+    def inverse(self, y):
+        return y.flip(1)
+
+
+LAYERS = {
+    "convolution": lambda: [CoupledConv2d(4)],
+    "norm": lambda: [norm(), nn.Softsign()],  # of two norms in a row, the first has gradients of nothing but rounding
+    "leaky_relu": lambda: [InvertibleLeakyReLU(0.1)],
+    "coupled": lambda: [Coupled(nn.Tanh(), nn.Conv2d(2, 2, 1))],
+    "foreign": lambda: [Affine()],
+    "bijection": lambda: [Flip(), Affine()],
+}
+
+
+def unit():
+    return [CoupledConv2d(4), norm(), InvertibleLeakyReLU(0.1)]
+
+
+def units(depth):
+    return [layer for _ in range(depth) for layer in unit()]
+
+
+def make_hybrid(depth, layers=2, **kwargs):
+    return ReversibleChain([nn.Sequential(*units(layers)) for _ in range(depth)], **kwargs).double()
+
+
+def inputs(net, shape=SHAPE, dtype=torch.float64):
+    count = 2 if isinstance(net, ReversibleChain) else 1
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for _ in range(count)]
+
+
+def differentiate(net, xs, schedule, **kwargs):
+    """Return the gradients of a loss over the outputs."""
+    net.schedule = schedule
+    return torch.autograd.grad(loss_of(net, xs), [*xs, *net.parameters()], **kwargs)
+
+
+def loss_of(net, xs):
+    ys = net(*xs)
+    ys = ys if isinstance(ys, tuple) else (ys,)
+    return sum((y.sin() * torch.linspace(0, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in ys)
+
+
+@pytest.mark.parametrize("depth", range(1, 6))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_layer_in_every_mode_at_every_depth(kind, depth, error):
+    layers = [layer for _ in range(depth) for layer in LAYERS[kind]()]
+    in_steps = [nn.Sequential(*unit(), *(layer for layer in LAYERS[kind]() if has_inverse(layer))) for _ in range(depth)]
+    for net in (LayerChain(*layers).double(), ReversibleChain(in_steps).double()):
+        xs = inputs(net)
+        expected = differentiate(net, xs, "store")
+        for mode in MODES:
+            assert error(differentiate(net, xs, mode), expected) < 1e-8, mode
+        mixed = [MODES[(i + depth) % 4] for i in range(len(net.schedule))]
+        assert error(differentiate(net, xs, mixed), expected) < 1e-8
+
+
+def test_a_network_with_pools_and_layers_without_an_inverse(error):
+    deep = [CoupledConv2d(16), InvertibleBatchNorm2d(16), InvertibleLeakyReLU()]
+    net = LayerChain(nn.Conv2d(3, 4, 3, padding=1), *unit(), SpaceToDepth(), *deep, nn.Dropout(0.5), SpaceToBatch(), *deep)
+    net.double()
+    xs = inputs(net, (2, 3, 8, 8))
+    grads = []
+    for mode in ("store", "invert", "recompute"):
+        torch.manual_seed(1)
+        grads.append(differentiate(net, xs, mode))
+    assert error(grads[1], grads[0]) < 1e-8
+    assert error(grads[2], grads[0]) < 1e-8
+
+
+@pytest.mark.parametrize("schedule", ["invert", ["invert", "store", "invert"], ["recompute", "invert", "selective"]])
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_layerwise_steps_between_others(schedule, lookahead, mixed, error):
+    steps = [nn.Sequential(*units(2)), nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()), nn.Sequential(*unit())]
+    net = ReversibleChain(steps if mixed else [nn.Sequential(*unit()) for _ in range(3)], "leapfrog").double()
+    xs = inputs(net)
+    expected = differentiate(net, xs, "store")
+    net.lookahead = lookahead
+    assert error(differentiate(net, xs, schedule), expected) < 1e-8
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("make", [lambda: LayerChain(*units(3)).double(), lambda: make_hybrid(3)])
+def test_graphs_may_be_retained_and_interleaved(make, lookahead, error):
+    net = make()
+    net.lookahead = lookahead
+    sets = [inputs(net), inputs(net)]
+    wanted = [differentiate(net, xs, "store") for xs in sets]
+    net.schedule = "invert"
+    losses = [loss_of(net, xs) for xs in sets]
+    for i in (1, 0, 1, 0):
+        got = torch.autograd.grad(losses[i], [*sets[i], *net.parameters()], retain_graph=True)
+        assert error(got, wanted[i]) < 1e-8
+    # A part of the graph alone, from the middle.
+    last = list(net.parameters())[-1]
+    assert error(torch.autograd.grad(losses[0], [last], retain_graph=True), wanted[0][-1:]) < 1e-8
+    assert error(torch.autograd.grad(losses[0], sets[0]), wanted[0][: len(sets[0])]) < 1e-8
+
+
+def test_second_derivatives(error):
+    net = make_hybrid(2, 1)
+    xs = inputs(net)
+
+    def differentiate_twice(schedule):
+        first = differentiate(net, xs, schedule, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), [*xs, *net.parameters()])
+
+    assert error(differentiate_twice("invert"), differentiate_twice("store")) < 1e-8
+
+
+@pytest.mark.parametrize("make", [lambda: LayerChain(*units(2)), lambda: make_hybrid(3)])
+def test_running_statistics_move_once(make):
+    net = make().double()
+    before = {key: b.clone() for key, b in net.named_buffers()}
+    torch.manual_seed(1)
+    xs = inputs(net)
+    differentiate(net, xs, "store")
+    expected = {key: b.clone() for key, b in net.named_buffers()}
+    for mode in ("invert", "recompute"):
+        for key, b in net.named_buffers():
+            b.copy_(before[key])
+        differentiate(net, xs, mode)
+        assert all(torch.allclose(b, expected[key], rtol=1e-9) for key, b in net.named_buffers())
+        assert all(b == 1 for key, b in net.named_buffers() if key.endswith("num_batches_tracked"))
+
+
+@pytest.mark.parametrize("make", [lambda: LayerChain(*units(2)).double(), lambda: make_hybrid(2)])
+def test_everything_is_freed_with_the_graph(make):
+    net = make()
+
+    def count():
+        return sum(issubclass(type(o), RecordedCall | InvertedSegment) for o in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        for has_backward in (False, True):
+            loss = loss_of(net, inputs(net))
+            assert count() > 4
+            if has_backward:
+                loss.backward()
+            del loss
+            assert count() == 0
+    finally:
+        gc.enable()
+
+
+# Bytes and FLOPs, with images of one size. A unit is the layers' state, or one stream.
+C, B, SIZE = 8, 4, 16
+UNIT = 4 * B * C * SIZE * SIZE
+HALF_CONVOLUTION = 2 * 9 * (C // 2) ** 2 * B * SIZE * SIZE
+WIDE = (B, C, SIZE, SIZE)
+
+
+def wide(count):
+    return [each for _ in range(count) for each in (CoupledConv2d(C), InvertibleBatchNorm2d(C), InvertibleLeakyReLU())]
+
+
+def count_bytes(net, schedule):
+    """Return the bytes (at the peak, after forward) of one forward and backward, without small tensors."""
+    net.schedule = schedule
+    xs = inputs(net, WIDE, torch.float32)
+    weights = [torch.randn(WIDE) for _ in xs]
+    with LiveBytes() as live:
+        known = live.watch([*net.parameters(), *net.buffers(), *xs, *weights])
+        ys = net(*xs)
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        loss = sum((y * w).sum() for y, w in zip(ys, weights, strict=True))  # linear: saves nothing of y
+        del ys
+        after_forward = live.alive(without=known)
+        loss.backward()
+        known |= live.watch([p.grad for p in net.parameters()])
+    return live.peak(without=known) // (UNIT // 16) / 16, after_forward // (UNIT // 16) / 16
+
+
+def count_extra_convolutions(net):
+    """Return the FLOPs of recovery, in convolutions of half the channels."""
+    flops = []
+    for schedule in ("store", "invert"):
+        net.schedule = schedule
+        with FlopCounter() as counter:
+            loss_of(net, inputs(net, WIDE, torch.float32)).backward()
+        flops.append(counter.forward + counter.backward)
+    return (flops[1] - flops[0]) / HALF_CONVOLUTION
+
+
+def test_bytes_of_a_chain_of_layers_do_not_depend_on_depth():
+    figures = {depth: count_bytes(LayerChain(*wide(depth)), "invert") for depth in (1, 2, 4)}
+    assert set(figures.values()) == {(4.0, 1.0)}
+    assert count_bytes(LayerChain(*wide(4)), "store") == (14.0, 12.0)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_chain_of_layers_costs_one_forward_less_the_first_convolution(depth):
+    assert count_extra_convolutions(LayerChain(*wide(depth))) == 2 * depth - 1
+
+
+def test_bytes_of_layerwise_steps_do_not_depend_on_their_depth():
+    def steps(depth, layers):
+        return ReversibleChain([nn.Sequential(*wide(layers)) for _ in range(depth)])
+
+    assert {count_bytes(steps(depth, layers), "invert") for depth in (2, 4) for layers in (2, 4)} == {(9.0, 2.0)}
+    assert count_bytes(steps(2, 4), ["invert", "recompute"])[0] > 9
+
+
+@pytest.mark.parametrize(("depth", "layers"), [(1, 1), (1, 3), (3, 2)])
+def test_layerwise_steps_cost_two_forwards_less_the_first_convolution_of_each(depth, layers):
+    net = ReversibleChain([nn.Sequential(*wide(layers)) for _ in range(depth)])
+    assert count_extra_convolutions(net) == depth * (4 * layers - 1)
+
+
+class Wrong(nn.Module):
+    """A layer whose inverse is another one's."""
+
+    def forward(self, x):
+        return x * 2
+
+    def inverse(self, y):
+        return y * 0.505
+
+
+@pytest.mark.parametrize("place", [1, 2, 4])
+def test_an_inverse_that_does_not_fit_is_noticed(place):
+    layers = [Affine(), *unit()]
+    layers.insert(place, Wrong())
+    net = LayerChain(*layers).double()
+    with pytest.raises(RecoveryError, match=rf"^{place} ran differently the second time: the state rebuilt from its output"):
+        differentiate(net, inputs(net), "invert")
+
+
+def test_in_a_step_the_layer_is_named():
+    net = ReversibleChain([nn.Sequential(*unit(), Wrong(), *unit())]).double()
+    with pytest.raises(RecoveryError, match=r"^steps\.0\.3 ran differently the second time"):
+        differentiate(net, inputs(net), "invert")
+
+
+def test_a_parameter_changed_before_backward_is_named():
+    for net in (LayerChain(*unit()).double(), make_hybrid(2)):
+        net.schedule = "invert"
+        loss = loss_of(net, inputs(net))
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1.5)
+        with pytest.raises(RecoveryError, match=r"was changed in place between forward and backward"):
+            loss.backward()
+
+
+def test_an_output_changed_in_place_is_named():
+    net = LayerChain(*unit()).double()
+    y = net(*inputs(net))
+    loss = (y * 2).sum()
+    with torch.no_grad():
+        y.zero_()
+    with pytest.raises(RecoveryError, match=r"was modified in place after forward"):
+        loss.backward()
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        return x + 0.0
+
+    def inverse(self, y):
+        self.calls += 1
+        if self.calls == 1:
+            raise ValueError("once")
+        return y
+
+
+def test_after_an_error_in_backward_the_next_one_is_right(error):
+    net = LayerChain(*unit(), Affine(), Failing(), Affine(), *unit()).double()
+    xs = inputs(net)
+    expected = differentiate(net, xs, "store")
+    net.schedule = "invert"
+    loss = loss_of(net, xs)
+    with pytest.raises(ValueError, match="once"):
+        torch.autograd.grad(loss, xs, retain_graph=True)
+    assert error(torch.autograd.grad(loss, [*xs, *net.parameters()]), expected) < 1e-8
+
+
+def test_what_counts_as_layers():
+    assert len(find_layers(nn.Sequential(*unit()))) == 3
+    assert find_layers(nn.Sequential(*unit(), nn.ReLU())) is None
+    assert find_layers(nn.Sequential(SpaceToDepth())) is None
+    assert find_layers(nn.Conv2d(4, 4, 1)) is None
+    hooked = nn.Sequential(*unit())
+    hooked[1].register_forward_hook(lambda module, args, out: out * 2)
+    assert find_layers(hooked) is None
+    hooked = nn.Sequential(*unit())
+    hooked.register_forward_pre_hook(lambda module, args: None)
+    assert find_layers(hooked) is None
+
+
+def test_a_hook_that_changes_the_output_of_a_layer_counts(error):
+    net = LayerChain(*units(2)).double()
+    net[2].register_forward_hook(lambda module, args, out: out * 2)
+    xs = inputs(net)
+    assert error(differentiate(net, xs, "invert"), differentiate(net, xs, "store")) < 1e-8
+
+
+def test_exact_chains_stay_bit_identical():
+    net = ReversibleChain([nn.Sequential(*wide(2)) for _ in range(3)], exact=True)
+    xs = inputs(net, WIDE, torch.float32)
+    wanted = differentiate(net, xs, "store")
+    assert all(torch.equal(a, b) for a, b in zip(differentiate(net, xs, "invert"), wanted, strict=True))
+
+
+def test_autocast(error):
+    for net in (LayerChain(*wide(2)), ReversibleChain([nn.Sequential(*wide(2)) for _ in range(2)])):
+        xs = inputs(net, WIDE, torch.float32)
+        grads = []
+        for mode in ("store", "invert"):
+            net.schedule = mode
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(net, xs)
+            grads.append(torch.autograd.grad(loss, [*xs, *net.parameters()]))
+        assert error(grads[1], grads[0]) < 0.02
+
+
+def test_without_gradients_nothing_is_recorded():
+    net = LayerChain(*units(2)).double()
+    with torch.no_grad():
+        net(*inputs(net))
+        net.eval()(*inputs(net))
+    with pytest.raises(InputError, match=r"BatchNorm in eval mode"):
+        net(*inputs(net))
+    net.schedule = "store"
+    assert net(*inputs(net)).requires_grad
+
+
+def test_refusals():
+    with pytest.raises(InputError, match="at least one layer"):
+        LayerChain()
+    net = LayerChain(*unit(), SpaceToDepth())
+    assert net.schedule == ["invert"] * 3
+    with pytest.raises(ScheduleError, match="one mode for each of 3 units"):
+        net.schedule = ["invert"] * 4
+    with pytest.raises(InputError, match=r"floating tensor\. Received: torch\.int64"):
+        net(torch.zeros(SHAPE, dtype=torch.int64))
+    net.append(InvertibleLeakyReLU())
+    with pytest.raises(ScheduleError, match=r"for 3 layers\. Received: 4\."):
+        net(torch.zeros(SHAPE))
+    wrong = LayerChain(Coupled(nn.Identity(), nn.Conv2d(2, 4, 1)))
+    with pytest.raises(InputError, match=r"0\.g must return a tensor shaped like the half"):
+        wrong(torch.zeros(SHAPE))
