@@ -4,7 +4,7 @@ from revzoo.bijection import Bijection, SpaceToBatch, SpaceToDepth
 from revzoo.invertible import Coupled, CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.layerwise import LayerChain
+from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.tripwire import set_tripwire
 

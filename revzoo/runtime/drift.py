@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.errors import RecoveryError
+from revzoo.errors import RecoveryError, join_names
 from revzoo.runtime.coupling import Coupling
 
 HALF = (torch.float16, torch.bfloat16)
 _LARGEST_ERROR = 0.1  # largest relative error of a rebuilt state, in the worst case; usually it is a tenth of that
 _checks_growth = ContextVar("checks_growth", default=True)
+_checked: set[tuple[Any, ...]] = set()  # layers whose noise has been looked at
 _reported: set[tuple[Any, ...]] = set()  # chains already warned about, as `warnings` does for source lines
 
 
@@ -111,6 +112,56 @@ class Rounding:
     def explained(self) -> float:
         """The relative error that rounding explains, without the least tolerance."""
         return 32 * self._error
+
+
+class Noise:
+    """The rounding errors that the inverses of layers amplify, predicted from their `alpha`.
+
+    A warning says once where they become too large. On a CPU every forward looks; elsewhere only the first, as reading what
+    norms amplify waits for the device.
+
+    Args:
+        dtype: dtype of the state.
+        layers: the layers of one run, in the order of forward.
+    """
+
+    def __init__(self, dtype: torch.dtype, layers: Sequence[Any]):
+        self._key = (dtype, *map(id, layers))
+        self._dtype = dtype
+        self.is_new = self._key not in _checked
+        _checked.add(self._key)
+
+    def check(self, growths: Sequence[tuple[str, float]], step: str | None) -> None:
+        """Warn if what is rebuilt is predicted to differ by more than 10 % of its size.
+
+        Args:
+            growths: names of the layers, and the factors by which their inverses multiply relative errors.
+            step: name of the step that the layers are f of, if they are.
+        """
+        start = torch.finfo(self._dtype).eps
+        total = start * math.prod(growth for _, growth in growths)
+        if total <= _LARGEST_ERROR or self._key in _reported or not _checks_growth.get():
+            return
+        _reported.add(self._key)
+        anchors, error = [], start
+        for name, growth in reversed(growths):
+            error *= growth
+            if error > _LARGEST_ERROR:
+                anchors.append(name)
+                error = start
+        remedy = (
+            f"Set the mode of {join_names(anchors[::-1])} to 'recompute': such an anchor keeps its input, so noise starts anew"
+        )
+        if step is not None:
+            remedy = f"Set the mode of {join_names(anchors[::-1])} to 'recompute': it keeps its input, where noise starts anew"
+        if step is not None:
+            remedy = f"Set the schedule of {step} to 'recompute', or make several steps of its layers"
+        warnings.warn(
+            f"Rebuilding {len(growths)} layers in {self._dtype}, one by one from the output of {growths[-1][0]}, is predicted "
+            f"to amplify rounding until the input of {growths[0][0]} has a signal-to-noise ratio of {total**-2:.0e} (the "
+            f"product of each alpha). {remedy}. Larger slopes and norms with a larger eps_i amplify less.",
+            stacklevel=2,
+        )
 
 
 class Drift:

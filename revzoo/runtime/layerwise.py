@@ -28,90 +28,19 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
-from revzoo.errors import InputError, ScheduleError
+from revzoo.errors import InputError
 from revzoo.invertible import Coupled
-from revzoo.runtime.compiling import exclude_from_compilation, is_compiled, is_exporting
-from revzoo.runtime.drift import HALF
-from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.compiling import is_compiled
+from revzoo.runtime.drift import Noise
+from revzoo.runtime.exact import has_value
 from revzoo.runtime.lookahead import Lookahead
-from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
-from revzoo.runtime.schedule import Applicable, Mode, check_schedule
+from revzoo.runtime.schedule import Mode
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.strides import get_strides, restore_strides
-from revzoo.runtime.tape import InvertedSegment, SavedInputs
-from revzoo.runtime.transforms import must_store, refuse_to_drop
-from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+from revzoo.runtime.tape import InvertedSegment
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class LayerChain(nn.Sequential):
-    """Run layers one after the other and rebuild their activations in backward, layer by layer.
-
-    Use it for networks of a few such layers, or where nothing else fits: rounding errors grow with depth by what each layer's
-    `alpha` predicts. As f of a reversible step, an `nn.Sequential` of the same layers has no such limit.
-
-    Shapes: those of the layers.
-    Args:
-        layers: as those of `nn.Sequential`. Those with `inverse` (`revzoo/invertible.py`, or your own) are inverted, others
-            stored, unless `schedule` says otherwise.
-    Raises:
-        InputError: there is no layer.
-    Cost: the output, and one extra forward of each layer.
-    Source: Hascoet et al. 2023, section 4.3.
-    """
-
-    def __init__(self, *layers: Any):  # modules, or an OrderedDict of them
-        if not layers:
-            raise InputError("A chain needs at least one layer. Received: none.")
-        super().__init__(*layers)
-        self.schedule = "invert"
-        self.lookahead = 0
-
-    @property
-    def lookahead(self) -> LookaheadDepth:
-        """How many layers are recovered ahead of backward, beside the gradient of the layer after it: 0, 1, or "auto"."""
-        return self._lookahead.depth
-
-    @lookahead.setter
-    def lookahead(self, lookahead: LookaheadDepth) -> None:
-        self._lookahead = LookaheadSetting(lookahead)
-
-    @property
-    def schedule(self) -> list[Mode]:
-        """The mode of every layer; bijections have none. Assign a list, the name of one mode for all, or a `revzoo.Plan`.
-
-        In mode `invert`, a layer without an inverse is stored.
-        """
-        return list(self._schedule)
-
-    @schedule.setter
-    def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
-        if isinstance(modes, Applicable):
-            return modes.apply(self)
-        self._schedule = check_schedule(modes, [entry.name for entry in self.layout() if entry.is_unit])
-
-    def forward(self, input: Tensor) -> Tensor:
-        lookahead = self._lookahead.begin_forward(self._schedule, input)
-        return run_layers(self._layers(), input, lookahead=lookahead)
-
-    def layout(self) -> list[LayoutEntry]:
-        """Return the layers in order; bijections among them have no mode."""
-        return [
-            LayoutEntry(name, layer, "bijection" if isinstance(layer, Bijection) else "node")
-            for name, layer in self.named_children()
-        ]
-
-    def _layers(self) -> list["Layer"]:
-        layout = self.layout()
-        if (count := sum(entry.is_unit for entry in layout)) != len(self._schedule):
-            raise ScheduleError(
-                f"The schedule of this chain is for {len(self._schedule)} layers. Received: {count}. Set `schedule` again "
-                "after layers have been added or removed."
-            )
-        modes = iter(self._schedule)
-        return [Layer(module, name, next(modes) if kind == "node" else "invert") for name, module, kind, _ in layout]
 
 
 @dataclass(frozen=True)
@@ -142,55 +71,10 @@ def find_layers(f: Callable[..., Any]) -> list[Layer] | None:
     return layers if inverted and any(not isinstance(layer.module, Bijection) for layer in layers) else None
 
 
-def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None = None) -> Tensor:
-    """Run a chain given as a list of layers; `LayerChain` is this function as a module.
-
-    Raises:
-        InputError: x is not a floating tensor.
-        RecoveryError: a layer that cannot be repeated, or a transform of `torch.func` under which nothing can be recovered.
-    """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        received = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise InputError(f"A chain of layers takes a floating tensor. Received: {received}.")
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype in HALF:
-        x = x.float()  # as in `run_chain`: in half precision inversion loses too much
-    drops = any(layer.mode != "store" for layer in layers)
-    if drops and torch.is_grad_enabled() and not is_exporting():
-        return _run_recorded(layers, x, lookahead)
-    return _run_plain(layers, x)
-
-
-def _run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
+def run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
+    """Return what the layers make of x, recording nothing."""
     for layer in layers:
         x = layer.module(x)
-    return x
-
-
-@exclude_from_compilation
-def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | None) -> Tensor:
-    """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
-    if must_store():
-        return _run_plain(layers, x)
-    refuse_to_drop("every layer")
-    send_comparisons()
-    judge_arrived()
-    settings = Settings(x.device)
-    segment: InvertedSegment | None = None
-    for layer in layers:
-        if layer.is_inverted:
-            segment = segment or InvertedSegment(exact=False)
-            x = _Recording(segment, settings, lookahead).run(layer, x)
-            continue
-        if segment is not None:
-            segment.end((x,))
-            segment = None
-        if layer.mode in ("store", "invert"):
-            x = layer.module(x)
-        else:
-            call = RecordedCall(layer.module, layer.name, settings, selective=layer.mode == "selective")
-            x = call.first_run(SavedInputs((x,)), x, lookahead=lookahead)
-    if segment is not None:
-        segment.end((x,))
     return x
 
 
@@ -212,13 +96,13 @@ class LayerwiseCall(RecordedCall):
         self._layers = layers
         # Held by the graph alone: it refers to this call.
         self._segment: ref[InvertedSegment] | None = None
-        self._record: _Recording | None = None  # during the first run
+        self._record: Recording | None = None  # during the first run
         self._gives_state = False
 
     def first_run(self, recoverer: Recoverer, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
         segment = InvertedSegment(exact=False, origin=_StepOrigin(self, recoverer))
         self._segment = ref(segment)
-        self._record = _Recording(segment, self._settings, lookahead)
+        self._record = Recording(segment, self._settings, lookahead)
         try:
             return super().first_run(recoverer, *inputs)
         finally:
@@ -241,9 +125,10 @@ class LayerwiseCall(RecordedCall):
         if self._record is not None:
             for layer in self._layers:
                 x = self._record.run(Layer(layer.module, f"{self.name}.{layer.name}", layer.mode), x)
+            self._record.warn_of_noise(x, self.name)
             return x
         with torch.no_grad():
-            x = _run_plain(self._layers, x)
+            x = run_plain(self._layers, x)
         if self._gives_state and (segment := self._find_segment()) is not None:
             segment.end((x,))
         return x
@@ -264,13 +149,32 @@ class _StepOrigin:
         return self._recoverer.get_sources(self._call)
 
 
-class _Recording:
+class Recording:
     """Runs layers for the first time, and records each as an item of a segment."""
 
     def __init__(self, segment: InvertedSegment, settings: Settings, lookahead: Lookahead | None):
         self._segment = segment
         self._settings = settings
         self._lookahead = lookahead
+        self._calls: list[_LayerCall] = []
+
+    def end(self, x: Tensor) -> None:
+        """Keep the output of the last layer, from which recovery will start."""
+        self._segment.end((x,))
+        self.warn_of_noise(x)
+
+    def warn_of_noise(self, x: Tensor, step: str | None = None) -> None:
+        """Warn if rounding is predicted to grow so much that it is no longer small against what is rebuilt.
+
+        Args:
+            x: the output of the last layer.
+            step: name of the step that the layers are f of, if they are.
+        """
+        if not self._calls or not has_value(x):
+            return
+        noise = Noise(x.dtype, [call.module for call in self._calls])
+        if x.is_cpu or noise.is_new:
+            noise.check([(call.name, float(call.growth)) for call in self._calls], step)
 
     def run(self, layer: Layer, x: Tensor) -> Tensor:
         """Return what the layer makes of x."""
@@ -283,6 +187,7 @@ class _Recording:
         call = _LayerCall(layer.module, layer.name, self._settings, watched=False)
         y = call.first_run(self._segment, x, lookahead=self._lookahead)
         self._segment.append(_LayerUpdate(call, x), call, (x,))
+        self._calls.append(call)
         return y
 
     def _run_coupled(self, layer: Coupled, name: str, x: Tensor) -> Tensor:
@@ -313,6 +218,11 @@ class _LayerCall(RecordedCall):
 
     kept: tuple[Tensor, ...] = ()
 
+    @property
+    def module(self) -> nn.Module:
+        """The layer."""
+        return cast(nn.Module, self._f)
+
     def invert(self, y: Tensor) -> Tensor:
         """Return the layer's input, under the conditions of the first run."""
 
@@ -329,7 +239,8 @@ class _LayerCall(RecordedCall):
         alpha = getattr(self._f, "alpha", None)
         if alpha is None:
             return 1.0
-        reduction = alpha(*self.kept)
+        with torch.no_grad():
+            reduction = alpha(*self.kept)
         return reduction.clamp(max=1).rsqrt() if isinstance(reduction, Tensor) else min(reduction, 1.0) ** -0.5
 
     def _call(self, *inputs: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Activations rebuilt layer by layer: gradients equal those of the stored run, and bytes and FLOPs are what they should be."""
 
 import gc
+import math
+import warnings
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from revzoo.runtime import (
 from revzoo.runtime.layerwise import find_layers, has_inverse
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.tape import InvertedSegment
+from revzoo.runtime.tripwire import Watch, take_fingerprint
 
 MODES = ("store", "selective", "recompute", "invert")
 SHAPE = (2, 4, 4, 4)
@@ -402,3 +405,65 @@ def test_refusals():
     wrong = LayerChain(Coupled(nn.Identity(), nn.Conv2d(2, 4, 1)))
     with pytest.raises(InputError, match=r"0\.g must return a tensor shaped like the half"):
         wrong(torch.zeros(SHAPE))
+
+
+def noisy(slope, depth, seed=0):
+    torch.manual_seed(seed)
+    layers = []
+    for _ in range(depth):
+        layer = InvertibleBatchNorm2d(8)
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+        layers += [CoupledConv2d(8), layer, InvertibleLeakyReLU(slope)]
+    return LayerChain(*layers)
+
+
+def test_noise_that_reaches_the_signal_is_announced_once_with_anchors(error):
+    net = noisy(0.05, 6)
+    xs = inputs(net, WIDE, torch.float32)
+    message = (
+        r"Rebuilding 12 layers in torch\.float32, one by one from the output of 17, .* until the input of 1 has a "
+        r"signal-to-noise ratio of 1e-04 .*\. Set the mode of 7 to 'recompute'"
+    )
+    with pytest.warns(UserWarning, match=message):
+        net(*xs)
+    loss_of(net, xs).backward()  # as predicted, so it is no error; and not announced again
+    anchored = ["recompute" if name == "7" else "invert" for name, _ in net.named_children()]
+    assert error(differentiate(net, xs, anchored), differentiate(net, xs, "store")) < 0.1
+
+
+def test_noise_within_a_step_names_the_step():
+    net = ReversibleChain([nn.Identity(), nn.Sequential(*noisy(0.05, 6).children())])
+    with pytest.warns(
+        UserWarning, match=r"one by one from the output of steps\.1\.17.*Set the schedule of steps\.1 to 'recompute'"
+    ):
+        net(*inputs(net, WIDE, torch.float32))
+
+
+@pytest.mark.parametrize("slope", [0.1, 0.2])
+def test_noise_of_few_layers_is_not_announced(slope):
+    net = noisy(slope, 3)
+    loss_of(net, inputs(net, WIDE, torch.float32)).backward()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_of_the_tripwire_is_the_predicted_growth(seed, monkeypatch):
+    """What is rebuilt differs by no more than predicted, and by more than without what the layers amplify."""
+    judged = []
+    compare = Watch.compare
+
+    def spy(self, name, expected, rebuilt, tolerance, growth=1.0, **kwargs):
+        actual = take_fingerprint(rebuilt).values
+        judged.append((math.dist(actual, expected.values) / math.hypot(*expected.values), tolerance, float(growth)))
+        return compare(self, name, expected, rebuilt, tolerance, growth, **kwargs)
+
+    monkeypatch.setattr(Watch, "compare", spy)
+    net = noisy(0.2, 7, seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        loss_of(net, inputs(net, WIDE, torch.float32)).backward()
+    states = [each for each in judged if each[2] != 1.0]
+    assert len(states) > 20
+    shares = [error / (tolerance * max(growth, 1)) for error, tolerance, growth in states]
+    assert max(shares) < 0.5
+    assert states[-1][0] > states[-1][1]  # the last one would not have passed a constant bound

@@ -1,0 +1,136 @@
+"""A network of layers, which are inverted one by one in backward (`layerwise.py`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.bijection import Bijection
+from revzoo.errors import InputError, ScheduleError
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.drift import HALF
+from revzoo.runtime.layerwise import Layer, Recording, run_plain
+from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.lookahead import Lookahead
+from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
+from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.schedule import Applicable, Mode, check_schedule
+from revzoo.runtime.settings import Settings
+from revzoo.runtime.tape import InvertedSegment, SavedInputs
+from revzoo.runtime.transforms import must_store, refuse_to_drop
+from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+
+
+class LayerChain(nn.Sequential):
+    """Run layers one after the other and rebuild their activations in backward, layer by layer.
+
+    Use it for networks of a few such layers, or where nothing else fits: rounding errors grow with depth by what each layer's
+    `alpha` predicts. As f of a reversible step, an `nn.Sequential` of the same layers has no such limit.
+
+    Shapes: those of the layers.
+    Args:
+        layers: as those of `nn.Sequential`. Those with `inverse` (`revzoo/invertible.py`, or your own) are inverted, others
+            stored, unless `schedule` says otherwise.
+    Raises:
+        InputError: there is no layer.
+    Cost: the output, and one extra forward of each layer.
+    Source: Hascoet et al. 2023, section 4.3.
+    """
+
+    def __init__(self, *layers: Any):  # modules, or an OrderedDict of them
+        if not layers:
+            raise InputError("A chain needs at least one layer. Received: none.")
+        super().__init__(*layers)
+        self.schedule = "invert"
+        self.lookahead = 0
+
+    @property
+    def lookahead(self) -> LookaheadDepth:
+        """How many layers are recovered ahead of backward, beside the gradient of the layer after it: 0, 1, or "auto"."""
+        return self._lookahead.depth
+
+    @lookahead.setter
+    def lookahead(self, lookahead: LookaheadDepth) -> None:
+        self._lookahead = LookaheadSetting(lookahead)
+
+    @property
+    def schedule(self) -> list[Mode]:
+        """The mode of every layer; bijections have none. Assign a list, the name of one mode for all, or a `revzoo.Plan`.
+
+        In mode `invert`, a layer without an inverse is stored.
+        """
+        return list(self._schedule)
+
+    @schedule.setter
+    def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
+        if isinstance(modes, Applicable):
+            return modes.apply(self)
+        self._schedule = check_schedule(modes, [entry.name for entry in self.layout() if entry.is_unit])
+
+    def forward(self, input: Tensor) -> Tensor:
+        lookahead = self._lookahead.begin_forward(self._schedule, input)
+        return run_layers(self._layers(), input, lookahead=lookahead)
+
+    def layout(self) -> list[LayoutEntry]:
+        """Return the layers in order; bijections among them have no mode."""
+        return [
+            LayoutEntry(name, layer, "bijection" if isinstance(layer, Bijection) else "node")
+            for name, layer in self.named_children()
+        ]
+
+    def _layers(self) -> list[Layer]:
+        layout = self.layout()
+        if (count := sum(entry.is_unit for entry in layout)) != len(self._schedule):
+            raise ScheduleError(
+                f"The schedule of this chain is for {len(self._schedule)} layers. Received: {count}. Set `schedule` again "
+                "after layers have been added or removed."
+            )
+        modes = iter(self._schedule)
+        return [Layer(module, name, next(modes) if kind == "node" else "invert") for name, module, kind, _ in layout]
+
+
+def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None = None) -> Tensor:
+    """Run a chain given as a list of layers; `LayerChain` is this function as a module.
+
+    Raises:
+        InputError: x is not a floating tensor.
+        RecoveryError: a layer that cannot be repeated, or a transform of `torch.func` under which nothing can be recovered.
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        received = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"A chain of layers takes a floating tensor. Received: {received}.")
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype in HALF:
+        x = x.float()  # as in `run_chain`: in half precision inversion loses too much
+    drops = any(layer.mode != "store" for layer in layers)
+    if drops and torch.is_grad_enabled() and not is_exporting():
+        return _run_recorded(layers, x, lookahead)
+    return run_plain(layers, x)
+
+
+@exclude_from_compilation
+def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | None) -> Tensor:
+    """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
+    if must_store():
+        return run_plain(layers, x)
+    refuse_to_drop("every layer")
+    send_comparisons()
+    judge_arrived()
+    settings = Settings(x.device)
+    recording: Recording | None = None
+    for layer in layers:
+        if layer.is_inverted:
+            recording = recording or Recording(InvertedSegment(exact=False), settings, lookahead)
+            x = recording.run(layer, x)
+            continue
+        if recording is not None:
+            recording.end(x)
+            recording = None
+        if layer.mode in ("store", "invert"):
+            x = layer.module(x)
+        else:
+            call = RecordedCall(layer.module, layer.name, settings, selective=layer.mode == "selective")
+            x = call.first_run(SavedInputs((x,)), x, lookahead=lookahead)
+    if recording is not None:
+        recording.end(x)
+    return x
