@@ -117,9 +117,10 @@ class InvertibleBatchNorm2d(_NormBase):
         return y, mean.detach(), inverse_deviation.detach()
 
     def inverse(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor) -> Tensor:
-        dims = (1, -1, *[1] * (y.dim() - 2))
-        factor = (self._scale() * inverse_deviation).reciprocal().to(y.dtype).view(dims)
-        return torch.addcmul(mean.to(y.dtype).view(dims), y - self.bias.to(y.dtype).view(dims), factor)
+        factor = (self._scale() * inverse_deviation).reciprocal()
+        shift = mean - self.bias * factor
+        shift, factor = (each.to(y.dtype).view(1, -1, *[1] * (y.dim() - 2)) for each in (shift, factor))
+        return torch.addcmul(shift, y, factor)  # in one pass
 
     def alpha(self, mean: Tensor, inverse_deviation: Tensor) -> Tensor:
         """Return C sum(v_i + mu_i^2) / (sum(v_i / g_i^2) sum(g_i^2 + beta_i^2)), where g is the scale and beta the bias."""
@@ -162,6 +163,10 @@ class Coupled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x1, x2 = self.split(x)
+        if not torch.is_grad_enabled():  # nobody else has the copies
+            x1 += self.f(x2)
+            x2 += self.g(x1)
+            return self.join(x1, x2)
         y1 = self.add(x1, self.f(x2))
         return self.join(y1, self.add(x2, self.g(y1)))
 

@@ -244,8 +244,10 @@ def count_extra_convolutions(net):
 
 
 def test_bytes_of_a_chain_of_layers_do_not_depend_on_depth():
-    figures = {depth: count_bytes(LayerChain(*wide(depth)), "invert") for depth in (1, 2, 4)}
-    assert set(figures.values()) == {(4.0, 1.0)}
+    figures = {depth: count_bytes(LayerChain(*wide(depth)), "invert") for depth in (2, 3, 5)}
+    # Going back through a convolution: the gradient 1, of which a half is followed by a sum of its own size; the halves of the
+    # state 1, the output of f and the half that is rebuilt.
+    assert set(figures.values()) == {(1 + 0.5 + 1 + 0.5 + 0.5, 1.0)}
     assert count_bytes(LayerChain(*wide(4)), "store") == (14.0, 12.0)
 
 
@@ -258,8 +260,10 @@ def test_bytes_of_layerwise_steps_do_not_depend_on_their_depth():
     def steps(depth, layers):
         return ReversibleChain([nn.Sequential(*wide(layers)) for _ in range(depth)])
 
-    assert {count_bytes(steps(depth, layers), "invert") for depth in (2, 4) for layers in (2, 4)} == {(9.0, 2.0)}
-    assert count_bytes(steps(2, 4), ["invert", "recompute"])[0] > 9
+    # Streams 2, gradients 2 and, in the first step, a copy of one for the input that wants it; inside 3: the output of a layer
+    # and, of the convolution before it, two halves and what joins them, or the halves of the step's second run.
+    assert {count_bytes(steps(depth, layers), "invert") for depth in (2, 4) for layers in (2, 4)} == {(2 + 3 + 3, 2.0)}
+    assert count_bytes(steps(2, 4), ["invert", "recompute"])[0] > 2 * 8
 
 
 @pytest.mark.parametrize(("depth", "layers"), [(1, 1), (1, 3), (3, 2)])
