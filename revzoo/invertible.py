@@ -53,6 +53,7 @@ class InvertibleLeakyReLU(nn.Module):
         return F.leaky_relu(x, self.slope)
 
     def inverse(self, y: Tensor) -> Tensor:
+        """Return x."""
         return F.leaky_relu(y, 1 / self.slope)
 
     def alpha(self) -> float:
@@ -117,6 +118,7 @@ class InvertibleBatchNorm2d(_NormBase):
         return y, mean.detach(), inverse_deviation.detach()
 
     def inverse(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor) -> Tensor:
+        """Return x from y and what `forward_keeping` returns behind it."""
         factor = (self._scale() * inverse_deviation).reciprocal()
         shift = mean - self.bias * factor
         shift, factor = (each.to(y.dtype).view(1, -1, *[1] * (y.dim() - 2)) for each in (shift, factor))
@@ -171,6 +173,7 @@ class Coupled(nn.Module):
         return self.join(y1, self.add(x2, self.g(y1)))
 
     def inverse(self, y: Tensor) -> Tensor:
+        """Return x."""
         y1, y2 = self.split(y)
         x2 = self.subtract(y2, self.g(y1))
         return self.join(self.subtract(y1, self.f(x2)), x2)

@@ -88,9 +88,15 @@ def test_public_names_are_the_pinned_ones():
         assert expected is None or signature(getattr(revzoo, name)) == expected, name
     assert set(revzoo.runtime.__all__) == {
         "Bijection",
+        "Coupled",
+        "CoupledConv2d",
         "Coupling",
+        "InvertibleBatchNorm2d",
+        "InvertibleLeakyReLU",
+        "LayerChain",
         "LiveBytes",
         "ReversibleChain",
+        "SpaceToBatch",
         "SpaceToDepth",
         "set_tripwire",
     }
