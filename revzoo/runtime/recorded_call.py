@@ -200,8 +200,12 @@ class RecordedCall:
         """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
         return max(self._settings.spacing, self._replay.spacing)
 
-    def compare_refilled(self, watch: Watch) -> None:
+    def compare_refilled(self, watch: Watch, explained: float | Tensor = 0.0) -> None:
         """Compare the tensors saved last with those of the first run.
+
+        Args:
+            watch: of the segment.
+            explained: the relative error that is predicted for its input.
 
         Raises:
             RecoveryError: they differ by more than rounding explains.
@@ -211,7 +215,7 @@ class RecordedCall:
         for slot, fingerprint in self._fingerprints:
             tensor, version = self._refilled.get(slot, (None, 0))  # another thread may have taken it
             if tensor is not None and tensor._version == version:
-                has_compared |= watch.compare(self.name, fingerprint, tensor, tolerance, of_state=False)
+                has_compared |= watch.compare(self.name, fingerprint, tensor, tolerance, explained, of_state=False)
         if not has_compared:
             self.require_same_draws()
 

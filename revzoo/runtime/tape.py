@@ -208,7 +208,7 @@ class InvertedSegment:
             self._invert(refill=True)
         else:  # the state before the first step is not needed
             call.run_again(self._states()[-1 if self._at == goal else 0], stop_early=True)
-            call.compare_refilled(self._watch)
+            call.compare_refilled(self._watch, self._explained)
         if goal == self._first and not ahead:
             send_comparisons()
 
@@ -248,16 +248,21 @@ class InvertedSegment:
             call.run_again(rebuilt[0], stop_early=True)
 
     def _compare(self, call: RecordedCall, update: Update, fingerprint: Fingerprint | None, rebuilt: Tensor) -> None:
-        tolerance: float = 0.0
-        growth: float | Tensor = 1.0
+        tolerance = 0.0
         if self._rounding is not None:
             tolerance = self._rounding.step(call.spacing, update.b)
             self._growth = self._growth * update.growth
-            growth = self._growth * self._rounding.explained / tolerance
         if fingerprint is None:
             call.require_same_draws()
         else:
-            self._watch.compare(call.name, fingerprint, rebuilt, tolerance, growth, of_layer=update.inverts_first)
+            self._watch.compare(call.name, fingerprint, rebuilt, tolerance, self._explained, of_layer=update.inverts_first)
+
+    @property
+    def _explained(self) -> float | Tensor:
+        """The relative error that rounding explains in the present states because layers amplify it; 0 without layers."""
+        if self._rounding is None or (not isinstance(self._growth, Tensor) and self._growth == 1):
+            return 0.0
+        return self._growth * self._rounding.explained
 
     def _advance(self) -> None:
         update, call, _ = self._items[self._at]

@@ -211,7 +211,7 @@ class Watch:
         expected: Fingerprint,
         rebuilt: Tensor,
         tolerance: float,
-        growth: float | Tensor = 1.0,
+        explained: float | Tensor = 0.0,
         *,
         of_state: bool = True,
         of_layer: bool = False,
@@ -223,7 +223,8 @@ class Watch:
             expected: the fingerprint of the original.
             rebuilt: the rebuilt tensor.
             tolerance: largest difference, relative to the largest state so far; 0 where bits are compared.
-            growth: factor of the tolerance where it is above 1. On a device, the difference is divided by it instead.
+            explained: relative error that is predicted, which counts where it exceeds the tolerance. Of a device it may be a
+                tensor, which is not read: the difference is scaled instead.
             of_state: whether this is a state. Other tensors are judged by their own size.
             of_layer: whether this state is the input of a layer, which may have scaled it: the sizes before it do not count.
 
@@ -234,12 +235,12 @@ class Watch:
         if actual is None or actual.kind != expected.kind:
             return False
         if not isinstance(expected.values, Tensor):
-            tolerance *= max(float(growth), 1.0)
-        elif isinstance(growth, Tensor):
-            difference = (actual.values - expected.values) / growth.clamp_min(1.0)
+            tolerance = max(tolerance, float(explained))
+        elif isinstance(explained, Tensor):
+            difference = (actual.values - expected.values) / (explained / tolerance).clamp_min(1.0)
             actual = actual._replace(values=expected.values + difference)
-        elif growth > 1:
-            tolerance *= growth
+        else:
+            tolerance = max(tolerance, explained)
         self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state, of_layer))
         return True
 
