@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
-from revzoo.errors import InputError
+from revzoo.errors import InputError, RecoveryError
 from revzoo.invertible import Coupled
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.drift import Noise
@@ -185,7 +185,7 @@ class Recording:
         if isinstance(layer.module, Coupled):
             return self._run_coupled(layer.module, layer.name, x)
         call = _LayerCall(layer.module, layer.name, self._settings, watched=False)
-        y = call.first_run(self._segment, x, lookahead=self._lookahead)
+        y = self._run_call(call, x)
         self._segment.append(_LayerUpdate(call, x), call, (x,))
         self._calls.append(call)
         return y
@@ -197,12 +197,11 @@ class Recording:
         for part, f in (("f", layer.f), ("g", layer.g)):
             # The input of the first call of a segment is not compared as a state.
             call = RecordedCall(f, f"{name}.{part}", self._settings, watched=self._segment.is_empty)
-            out = call.first_run(self._segment, states[1], lookahead=self._lookahead)
-            if not isinstance(out, Tensor) or out.shape != states[0].shape:
-                received = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            out = self._run_call(call, states[1])
+            if out.shape != states[0].shape:
                 raise InputError(
-                    f"{name}.{part} must return a tensor shaped like the half that it is added to, {tuple(states[0].shape)}. "
-                    f"Received: {received}."
+                    f"{call.name} must return a tensor shaped like the half that it is added to, {tuple(states[0].shape)}. "
+                    f"Received: {tuple(out.shape)}."
                 )
             update = _AdditionUpdate(layer, states[0])
             before, states = states, update.advance(states, out)
@@ -211,6 +210,18 @@ class Recording:
             del before
         self._segment.append(_JoinUpdate(layer), None, states)
         return layer.join(*states)
+
+    def _run_call(self, call: RecordedCall, x: Tensor) -> Tensor:
+        version = None if x.is_inference() else x._version
+        out = call.first_run(self._segment, x, lookahead=self._lookahead)
+        if version is not None and x._version != version:
+            raise InputError(
+                f"{call.name} changes its input in place, which could not be rebuilt. Replace the in-place operation by one "
+                "that returns a new tensor."
+            )
+        if not isinstance(out, Tensor):
+            raise InputError(f"{call.name} must return a tensor. Received: {type(out).__name__}.")
+        return out
 
 
 class _LayerCall(RecordedCall):
@@ -223,15 +234,22 @@ class _LayerCall(RecordedCall):
         """The layer."""
         return cast(nn.Module, self._f)
 
-    def invert(self, y: Tensor) -> Tensor:
-        """Return the layer's input, under the conditions of the first run."""
+    def invert(self, y: Tensor, shape: torch.Size) -> Tensor:
+        """Return the layer's input, which has this shape, under the conditions of the first run."""
 
         def run() -> Tensor:
             with torch.no_grad():
                 x: Tensor = cast(Any, self._f).inverse(y, *self.kept)
                 return x
 
-        return self._replay.run_again(run, check_draws=False)
+        x = self._replay.run_again(run, check_draws=False)
+        if not isinstance(x, Tensor) or x.shape != shape:
+            received = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise RecoveryError(
+                f"The inverse of {self.name} must return a tensor shaped like its input, {tuple(shape)}. Received: {received}. "
+                "Correct it, or set the schedule to 'store'."
+            )
+        return x
 
     @property
     def growth(self) -> float | Tensor:
@@ -280,6 +298,7 @@ class _LayerUpdate(_Update):
 
     def __init__(self, call: _LayerCall, x: Tensor):
         self._layer_call = call
+        self._shape = x.shape
         self._strides = get_strides(x)
 
     @property
@@ -290,7 +309,7 @@ class _LayerUpdate(_Update):
         return (out,)
 
     def invert(self, states: tuple[Tensor], out: None) -> tuple[Tensor]:
-        return (restore_strides(self._layer_call.invert(*states), self._strides),)
+        return (restore_strides(self._layer_call.invert(*states, self._shape), self._strides),)
 
 
 class _SplitUpdate(_Update):

@@ -413,6 +413,30 @@ def test_refusals():
         wrong(torch.zeros(SHAPE))
 
 
+class InPlace(Affine):
+    def forward(self, x):
+        return x.add_(1).exp()
+
+
+class Pair(Affine):
+    def inverse(self, y):
+        return super().inverse(y), 0.0
+
+
+class Shapeless(Affine):
+    def inverse(self, y):
+        return super().inverse(y).sum(0)
+
+
+def test_layers_that_do_not_keep_to_the_rules_are_named():
+    with pytest.raises(InputError, match=r"^1 changes its input in place"):
+        LayerChain(Affine(), InPlace())(torch.zeros(SHAPE))
+    for layer, received in ((Pair(), "tuple"), (Shapeless(), r"\(4, 4, 4\)")):
+        loss = LayerChain(Affine(), layer)(torch.zeros(SHAPE)).sum()
+        with pytest.raises(RecoveryError, match=rf"^The inverse of 1 must return .* \(2, 4, 4, 4\)\. Received: {received}\."):
+            loss.backward()
+
+
 def noisy(slope, depth, seed=0):
     torch.manual_seed(seed)
     layers = []
