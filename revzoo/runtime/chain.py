@@ -365,7 +365,7 @@ def _record(step: Step, settings: Settings, side: Any, grid: Grid | None, watche
     # On a grid every bit is rebuilt, which the inverses of layers do not do.
     layers = find_layers(step.f) if step.mode == "invert" and side is None and grid is None else None
     if layers is not None:
-        return LayerwiseCall(cast(nn.Module, step.f), step.name, settings, layers)
+        return LayerwiseCall(cast(nn.Module, step.f), step.name, settings, layers, watched)
     return RecordedCall(step.f, step.name, settings, side, selective=step.mode == "selective", watched=watched)
 
 

@@ -10,7 +10,7 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, ScheduleError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.drift import HALF
-from revzoo.runtime.layerwise import Layer, Recording, run_plain
+from revzoo.runtime.layerwise import Layer, Recording, expand, run_plain
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
@@ -76,7 +76,8 @@ class LayerChain(nn.Sequential):
         """Return the layers in order; bijections among them have no mode."""
         return [
             LayoutEntry(name, layer, "bijection" if isinstance(layer, Bijection) else "node")
-            for name, layer in self.named_children()
+            for name, layer in self._modules.items()
+            if layer is not None
         ]
 
     def _layers(self) -> list[Layer]:
@@ -118,7 +119,7 @@ def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | Non
     judge_arrived()
     settings = Settings(x.device)
     recording: Recording | None = None
-    for layer in layers:
+    for layer in expand(layers):
         if layer.is_inverted:
             recording = recording or Recording(InvertedSegment(exact=False), settings, lookahead)
             x = recording.run(layer, x)

@@ -9,18 +9,20 @@ There are two places for such layers:
 
     LayerChain        a network of layers. The chain keeps its output.
                       Backward costs one forward more, and noise grows from layer to layer.
-    f of a step       a step of a reversible chain in mode `invert` whose f is an `nn.Sequential` of nothing but such layers.
-                      It keeps nothing in forward. When backward asks for its last layer, the step is inverted as any other,
+    f of a step       a step of a reversible chain in mode `invert` whose f is an `nn.Sequential` with such layers.
+                      They keep nothing in forward. When backward asks for the last of them, the step is inverted as any other,
                       which gives its input w[k-1] and the output of f; then the layers are walked back from that output.
                       Backward costs two forwards more; noise grows within a step alone, as each step starts anew.
+                      Between layers without an inverse, each run of such layers starts from an output of its own.
 
 A layer with hooks counts as one without an inverse: a hook may change what the layer returns.
 
 Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reduction of CNN training", sections 4.3 and 4.4.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, cast
 from weakref import ref
 
@@ -63,12 +65,27 @@ def has_inverse(module: nn.Module) -> bool:
 
 
 def find_layers(f: Callable[..., Any]) -> list[Layer] | None:
-    """Return the layers of a step's f that can be walked back one by one; None if f is not made of such layers alone."""
-    if not isinstance(f, nn.Sequential) or type(f).forward is not nn.Sequential.forward or _has_hooks(f) or is_compiled(f):
+    """Return the layers of a step's f, some of which can be inverted one by one; None if f is not made of such layers."""
+    if not _is_plain_sequential(f):
         return None
-    layers = [Layer(module, name, "invert") for name, module in f.named_children()]
-    inverted = all(layer.is_inverted for layer in layers)
-    return layers if inverted and any(not isinstance(layer.module, Bijection) for layer in layers) else None
+    layers = list(expand(Layer(module, name, "invert") for name, module in cast(nn.Sequential, f)._modules.items()))
+    return layers if any(layer.is_inverted and not isinstance(layer.module, Bijection) for layer in layers) else None
+
+
+def expand(layers: Iterable[Layer]) -> Iterator[Layer]:
+    """Yield the layers, and the layers of every inverted `nn.Sequential` among them in its place."""
+    for layer in layers:
+        if layer.mode == "invert" and _is_plain_sequential(layer.module):
+            inner = cast(nn.Sequential, layer.module)._modules.items()  # not named_children, which passes over repetitions
+            yield from expand(Layer(module, f"{layer.name}.{name}", "invert") for name, module in inner)
+        else:
+            yield layer
+
+
+def _is_plain_sequential(module: Callable[..., Any]) -> bool:
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        return False
+    return not _has_hooks(module) and not is_compiled(module)
 
 
 def run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -81,57 +98,80 @@ def run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
 class LayerwiseCall(RecordedCall):
     """A call of a step's f whose layers are walked back one by one.
 
-    It drops nothing itself: its layers do. Its second run stores nothing either, and gives the segment of its layers the state
-    to start from.
+    Consecutive layers with an inverse are a segment. The second run stores nothing in them, and gives each segment the state to
+    start from. What the layers between them save is dropped and refilled as in any other step.
 
     Args:
         f: the layers, as one module.
         name: name of the step, for messages.
         settings: the settings of PyTorch under which it is called.
         layers: the layers one by one.
+        watched: whether the tensors saved last are compared when they have been refilled.
     """
 
-    def __init__(self, f: nn.Module, name: str, settings: Settings, layers: Sequence[Layer]):
-        super().__init__(f, name, settings, watched=False)
-        self._layers = layers
-        # Held by the graph alone: it refers to this call.
-        self._segment: ref[InvertedSegment] | None = None
-        self._record: Recording | None = None  # during the first run
-        self._gives_state = False
+    def __init__(self, f: nn.Module, name: str, settings: Settings, layers: Sequence[Layer], watched: bool):
+        super().__init__(f, name, settings, watched=watched)
+        runs = groupby(layers, key=lambda layer: layer.is_inverted)
+        self._runs = [_Run([replace(layer, name=f"{name}.{layer.name}") for layer in run], inverts) for inverts, run in runs]
+        self._origin: _StepOrigin | None = None  # during the first run
+        self._lookahead: Lookahead | None = None
+        self._gives_states = False
 
     def first_run(self, recoverer: Recoverer, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
-        segment = InvertedSegment(exact=False, origin=_StepOrigin(self, recoverer))
-        self._segment = ref(segment)
-        self._record = Recording(segment, self._settings, lookahead)
+        self._origin, self._lookahead = _StepOrigin(self, recoverer), lookahead
         try:
             return super().first_run(recoverer, *inputs)
         finally:
-            self._record = None
+            self._origin = self._lookahead = None
 
     def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False, check_draws: bool = True) -> Any:
-        self._gives_state = refill
-        return super().run_again(*inputs, refill=refill, check_draws=check_draws)
+        self._gives_states = refill
+        return super().run_again(*inputs, refill=refill, check_draws=check_draws)  # to the end, which the segments need
 
     def free_refilled(self) -> None:
         super().free_refilled()
-        if (segment := self._find_segment()) is not None:
-            segment.free_states()
-
-    def _find_segment(self) -> InvertedSegment | None:
-        return None if self._segment is None else self._segment()
+        for run in self._runs:
+            if (segment := run.find_segment()) is not None:
+                segment.free_states()
 
     def _call(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
-        if self._record is not None:
-            for layer in self._layers:
-                x = self._record.run(Layer(layer.module, f"{self.name}.{layer.name}", layer.mode), x)
-            self._record.warn_of_noise(x, self.name)
-            return x
-        with torch.no_grad():
-            x = run_plain(self._layers, x)
-        if self._gives_state and (segment := self._find_segment()) is not None:
-            segment.end((x,))
+        for run in self._runs:
+            if not run.inverts:
+                given, version = x, x._version
+                x = run_plain(run.layers, x)
+                if self._origin is not None and given._version != version:
+                    raise _make_in_place_error(run.layers[0].name)
+                del given
+            elif self._origin is not None:
+                x = self._record(run, x, self._origin)
+            else:
+                with torch.no_grad():
+                    x = run_plain(run.layers, x)
+                if self._gives_states and (segment := run.find_segment()) is not None:
+                    segment.end((x,))
+                if run is not self._runs[-1]:
+                    x = x.detach().requires_grad_(run.requires_grad)
         return x
+
+    def _record(self, run: "_Run", x: Tensor, origin: "_StepOrigin") -> Tensor:
+        segment = InvertedSegment(exact=False, origin=origin)
+        recording = Recording(segment, self._settings, self._lookahead)
+        for layer in run.layers:
+            x = recording.run(layer, x)
+        recording.warn_of_noise(x, self.name)
+        run.find_segment, run.requires_grad = ref(segment), x.requires_grad
+        return x
+
+
+@dataclass(eq=False)
+class _Run:
+    """Consecutive layers of a step, all with an inverse or all without."""
+
+    layers: Sequence[Layer]
+    inverts: bool
+    find_segment: Callable[[], InvertedSegment | None] = lambda: None  # held by the graph alone: it refers to the call
+    requires_grad: bool = False
 
 
 class _StepOrigin:
@@ -215,10 +255,7 @@ class Recording:
         version = None if x.is_inference() else x._version
         out = call.first_run(self._segment, x, lookahead=self._lookahead)
         if version is not None and x._version != version:
-            raise InputError(
-                f"{call.name} changes its input in place, which could not be rebuilt. Replace the in-place operation by one "
-                "that returns a new tensor."
-            )
+            raise _make_in_place_error(call.name)
         if not isinstance(out, Tensor):
             raise InputError(f"{call.name} must return a tensor. Received: {type(out).__name__}.")
         return out
@@ -345,6 +382,13 @@ class _JoinUpdate(_Update):
 
     def invert(self, states: tuple[Tensor], out: None) -> tuple[Tensor, ...]:
         return self._layer.split(*states)
+
+
+def _make_in_place_error(name: str) -> InputError:
+    return InputError(
+        f"{name} changes its input in place, which could not be rebuilt. Replace the in-place operation, for example "
+        "ReLU(inplace=True), by one that returns a new tensor."
+    )
 
 
 def _has_hooks(module: nn.Module) -> bool:

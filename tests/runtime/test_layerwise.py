@@ -347,16 +347,73 @@ def test_after_an_error_in_backward_the_next_one_is_right(error):
 
 
 def test_what_counts_as_layers():
-    assert len(find_layers(nn.Sequential(*unit()))) == 3
-    assert find_layers(nn.Sequential(*unit(), nn.ReLU())) is None
-    assert find_layers(nn.Sequential(SpaceToDepth())) is None
-    assert find_layers(nn.Conv2d(4, 4, 1)) is None
+    def names(f):
+        layers = find_layers(f)
+        return None if layers is None else [layer.name for layer in layers if layer.is_inverted]
+
+    assert names(nn.Sequential(*unit())) == ["0", "1", "2"]
+    assert names(nn.Sequential(nn.Sequential(*unit()), Affine())) == ["0.0", "0.1", "0.2", "1"]
+    assert names(nn.Sequential(nn.ReLU(), *unit())) == ["1", "2", "3"]
+    assert names(nn.Sequential(nn.ReLU(), SpaceToDepth())) is None
+    assert names(Affine()) is None
     hooked = nn.Sequential(*unit())
     hooked[1].register_forward_hook(lambda module, args, out: out * 2)
-    assert find_layers(hooked) is None
-    hooked = nn.Sequential(*unit())
+    assert names(hooked) == ["0", "2"]
     hooked.register_forward_pre_hook(lambda module, args: None)
-    assert find_layers(hooked) is None
+    assert names(hooked) is None
+
+    class Doubled(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    assert names(Doubled(*unit())) is None
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("order", ["first", "middle", "last", "nested", "repeated"])
+def test_steps_with_some_layers_without_an_inverse(order, lookahead, error):
+    def make():
+        plain = [nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.3)]
+        if order == "first":
+            return nn.Sequential(*plain, *unit())
+        if order == "last":
+            return nn.Sequential(*unit(), *plain)
+        if order == "nested":
+            return nn.Sequential(nn.Sequential(*unit()), nn.Sequential(*plain, nn.Sequential(*unit())), *plain[:2])
+        middle = unit()
+        return nn.Sequential(*middle, *plain, *(middle if order == "repeated" else unit()))
+
+    net = ReversibleChain([make() for _ in range(3)]).double()
+    xs = inputs(net)
+    before = {key: b.clone() for key, b in net.named_buffers()}
+    grads, buffers = [], []
+    for mode in ("store", "invert"):
+        torch.manual_seed(1)
+        for key, b in net.named_buffers():
+            b.copy_(before[key])
+        net.schedule = mode
+        net.lookahead = lookahead if mode == "invert" else 0
+        loss = loss_of(net, xs)
+        for _ in range(2):
+            grads.append(torch.autograd.grad(loss, [*xs, *net.parameters()], retain_graph=True))
+        buffers.append([b.clone() for b in net.buffers()])
+    assert error(grads[2], grads[0]) < 1e-8
+    assert error(grads[3], grads[0]) < 1e-8
+    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(*buffers, strict=True))
+
+
+def test_what_lies_between_is_all_that_a_step_holds_beside_its_layers():
+    def peak(layers):
+        return count_bytes(ReversibleChain([nn.Sequential(*layers) for _ in range(3)]), "invert")[0]
+
+    def convolution():
+        return nn.Conv2d(C, C, 3, padding=1)
+
+    # Each convolution between keeps its input, and the run before it starts from that.
+    one = peak([*wide(2), convolution(), *wide(2)])
+    two = peak([*wide(2), convolution(), *wide(2), convolution(), *wide(2)])
+    assert 1 <= two - one < 1.2  # beside it, gradients of weights and statistics
+    assert one <= peak([*wide(4), convolution(), *wide(4)]) < one + 0.2
 
 
 def test_a_hook_that_changes_the_output_of_a_layer_counts(error):
@@ -431,6 +488,8 @@ class Shapeless(Affine):
 def test_layers_that_do_not_keep_to_the_rules_are_named():
     with pytest.raises(InputError, match=r"^1 changes its input in place"):
         LayerChain(Affine(), InPlace())(torch.zeros(SHAPE))
+    with pytest.raises(InputError, match=r"^steps\.0\.1 changes its input in place"):
+        ReversibleChain([nn.Sequential(Affine(), nn.ReLU(inplace=True))])(torch.zeros(SHAPE), torch.zeros(SHAPE))
     for layer, received in ((Pair(), "tuple"), (Shapeless(), r"\(4, 4, 4\)")):
         loss = LayerChain(Affine(), layer)(torch.zeros(SHAPE)).sum()
         with pytest.raises(RecoveryError, match=rf"^The inverse of 1 must return .* \(2, 4, 4, 4\)\. Received: {received}\."):
