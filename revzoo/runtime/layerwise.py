@@ -156,7 +156,7 @@ class LayerwiseCall(RecordedCall):
 
     def _record(self, run: "_Run", x: Tensor, origin: "_StepOrigin") -> Tensor:
         segment = InvertedSegment(exact=False, origin=origin)
-        recording = Recording(segment, self._settings, self._lookahead)
+        recording = Recording(segment, self._settings, self._lookahead, outer=self)
         for layer in run.layers:
             x = recording.run(layer, x)
         recording.warn_of_noise(x, self.name)
@@ -192,8 +192,11 @@ class _StepOrigin:
 class Recording:
     """Runs layers for the first time, and records each as an item of a segment."""
 
-    def __init__(self, segment: InvertedSegment, settings: Settings, lookahead: Lookahead | None):
+    def __init__(
+        self, segment: InvertedSegment, settings: Settings, lookahead: Lookahead | None, outer: RecordedCall | None = None
+    ):
         self._segment = segment
+        self._outer = outer
         self._settings = settings
         self._lookahead = lookahead
         self._calls: list[_LayerCall] = []
@@ -252,6 +255,7 @@ class Recording:
         return layer.join(*states)
 
     def _run_call(self, call: RecordedCall, x: Tensor) -> Tensor:
+        call.outer = self._outer
         version = None if x.is_inference() else x._version
         out = call.first_run(self._segment, x, lookahead=self._lookahead)
         if version is not None and x._version != version:

@@ -70,6 +70,7 @@ class RecordedCall:
         self._fingerprints: list[tuple[int, Fingerprint]] = []  # of the tensors saved last, by slot
         self._requires_grad: list[bool] = []
         self.place: int | None = None  # among the items of its segment
+        self.outer: RecordedCall | None = None  # the call that may have to run again for this one's input
 
     def first_run(self, recoverer: "Recoverer", *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
         """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call.
@@ -290,7 +291,10 @@ class _Handle:
 
     @property
     def needs_no_rewinding(self) -> bool:
-        return self._call.replay.needs_no_rewinding
+        call: RecordedCall | None = self._call
+        while call is not None and call.replay.needs_no_rewinding:
+            call = call.outer
+        return call is None
 
     def require_unchanged(self) -> None:
         self._call.replay.require_unchanged()

@@ -22,6 +22,7 @@ from revzoo.runtime import (
     SpaceToBatch,
     SpaceToDepth,
     host_copy,
+    lookahead,
     tripwire,
 )
 from revzoo.runtime.layerwise import find_layers, has_inverse
@@ -129,22 +130,22 @@ def test_a_network_with_pools_and_layers_without_an_inverse(error):
 
 
 @pytest.mark.parametrize("schedule", ["invert", ["invert", "store", "invert"], ["recompute", "invert", "selective"]])
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_layerwise_steps_between_others(schedule, lookahead, mixed, error):
+def test_layerwise_steps_between_others(schedule, ahead, mixed, error):
     steps = [nn.Sequential(*units(2)), nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()), nn.Sequential(*unit())]
     net = ReversibleChain(steps if mixed else [nn.Sequential(*unit()) for _ in range(3)], "leapfrog").double()
     xs = inputs(net)
     expected = differentiate(net, xs, "store")
-    net.lookahead = lookahead
+    net.lookahead = ahead
     assert error(differentiate(net, xs, schedule), expected) < 1e-8
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("make", [lambda: LayerChain(*units(3)).double(), lambda: make_hybrid(3)])
-def test_graphs_may_be_retained_and_interleaved(make, lookahead, error):
+def test_graphs_may_be_retained_and_interleaved(make, ahead, error):
     net = make()
-    net.lookahead = lookahead
+    net.lookahead = ahead
     sets = [inputs(net), inputs(net)]
     wanted = [differentiate(net, xs, "store") for xs in sets]
     net.schedule = "invert"
@@ -369,11 +370,12 @@ def test_what_counts_as_layers():
     assert names(Doubled(*unit())) is None
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("order", ["first", "middle", "last", "nested", "repeated"])
-def test_steps_with_some_layers_without_an_inverse(order, lookahead, error):
+def test_steps_with_some_layers_without_an_inverse(order, ahead, error):
     def make():
-        plain = [nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(0.3)]
+        plain = [nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
+        plain.append(nn.Dropout(0.0 if ahead else 0.3))  # beside backward nothing draws
         if order == "first":
             return nn.Sequential(*plain, *unit())
         if order == "last":
@@ -392,7 +394,7 @@ def test_steps_with_some_layers_without_an_inverse(order, lookahead, error):
         for key, b in net.named_buffers():
             b.copy_(before[key])
         net.schedule = mode
-        net.lookahead = lookahead if mode == "invert" else 0
+        net.lookahead = ahead if mode == "invert" else 0
         loss = loss_of(net, xs)
         for _ in range(2):
             grads.append(torch.autograd.grad(loss, [*xs, *net.parameters()], retain_graph=True))
@@ -400,6 +402,26 @@ def test_steps_with_some_layers_without_an_inverse(order, lookahead, error):
     assert error(grads[2], grads[0]) < 1e-8
     assert error(grads[3], grads[0]) < 1e-8
     assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(*buffers, strict=True))
+
+
+def test_layers_of_a_step_that_draws_are_not_recovered_beside_backward(monkeypatch):
+    """To start from the last of them the step has to run again, which sets random streams."""
+    looked_at = []
+    choose = lookahead._choose_executor
+
+    def spy(recoverable):
+        looked_at.append(recoverable.needs_no_rewinding)
+        return choose(recoverable)
+
+    monkeypatch.setattr(lookahead, "_choose_executor", spy)
+    monkeypatch.setattr(lookahead, "_warn_once", lambda reason: None)
+    for p in (0.0, 0.5):
+        net = ReversibleChain([nn.Sequential(*unit(), nn.Dropout(p), *unit()) for _ in range(2)]).double()
+        net.lookahead = 1
+        looked_at.clear()
+        loss_of(net, inputs(net)).backward()
+        assert len(looked_at) > 10
+        assert set(looked_at) == {p == 0}
 
 
 def test_what_lies_between_is_all_that_a_step_holds_beside_its_layers():
