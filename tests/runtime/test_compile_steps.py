@@ -91,6 +91,7 @@ def test_dropout_is_repeated_and_exact_steps_are_bit_identical(backend, options)
     assert not torch.allclose(differentiate(plain, "store")[0], expected[0])  # there was dropout
 
 
+@pytest.mark.filterwarnings("ignore:lookahead steps aside. a step draws")
 def test_nothing_is_recovered_beside_a_compiled_selective_step():
     chain = make_chain(dropout=0.5, exact=True)
     revzoo.compile_steps(chain, backend="aot_eager")
