@@ -19,7 +19,6 @@ from tests.runtime.test_compile import needs_compiler
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
 ]
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])]
 MODES = ["store", "selective", "recompute", "invert"]

@@ -12,7 +12,6 @@ from tests.runtime.test_compile import needs_compiler
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
 ]
 COUPLINGS = [
     additive(),

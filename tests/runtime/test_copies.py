@@ -13,7 +13,6 @@ import revzoo
 from revzoo.runtime import ReversibleChain
 
 # PyTorch's own, when the compiler is imported for the first time.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning")
 
 
 def through_file(network: nn.Module) -> nn.Module:

@@ -15,7 +15,6 @@ from revzoo.runtime import ReversibleChain, SpaceToDepth
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
 ]
 
 BATCH = torch.export.Dim("batch")

@@ -14,7 +14,6 @@ from tests.runtime.test_compile import needs_compiler
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning"),
 ]
 SAID = "The 4 steps are compiled, each kind of step when it first runs."
 
