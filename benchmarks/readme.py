@@ -35,6 +35,8 @@ def write_section(readme: str) -> str:
 def describe_results() -> Iterator[str]:
     """Yield the lines of the section."""
     yield from describe_modes(json.loads((RESULTS / "runtime.json").read_text()))
+    yield ""
+    yield from describe_lookahead(json.loads((RESULTS / "lookahead.json").read_text()))
     peers = RESULTS / "peers.json"
     if peers.exists():
         yield ""
@@ -61,6 +63,26 @@ def describe_modes(results: dict[str, Any]) -> Iterator[str]:
         f"depend on the machine. FLOPs (of the deepest chain, a multiply-add counted twice) and time ({timed[0]} and "
         f"{timed[1]} blocks, median ratio to `store` in the same run) are those of a forward and backward on "
         f"{describe_machine(results)}, float32, batch 8 and 32. All figures: `benchmarks/results/cpu/runtime.json`."
+    )
+
+
+def describe_lookahead(results: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of look-ahead beside recovering step by step."""
+    yield from wrap("Steps recovered one by one and beside the gradient, measured with `python benchmarks/lookahead.py`:")
+    yield ""
+    yield "| chain | | peak activation memory [streams] | time, 1 thread in each operation | 2 threads |"
+    yield "|---|---|---|---|---|"
+    for net, name in CHAINS.items():
+        for method in ("lookahead=0", "lookahead=1"):
+            (size,) = find(results, "peak activation memory, in streams", net, method).values()
+            whats = [f"time over stored, {count} in each operation" for count in ("1 thread", "2 threads")]
+            times = [time for what in whats for time in find(results, what, net, method).values()]
+            yield f"| {name} | `invert`, `{method}` | {size:.2f} | {' | '.join(f'{time:.2f}' for time in times)} |"
+    yield ""
+    yield from wrap(
+        f"Times are over those of `store` in the same run, on {results['hardware']['cores']} cores: with one thread in each "
+        'operation a core is free for the recovery, with two it is not. `lookahead = "auto"` times both and keeps the faster. '
+        "All figures: `benchmarks/results/cpu/lookahead.json`."
     )
 
 
