@@ -264,10 +264,10 @@ def _look_ahead(problem: Problem, unit: Unit, ahead: Ahead, before: Place, close
     if not goes_on:
         released.update(recovery.released)
     rest = ahead.paired_bytes if goes_on and not recovery.released else ahead.after_bytes
-    beside = max(
-        _count_backward(problem, unit, before.held, closed, ahead.during_bytes) + recovery.peak_bytes,
-        _count_backward(problem, unit, before.held, [s for s in closed if s not in released], rest) + recovery.left_bytes,
-    )
+    beside = _count_backward(problem, unit, before.held, [s for s in closed if s not in released], rest) + recovery.left_bytes
+    if before.awaited:
+        during_bytes = _count_backward(problem, unit, before.held, closed, ahead.during_bytes)
+        beside = max(beside, during_bytes + recovery.peak_bytes)
     if ahead.recovery is not None:
         backward_bytes = max(_count_backward(problem, unit, before.held, closed, ahead.before_bytes), beside)
         yield replace(edge, backward_bytes=backward_bytes, after=edge.after._replace(awaited=ahead.recovery))
