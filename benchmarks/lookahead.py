@@ -17,9 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from runtime import Figure, Net, conv_block, nets, report, transformer_block
+from runtime import Figure, Net, nets, report
 
 import revzoo
+from revzoo.bench.net import make_conv_block, make_transformer_block
 from revzoo.runtime import ReversibleChain
 
 THREADS = (1, 2)
@@ -72,11 +73,12 @@ def shapes(quick: bool) -> Iterator[tuple[Net, int]]:
     """Yield ten chains with their depth, from tiny to large."""
     tokens = ((8, 2, 4),) if quick else ((16, 1, 4), (32, 2, 16), (64, 4, 64), (128, 8, 128), (256, 8, 197))
     for width, batch, length in tokens:
-        make = partial(transformer_block, width, 2)
+        make = partial(make_transformer_block, width, 2)
         yield Net(f"transformer {batch} x {length} x {width}", make, (batch, length, width), ()), 4
     images = ((4, 1, 4),) if quick else ((4, 1, 4), (8, 4, 8), (16, 8, 16), (32, 16, 32), (64, 16, 32))
     for width, batch, side in images:
-        yield Net(f"conv {batch} x {width} x {side} x {side}", partial(conv_block, width), (batch, width, side, side), ()), 4
+        make = partial(make_conv_block, width)
+        yield Net(f"conv {batch} x {width} x {side} x {side}", make, (batch, width, side, side), ()), 4
 
 
 def auto(threads: int, rounds: int, quick: bool) -> Iterator[Figure]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from runtime import transformer_block
 from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -32,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import revzoo
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter, count_flops
+from revzoo.bench.net import make_transformer_block
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 from revzoo.runtime import ReversibleChain
@@ -69,7 +69,7 @@ def networks(quick: bool) -> Iterator[tuple[str, Network, tuple[Tensor, ...]]]:
     """Yield name, network and batch, without values."""
     depth, width, heads, tokens, batch = (2, 32, 2, 12, 2) if quick else (24, 192, 3, 197, 8)
     with torch.device("meta"):
-        chain = ReversibleChain([step for _ in range(depth) for step in transformer_block(width, heads)])
+        chain = ReversibleChain([step for _ in range(depth) for step in make_transformer_block(width, heads)])
         yield f"transformer, {depth} blocks", chain, torch.randn(2, batch, tokens, width).unbind()
     name, batch = ("revnet_digits", 2) if quick else ("revnet_104", 8)
     model = revzoo.create(name, overrides=SHALLOW if quick else None, device="meta")

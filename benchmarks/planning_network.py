@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from planning_bound import fractional_bound
 from planning_front import SHALLOW
-from runtime import transformer_block
 from torch import nn
 
 import revzoo
+from revzoo.bench.net import make_transformer_block
 from revzoo.planning.batch import BatchRow, find_best_batch
 from revzoo.planning.profiling.count import count_peak
 from revzoo.planning.solvers.problem import peak
@@ -91,7 +91,7 @@ def planned_time(quick: bool) -> dict[str, Any]:
     """Time planned steps in turn with stored ones, and compare with the stored time and the fractional bound on the rest."""
     depth, width, heads, tokens, size = (2, 32, 2, 16, 2) if quick else (12, 192, 3, 197, 8)
     torch.manual_seed(0)
-    chain = ReversibleChain([step for _ in range(depth) for step in transformer_block(width, heads)]).to(_device())
+    chain = ReversibleChain([step for _ in range(depth) for step in make_transformer_block(width, heads)]).to(_device())
     batch = torch.randn(2, size, tokens, width, device=_device()).unbind()
     profile = revzoo.profile(chain, batch)
     smallest, _ = minimize_peak(profile.problem)

@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -39,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import revzoo
 from revzoo.analysis.flops import count_flops
+from revzoo.bench.net import make_conv_block, make_transformer_block
 from revzoo.registry import couplings
 from revzoo.runtime import ReversibleChain
 
@@ -90,21 +90,6 @@ class Net:
         return torch.randn(2, *self.shape, generator=torch.Generator().manual_seed(1)).unbind()
 
 
-class Attention(nn.Module):
-    """LayerNorm and self-attention."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.heads = heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
 class Checkpointed(ReversibleChain):
     """The same blocks, each under `torch.utils.checkpoint`; nothing is inverted."""
 
@@ -118,25 +103,13 @@ class Checkpointed(ReversibleChain):
         return y1, x2 + self.steps[i + 1](y1)
 
 
-def transformer_block(width: int, heads: int) -> list[nn.Module]:
-    mlp = [nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
-    return [Attention(width, heads), nn.Sequential(*mlp)]
-
-
-def conv_block(width: int) -> list[nn.Module]:
-    def unit() -> tuple[nn.Module, ...]:
-        return nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False)
-
-    return [nn.Sequential(*unit(), *unit()) for _ in range(2)]
-
-
 def nets(quick: bool) -> list[Net]:
     if quick:  # no targets: they belong to the sizes below
-        small = Net("transformer", lambda: transformer_block(16, 2), (2, 9, 16), (2, 3))
-        return [small, Net("conv", lambda: conv_block(4), (2, 4, 8, 8), (2, 3))]
+        small = Net("transformer", lambda: make_transformer_block(16, 2), (2, 9, 16), (2, 3))
+        return [small, Net("conv", lambda: make_conv_block(4), (2, 4, 8, 8), (2, 3))]
     return [
-        Net("transformer", lambda: transformer_block(192, 3), (8, 197, 192), (6, 12, 24, 48), 17.5, 1.3255, 1.35),
-        Net("conv", lambda: conv_block(32), (32, 32, 32, 32), (4, 8, 16, 32), 10.0, 1.3334),
+        Net("transformer", lambda: make_transformer_block(192, 3), (8, 197, 192), (6, 12, 24, 48), 17.5, 1.3255, 1.35),
+        Net("conv", lambda: make_conv_block(32), (32, 32, 32, 32), (4, 8, 16, 32), 10.0, 1.3334),
     ]
 
 
@@ -203,7 +176,7 @@ def exactness(blocks: int) -> Iterator[Figure]:
 
 def small_chain(steps: int, dtype: torch.dtype, **options: object) -> tuple[ReversibleChain, tuple[Tensor, ...]]:
     torch.manual_seed(steps)
-    blocks = [transformer_block(16, 2) for _ in range((steps + 1) // 2)]
+    blocks = [make_transformer_block(16, 2) for _ in range((steps + 1) // 2)]
     chain = ReversibleChain(list(itertools.chain(*blocks))[:steps], **options)
     return chain.to(dtype), torch.randn(2, 2, 9, 16, dtype=dtype).unbind()
 

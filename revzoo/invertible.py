@@ -189,12 +189,12 @@ class Coupled(nn.Module):
     @staticmethod
     def add(x: Tensor, out: Tensor) -> Tensor:
         """Return x + out in the dtype of x."""
-        return x + _match_dtype(out, x)
+        return x + match_dtype(out, x)
 
     @staticmethod
     def subtract(y: Tensor, out: Tensor) -> Tensor:
         """Return y - out in the dtype of y."""
-        return y - _match_dtype(out, y)
+        return y - match_dtype(out, y)
 
     @staticmethod
     def join(x1: Tensor, x2: Tensor) -> Tensor:
@@ -224,6 +224,6 @@ class CoupledConv2d(Coupled):
         super().__init__(conv(), conv())
 
 
-def _match_dtype(out: Tensor, x: Tensor) -> Tensor:
+def match_dtype(out: Tensor, x: Tensor) -> Tensor:
     """Cast `out` if a sum with x would have another dtype than x."""
-    return out if torch.promote_types(out.dtype, x.dtype) == x.dtype else out.to(x.dtype)
+    return out if out.dtype == x.dtype or torch.promote_types(out.dtype, x.dtype) == x.dtype else out.to(x.dtype)

@@ -113,7 +113,7 @@ def like_plain(scenario: Scenario, limit: float = 1e-9, **options: Any) -> Verdi
 
     def judge(method: Method, net: Net) -> str:
         results = []
-        for each in (find_stored(method), method):
+        for each in (make_reference(method), method):
             trial = Trial(each, net, **options)
             torch.manual_seed(0)
             results.append(list(scenario(trial)))
@@ -122,7 +122,7 @@ def like_plain(scenario: Scenario, limit: float = 1e-9, **options: Any) -> Verdi
     return judge
 
 
-def find_stored(method: Method) -> Method:
+def make_reference(method: Method) -> Method:
     """Return the method whose results are the right ones: plain autograd, unless the arithmetic is another."""
     return METHODS[0] if method.make_stored is None else replace(method, make=method.make_stored)
 

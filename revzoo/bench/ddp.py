@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from revzoo.bench.checks import Trial, compare, describe_error, find_stored
+from revzoo.bench.checks import Trial, compare, describe_error, make_reference
 from revzoo.bench.method import METHODS, Method
 from revzoo.bench.net import SMALL_NETS, Net
 
@@ -61,7 +61,7 @@ def _judge(rank: int, method: Method, net: Net, setting: str) -> str:
             trial.loss(trial.method.split(net, outputs)).backward()
     except Exception as error:
         return describe_error(error)
-    stored = Trial(find_stored(method), net)
+    stored = Trial(make_reference(method), net)
     for seed in (3, 4):
         stored.loss(stored(stored.make_inputs(seed))).backward()
     return compare(trial.gradients(), [None if g is None else g / 2 for g in stored.gradients()], 1e-9)

@@ -64,14 +64,14 @@ class Method:
         if self.package is None:
             return
         try:
-            found = version(self.package)
+            installed = version(self.package)
         except PackageNotFoundError:
             raise InputError(f"not installed: pip install {self.install or self.package}") from None
         try:
             with warnings.catch_warnings(action="ignore"):
                 self.make([nn.Identity(), nn.Identity()], _TINY)
         except ImportError as error:
-            raise InputError(f"version {found}: {error}. Try: pip install {self.install or self.package}") from error
+            raise InputError(f"version {installed}: {error}. Try: pip install {self.install or self.package}") from error
 
     def _get_dim(self, net: Net) -> int:
         return net.features if self.dim is None else self.dim

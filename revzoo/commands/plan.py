@@ -13,11 +13,11 @@ from revzoo.errors import InputError
 if TYPE_CHECKING:
     from revzoo.model.network import Model
     from revzoo.planning.plan import Plan
-    from revzoo.runtime.lookahead_setting import LookaheadDepth
+    from revzoo.runtime.lookahead_setting import LookaheadOption
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
-_LOOKAHEADS: dict[str, "LookaheadDepth"] = {"0": 0, "1": 1, "auto": "auto"}
+_LOOKAHEADS: dict[str, "LookaheadOption"] = {"0": 0, "1": 1, "auto": "auto"}
 
 
 def declare(parser: Parser) -> None:

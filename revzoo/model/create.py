@@ -11,7 +11,7 @@ from revzoo.errors import CheckpointError, InputError
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.runtime.exact import Grid
-from revzoo.runtime.lookahead_setting import LookaheadDepth
+from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.spec.loading import load_spec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,7 +25,7 @@ def create(
     num_outputs: int | None = None,
     overrides: Iterable[str] | None = None,
     schedule: str | Sequence[str] = "invert",
-    lookahead: LookaheadDepth = 0,
+    lookahead: LookaheadOption = 0,
     exact: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,

@@ -10,13 +10,14 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.model import inputs
 from revzoo.registry import couplings
-from revzoo.runtime.chain import Step, invert_chain, run_chain
+from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
-from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
+from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.node import run_node
+from revzoo.runtime.pair_update import Step
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.spec.edit import with_coupling, with_outputs
 from revzoo.spec.schema import Spec
@@ -156,15 +157,15 @@ class Model(nn.Module):
         self._exact = exact
 
     @property
-    def lookahead(self) -> LookaheadDepth:
+    def lookahead(self) -> LookaheadOption:
         """How many units are recovered ahead of backward, beside the gradient of the unit after it: 0, 1, or "auto".
 
         See `revzoo.runtime.lookahead`; "auto" times both in the first training steps and keeps the faster.
         """
-        return self._lookahead.depth
+        return self._lookahead.option
 
     @lookahead.setter
-    def lookahead(self, lookahead: LookaheadDepth) -> None:
+    def lookahead(self, lookahead: LookaheadOption) -> None:
         self._lookahead = LookaheadSetting(lookahead)
 
     @property

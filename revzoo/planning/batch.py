@@ -18,7 +18,7 @@ from revzoo.format import format_bytes
 from revzoo.model.network import Model
 from revzoo.planning.budget import free_bytes, parse_budget
 from revzoo.planning.plan import Plan, Solver
-from revzoo.planning.planner import plan_profiled, solve
+from revzoo.planning.planner import plan_from_profile, solve
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.inversion_limit import place_anchors
@@ -26,7 +26,7 @@ from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import Timing, measure_step_seconds, measure_timing, memory_errors
 from revzoo.planning.setting import read_setting
 from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, peak
-from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
+from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 
 _CANDIDATES = 32  # at most, evenly spaced
 _STRETCH = 4  # the larger batch whose time is measured is this multiple of the smallest
@@ -96,7 +96,7 @@ def find_best_batch(
     *,
     solver: Solver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
-    lookahead: LookaheadDepth = 0,
+    lookahead: LookaheadOption = 0,
 ) -> BatchPlan:
     """Return the batch size from `low` to `high` with most samples per second within the budget, with its plan.
 
@@ -123,7 +123,7 @@ def find_best_batch(
         raise InputError(
             "The best batch depends on measured seconds. Received: a model on the meta device. Make it on a real one."
         )
-    depth = LookaheadSetting(lookahead).depth
+    depth = LookaheadSetting(lookahead).option
     profiles = _Interpolation(model, low, high, optimizer, depth)
     limit = parse_budget(budget, profiles.small.setting.device.split()[0], profiles.small.model_bytes)
     compared: Literal[0, 1] = 1 if depth == 1 else 0
@@ -134,7 +134,7 @@ def find_best_batch(
         try:
             with memory_errors():
                 predicted, batch = profiles.at(row.batch), model.example_input(row.batch)
-            plan = plan_profiled(model, batch, predicted, limit, solver, depth)
+            plan = plan_from_profile(model, batch, predicted, limit, solver, depth)
             (seconds,) = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead)])
         except (MemoryError, BudgetError):
             continue  # the counted bytes fit, but kernel workspaces and fragments come on top
@@ -145,7 +145,7 @@ def find_best_batch(
 class _Interpolation:
     """A profile for any batch size, on the straight line through those of two sizes."""
 
-    def __init__(self, model: Model, low: int, high: int, optimizer: torch.optim.Optimizer | None, lookahead: LookaheadDepth):
+    def __init__(self, model: Model, low: int, high: int, optimizer: torch.optim.Optimizer | None, lookahead: LookaheadOption):
         self._model, self._low, self._high = model, low, high
         self.small = profile(model, model.example_input(low), optimizer, lookahead=lookahead != 0)
         if self.small.timing is None:

@@ -20,7 +20,7 @@ from revzoo.planning.setting import Setting
 from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
-from revzoo.runtime.lookahead_setting import LEAST_GAIN, LookaheadDepth, LookaheadSetting
+from revzoo.runtime.lookahead_setting import LARGEST_RATIO, LookaheadOption, LookaheadSetting
 from revzoo.runtime.schedule import Mode
 
 
@@ -32,7 +32,7 @@ def plan(
     solver: Solver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
-    lookahead: LookaheadDepth = 0,
+    lookahead: LookaheadOption = 0,
 ) -> Plan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
@@ -60,7 +60,7 @@ def profile_and_plan(
     solver: Solver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
-    lookahead: LookaheadDepth = 0,
+    lookahead: LookaheadOption = 0,
     estimate: bool = False,
     other_bytes: int = 0,
     setting: Setting | None = None,
@@ -73,20 +73,20 @@ def profile_and_plan(
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
         setting: what the plan will hold for; None is the model and batch as they are now.
     """
-    depth = LookaheadSetting(lookahead).depth
+    depth = LookaheadSetting(lookahead).option
     measured = profile(model, batch, optimizer, loss=loss, estimate=estimate, other_bytes=other_bytes, lookahead=depth != 0)
     if setting is not None:
         measured = replace(measured, setting=setting)
-    return measured, plan_profiled(model, batch, measured, budget, solver, depth, loss)
+    return measured, plan_from_profile(model, batch, measured, budget, solver, depth, loss)
 
 
-def plan_profiled(
+def plan_from_profile(
     model: PlannableModel,
     batch: Any,
     profile: Profile,
     budget: str | int,
     solver: Solver = "timeline",
-    lookahead: LookaheadDepth = 0,
+    lookahead: LookaheadOption = 0,
     loss: LossFunction | None = None,
 ) -> Plan:
     """Return the fastest plan for a profiled model and batch, counted, and with look-ahead also timed.
@@ -121,7 +121,7 @@ def plan_profiled(
     if serial is None:
         return replace(ahead, seconds=seconds[0])
     note = f"A training step takes {seconds[1]:.4g} s with look-ahead, {seconds[0]:.4g} s without."
-    best = int(seconds[1] < LEAST_GAIN * seconds[0])
+    best = int(seconds[1] < LARGEST_RATIO * seconds[0])
     return replace(candidates[best], seconds=seconds[best], notes=(*candidates[best].notes, note))
 
 

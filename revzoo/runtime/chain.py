@@ -17,8 +17,7 @@ that autograd saves inside its f (`tape.py`):
 A call stores nothing on modules, so any number of forwards may precede a backward.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -30,17 +29,17 @@ from revzoo.registry import couplings
 from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, Drift, Growth
-from revzoo.runtime.exact import Grid, LostBits, has_value, require_exact
+from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.layerwise import LayerwiseCall, find_layers
 from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.lookahead import Lookahead
-from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
+from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
+from revzoo.runtime.pair_update import PairUpdate, Step
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.strides import Strides, get_strides, is_dense, restore_strides
+from revzoo.runtime.strides import is_dense
 from revzoo.runtime.tape import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
@@ -72,7 +71,7 @@ class ReversibleChain(nn.Module):
         steps: Sequence[nn.Module],
         coupling: str | Coupling | Sequence[Coupling] = "additive",
         exact: bool = False,
-        lookahead: LookaheadDepth = 0,
+        lookahead: LookaheadOption = 0,
     ):
         super().__init__()
         steps = list(steps)
@@ -88,15 +87,15 @@ class ReversibleChain(nn.Module):
         self.lookahead = lookahead
 
     @property
-    def lookahead(self) -> LookaheadDepth:
+    def lookahead(self) -> LookaheadOption:
         """How many steps are recovered ahead of backward, beside the gradient of the step after it: 0, 1, or "auto".
 
         See `lookahead.py`; "auto" times both in the first training steps and keeps the faster (`lookahead_setting.py`).
         """
-        return self._lookahead.depth
+        return self._lookahead.option
 
     @lookahead.setter
-    def lookahead(self, lookahead: LookaheadDepth) -> None:
+    def lookahead(self, lookahead: LookaheadOption) -> None:
         self._lookahead = LookaheadSetting(lookahead)
 
     @property
@@ -161,16 +160,6 @@ class ReversibleChain(nn.Module):
         return links
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a chain: its function, and its coupling and mode in this forward call."""
-
-    f: Callable[..., Tensor]
-    name: str
-    coupling: Coupling
-    mode: Mode
-
-
 def run_chain(
     links: Sequence[Step | Bijection],
     x1: Tensor,
@@ -229,78 +218,8 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
     grid, pair = _start(links, y1, y2, exact)
     for link in reversed(links):
         out = _call(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
-        pair = _LinkUpdate(link, grid).invert(pair, out)
+        pair = PairUpdate(link, grid).invert(pair, out)
     return pair
-
-
-class _LinkUpdate:
-    """How one step or bijection updates the pair of states, and how to undo that; on the grid if arithmetic is exact.
-
-    Kernels choose the order of their sums by strides, so a rebuilt state needs those of the state in forward, whatever the
-    strides of f's output are.
-
-    Args:
-        link: the step or bijection.
-        grid: the grid of this forward call, None in floating point.
-        will_invert: whether `advance` keeps what the next `invert` needs: the strides of the states, and the bits that the
-            coupling loses.
-    """
-
-    def __init__(self, link: Step | Bijection, grid: Grid | None, will_invert: bool = False):
-        self._link = link
-        self._grid = grid
-        self.b = 1.0 if isinstance(link, Bijection) else link.coupling.b
-        self.inverts_first = False
-        self.growth = 1.0
-        self.will_invert = will_invert
-        self._strides: Sequence[Strides] = (None, None)  # of the states in front that inversion rebuilds: for a step, one
-        self._lost_bits: LostBits = None
-
-    @property
-    def kept_bits(self) -> Sequence[Tensor]:
-        """The bits that the next `invert` uses up."""
-        bits = self._lost_bits
-        return () if bits is None else (bits,) if isinstance(bits, Tensor) else bits.fields
-
-    def advance(self, pair: Pair, out: Tensor | None) -> Pair:
-        link = self._link
-        if isinstance(link, Bijection):
-            if self.will_invert:
-                self._strides = get_strides(pair[0]), get_strides(pair[1])
-            return link(pair[0]), link(pair[1])
-        assert out is not None
-        if self.will_invert:
-            self._strides = (get_strides(pair[0]),)
-        if self._grid is None:
-            return pair[1], link.coupling.advance(*pair, _match_dtype(out, pair[0]))
-        following, self._lost_bits = self._grid.advance(link.coupling, *pair, out, keeps_bits=self.will_invert)
-        return pair[1], following
-
-    def invert(self, pair: Pair, out: Tensor | None) -> Pair:
-        link, strides = self._link, self._strides[0]
-        if isinstance(link, Bijection):
-            x1, x2 = (link.inverse(y) for y in pair)
-            return restore_strides(x1, strides), restore_strides(x2, self._strides[1])
-        assert out is not None
-        following, current = pair[1], pair[0]
-        into = None
-        if strides is None or following.stride() == strides == out.stride():
-            pass  # the difference has them too
-        elif not wraps_tensors(type(following)):  # the operands of DTensors may be sharded differently
-            into = following.new_empty_strided(following.shape, strides)
-        if self._grid is None:
-            rebuilt = link.coupling.invert(following, current, _match_dtype(out, following), into)
-        else:
-            bits, self._lost_bits = self._lost_bits, None
-            rebuilt = self._grid.invert(link.coupling, following, current, out, bits, into)
-        return restore_strides(rebuilt, strides), current
-
-
-def _match_dtype(out: Tensor, stream: Tensor) -> Tensor:
-    """Cast the output of f to the streams' dtype if it has a wider one, which the sum would take over."""
-    if out.dtype == stream.dtype or torch.promote_types(out.dtype, stream.dtype) == stream.dtype:
-        return out
-    return out.to(stream.dtype)
 
 
 def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
@@ -309,7 +228,7 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
         out = None  # free the output of the previous step before this one runs
         if isinstance(link, Step):
             out = _call(link, pair, side)
-        pair = _LinkUpdate(link, grid).advance(pair, out)
+        pair = PairUpdate(link, grid).advance(pair, out)
         _watch(grid, pair, link)
     return pair
 
@@ -333,7 +252,7 @@ def _run_recorded(
     segment: InvertedSegment | None = None
     for link in links:
         # A bijection before the first inverted step is never undone, so its update keeps nothing.
-        call, out, update = None, None, _LinkUpdate(link, grid, will_invert=segment is not None)
+        call, out, update = None, None, PairUpdate(link, grid, will_invert=segment is not None)
         if isinstance(link, Step):
             if link.mode != "invert" and segment is not None:
                 segment.end(pair)

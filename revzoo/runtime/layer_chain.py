@@ -13,7 +13,7 @@ from revzoo.runtime.drift import HALF
 from revzoo.runtime.layerwise import Layer, Recording, expand, run_plain
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
-from revzoo.runtime.lookahead_setting import LookaheadDepth, LookaheadSetting
+from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
@@ -46,12 +46,12 @@ class LayerChain(nn.Sequential):
         self.lookahead = 0
 
     @property
-    def lookahead(self) -> LookaheadDepth:
+    def lookahead(self) -> LookaheadOption:
         """How many layers are recovered ahead of backward, beside the gradient of the layer after it: 0, 1, or "auto"."""
-        return self._lookahead.depth
+        return self._lookahead.option
 
     @lookahead.setter
-    def lookahead(self, lookahead: LookaheadDepth) -> None:
+    def lookahead(self, lookahead: LookaheadOption) -> None:
         self._lookahead = LookaheadSetting(lookahead)
 
     @property

@@ -61,14 +61,14 @@ class Layer:
 
 def has_inverse(module: nn.Module) -> bool:
     """Return whether a module is a layer whose input its own `inverse` can rebuild."""
-    return callable(getattr(module, "inverse", None)) and not _has_hooks(module) and not is_compiled(module)
+    return _defines_inverse(module) and not _has_hooks(module) and not is_compiled(module)
 
 
 def find_layers(f: Callable[..., Any]) -> list[Layer] | None:
     """Return the layers of a step's f, some of which can be inverted one by one; None if f is not made of such layers."""
-    if not _is_plain_sequential(f):
+    if not isinstance(f, nn.Sequential) or not _contains_inverse(f) or not _is_plain_sequential(f):
         return None
-    layers = list(expand(Layer(module, name, "invert") for name, module in cast(nn.Sequential, f)._modules.items()))
+    layers = list(expand(Layer(module, name, "invert") for name, module in f._modules.items()))
     return layers if any(layer.is_inverted and not isinstance(layer.module, Bijection) for layer in layers) else None
 
 
@@ -80,6 +80,16 @@ def expand(layers: Iterable[Layer]) -> Iterator[Layer]:
             yield from expand(Layer(module, f"{layer.name}.{name}", "invert") for name, module in inner)
         else:
             yield layer
+
+
+def _contains_inverse(f: nn.Sequential) -> bool:
+    """Return whether a layer has an inverse. Asked of every step in every forward, so it looks at little."""
+    return any(_defines_inverse(m) or (isinstance(m, nn.Sequential) and _contains_inverse(m)) for m in f._modules.values())
+
+
+def _defines_inverse(module: nn.Module | None) -> bool:
+    # Not hasattr: for what is missing, a module looks through its parameters, buffers and children.
+    return callable(getattr(type(module), "inverse", None)) or "inverse" in vars(module)
 
 
 def _is_plain_sequential(module: Callable[..., Any]) -> bool:

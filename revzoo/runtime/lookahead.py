@@ -108,10 +108,6 @@ class Lookahead:
         """Note the next call, in the order of forward."""
         self._latest = ref(recoverable)
 
-    def separate(self) -> None:
-        """Note that something else runs now whose backward may draw random numbers: recover nothing beside that."""
-        self._latest = None
-
     @property
     def latest(self) -> "ref[Recoverable] | None":
         """The call noted last, which backward asks for after the one that is noted next."""
@@ -194,6 +190,7 @@ class Lookahead:
         """The same for a backward that has raised: nothing runs on beside what the user does next."""
         with suppress(BaseException):  # the user has got another one
             self._drop_started()
+        self._started = None
 
 
 class _EndOfBackward:

@@ -18,33 +18,33 @@ from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lookahead import Lookahead
 
-LookaheadDepth = Literal[0, 1, "auto"]
+LookaheadOption = Literal[0, 1, "auto"]
 
 _WARM_UPS = 1  # of each kind: first runs load kernels, and choose them
 _TRIALS = 5
-LEAST_GAIN = 0.98  # of the serial time; less than this is noise, and look-ahead takes more memory
+LARGEST_RATIO = 0.98  # to the serial time; a smaller gain is noise, and look-ahead takes more memory
 
 
 class LookaheadSetting:
     """How many calls a chain or model recovers ahead of backward.
 
     Args:
-        depth: 0, 1 or "auto".
+        option: 0, 1 or "auto".
 
     Raises:
         InputError: another value.
     """
 
-    def __init__(self, depth: LookaheadDepth):
-        if isinstance(depth, bool) or depth not in (0, 1, "auto"):
+    def __init__(self, option: LookaheadOption):
+        if isinstance(option, bool) or option not in (0, 1, "auto"):
             raise InputError(
-                f'lookahead is 0 or 1, the number of steps recovered ahead of backward, or "auto". Received: {depth!r}.'
+                f'lookahead is 0 or 1, the number of steps recovered ahead of backward, or "auto". Received: {option!r}.'
             )
-        self.depth = depth
+        self.option = option
         self._choices: dict[Any, _Choice] = {}
 
     def __reduce__(self) -> Any:
-        return LookaheadSetting, (self.depth,)  # times belong to the machine
+        return LookaheadSetting, (self.option,)  # times belong to the machine
 
     def begin_forward(self, schedule: Sequence[str], *inputs: Tensor) -> Lookahead | None:
         """Return what recovers calls ahead for one forward, None for nothing.
@@ -53,13 +53,13 @@ class LookaheadSetting:
             schedule: the modes of all units.
             inputs: the inputs of the forward.
         """
-        if self.depth == 0 or not torch.is_grad_enabled() or is_exporting():
+        if self.option == 0 or not torch.is_grad_enabled() or is_exporting():
             return None
         return self._begin(schedule, *inputs)
 
     @exclude_from_compilation
     def _begin(self, schedule: Sequence[str], *inputs: Tensor) -> Lookahead | None:
-        if self.depth == 1 or not all(isinstance(x, Tensor) for x in inputs):  # the chain refuses what is no tensor
+        if self.option == 1 or not all(isinstance(x, Tensor) for x in inputs):  # the chain refuses what is no tensor
             return Lookahead()
         device = inputs[0].device
         autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
@@ -96,7 +96,7 @@ class _Choice:
         serial, ahead = (times[_WARM_UPS:] for times in self._times)
         if min(len(serial), len(ahead)) < _TRIALS:
             return None
-        return median(ahead) < LEAST_GAIN * median(serial)
+        return median(ahead) < LARGEST_RATIO * median(serial)
 
 
 class _Stopwatch:

@@ -8,7 +8,7 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from threading import RLock
 from typing import Any, Protocol
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled, leave_uncompiled
+from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.missing import NeedsFullRun
+from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, make_difference_error
 from revzoo.runtime.replay import Replay
 from revzoo.runtime.selective import KeptOutputs
 from revzoo.runtime.settings import Settings
@@ -27,10 +28,6 @@ from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, take_finger
 
 # Largest relative difference between two runs on the same input, whose kernels may add up in another order.
 _LARGEST_DIFFERENCE = 1e-2
-
-
-class _AllRefilled(BaseException):
-    """Raised by the pack hook to end a second run early. Not an Exception, which f might catch."""
 
 
 class RecordedCall:
@@ -83,8 +80,6 @@ class RecordedCall:
         if self._call_selectively is not None:
             out = self._run_compiled(self._call_selectively, *inputs)
             if out is not NotImplemented:
-                if lookahead is not None:
-                    lookahead.separate()
                 return out
         self._requires_grad = [x.requires_grad for x in inputs]
         self._replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
@@ -144,7 +139,7 @@ class RecordedCall:
             check_draws: whether `require_same_draws` will be asked about this run.
         """
         inputs = tuple([x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True)])
-        hooks = _RefillHooks(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
+        hooks = RefillHooks(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
 
         def run() -> Any:
             with unwatched(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -156,7 +151,7 @@ class RecordedCall:
         has_run_alike = True
         try:
             out = self._replay.run_again(run, check_draws)
-        except (Exception, NeedsFullRun, _AllRefilled):
+        except (Exception, NeedsFullRun, AllRefilled):
             out = None
             if not hooks.has_refilled_all:  # TorchScript wraps what ends the run
                 if self._kept_outputs is None or not self._kept_outputs.handed_out:
@@ -170,7 +165,7 @@ class RecordedCall:
         if hooks.has_refilled_all:
             return None
         if hooks.seen != len(self._dropped):
-            raise _runs_differently(self.name, self._dropped, hooks.seen, "nothing")
+            raise make_difference_error(self.name, self._dropped, hooks.seen, "nothing")
         return None if stop_early else out.detach()
 
     def take(self, slot: int) -> Tensor | None:
@@ -323,71 +318,6 @@ class _Handle:
         return self._recoverer.get_sources(self._call)
 
 
-class _RefillHooks:
-    """The hooks of one second run.
-
-    The graph of a second run is freed at its end, unless f stores a part of it. It then holds these hooks, which therefore let
-    go of the call.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        dropped: Sequence[tuple[torch.Size, torch.dtype]],
-        refilled: dict[int, tuple[Tensor, int]] | None,
-        stops_with: Replay | None,
-    ):
-        self._name = name
-        self._dropped = dropped
-        self._count = len(dropped)
-        self._refilled = refilled
-        self._stops_with = stops_with
-        self.seen = 0
-        self.has_refilled_all = False
-
-    @leave_uncompiled
-    def pack(self, tensor: Tensor) -> None:
-        slot = self.seen
-        if slot == self._count and self.has_refilled_all:  # f has caught what should have ended the run
-            raise _AllRefilled
-        if slot == self._count or self._dropped[slot] != (tensor.shape, tensor.dtype):
-            raise _runs_differently(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
-        self.seen = slot + 1
-        if self._refilled is not None:
-            self._refilled[slot] = _detach(tensor), tensor._version
-        # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
-        if self.seen == self._count and self._stops_with is not None and self._stops_with.has_drawn_all:
-            self.has_refilled_all = True
-            raise _AllRefilled
-
-    def unpack(self, _: None) -> Tensor:
-        raise make_inner_derivative_error(self._name)
-
-    def end(self) -> None:
-        self._dropped, self._refilled, self._stops_with = (), None, None
-
-
-def _runs_differently(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype]], slot: int, saved: str) -> RecoveryError:
-    expected = "nothing more"
-    if slot < len(dropped):
-        shape, dtype = dropped[slot]
-        expected = f"a tensor {tuple(shape)} of {dtype}"
-    return RecoveryError(
-        f"{name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {saved} in "
-        "recovery. Its function must depend on its input, parameters and torch's random stream alone, not on a cache that "
-        "another call filled (parametrize.cached), and requires_grad must not change in between; otherwise set its schedule "
-        "to 'store'."
-    )
-
-
-def _detach(tensor: Tensor) -> Tensor:
-    """Detach a tensor, which no dispatch mode has to see where it is an ordinary one."""
-    if tensor.__class__ is not Tensor or not torch._C._len_torch_dispatch_stack():
-        return tensor.detach()
-    with torch._C._DisableTorchDispatch():
-        return tensor.detach()
-
-
 class Recoverer(Protocol):
     """Gets the inputs of a recorded call back and runs it again."""
 
@@ -405,10 +335,3 @@ class Recoverer(Protocol):
 
     def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
         """Return the tensors that recovering `call` reads and may free."""
-
-
-def make_inner_derivative_error(name: str) -> RecoveryError:
-    """Return the error of a call that is asked for before its forward has ended."""
-    return RecoveryError(
-        f"{name} differentiates inside its own forward, before backward can recover anything. Set its schedule to 'store'."
-    )

@@ -9,7 +9,7 @@ import revzoo
 from revzoo.errors import BudgetError, InputError, PlanError
 from revzoo.planning import planner
 from revzoo.planning.plan import Plan
-from revzoo.planning.planner import enforce_budget, plan_profiled
+from revzoo.planning.planner import enforce_budget, plan_from_profile
 from revzoo.planning.profiling.profile import Profile
 from revzoo.planning.profiling.timing import Timing
 from revzoo.planning.solvers.timeline import minimize_peak
@@ -110,7 +110,7 @@ def test_what_fits_only_without_it_is_named(profile):
 @pytest.mark.parametrize(("seconds", "kept"), [(0.9, 1), (0.99, 0), (1.1, 0)])
 def test_the_faster_is_kept(seconds, kept, timed, tiny, x, budget, takes):
     takes(seconds)
-    plan = plan_profiled(tiny, x, timed, budget, lookahead="auto")
+    plan = plan_from_profile(tiny, x, timed, budget, lookahead="auto")
     expected = enforce_budget(tiny, x, timed, revzoo.solve(timed, budget, lookahead=kept))
     note = f"A training step takes {seconds:.4g} s with look-ahead, 1 s without."
     assert plan == replace(expected, seconds=(1.0, seconds)[kept], notes=(*expected.notes, note))
@@ -118,26 +118,26 @@ def test_the_faster_is_kept(seconds, kept, timed, tiny, x, budget, takes):
 
 def test_asked_for_it_is_timed_alone(timed, tiny, x, budget, takes):
     takes(3.0)
-    plan = plan_profiled(tiny, x, timed, budget, lookahead=1)
+    plan = plan_from_profile(tiny, x, timed, budget, lookahead=1)
     assert (plan.lookahead, plan.seconds) == (1, 3.0)
 
 
 def test_where_only_serial_recovery_fits_that_is_planned(timed, tiny, x, takes):
     takes(0.1)
     least = minimize_peak(timed.problem)[0]
-    plan = plan_profiled(tiny, x, timed, least, lookahead="auto")
+    plan = plan_from_profile(tiny, x, timed, least, lookahead="auto")
     assert (plan.lookahead, plan.peak_bytes) == (0, least)
     assert plan.notes[-1] == "No schedule with look-ahead could be run within the budget."
 
 
 def test_nothing_is_gained_where_everything_is_stored_or_nothing_is_timed(profile, timed, tiny, x, budget, takes):
     takes(0.1)
-    stored = plan_profiled(tiny, x, timed, "8GiB", lookahead="auto")
+    stored = plan_from_profile(tiny, x, timed, "8GiB", lookahead="auto")
     assert (stored.lookahead, set(stored.schedule)) == (0, {"store"})
-    counted = plan_profiled(tiny, x, profile, budget, lookahead="auto")
+    counted = plan_from_profile(tiny, x, profile, budget, lookahead="auto")
     assert (counted.lookahead, counted.seconds) == (0, None)
     assert counted.notes[-1] == "Nothing was timed, so nothing shows that look-ahead would gain."
-    assert plan_profiled(tiny, x, profile, budget, lookahead=1).lookahead == 1
+    assert plan_from_profile(tiny, x, profile, budget, lookahead=1).lookahead == 1
 
 
 def test_planned_and_run(tiny, x, budget):

@@ -91,7 +91,7 @@ def test_dropout_is_repeated_and_exact_steps_are_bit_identical(backend, options)
 
 
 @pytest.mark.filterwarnings("ignore:lookahead steps aside. a step draws")
-def test_nothing_is_recovered_beside_a_compiled_selective_step():
+def test_look_ahead_with_compiled_selective_steps():
     chain = make_chain(dropout=0.5, exact=True)
     revzoo.compile_steps(chain, backend="aot_eager")
     expected = differentiate(chain, "store")

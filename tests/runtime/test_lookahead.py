@@ -359,6 +359,23 @@ def test_what_is_raised_in_the_other_thread_is_raised_by_backward(error):
     assert_same_with_and_without(chain, *torch.randn(2, 3, 6))
 
 
+def test_a_retained_graph_goes_on_after_an_interrupt_in_the_other_thread():
+    interrupts = [KeyboardInterrupt]
+
+    def fail(k: int) -> None:
+        if k == 2 and interrupts:
+            raise interrupts.pop()
+
+    chain = told(4, fail, lambda _: None)
+    y = chain(*torch.randn(2, 3, 6))
+    loss, wanted = (y[0] * y[1]).sum(), list(chain.parameters())
+    with pytest.raises(KeyboardInterrupt):
+        torch.autograd.grad(loss, wanted, retain_graph=True)
+    again, ahead = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
+    for a, b in zip(again, ahead, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_the_tripwire_names_a_step_recovered_ahead():
     count = [0]
 

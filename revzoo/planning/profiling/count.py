@@ -67,13 +67,13 @@ def count(
         )
     with preserve_schedules(model):
         first, *others = list_traced_schedules(entries)
-        traces = [_trace_isolated(model, batch, first, loss)]
+        traces = [_trace_apart(model, batch, first, loss)]
         small = traces[0].marks[-1].flops <= _FEW_FLOPS and _step_peak(traces[0]) <= _FEW_BYTES
         fake = not small or any(p.device.type != "cpu" for p in model.parameters())
         with ignore_error_growth():
-            traces += [_trace_isolated(model, batch, modes, loss, fake) for modes in others]
+            traces += [_trace_apart(model, batch, modes, loss, fake) for modes in others]
             schedules = list_schedules_ahead(entries) if lookahead else ()
-            ahead = [_trace_isolated(model, batch, modes, loss, fake, lookahead=1) for modes in schedules]
+            ahead = [_trace_apart(model, batch, modes, loss, fake, lookahead=1) for modes in schedules]
     return build_problem(entries, traces, other_bytes, ahead)
 
 
@@ -102,10 +102,10 @@ def count_peak(
 ) -> int:
     """Return the peak memory of a training step with this schedule [bytes], counted without running it. Args: as `count`."""
     with preserve_schedules(model):
-        return _step_peak(_trace_isolated(model, batch, modes, loss, lookahead=lookahead)) + other_bytes
+        return _step_peak(_trace_apart(model, batch, modes, loss, lookahead=lookahead)) + other_bytes
 
 
-def _trace_isolated(
+def _trace_apart(
     model: PlannableModel,
     batch: Any,
     modes: Sequence[Mode],
@@ -258,11 +258,12 @@ def _list_aheads(
             left = sum(after.get(storage, 0) for storage in made)
             left -= sum(before[storage] - after.get(storage, 0) for storage in kept[k] if storage in before)
             peak = traced.peak((own.start, own.end), frozenset()) - sum(before.values())
-            ahead = replace(ahead, recovery=Recovery(peak, left, _released(mode, context.begins_run, pairs[k], pairs[k + 1])))
+            released = _list_released(mode, context.begins_run, pairs[k], pairs[k + 1])
+            ahead = replace(ahead, recovery=Recovery(peak, left, released))
         yield k, (mode, context.begins_run), ahead
 
 
-def _released(mode: Mode, begins_run: bool, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+def _list_released(mode: Mode, begins_run: bool, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
     """Return the states that an inverted run keeps no longer when a step of it has been recovered.
 
     The run then keeps the pair before the step; if the step begins the run, only bijections behind it are undone.

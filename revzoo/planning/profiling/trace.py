@@ -22,7 +22,7 @@ from revzoo.planning.profiling.hooks import PlannableModel, StepHooks
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.lookahead import Recoverable, observe_recoveries
-from revzoo.runtime.lookahead_setting import LookaheadDepth
+from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.runtime.schedule import Mode
 
 LossFunction = Callable[[Any], Tensor]
@@ -128,7 +128,7 @@ class Trace:
 
 
 def trace(
-    model: PlannableModel, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None, lookahead: LookaheadDepth = 0
+    model: PlannableModel, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None, lookahead: LookaheadOption = 0
 ) -> Trace:
     """Run a training step of an isolated model with this schedule, and return what happened in it.
 

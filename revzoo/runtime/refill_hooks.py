@@ -1,0 +1,100 @@
+"""The hooks of a second run: each tensor that autograd saves in it refills the slot of the one that the first run dropped."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from revzoo.errors import RecoveryError
+from revzoo.runtime.compiling import leave_uncompiled
+from revzoo.runtime.replay import Replay
+
+
+class AllRefilled(BaseException):
+    """Raised by the pack hook to end a second run early. Not an Exception, which f might catch."""
+
+
+class RefillHooks:
+    """The hooks of one second run.
+
+    The graph of a second run is freed at its end, unless f stores a part of it. It then holds these hooks, which therefore let
+    go of the call.
+
+    Args:
+        name: what runs, for messages.
+        dropped: shapes and dtypes of the tensors that the first run dropped.
+        refilled: where to put the tensors, each with its version; None to keep none.
+        stops_with: knows when all random numbers are drawn, so that the run may end behind the last tensor; None: it may not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dropped: Sequence[tuple[torch.Size, torch.dtype]],
+        refilled: dict[int, tuple[Tensor, int]] | None,
+        stops_with: Replay | None,
+    ):
+        self._name = name
+        self._dropped = dropped
+        self._count = len(dropped)
+        self._refilled = refilled
+        self._stops_with = stops_with
+        self.seen = 0
+        self.has_refilled_all = False
+
+    @leave_uncompiled
+    def pack(self, tensor: Tensor) -> None:
+        slot = self.seen
+        if slot == self._count and self.has_refilled_all:  # f has caught what should have ended the run
+            raise AllRefilled
+        if slot == self._count or self._dropped[slot] != (tensor.shape, tensor.dtype):
+            raise make_difference_error(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
+        self.seen = slot + 1
+        if self._refilled is not None:
+            self._refilled[slot] = _detach(tensor), tensor._version
+        # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
+        if self.seen == self._count and self._stops_with is not None and self._stops_with.has_drawn_all:
+            self.has_refilled_all = True
+            raise AllRefilled
+
+    def unpack(self, _: None) -> Tensor:
+        raise make_inner_derivative_error(self._name)
+
+    def end(self) -> None:
+        self._dropped, self._refilled, self._stops_with = (), None, None
+
+
+def make_difference_error(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype]], slot: int, saved: str) -> RecoveryError:
+    """Return the error of a second run in which autograd saves other tensors than in the first.
+
+    Args:
+        name: what ran.
+        dropped: shapes and dtypes of the tensors of the first run.
+        slot: the first one that differs.
+        saved: words for what was saved in its place.
+    """
+    expected = "nothing more"
+    if slot < len(dropped):
+        shape, dtype = dropped[slot]
+        expected = f"a tensor {tuple(shape)} of {dtype}"
+    return RecoveryError(
+        f"{name} ran differently the second time: as tensor {slot} autograd saved {expected} in forward and {saved} in "
+        "recovery. Its function must depend on its input, parameters and torch's random stream alone, not on a cache that "
+        "another call filled (parametrize.cached), and requires_grad must not change in between; otherwise set its schedule "
+        "to 'store'."
+    )
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    """Detach a tensor, which no dispatch mode has to see where it is an ordinary one."""
+    if tensor.__class__ is not Tensor or not torch._C._len_torch_dispatch_stack():
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
+def make_inner_derivative_error(name: str) -> RecoveryError:
+    """Return the error of a call that is asked for before its forward has ended."""
+    return RecoveryError(
+        f"{name} differentiates inside its own forward, before backward can recover anything. Set its schedule to 'store'."
+    )
