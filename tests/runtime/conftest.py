@@ -1,12 +1,12 @@
 """Small chains that every runtime test builds on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from revzoo.runtime import ReversibleChain
+from revzoo.runtime import ReversibleChain, lookahead
 
 Grads = list[Tensor]
 
@@ -14,6 +14,12 @@ Grads = list[Tensor]
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings() -> Iterator[None]:
+    yield
+    lookahead._warn_once.cache_clear()
 
 
 def mlp(width: int = 6, hidden: int = 12) -> nn.Module:
