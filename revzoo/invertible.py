@@ -9,6 +9,10 @@ such as the statistics of a batch, `forward_keeping` returns and `inverse` takes
 The layers know no modes and keep nothing on themselves. How a forward is run without storing x is told in
 `revzoo/runtime/layerwise.py`. A `Bijection` is a layer without parameters and rounding.
 
+A layer that treats each channel by itself may say so with `is_channelwise = True`. Then it may be run on one half of the
+channels after the other, which takes half as much memory beside a gradient. If it has `forward_keeping`, this and `inverse`
+take an argument `channels`: a slice, the channels that the input consists of.
+
 `alpha` of a layer is the factor by which its inverse reduces the ratio of signal to noise (the mean square of each): noise of
 relative size e in y is noise of relative size e / sqrt(alpha) in x.
 
@@ -23,6 +27,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import InputError
+
+_ALL = slice(None)
 
 
 @runtime_checkable
@@ -42,6 +48,8 @@ class InvertibleLeakyReLU(nn.Module):
     Raises:
         InputError: slope <= 0, which cannot be undone.
     """
+
+    is_channelwise = True
 
     def __init__(self, slope: float = 0.2):
         super().__init__()
@@ -82,6 +90,7 @@ class InvertibleBatchNorm2d(_NormBase):
     Source: Hascoet et al. 2023, section 4.2.1.
     """
 
+    is_channelwise = True
     momentum: float
     weight: nn.Parameter
     bias: nn.Parameter
@@ -100,7 +109,7 @@ class InvertibleBatchNorm2d(_NormBase):
             return self._normalise(x)[0]
         return F.batch_norm(x, self.running_mean, self.running_var, self._scale(), self.bias, eps=self.eps)
 
-    def forward_keeping(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_keeping(self, x: Tensor, channels: slice = _ALL) -> tuple[Tensor, Tensor, Tensor]:
         """Return y, and mean and 1 / sqrt(var + eps) of each channel of the batch."""
         if not self.training:
             raise InputError(
@@ -114,13 +123,13 @@ class InvertibleBatchNorm2d(_NormBase):
                 f"A BatchNorm with eps_i = 0 has no inverse where its weight is 0. Received: {zeros} of {self.num_features} "
                 "weights at 0. Use eps_i > 0, for example 0.1."
             )
-        y, mean, inverse_deviation = self._normalise(x)
+        y, mean, inverse_deviation = self._normalise(x, channels)
         return y, mean.detach(), inverse_deviation.detach()
 
-    def inverse(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor) -> Tensor:
+    def inverse(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor, channels: slice = _ALL) -> Tensor:
         """Return x from y and what `forward_keeping` returns behind it."""
-        factor = (self._scale() * inverse_deviation).reciprocal()
-        shift = mean - self.bias * factor
+        factor = (self._scale(channels) * inverse_deviation).reciprocal()
+        shift = mean - _pick(self.bias, channels) * factor
         shift, factor = (each.to(y.dtype).view(1, -1, *[1] * (y.dim() - 2)) for each in (shift, factor))
         return torch.addcmul(shift, y, factor)  # in one pass
 
@@ -133,22 +142,29 @@ class InvertibleBatchNorm2d(_NormBase):
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps_i={self.eps_i:g}, eps={self.eps:g}, momentum={self.momentum:g}"
 
-    def _scale(self) -> Tensor:
-        return self.weight.abs() + self.eps_i
+    def _scale(self, channels: slice = _ALL) -> Tensor:
+        return _pick(self.weight, channels).abs() + self.eps_i
 
-    def _normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalise(self, x: Tensor, channels: slice = _ALL) -> tuple[Tensor, Tensor, Tensor]:
         if x.numel() == x.size(1):
             raise InputError(
                 f"BatchNorm needs more than one value per channel in training. Received: {tuple(x.shape)}. Use a larger "
                 "batch, or larger images."
             )
-        self.num_batches_tracked.add_(1)
-        scale, moving = self._scale(), (self.running_mean, self.running_var)
-        y, mean, inverse_deviation = torch.native_batch_norm(x, scale, self.bias, *moving, True, self.momentum, self.eps)
+        if not channels.start:
+            self.num_batches_tracked.add_(1)
+        bias, mean, var = (_pick(each, channels) for each in (self.bias, self.running_mean, self.running_var))
+        y, mean, inverse_deviation = torch.native_batch_norm(
+            x, self._scale(channels), bias, mean, var, True, self.momentum, self.eps
+        )
         return y, mean, inverse_deviation
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
+
+
+def _pick(each: Tensor, channels: slice) -> Tensor:
+    return each if channels is _ALL else each[channels]
 
 
 class Coupled(nn.Module):
@@ -164,42 +180,15 @@ class Coupled(nn.Module):
         self.f, self.g = f, g
 
     def forward(self, x: Tensor) -> Tensor:
-        x1, x2 = self.split(x)
-        if not torch.is_grad_enabled():  # nobody else has the copies
-            x1 += self.f(x2)
-            x2 += self.g(x1)
-            return self.join(x1, x2)
-        y1 = self.add(x1, self.f(x2))
-        return self.join(y1, self.add(x2, self.g(y1)))
+        x1, x2 = halve(x)
+        y1 = add(x1, self.f(x2))
+        return join(y1, add(x2, self.g(y1)))
 
     def inverse(self, y: Tensor) -> Tensor:
         """Return x."""
-        y1, y2 = self.split(y)
-        x2 = self.subtract(y2, self.g(y1))
-        return self.join(self.subtract(y1, self.f(x2)), x2)
-
-    @staticmethod
-    def split(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of both halves: a view would keep the other half alive."""
-        if x.size(1) % 2:
-            raise InputError(f"Two halves need an even number of channels. Received: {x.size(1)}.")
-        x1, x2 = x.chunk(2, 1)
-        return x1.clone(), x2.clone()
-
-    @staticmethod
-    def add(x: Tensor, out: Tensor) -> Tensor:
-        """Return x + out in the dtype of x."""
-        return x + match_dtype(out, x)
-
-    @staticmethod
-    def subtract(y: Tensor, out: Tensor) -> Tensor:
-        """Return y - out in the dtype of y."""
-        return y - match_dtype(out, y)
-
-    @staticmethod
-    def join(x1: Tensor, x2: Tensor) -> Tensor:
-        """Return one tensor from its halves."""
-        return torch.cat((x1, x2), 1)
+        y1, y2 = halve(y)
+        x2 = subtract(y2, self.g(y1))
+        return join(subtract(y1, self.f(x2)), x2)
 
 
 class CoupledConv2d(Coupled):
@@ -222,6 +211,35 @@ class CoupledConv2d(Coupled):
             return nn.Conv2d(channels // 2, channels // 2, kernel_size, padding=kernel_size // 2, bias=False)
 
         super().__init__(conv(), conv())
+
+
+def halve(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return copies of both halves of the channels: a view would keep the other half alive.
+
+    Raises:
+        InputError: an odd number of channels.
+    """
+    if x.size(1) % 2:
+        raise InputError(f"Two halves need an even number of channels. Received: {x.size(1)}.")
+    x1, x2 = x.chunk(2, 1)
+    return x1.clone(), x2.clone()
+
+
+def join(x1: Tensor, x2: Tensor) -> Tensor:
+    """Return one tensor from its halves."""
+    return torch.cat((x1, x2), 1)
+
+
+def add(x: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
+    """Return x + out in the dtype of x, in new memory or in that of x."""
+    out = match_dtype(out, x)
+    return x.add_(out) if in_place else x + out
+
+
+def subtract(y: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
+    """Return y - out in the dtype of y, in new memory or in that of y."""
+    out = match_dtype(out, y)
+    return y.sub_(out) if in_place else y - out
 
 
 def match_dtype(out: Tensor, x: Tensor) -> Tensor:

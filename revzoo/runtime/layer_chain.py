@@ -1,6 +1,7 @@
 """A network of layers, which are inverted one by one in backward (`layerwise.py`)."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -118,20 +119,19 @@ def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | Non
     send_comparisons()
     judge_arrived()
     settings = Settings(x.device)
-    recording: Recording | None = None
-    for layer in expand(layers):
-        if layer.is_inverted:
-            recording = recording or Recording(InvertedSegment(exact=False), settings, lookahead)
-            x = recording.run(layer, x)
+    for is_inverted, run in groupby(expand(layers), key=lambda layer: layer.is_inverted):
+        if is_inverted:
+            recording = Recording(InvertedSegment(exact=False), x, settings, lookahead)
+            del x  # freed as soon as it is not needed
+            for layer in run:
+                recording.run(layer)
+            x = recording.end()
+            del recording
             continue
-        if recording is not None:
-            recording.end(x)
-            recording = None
-        if layer.mode in ("store", "invert"):
-            x = layer.module(x)
-        else:
-            call = RecordedCall(layer.module, layer.name, settings, selective=layer.mode == "selective")
-            x = call.first_run(SavedInputs((x,)), x, lookahead=lookahead)
-    if recording is not None:
-        recording.end(x)
+        for layer in run:
+            if layer.mode in ("store", "invert"):
+                x = layer.module(x)
+            else:
+                call = RecordedCall(layer.module, layer.name, settings, selective=layer.mode == "selective")
+                x = call.first_run(SavedInputs((x,)), x, lookahead=lookahead)
     return x

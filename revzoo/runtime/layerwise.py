@@ -1,9 +1,13 @@
 """Layers with an inverse: their activations are rebuilt layer by layer in backward, beside the gradient.
 
 A layer in mode `invert` is a recorded call, as a step is, and consecutive ones form an `InvertedSegment` with one state: its
-inverse gives its input x from its output, and the layer, run on x, refills what autograd had saved. Most layers save x alone
-and before they compute anything, so this run computes nothing. A `Coupled` layer is two additive steps between its split and
-join, so going back through it runs f and g once.
+inverse gives its input x from its output, and the layer, run on x, refills what autograd had saved. Where that is nothing but
+x, parameters and small tensors such as statistics, it is not even run. Where it is the output in place of x, the inverse waits
+until the layer before is asked for.
+
+A `Coupled` layer is two additive steps on the two halves of its channels, so going back through it runs f and g once. Its
+halves stay apart as long as the layers behind it treat each channel by itself, such as norms and activations: these are run on
+one half after the other, so that beside a gradient there is never more than a new half.
 
 There are two places for such layers:
 
@@ -23,7 +27,7 @@ Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reducti
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 from weakref import ref
 
 import torch
@@ -31,18 +35,21 @@ from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError
-from revzoo.invertible import Coupled
+from revzoo.invertible import Coupled, add, halve, join, subtract
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.drift import Noise
 from revzoo.runtime.exact import has_value
 from revzoo.runtime.lookahead import Lookahead
-from revzoo.runtime.recorded_call import RecordedCall, Recoverer
+from revzoo.runtime.ownership import is_held_alone
+from revzoo.runtime.recorded_call import OUTPUT, RecordedCall, Recoverer
+from revzoo.runtime.refill_hooks import detach
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.strides import get_strides, restore_strides
-from revzoo.runtime.tape import InvertedSegment
+from revzoo.runtime.tape import InvertedSegment, States
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SMALL = 16  # what a layer saves is kept where this many such tensors are no larger than its input
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,68 @@ def run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
     return x
 
 
+def run_without_storing(layers: Sequence[Layer], x: Tensor) -> Tensor:
+    """Return what layers with an inverse make of x, without gradients, in halves where they are recorded in halves."""
+    states: States = (x,)
+    del x
+    with torch.no_grad():
+        for module in [layer.module for layer in layers]:
+            if _is_coupled(module):
+                states = states if len(states) == 2 else halve(*states)
+                for f in (module.f, module.g):
+                    out = f(states[1])
+                    states = states[1], add(states[0], out, in_place=is_held_alone(states[0]))
+                    del out
+            elif len(states) == 2 and _is_channelwise(module):
+                for channels in _slice_halves(states):
+                    states = states[1], _call_layer(module, states[0], channels)[0]
+            else:
+                x = _join(states)
+                del states
+                states = (module(x),)
+                del x
+        return _join(states)
+
+
+def _join(states: States) -> Tensor:
+    return states[0] if len(states) == 1 else join(*states)
+
+
+def _slice_halves(states: States) -> tuple[slice, slice]:
+    channels = states[0].size(1)
+    return slice(0, channels), slice(channels, 2 * channels)
+
+
+def _is_coupled(module: nn.Module) -> TypeGuard[Coupled]:
+    """Return whether a module is a coupling of halves, and not something else made of one."""
+    return isinstance(module, Coupled) and _find_definer(type(module), "forward", "inverse") is Coupled and _is_own(module)
+
+
+def _is_channelwise(module: nn.Module) -> bool:
+    """Return whether a layer says that it treats each channel by itself, and nothing has been overridden since."""
+    definer = _find_definer(type(module), "is_channelwise", "forward", "forward_keeping", "inverse")
+    return getattr(definer, "is_channelwise", False) and "is_channelwise" in vars(definer) and _is_own(module)
+
+
+def _find_definer(kind: type, *names: str) -> type:
+    """Return the first class in the order of inheritance that defines one of the names."""
+    return next(each for each in kind.__mro__ if not vars(each).keys().isdisjoint(names))
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Return whether a module has its methods from its class."""
+    return vars(module).keys().isdisjoint(("forward", "forward_keeping", "inverse"))
+
+
+def _call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> Sequence[Tensor]:
+    """Return what a layer makes of x or of some channels of it, and what its inverse needs besides."""
+    forward_keeping = getattr(module, "forward_keeping", None)
+    if forward_keeping is None:
+        return (module(x),)
+    out: Sequence[Tensor] = forward_keeping(x) if channels is None else forward_keeping(x, channels=channels)
+    return out
+
+
 class LayerwiseCall(RecordedCall):
     """A call of a step's f whose layers are walked back one by one.
 
@@ -121,6 +190,7 @@ class LayerwiseCall(RecordedCall):
 
     def __init__(self, f: nn.Module, name: str, settings: Settings, layers: Sequence[Layer], watched: bool):
         super().__init__(f, name, settings, watched=watched)
+        self._sources = None  # its layers need it to run
         runs = groupby(layers, key=lambda layer: layer.is_inverted)
         self._runs = [_Run([replace(layer, name=f"{name}.{layer.name}") for layer in run], inverts) for inverts, run in runs]
         self._origin: _StepOrigin | None = None  # during the first run
@@ -156,8 +226,7 @@ class LayerwiseCall(RecordedCall):
             elif self._origin is not None:
                 x = self._record(run, x, self._origin)
             else:
-                with torch.no_grad():
-                    x = run_plain(run.layers, x)
+                x = run_without_storing(run.layers, x)
                 if self._gives_states and (segment := run.find_segment()) is not None:
                     segment.end((x,))
                 if run is not self._runs[-1]:
@@ -166,10 +235,12 @@ class LayerwiseCall(RecordedCall):
 
     def _record(self, run: "_Run", x: Tensor, origin: "_StepOrigin") -> Tensor:
         segment = InvertedSegment(exact=False, origin=origin)
-        recording = Recording(segment, self._settings, self._lookahead, outer=self)
+        recording = Recording(segment, x, self._settings, self._lookahead, outer=self)
+        del x
         for layer in run.layers:
-            x = recording.run(layer, x)
-        recording.warn_of_noise(x, self.name)
+            recording.run(layer)
+        x = recording.join()
+        recording.warn_of_noise(x.dtype, self.name)
         run.find_segment, run.requires_grad = ref(segment), x.requires_grad
         return x
 
@@ -200,69 +271,106 @@ class _StepOrigin:
 
 
 class Recording:
-    """Runs layers for the first time, and records each as an item of a segment."""
+    """Runs layers for the first time, and records each as an item of a segment.
+
+    Args:
+        segment: where to append them.
+        x: the input of the first layer.
+        settings: the settings of PyTorch under which they are called.
+        lookahead: recovers their calls ahead of backward.
+        outer: the call that they are a part of.
+    """
 
     def __init__(
-        self, segment: InvertedSegment, settings: Settings, lookahead: Lookahead | None, outer: RecordedCall | None = None
+        self,
+        segment: InvertedSegment,
+        x: Tensor,
+        settings: Settings,
+        lookahead: Lookahead | None,
+        outer: RecordedCall | None = None,
     ):
         self._segment = segment
+        self._states: States = (x,)  # one tensor, or two halves of the channels
         self._outer = outer
         self._settings = settings
         self._lookahead = lookahead
-        self._calls: list[_LayerCall] = []
+        self._growths: list[tuple[nn.Module, str, _Growth]] = []
 
-    def end(self, x: Tensor) -> None:
-        """Keep the output of the last layer, from which recovery will start."""
+    def end(self) -> Tensor:
+        """Return the output of the last layer, and keep it: recovery will start from there."""
+        x = self.join()
         self._segment.end((x,))
-        self.warn_of_noise(x)
+        self.warn_of_noise(x.dtype)
+        return x
 
-    def warn_of_noise(self, x: Tensor, step: str | None = None) -> None:
+    def join(self) -> Tensor:
+        """Return the output of the last layer."""
+        if len(self._states) == 2:
+            states, self._states = self._states, (join(*self._states),)
+            self._segment.append(_JoinUpdate(), None, states)
+        return self._states[0]
+
+    def warn_of_noise(self, dtype: torch.dtype, step: str | None = None) -> None:
         """Warn if rounding is predicted to grow so much that it is no longer small against what is rebuilt.
 
         Args:
-            x: the output of the last layer.
+            dtype: of the states.
             step: name of the step that the layers are f of, if they are.
         """
-        if not self._calls or not has_value(x):
+        if not self._growths or not has_value(self._states[0]):
             return
-        noise = Noise(x.dtype, [call.module for call in self._calls])
-        if x.is_cpu or noise.is_new:
-            noise.check([(call.name, float(call.growth)) for call in self._calls], step)
+        noise = Noise(dtype, [module for module, *_ in self._growths])
+        if self._states[0].is_cpu or noise.is_new:
+            noise.check([(name, float(growth.value)) for _, name, growth in self._growths], step)
 
-    def run(self, layer: Layer, x: Tensor) -> Tensor:
-        """Return what the layer makes of x."""
-        if isinstance(layer.module, Bijection):
-            y: Tensor = layer.module(x)
-            self._segment.append(_BijectionUpdate(layer.module, x), None, (x,))
-            return y
-        if isinstance(layer.module, Coupled):
-            return self._run_coupled(layer.module, layer.name, x)
-        call = _LayerCall(layer.module, layer.name, self._settings, watched=False)
-        y = self._run_call(call, x)
-        self._segment.append(_LayerUpdate(call, x), call, (x,))
-        self._calls.append(call)
-        return y
+    def run(self, layer: Layer) -> None:
+        """Run the layer on the output of the one before."""
+        module, name = layer.module, layer.name
+        if isinstance(module, Bijection):
+            x = self.join()
+            self._states = (module(x),)
+            self._segment.append(_BijectionUpdate(module, x), None, (x,))
+        elif _is_coupled(module):
+            self._halve()
+            self._run_addition(module.f, f"{name}.f")
+            self._run_addition(module.g, f"{name}.g")
+        else:
+            growth = _Growth(module)
+            self._growths.append((module, name, growth))
+            if len(self._states) == 2 and _is_channelwise(module):
+                first, second = _slice_halves(self._states)
+                self._run_layer(_LayerCall(module, name, self._settings, growth, first))
+                self._run_layer(_LayerCall(module, name, self._settings, growth, second), growth)
+            else:
+                self.join()
+                self._run_layer(_LayerCall(module, name, self._settings, growth), growth)
 
-    def _run_coupled(self, layer: Coupled, name: str, x: Tensor) -> Tensor:
-        states: tuple[Tensor, ...] = layer.split(x)
-        self._segment.append(_SplitUpdate(layer, x), None, (x,))
-        del x
-        for part, f in (("f", layer.f), ("g", layer.g)):
-            # The input of the first call of a segment is not compared as a state.
-            call = RecordedCall(f, f"{name}.{part}", self._settings, watched=self._segment.is_empty)
-            out = self._run_call(call, states[1])
-            if out.shape != states[0].shape:
-                raise InputError(
-                    f"{call.name} must return a tensor shaped like the half that it is added to, {tuple(states[0].shape)}. "
-                    f"Received: {tuple(out.shape)}."
-                )
-            update = _AdditionUpdate(layer, states[0])
-            before, states = states, update.advance(states, out)
-            del out
-            self._segment.append(update, call, before)
-            del before
-        self._segment.append(_JoinUpdate(layer), None, states)
-        return layer.join(*states)
+    def _halve(self) -> None:
+        if len(self._states) == 1:
+            (x,), self._states = self._states, halve(*self._states)
+            self._segment.append(_HalveUpdate(x), None, (x,))
+
+    def _run_layer(self, call: "_LayerCall", growth: "_Growth | None" = None) -> None:
+        """Run a layer on the state, or on the first of two. Of two calls, the latter grows errors for both."""
+        states = self._states
+        y = self._run_call(call, states[0])
+        self._states = *states[1:], y
+        self._segment.append(_LayerUpdate(call, states[0], growth), call, states)
+
+    def _run_addition(self, f: nn.Module, name: str) -> None:
+        """Add what f makes of the second state to the first, which is then the second."""
+        states = self._states
+        # The input of the first call of a segment is not compared as a state.
+        call = RecordedCall(f, name, self._settings, watched=self._segment.is_empty)
+        out = self._run_call(call, states[1])
+        if out.shape != states[0].shape:
+            raise InputError(
+                f"{name} must return a tensor shaped like the half that it is added to, {tuple(states[0].shape)}. Received: "
+                f"{tuple(out.shape)}."
+            )
+        update = _AdditionUpdate(states[0])
+        self._states = update.advance(states, out)
+        self._segment.append(update, call, states)
 
     def _run_call(self, call: RecordedCall, x: Tensor) -> Tensor:
         call.outer = self._outer
@@ -275,22 +383,53 @@ class Recording:
         return out
 
 
-class _LayerCall(RecordedCall):
-    """A call of a layer, with what its inverse needs beside the output."""
+class _Growth:
+    """The factor by which the inverse of a layer is predicted to multiply relative errors, at least 1.
 
-    kept: tuple[Tensor, ...] = ()
+    Args:
+        layer: the layer.
+    """
+
+    def __init__(self, layer: nn.Module):
+        self._alpha = getattr(layer, "alpha", None)
+        self.kept: list[tuple[Tensor, ...]] = []  # what the inverse needs, by call of the layer
 
     @property
-    def module(self) -> nn.Module:
-        """The layer."""
-        return cast(nn.Module, self._f)
+    def value(self) -> float | Tensor:
+        if self._alpha is None:
+            return 1.0
+        with torch.no_grad():
+            kept = self.kept[0] if len(self.kept) == 1 else [torch.cat(halves) for halves in zip(*self.kept, strict=True)]
+            reduction = self._alpha(*kept)
+        return reduction.clamp(max=1).rsqrt() if isinstance(reduction, Tensor) else min(reduction, 1.0) ** -0.5
+
+
+class _LayerCall(RecordedCall):
+    """A call of a layer, with what its inverse needs beside the output.
+
+    Args:
+        layer: the layer.
+        name: its name, for messages.
+        settings: the settings of PyTorch under which it is called.
+        growth: what to tell the statistics of the batch.
+        channels: those that its input consists of; None is all.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, settings: Settings, growth: _Growth, channels: slice | None = None):
+        super().__init__(layer, name, settings, watched=False)
+        self._growth = growth
+        self._channels = channels
+        self._kept: tuple[Tensor, ...] | None = None
+        self._possible_outputs: list[tuple[int, ref[Tensor]]] = []  # tensors that were saved in the first run, by slot
 
     def invert(self, y: Tensor, shape: torch.Size) -> Tensor:
         """Return the layer's input, which has this shape, under the conditions of the first run."""
+        assert self._kept is not None
+        kept, channels = self._kept, {} if self._channels is None or not self._kept else {"channels": self._channels}
 
         def run() -> Tensor:
             with torch.no_grad():
-                x: Tensor = cast(Any, self._f).inverse(y, *self.kept)
+                x: Tensor = cast(Any, self._f).inverse(y, *kept, **channels)
                 return x
 
         x = self._replay.run_again(run, check_draws=False)
@@ -302,25 +441,31 @@ class _LayerCall(RecordedCall):
             )
         return x
 
-    @property
-    def growth(self) -> float | Tensor:
-        """The factor by which the inverse is predicted to multiply relative errors, at least 1."""
-        alpha = getattr(self._f, "alpha", None)
-        if alpha is None:
-            return 1.0
-        with torch.no_grad():
-            reduction = alpha(*self.kept)
-        return reduction.clamp(max=1).rsqrt() if isinstance(reduction, Tensor) else min(reduction, 1.0) ** -0.5
-
     def _call(self, *inputs: Tensor) -> Tensor:
-        forward_keeping = getattr(self._f, "forward_keeping", None)
-        if forward_keeping is None:
-            y: Tensor = self._f(*inputs)
-            return y
-        y, *kept = forward_keeping(*inputs)
-        if not self.kept:  # the second run is on a rebuilt input
-            self.kept = tuple(kept)
+        (x,) = inputs
+        y, *kept = _call_layer(cast(nn.Module, self._f), x, self._channels)
+        if self._kept is None:  # in the first run; a second one is on a rebuilt input
+            self._kept = tuple(kept)
+            self._growth.kept.append(self._kept)
+            self._find_output(y)
         return y
+
+    def _note_source(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Note it as in any call, and keep small tensors. Whether one is the output is known later."""
+        if self._sources is None:
+            return
+        if any(tensor is x for x in inputs) or isinstance(tensor, nn.Parameter):
+            super()._note_source(tensor, inputs)
+        elif tensor.numel() * _SMALL <= inputs[0].numel():
+            self._sources.append((detach(tensor), tensor._version))  # detached, so that it does not hold the graph
+        else:
+            self._possible_outputs.append((len(self._sources), ref(tensor)))
+            self._sources.append(OUTPUT)
+
+    def _find_output(self, y: Tensor) -> None:
+        if any(find() is not y for _, find in self._possible_outputs):
+            self._sources = None
+        self._possible_outputs.clear()
 
 
 class _Update:
@@ -328,6 +473,7 @@ class _Update:
 
     b = 1.0
     inverts_first = False
+    reads = 0
     kept_bits: Sequence[Tensor] = ()
     growth: float | Tensor = 1.0
 
@@ -345,57 +491,58 @@ class _BijectionUpdate(_Update):
 
 
 class _LayerUpdate(_Update):
+    """A layer on the only state, or on the first of two. What it returns is then the last."""
+
     inverts_first = True
 
-    def __init__(self, call: _LayerCall, x: Tensor):
+    def __init__(self, call: _LayerCall, x: Tensor, growth: _Growth | None):
         self._layer_call = call
+        self._growth = growth
         self._shape = x.shape
         self._strides = get_strides(x)
 
     @property
     def growth(self) -> float | Tensor:  # type: ignore[override]
-        return self._layer_call.growth
+        return 1.0 if self._growth is None else self._growth.value
 
-    def advance(self, states: tuple[Tensor], out: Tensor) -> tuple[Tensor]:
-        return (out,)
+    def advance(self, states: States, out: Tensor) -> States:
+        return *states[1:], out
 
-    def invert(self, states: tuple[Tensor], out: None) -> tuple[Tensor]:
-        return (restore_strides(self._layer_call.invert(*states, self._shape), self._strides),)
+    def invert(self, states: States, out: None) -> States:
+        return restore_strides(self._layer_call.invert(states[-1], self._shape), self._strides), *states[:-1]
 
 
-class _SplitUpdate(_Update):
-    def __init__(self, layer: Coupled, x: Tensor):
-        self._layer = layer
+class _HalveUpdate(_Update):
+    def __init__(self, x: Tensor):
         self._strides = get_strides(x)
 
-    def advance(self, states: tuple[Tensor], out: None) -> tuple[Tensor, ...]:
-        return self._layer.split(*states)
+    def advance(self, states: tuple[Tensor], out: None) -> tuple[Tensor, Tensor]:
+        return halve(*states)
 
     def invert(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
-        return (restore_strides(self._layer.join(*states), self._strides),)
+        return (restore_strides(join(*states), self._strides),)
 
 
 class _AdditionUpdate(_Update):
-    def __init__(self, layer: Coupled, x: Tensor):
-        self._layer = layer
+    reads = 1
+
+    def __init__(self, x: Tensor):
         self._strides = get_strides(x)
 
-    def advance(self, states: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
-        return states[1], self._layer.add(states[0], out)
+    def advance(self, states: States, out: Tensor) -> States:
+        return states[1], add(states[0], out)
 
-    def invert(self, states: tuple[Tensor, ...], out: Tensor) -> tuple[Tensor, ...]:
-        return restore_strides(self._layer.subtract(states[1], out), self._strides), states[0]
+    def invert(self, states: States, out: Tensor) -> States:
+        y = states[1]
+        return restore_strides(subtract(y, out, in_place=is_held_alone(y)), self._strides), states[0]
 
 
 class _JoinUpdate(_Update):
-    def __init__(self, layer: Coupled):
-        self._layer = layer
-
     def advance(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
-        return (self._layer.join(*states),)
+        return (join(*states),)
 
-    def invert(self, states: tuple[Tensor], out: None) -> tuple[Tensor, ...]:
-        return self._layer.split(*states)
+    def invert(self, states: tuple[Tensor], out: None) -> tuple[Tensor, Tensor]:
+        return halve(*states)
 
 
 def _make_in_place_error(name: str) -> InputError:

@@ -42,6 +42,7 @@ class PairUpdate:
         self._grid = grid
         self.b = 1.0 if isinstance(link, Bijection) else link.coupling.b
         self.inverts_first = False
+        self.reads = 1
         self.growth = 1.0
         self.will_invert = will_invert
         self._strides: Sequence[Strides] = (None, None)  # of the states in front that inversion rebuilds: for a step, one

@@ -2,13 +2,14 @@
 
 The forward runs as ordinary autograd code under `saved_tensors_hooks`: the pack hook drops each tensor and leaves the number of
 its slot. Unpacking the first slot in backward asks a recoverer (`tape.py`) for the second run, which refills all slots, unless
-that has been done ahead (`lookahead.py`).
+that has been done ahead (`lookahead.py`). Where autograd saves nothing but inputs and parameters of the call, as in a linear
+layer or a convolution, no second run is needed: they are handed over as they are.
 
 Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reentrant `torch.utils.checkpoint`.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.missing import NeedsFullRun
-from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, make_difference_error
+from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
 from revzoo.runtime.replay import Replay
 from revzoo.runtime.selective import KeptOutputs
 from revzoo.runtime.settings import Settings
@@ -28,6 +29,7 @@ from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, take_finger
 
 # Largest relative difference between two runs on the same input, whose kernels may add up in another order.
 _LARGEST_DIFFERENCE = 1e-2
+OUTPUT = -1  # in place of the number of an input
 
 
 class RecordedCall:
@@ -65,6 +67,8 @@ class RecordedCall:
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
         self._fingerprints: list[tuple[int, Fingerprint]] = []  # of the tensors saved last, by slot
+        # By slot: which input was saved, or that the output was, or what is kept with its version. None: f has to run again.
+        self._sources: list[int | tuple[Tensor, int]] | None = []
         self._requires_grad: list[bool] = []
         self.place: int | None = None  # among the items of its segment
         self.outer: RecordedCall | None = None  # the call that may have to run again for this one's input
@@ -85,10 +89,12 @@ class RecordedCall:
         self._replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
         dropped, kept_outputs, watched = self._dropped, self._kept_outputs, self._watched
         latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
+        given = list(inputs)
 
         def pack(tensor: Tensor) -> int:
             slot = len(dropped)
             dropped.append((tensor.shape, tensor.dtype))
+            self._note_source(tensor, given)
             if kept_outputs is not None:
                 kept_outputs.mark_needed(tensor)
             if watched and self._is_telling(tensor):
@@ -107,9 +113,10 @@ class RecordedCall:
                 return out
 
         out = self._replay.run_first(run)
+        given.clear()  # the hooks live as long as the graph
         if lookahead is not None and dropped:
             lookahead.follow(handle)
-        while latest:  # afterwards it is empty: the hooks live as long as the graph
+        while latest:
             slot, tensor = latest.popleft()
             if (fingerprint := take_fingerprint(tensor)) is not None:
                 self._fingerprints.append((slot, fingerprint))
@@ -128,6 +135,49 @@ class RecordedCall:
         if tensor.numel() in self._replay.moving_sizes:
             return False
         return self._kept_outputs is None or not self._kept_outputs.holds(tensor)
+
+    def _note_source(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Note where a tensor that autograd saves comes from, if it need not be computed."""
+        if self._sources is None:
+            return
+        place = next((i for i, x in enumerate(inputs) if tensor is x), None)
+        if place is not None:
+            self._sources.append(place)
+        elif isinstance(tensor, nn.Parameter):
+            self._sources.append((tensor, tensor._version))
+        else:
+            self._sources = None
+
+    def hand_over(self, *inputs: Tensor, output: Tensor | None = None) -> bool:
+        """Refill what was dropped with what is at hand, if that is all of it; return whether.
+
+        Args:
+            inputs: the inputs of the first run, recovered, or none.
+            output: its output, if that is a state.
+
+        Raises:
+            RecoveryError: a parameter or buffer was changed in place or replaced since the first run.
+        """
+        at_hand = dict(enumerate(inputs))
+        if output is not None:
+            at_hand[OUTPUT] = output
+        if self._sources is None or not all(source in at_hand for source in self._sources if isinstance(source, int)):
+            return False
+        self._replay.require_unchanged()
+        for slot, source in enumerate(self._sources):
+            tensor, version = (at_hand[source], at_hand[source]._version) if isinstance(source, int) else source
+            self._refilled[slot] = detach(tensor), version
+        return True
+
+    def refill(self, *inputs: Tensor, output: Tensor | None = None) -> None:
+        """Refill what was dropped, by running f again unless all of it is at hand.
+
+        Args:
+            inputs: the inputs of the first run, recovered.
+            output: its output, if that is a state.
+        """
+        if not self.hand_over(*inputs, output=output):
+            self.run_again(*inputs, stop_early=True)
 
     def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False, check_draws: bool = True) -> Any:
         """Run f once more on detached `inputs`, refilling what was dropped; return its detached output.

@@ -51,7 +51,7 @@ class RefillHooks:
             raise make_difference_error(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
         self.seen = slot + 1
         if self._refilled is not None:
-            self._refilled[slot] = _detach(tensor), tensor._version
+            self._refilled[slot] = detach(tensor), tensor._version
         # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
         if self.seen == self._count and self._stops_with is not None and self._stops_with.has_drawn_all:
             self.has_refilled_all = True
@@ -85,7 +85,7 @@ def make_difference_error(name: str, dropped: Sequence[tuple[torch.Size, torch.d
     )
 
 
-def _detach(tensor: Tensor) -> Tensor:
+def detach(tensor: Tensor) -> Tensor:
     """Detach a tensor, which no dispatch mode has to see where it is an ordinary one."""
     if tensor.__class__ is not Tensor or not torch._C._len_torch_dispatch_stack():
         return tensor.detach()

@@ -63,8 +63,8 @@ class State:
 class SavedInputs:
     """Recovers one call from its inputs, which it keeps.
 
-    Cost: the inputs, and one more forward of the call up to the last tensor that autograd saves in it (for a linear layer,
-    which saves only its input, nothing is computed).
+    Cost: the inputs, and one more forward of the call up to the last tensor that autograd saves in it; nothing where that saves
+    inputs and parameters alone.
     """
 
     def __init__(self, inputs: Sequence[Tensor]):
@@ -73,7 +73,7 @@ class SavedInputs:
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
         judge_arrived()
-        call.run_again(*(x.get() for x in self._inputs), stop_early=True)
+        call.refill(*(x.get() for x in self._inputs))
         call.compare_refilled(Watch())
 
     def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
@@ -88,6 +88,7 @@ class Update(Protocol):
 
     b: float  # each inversion multiplies errors by 1 / |b|
     inverts_first: bool  # whether `invert` gives the input of f without its output, so that f runs after it
+    reads: int  # which of the states in front of it is the input of f
 
     @property
     def kept_bits(self) -> Sequence[Tensor]:
@@ -139,6 +140,10 @@ class InvertedSegment:
         item    states                    to go back over it
         step    (w[k-1], w[k])            f runs on w[k], and what it returns gives w[k-1]
         layer   (x,)                      its inverse gives x, and the layer runs on x up to the last tensor that it saves
+        layer   two halves (x1, x2)       the same for the half that was put behind the other
+
+    A call that saves nothing but its input, parameters or its output is not run for that; then the states move over it when
+    they are needed in front of it.
 
     Args:
         exact: whether inversion rebuilds every bit.
@@ -154,6 +159,7 @@ class InvertedSegment:
         self._items: list[_Item] = []
         self._first: int | None = None  # the place of the first call
         self._kept: tuple[State, ...] | None = None
+        self._has_ended = False
         self._at = 0  # the boundary that the states belong to
         self._in_use: list[RecordedCall] = []  # the calls recovered last
         self._watch = Watch()
@@ -185,7 +191,7 @@ class InvertedSegment:
 
     def end(self, states: States) -> None:
         """Keep the states after the last item, from which recovery will start."""
-        self._kept, self._at = tuple(map(State, states)), len(self._items)
+        self._kept, self._at, self._has_ended = tuple(map(State, states)), len(self._items), True
         self._watch, self._rounding, self._growth = Watch(), None, 1.0
 
     def free_states(self) -> None:
@@ -196,8 +202,10 @@ class InvertedSegment:
         """Refill `call`, and move the states to the boundary before it, unless it is the first step of the segment."""
         judge_arrived()
         goal = call.place
-        if goal is None or (self._kept is None and self._origin is None):
+        if goal is None or (self._kept is None and self._origin is None and not self._has_ended):
             raise make_inner_derivative_error(call.name)
+        if self._kept is None and self._origin is None:
+            raise RecoveryError("An earlier backward through this graph has failed. Run the forward again.")
         self._free_unused(call, ahead)
         if self._origin is not None and (self._kept is None or self._at < goal):
             self._origin.recover(ahead=ahead)
@@ -205,19 +213,28 @@ class InvertedSegment:
             self._invert(refill=False)
         while self._at < goal:
             self._advance()
-        if self._at > goal and (goal != self._first or self._items[goal].update.inverts_first):
-            self._invert(refill=True)
-        else:  # the state before the first step is not needed
-            call.run_again(self._states()[-1 if self._at == goal else 0], stop_early=True)
-            call.compare_refilled(self._watch, self._explained)
+        self._refill(goal, call)
         if goal == self._first and not ahead:
             send_comparisons()
+
+    def _refill(self, goal: int, call: RecordedCall) -> None:
+        """Refill the call of item `goal`; the states are at one of its boundaries."""
+        update, states = self._items[goal].update, self._states()
+        needs_no_state_before = goal == self._first and not update.inverts_first
+        if self._at == goal or needs_no_state_before:
+            call.refill(states[update.reads if self._at == goal else 0])
+            call.compare_refilled(self._watch, self._explained)
+        elif not (call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])):
+            del states  # the run needs the memory
+            self._invert(refill=True)
+        if goal == self._first and self._origin is not None:
+            self.free_states()
 
     def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
         if self._kept is None and self._origin is not None:
             return self._origin.get_sources()
-        bits = self._items[self._at - 1].update.kept_bits if self._at else ()
-        return *(self._states() if self._kept else ()), *bits
+        passed = self._items[call.place or 0 : self._at]
+        return *(self._states() if self._kept else ()), *(bits for item in passed for bits in item.update.kept_bits)
 
     def _free_unused(self, call: RecordedCall, ahead: bool) -> None:
         """Free what backward has not taken of other calls; where `call` is recovered ahead, not of the one before it."""
@@ -242,11 +259,18 @@ class InvertedSegment:
             out = call.run_again(states[0], refill=refill, check_draws=fingerprint is None)
         rebuilt = update.invert(states, out)
         del out
-        self._compare(call, update, fingerprint, rebuilt[0])
-        self._move(rebuilt, -1)
+        self._move(rebuilt, -1)  # at once: the states may have been changed in place
+        try:
+            self._compare(call, update, fingerprint, rebuilt[0])
+        except RecoveryError:
+            self.free_states()
+            raise
         if update.inverts_first and refill:
-            del states  # the run needs the memory
-            call.run_again(rebuilt[0], stop_early=True)
+            output = states[-1]
+            del states
+            if not call.hand_over(rebuilt[0], output=output):
+                del output  # the run needs the memory
+                call.run_again(rebuilt[0], stop_early=True)
 
     def _compare(self, call: RecordedCall, update: Update, fingerprint: Fingerprint | None, rebuilt: Tensor) -> None:
         tolerance = 0.0
@@ -268,7 +292,7 @@ class InvertedSegment:
     def _advance(self) -> None:
         update, call, _ = self._items[self._at]
         states = self._states()
-        out = None if call is None else call.run_again(states[-1], refill=False)
+        out = None if call is None else call.run_again(states[update.reads], refill=False)
         self._growth = self._growth / update.growth
         self._move(update.advance(states, out), +1)
 
