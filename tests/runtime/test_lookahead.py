@@ -187,8 +187,8 @@ def test_a_node_between_chains_is_recovered_ahead():
         entry.module.register_forward_pre_hook(note(entry.name))
     model(model.example_input(2)).sum().backward()
     assert order == [entry.name for entry in reversed(units) if entry.name in order]
-    assert {"stem", "fuse"} <= set(order)
-    assert len(order) >= len(model.steps) + 2
+    assert "fuse" in order  # but not the stem, a convolution: what it saves is its input and weight
+    assert len(order) >= len(model.steps) + 1
 
 
 def test_a_retained_graph():
