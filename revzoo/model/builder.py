@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from revzoo.bijection import SpaceToDepth
+from torch import nn
+
+from revzoo.bijection import Bijection, SpaceToDepth
 from revzoo.errors import InputError, PartArgumentError, RevzooError, SpecError, SpecProblem
 from revzoo.model.network import Block, Model, Stage
 from revzoo.parts.context import BuildContext, Shape
@@ -43,6 +45,7 @@ class _Builder:
         stem = self._make(stems, spec.stem, _stem_context(spec.input))
         self._raise_problems()  # without a stem there is no shape to build the rest for
         split = self._make(splits, spec.split, BuildContext(stem.out_shape, stem.out_shape.width))
+        self._check_streams()
         self._raise_problems()
         rates = _drop_path_rates(spec)
         shape, stages = split.out_shape, []
@@ -63,6 +66,7 @@ class _Builder:
         if stage.transition is not None:
             rate = next(rates) if self._spec.drop_path.transitions else 0.0
             transition = self._make(transitions, stage.transition, BuildContext(shape, stage.width, drop_path=rate))
+            self._check_transition(stage.transition, transition)
             shape = transition.out_shape if transition is not None else replace(shape, width=stage.width)
         elif stage.width != shape.width:
             allowed = f"{shape.width}, the width of the part before it, or a transition that changes it"
@@ -77,6 +81,26 @@ class _Builder:
             if f is not None:
                 blocks.append(Block(f, g))
         return shape, Stage(transition, blocks)
+
+    def _check_streams(self) -> None:
+        """Note what does not fit the split, which says whether there are two streams or one tensor."""
+        spec, one = self._spec, self._spec.split.type == "none"
+        for role, part in (("coupling", spec.coupling), ("fuse", spec.fuse)):
+            if (part.type == "none") != one:
+                allowed = f"none, because split: none leaves one tensor; or another split for a {role} of two streams"
+                self._add_problem(part.path, part.type, allowed if one else f"a {role} of two streams; or split: none")
+        if one and isinstance(spec.input, TextInput):
+            self._add_problem(spec.split.path, "none", "two streams for texts, for example duplicate")
+        for i, stage in enumerate(spec.stages):
+            if one and stage.g is not None:
+                self._add_problem(f"stages.{i}.g", stage.g.type, "no g: without a coupling, a block is y = f(x)")
+
+    def _check_transition(self, part: Part, transition: nn.Module | None) -> None:
+        one = self._spec.split.type == "none"
+        if transition is None or isinstance(transition, Bijection) or getattr(transition, "takes_one_tensor", False) == one:
+            return
+        takes = "one tensor, or a split" if one else "two streams, or split: none"
+        self._add_problem(f"{part.path}.type", part.type, f"a transition of {takes}")
 
     def _make(self, registry: Registry, part: Part, *context: BuildContext) -> Any:
         """Return the built part, or None if it cannot be built; the reason is then among the problems."""

@@ -13,6 +13,8 @@ from revzoo.registry import couplings
 from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, require_exact
+from revzoo.runtime.layer_chain import run_layers
+from revzoo.runtime.layerwise import Layer, list_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
@@ -98,16 +100,24 @@ class Model(nn.Module):
 
     def layout(self) -> list[LayoutEntry]:
         """Return every module that a forward pass calls, in order: stem, split, transitions and steps, fuse, head."""
-        entries = [LayoutEntry("stem", self.stem, "node"), LayoutEntry("split", self.split, "split")]
+        is_layered = isinstance(self.stem, nn.Sequential)
+        entries = self._list_layers("stem", self.stem) if is_layered else [LayoutEntry("stem", self.stem, "node")]
+        entries.append(LayoutEntry("split", self.split, "split"))
         for i, stage in enumerate(self.stages):
             transition = getattr(stage, "transition", None)
             if transition is not None:
                 kind: Literal["bijection", "node"] = "bijection" if isinstance(transition, Bijection) else "node"
                 entries.append(LayoutEntry(f"stages.{i}.transition", transition, kind, i))
             for j, block in enumerate(cast(Stage, stage).blocks):
-                for branch, step in block.named_children():
-                    entries.append(LayoutEntry(f"stages.{i}.blocks.{j}.{branch}", step, "step", i))
+                for branch, f in block.named_children():
+                    name = f"stages.{i}.blocks.{j}.{branch}"
+                    entries += [LayoutEntry(name, f, "step", i)] if self.has_streams else self._list_layers(name, f, i)
         return [*entries, LayoutEntry("fuse", self.fuse, "node"), LayoutEntry("head", self.head, "node")]
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether a coupling joins two streams. Without one, layers with an inverse of their own are inverted one by one."""
+        return self.spec.coupling.type != "none"
 
     @property
     def steps(self) -> list[nn.Module]:
@@ -123,7 +133,8 @@ class Model(nn.Module):
     def schedule(self) -> list[Mode]:
         """The mode of every unit: what it keeps for backward.
 
-        Assign a list with one mode for each of `units`, a `revzoo.Plan`, or one mode for all steps (nodes then `store`).
+        Assign a list with one mode for each of `units`, a `revzoo.Plan`, or one mode for all steps and layers (nodes then
+        `store`).
 
         Raises:
             ScheduleError: a wrong number of modes, an unknown mode, or `invert` for a node.
@@ -136,9 +147,9 @@ class Model(nn.Module):
             return modes.apply(self)
         units = [entry for entry in self.layout() if entry.is_unit]
         if isinstance(modes, str):
-            modes = [modes if unit.kind == "step" else "store" for unit in units]
+            modes = [modes if unit.can_invert else "store" for unit in units]
         checked = check_schedule(modes, [unit.name for unit in units])
-        nodes = [(mode, unit.name) for mode, unit in zip(checked, units, strict=True) if unit.kind == "node"]
+        nodes = [(mode, unit.name) for mode, unit in zip(checked, units, strict=True) if not unit.can_invert]
         check_schedule([mode for mode, _ in nodes], [name for _, name in nodes], ("store", "selective", "recompute"))
         self._schedule = checked
 
@@ -260,7 +271,7 @@ class Model(nn.Module):
         layout, chain = self.layout(), list[Step | Bijection]()
         modes = self._modes(layout)
         for entry in layout:
-            if entry.kind == "node" and entry.stage is not None:
+            if entry.kind == "layer" or (entry.kind == "node" and entry.stage is not None):
                 raise self._not_invertible(entry.name)
             if entry.kind in ("step", "bijection"):
                 chain.append(self._chain_item(entry, modes))
@@ -271,22 +282,32 @@ class Model(nn.Module):
     def _compute_features(self, x: Tensor, mask: Tensor | None, lookahead: Lookahead | None) -> Tensor:
         layout = self.layout()
         modes = self._modes(layout)
-        tensors: tuple[Tensor, ...] = (x,)  # after the split the two streams
+        tensors: tuple[Tensor, ...] = (x,)  # after the split the two streams, unless there is no coupling
         chain: list[Step | Bijection] | None = None  # steps since the split or the last node
+        layers: list[Layer] = []  # layers and bijections of one tensor, since the last node
         del x  # a reference here would keep it alive for the whole forward pass
         for entry in layout[:-1]:
-            if entry.kind == "split":
-                tensors, chain = self.split(*tensors), []
-            elif chain is not None and entry.kind != "node":
+            if chain is not None and entry.kind != "node":
                 chain.append(self._chain_item(entry, modes))
+            elif entry.kind in ("layer", "bijection"):
+                layers.append(Layer(entry.module, entry.name, modes.get(entry.name, "invert")))
             else:
                 if chain is not None:
                     tensors = run_chain(chain, *cast(Pair, tensors), side=mask, exact=self.exact, lookahead=lookahead)
                     chain = []
+                if layers:
+                    tensors, layers = (run_layers(layers, *tensors, lookahead=lookahead),), []
+                if entry.kind == "split":
+                    tensors, chain = self.split(*tensors), [] if self.has_streams else None
+                    continue
                 out = run_node(entry.module, entry.name, modes[entry.name], *tensors, lookahead=lookahead)
                 tensors = out if isinstance(out, tuple) else (out,)
                 del out
         return tensors[0]
+
+    def _list_layers(self, name: str, module: nn.Module, stage: int | None = None) -> list[LayoutEntry]:
+        """Return the entries of a module that is called with one tensor."""
+        return [LayoutEntry(path, layer, kind, stage) for path, layer, kind in list_layers(name, module)]
 
     def _modes(self, layout: Sequence[LayoutEntry]) -> dict[str, Mode]:
         """Return the mode of every unit by its name."""

@@ -19,7 +19,7 @@ FuseNorm = Literal["layer_norm", "layer_norm_1e-5", "batch_norm", "none"]
 
 
 class NormedFuse(nn.Module):
-    """The base of all fuses: join the streams, then normalise. A subclass defines `join`.
+    """The base of fuses: join the streams, then normalise. A subclass defines `join`.
 
     Args:
         norm: `layer_norm` (eps 1e-6) or `layer_norm_1e-5` for tokens, `batch_norm` (with ReLU) for images, or `none`.
@@ -97,6 +97,21 @@ class Last(NormedFuse):
 
     def join(self, x1: Tensor, x2: Tensor) -> Tensor:
         return join_streams(x1, x2, "last")
+
+
+@fuses.register("none")
+class NoFuse(nn.Module):
+    """Return the one tensor of a network without coupling.
+
+    Shapes: x -> x.
+    """
+
+    def __init__(self, context: BuildContext):
+        super().__init__()
+        self.out_shape = context.shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 def _build_norm(shape: Shape, name: FuseNorm, momentum: float) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Splits: one tensor becomes the two streams. They hold no parameters."""
+"""Splits: one tensor becomes the two streams, or stays one. They hold no parameters."""
 
 from dataclasses import replace
 
@@ -24,6 +24,21 @@ class Duplicate(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x
+
+
+@splits.register("none")
+class NoSplit(nn.Module):
+    """Leave one tensor, for a network without coupling: each block is y = f(x).
+
+    Shapes: x -> x.
+    """
+
+    def __init__(self, context: BuildContext):
+        super().__init__()
+        self.out_shape = context.shape
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x,)
 
 
 @splits.register("channel")

@@ -98,6 +98,12 @@ def additive() -> Coupling:
     return Coupling(0.0, 1.0, 1.0)
 
 
+@couplings.register("none")
+def none() -> Coupling:
+    """Return w[k+1] = f(w[k]): an ordinary network. Nothing but the layers of f themselves can be inverted."""
+    return Coupling(0.0, 0.0, 1.0)
+
+
 @couplings.register("momentum")
 def momentum(
     *,

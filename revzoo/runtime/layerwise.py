@@ -27,7 +27,7 @@ Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reducti
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, TypeGuard, cast
+from typing import Any, Literal, TypeGuard, cast
 from weakref import ref
 
 import torch
@@ -87,6 +87,21 @@ def expand(layers: Iterable[Layer]) -> Iterator[Layer]:
             yield from expand(Layer(module, f"{layer.name}.{name}", "invert") for name, module in inner)
         else:
             yield layer
+
+
+def list_layers(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, Literal["layer", "bijection", "node"]]]:
+    """Yield the layers of a module of a network without coupling: name, module, and role.
+
+    An `nn.Sequential` with a layer that has an inverse stands for its layers, anything else for itself. Hooks make no
+    difference here: the names of a network's units do not depend on them.
+    """
+    if isinstance(module, Bijection):
+        yield name, module, "bijection"
+    elif isinstance(module, nn.Sequential) and _contains_inverse(module):
+        for child, layer in module.named_children():
+            yield from list_layers(f"{name}.{child}", layer)
+    else:
+        yield name, module, "layer" if _defines_inverse(module) else "node"
 
 
 def _contains_inverse(f: nn.Sequential) -> bool:

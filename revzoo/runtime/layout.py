@@ -8,7 +8,8 @@ from torch import nn
 class LayoutEntry(NamedTuple):
     """One of the modules that a model or chain calls in its forward.
 
-    A `step` is reversible, a `node` is an ordinary module between chains; both are *units*, which have a mode in `schedule`.
+    A `step` is reversible, a `layer` of a network without coupling has an inverse of its own, a `node` is an ordinary module
+    between chains. All three are *units*, which have a mode in `schedule`; in mode `invert` are only steps and layers.
     The `split` and a `bijection` have no mode.
 
     Args:
@@ -20,10 +21,15 @@ class LayoutEntry(NamedTuple):
 
     name: str
     module: nn.Module
-    kind: Literal["step", "node", "split", "bijection"]
+    kind: Literal["step", "layer", "node", "split", "bijection"]
     stage: int | None = None
 
     @property
     def is_unit(self) -> bool:
         """Whether it has a mode in `schedule`."""
-        return self.kind in ("step", "node")
+        return self.kind in ("step", "layer", "node")
+
+    @property
+    def can_invert(self) -> bool:
+        """Whether its mode may be `invert`."""
+        return self.kind in ("step", "layer")

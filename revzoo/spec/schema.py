@@ -2,6 +2,10 @@
 
     stem -> split into two streams -> stages of reversible blocks, joined by transitions -> fuse -> head
 
+With `split: none`, `coupling: none` and `fuse: none` there is one tensor instead, and a block is y = f(x). What can be
+inverted then are those layers of f that have an inverse of their own; all else is stored or recomputed, as in any ordinary
+network.
+
 A spec describes the architecture alone. Which arguments a part takes is declared by the part's own signature.
 """
 
@@ -54,7 +58,7 @@ class Expect(TypedDict, total=False):
 
     parameters: PositiveInt
     stream_shape: tuple[PositiveInt, ...]
-    reversible_steps: PositiveInt
+    reversible_steps: NonNegativeInt
     flops: PositiveInt | None  # of the forward pass of one example; a multiply-add counts once, as in papers
 
 
@@ -106,9 +110,9 @@ class BlockSpec:
     """What all blocks have in common.
 
     Args:
-        coupling: how every step's output joins the streams.
+        coupling: how every step's output joins the streams; `none` if there is one tensor.
         f: template of the first branch; a stage's own `f` is merged over it.
-        g: likewise of the second branch. None: a block is one step, unless a stage has a `g`.
+        g: likewise of the second branch. None: a block is one step, unless a stage has a `g`. Without coupling there is none.
         drop_path: probabilities of dropping branches in training.
     """
 

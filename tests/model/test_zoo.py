@@ -23,6 +23,7 @@ FAMILIES = {
     "rev_swin": ("rev_swin_digits", "rev_swin_g"),
     "rev_vit": ("rev_vit_digits", "rev_vit_h"),
     "revnet": ("revnet_digits", "revnet_104"),
+    "revnext": ("revnext_digits", "revnext_cifar10"),
 }
 SMALL = [small for small, _ in FAMILIES.values()]
 

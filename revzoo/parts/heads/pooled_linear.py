@@ -6,7 +6,7 @@ from typing import Literal
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
-from revzoo.bounds import PositiveInt, Rate, UnitInterval
+from revzoo.bounds import PositiveFloat, PositiveInt, Rate, UnitInterval
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.linear_head import LinearHead
@@ -29,6 +29,8 @@ class PooledLinear(LinearHead):
         norm: norm before pooling: `batch_norm` (with ReLU), for images, or `none`.
         fc_norm: norm after pooling, named as in timm, or `none`.
         momentum: momentum of BatchNorm's running statistics.
+        bias: whether the linear layer has one.
+        scale: factor of the logits.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class PooledLinear(LinearHead):
         norm: Literal["batch_norm", "none"] = "none",
         fc_norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "none",
         momentum: UnitInterval = 0.1,
+        bias: bool = True,
+        scale: PositiveFloat = 1.0,
     ):
         super().__init__("linear")
         kind, width = context.shape.kind, context.shape.width
@@ -56,12 +60,13 @@ class PooledLinear(LinearHead):
         self.norm = nn.Identity() if norm == "none" else BatchNormAct2d(width, momentum=momentum)
         self.fc_norm = nn.Identity() if fc_norm == "none" else build_token_norm(fc_norm, width)
         self.dropout = nn.Dropout(dropout)
-        self.linear = nn.Linear(width, outputs)
+        self.linear = nn.Linear(width, outputs, bias)
+        self._scale = scale
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         pooled = self.fc_norm(self._pool_features(self.norm(x), mask))
         logits: Tensor = self.linear(self.dropout(pooled))
-        return logits
+        return logits if self._scale == 1 else logits * self._scale
 
     def _pool_features(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if self._pool == "first":

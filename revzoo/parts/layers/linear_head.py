@@ -24,5 +24,5 @@ class LinearHead(nn.Module):
     def reset(self, outputs: int) -> None:
         """Replace the last layer by a fresh one with another number of outputs."""
         old = cast(nn.Linear, getattr(self, self._last))
-        fresh = nn.Linear(old.in_features, outputs, device=old.weight.device, dtype=old.weight.dtype)
+        fresh = nn.Linear(old.in_features, outputs, old.bias is not None, device=old.weight.device, dtype=old.weight.dtype)
         setattr(self, self._last, fresh)

@@ -2,6 +2,7 @@
 
 from revzoo.parts.stems import (
     conv,
+    layerwise_conv,
     overlap_patch_embed,
     pad_channels,
     patch_embed,
@@ -12,6 +13,7 @@ from revzoo.parts.stems import (
 
 __all__ = [
     "conv",
+    "layerwise_conv",
     "overlap_patch_embed",
     "pad_channels",
     "patch_embed",
