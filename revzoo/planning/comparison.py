@@ -48,7 +48,7 @@ def evaluate_uniform_schedules(model: nn.Module, profile: Profile) -> dict[str, 
     """Return the points of "all stored" and of "all inverted", the latter in runs as long as is safe, if any are."""
     entries, limit = list_units(model), profile.memory.max_invert_run
     points = {"all stored": evaluate_schedule(profile, ["store"] * len(entries))}
-    if any(entry.kind == "step" for entry in entries) and limit != 0:
+    if any(entry.can_invert for entry in entries) and limit != 0:
         points["all inverted"] = evaluate_schedule(profile, place_anchors(entries, limit))
     return points
 

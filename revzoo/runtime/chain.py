@@ -43,6 +43,7 @@ from revzoo.runtime.strides import is_dense
 from revzoo.runtime.tape import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+from revzoo.runtime.unit_calls import begin_call, end_call
 
 
 class ReversibleChain(nn.Module):
@@ -344,6 +345,7 @@ def _call(
     """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
     unversioned = torch.compiler.is_compiling() or pair[1].is_inference()
     version = None if unversioned else pair[1]._version
+    begin_call(step.f, pair[1:], pair)
     try:
         if call is not None and recoverer is not None:
             out = call.first_run(recoverer, pair[1], lookahead=lookahead)
@@ -356,6 +358,7 @@ def _call(
                 "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
             ) from error
         raise
+    end_call(step.f, out)
     if version is not None and pair[1]._version != version:
         raise InputError(
             f"{step.name} changes its input in place, and with it the stream. Replace the in-place operation at its "

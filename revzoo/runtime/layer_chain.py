@@ -11,7 +11,7 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, ScheduleError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.drift import HALF
-from revzoo.runtime.layerwise import Layer, Recording, expand, run_plain
+from revzoo.runtime.layerwise import Layer, Recording, expand
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
@@ -21,6 +21,7 @@ from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+from revzoo.runtime.unit_calls import begin_call, end_call
 
 
 class LayerChain(nn.Sequential):
@@ -107,14 +108,22 @@ def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | Non
     drops = any(layer.mode != "store" for layer in layers)
     if drops and torch.is_grad_enabled() and not is_exporting():
         return _run_recorded(layers, x, lookahead)
-    return run_plain(layers, x)
+    return _run_plain(layers, x)
+
+
+def _run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
+    for layer in layers:
+        begin_call(layer.module, (x,))
+        x = layer.module(x)
+        end_call(layer.module, x)
+    return x
 
 
 @exclude_from_compilation
 def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | None) -> Tensor:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     if must_store():
-        return run_plain(layers, x)
+        return _run_plain(layers, x)
     refuse_to_drop("every layer")
     send_comparisons()
     judge_arrived()
@@ -124,14 +133,18 @@ def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | Non
             recording = Recording(InvertedSegment(exact=False), x, settings, lookahead)
             del x  # freed as soon as it is not needed
             for layer in run:
+                begin_call(layer.module, recording.states)
                 recording.run(layer)
+                end_call(layer.module, recording.states)
             x = recording.end()
             del recording
             continue
         for layer in run:
+            begin_call(layer.module, (x,))
             if layer.mode in ("store", "invert"):
                 x = layer.module(x)
             else:
                 call = RecordedCall(layer.module, layer.name, settings, selective=layer.mode == "selective")
                 x = call.first_run(SavedInputs((x,)), x, lookahead=lookahead)
+            end_call(layer.module, x)
     return x

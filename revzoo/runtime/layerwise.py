@@ -305,7 +305,7 @@ class Recording:
         outer: RecordedCall | None = None,
     ):
         self._segment = segment
-        self._states: States = (x,)  # one tensor, or two halves of the channels
+        self.states: States = (x,)  # one tensor, or two halves of the channels
         self._outer = outer
         self._settings = settings
         self._lookahead = lookahead
@@ -320,10 +320,10 @@ class Recording:
 
     def join(self) -> Tensor:
         """Return the output of the last layer."""
-        if len(self._states) == 2:
-            states, self._states = self._states, (join(*self._states),)
+        if len(self.states) == 2:
+            states, self.states = self.states, (join(*self.states),)
             self._segment.append(_JoinUpdate(), None, states)
-        return self._states[0]
+        return self.states[0]
 
     def warn_of_noise(self, dtype: torch.dtype, step: str | None = None) -> None:
         """Warn if rounding is predicted to grow so much that it is no longer small against what is rebuilt.
@@ -332,10 +332,10 @@ class Recording:
             dtype: of the states.
             step: name of the step that the layers are f of, if they are.
         """
-        if not self._growths or not has_value(self._states[0]):
+        if not self._growths or not has_value(self.states[0]):
             return
         noise = Noise(dtype, [module for module, *_ in self._growths])
-        if self._states[0].is_cpu or noise.is_new:
+        if self.states[0].is_cpu or noise.is_new:
             noise.check([(name, float(growth.value)) for _, name, growth in self._growths], step)
 
     def run(self, layer: Layer) -> None:
@@ -343,7 +343,7 @@ class Recording:
         module, name = layer.module, layer.name
         if isinstance(module, Bijection):
             x = self.join()
-            self._states = (module(x),)
+            self.states = (module(x),)
             self._segment.append(_BijectionUpdate(module, x), None, (x,))
         elif _is_coupled(module):
             self._halve()
@@ -352,8 +352,8 @@ class Recording:
         else:
             growth = _Growth(module)
             self._growths.append((module, name, growth))
-            if len(self._states) == 2 and _is_channelwise(module):
-                first, second = _slice_halves(self._states)
+            if len(self.states) == 2 and _is_channelwise(module):
+                first, second = _slice_halves(self.states)
                 self._run_layer(_LayerCall(module, name, self._settings, growth, first))
                 self._run_layer(_LayerCall(module, name, self._settings, growth, second), growth)
             else:
@@ -361,20 +361,20 @@ class Recording:
                 self._run_layer(_LayerCall(module, name, self._settings, growth), growth)
 
     def _halve(self) -> None:
-        if len(self._states) == 1:
-            (x,), self._states = self._states, halve(*self._states)
+        if len(self.states) == 1:
+            (x,), self.states = self.states, halve(*self.states)
             self._segment.append(_HalveUpdate(x), None, (x,))
 
     def _run_layer(self, call: "_LayerCall", growth: "_Growth | None" = None) -> None:
         """Run a layer on the state, or on the first of two. Of two calls, the latter grows errors for both."""
-        states = self._states
+        states = self.states
         y = self._run_call(call, states[0])
-        self._states = *states[1:], y
+        self.states = *states[1:], y
         self._segment.append(_LayerUpdate(call, states[0], growth), call, states)
 
     def _run_addition(self, f: nn.Module, name: str) -> None:
         """Add what f makes of the second state to the first, which is then the second."""
-        states = self._states
+        states = self.states
         # The input of the first call of a segment is not compared as a state.
         call = RecordedCall(f, name, self._settings, watched=self._segment.is_empty)
         out = self._run_call(call, states[1])
@@ -384,7 +384,7 @@ class Recording:
                 f"{tuple(out.shape)}."
             )
         update = _AdditionUpdate(states[0])
-        self._states = update.advance(states, out)
+        self.states = update.advance(states, out)
         self._segment.append(update, call, states)
 
     def _run_call(self, call: RecordedCall, x: Tensor) -> Tensor:

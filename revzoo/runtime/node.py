@@ -13,6 +13,7 @@ from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+from revzoo.runtime.unit_calls import begin_call, end_call
 
 
 def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
@@ -26,9 +27,13 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahea
         inputs: arguments of the module.
         lookahead: recovers it ahead of backward. One for all chains and nodes of a forward.
     """
+    begin_call(module, inputs)
     if mode == "store" or not torch.is_grad_enabled() or is_exporting():
-        return module(*inputs)
-    return _run_recorded(module, name, mode, *inputs, lookahead=lookahead)
+        out = module(*inputs)
+    else:
+        out = _run_recorded(module, name, mode, *inputs, lookahead=lookahead)
+    end_call(module, out)
+    return out
 
 
 @exclude_from_compilation

@@ -80,9 +80,9 @@ def count(
 def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
     """Yield the six schedules that are traced; the first stores everything, the fourth inverts every step."""
     for mode in MODES:
-        yield [mode if entry.kind == "step" or mode != "invert" else "selective" for entry in entries]
+        yield [mode if entry.can_invert or mode != "invert" else "selective" for entry in entries]
     for pair in _ALTERNATING:
-        yield [pair[k % 2] if entry.kind == "step" else "store" for k, entry in enumerate(entries)]
+        yield [pair[k % 2] if entry.can_invert else "store" for k, entry in enumerate(entries)]
 
 
 def list_schedules_ahead(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:

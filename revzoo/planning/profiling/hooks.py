@@ -1,17 +1,17 @@
 """Hooks that report how a training step proceeds: when each unit begins, forward and backward, and what it is given."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.unit_calls import observe_calls
 
 PlannableModel = Model | ReversibleChain
 
@@ -65,55 +65,34 @@ class StepHooks:
     """
 
     def __init__(self, model: nn.Module, listener: Listener):
-        self._model = model
+        self._units = {id(entry.module): unit for unit, entry in enumerate(list_units(model))}
         self._listener = listener
-        self._older: frozenset[int] = frozenset()  # identity of the older stream, where the forward is now
-        self._streams_passed = 0  # through the bijection that runs now, which is called once for each stream
         self._in_forward = True
-        self._handles: list[RemovableHandle] = []
+        self._observing = ExitStack()
 
     def __enter__(self) -> "StepHooks":
-        unit = 0
-        if isinstance(self._model, ReversibleChain):
-            register = partial(self._model.register_forward_pre_hook, with_kwargs=True)
-            self._add_hook(register, self._on_chain_inputs)
-        for entry in read_layout(self._model):
-            if entry.kind == "bijection":
-                self._add_hook(entry.module.register_forward_hook, self._on_bijection_output)
-            elif entry.kind == "split":
-                self._add_hook(entry.module.register_forward_hook, self._on_pair_output)
-            else:
-                self._add_hook(entry.module.register_forward_pre_hook, partial(self._on_unit_inputs, unit, entry.kind))
-                self._add_hook(entry.module.register_forward_hook, partial(self._on_unit_output, unit, entry.kind))
-                unit += 1
+        self._observing.enter_context(observe_calls(self))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._observing.close()
 
     def enter_backward(self) -> None:
         """Take later calls of the units for recoveries."""
         self._in_forward = False
 
-    def _add_hook(self, register: Callable[[Any], RemovableHandle], hook: Callable[..., None]) -> None:
-        def run_in_forward(*arguments: Any) -> None:
-            if self._in_forward:
-                hook(*arguments)
+    def begin_call(self, module: nn.Module, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Report the beginning of a unit's forward."""
+        unit = self._units.get(id(module))
+        if unit is not None and self._in_forward:
+            identify = self._listener.identify
+            self._listener.begin_forward(unit, identify(inputs), identify(states))
 
-        self._handles.append(register(run_in_forward))
-
-    def _on_unit_inputs(self, unit: int, kind: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        given = self._listener.identify(args[:1] if kind == "step" else args)  # a side input is not a state
-        if kind == "step":
-            self._listener.begin_forward(unit, given, given | self._older)
-            self._older = given
-        else:
-            self._listener.begin_forward(unit, given, given)
-            self._older = frozenset()
-        self._streams_passed = 0
-
-    def _on_unit_output(self, unit: int, kind: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    def end_call(self, module: nn.Module, out: Any) -> None:
+        """Report the end of a unit's forward, and wait for the first gradient of what it has returned."""
+        unit = self._units.get(id(module))
+        if unit is None or not self._in_forward:
+            return
         self._listener.end_forward(unit)
         reported = False
 
@@ -126,16 +105,3 @@ class StepHooks:
         for t in tensors_in(out):
             if t.requires_grad:
                 t.register_hook(report_first_gradient)
-        if kind == "node":
-            self._on_pair_output(module, args, out)
-
-    def _on_chain_inputs(self, chain: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._older = self._listener.identify(args[0] if args else kwargs["x1"])
-
-    def _on_pair_output(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        self._older = self._listener.identify(out[0]) if isinstance(out, tuple) else frozenset()
-
-    def _on_bijection_output(self, bijection: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        if self._streams_passed == 0:
-            self._older = self._listener.identify(out)
-        self._streams_passed += 1

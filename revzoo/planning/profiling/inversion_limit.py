@@ -40,7 +40,7 @@ def measure_inversion_limit(model: PlannableModel, batch: Any) -> int | None:
                 return limit
             if limit == 0:
                 raise RecoveryError(f"No plan can be made. {' '.join(report.problems)}")
-            limit = (sum(entry.kind == "step" for entry in entries) if limit is None else limit) // 2
+            limit = (sum(entry.can_invert for entry in entries) if limit is None else limit) // 2
 
 
 def predict_inversion_limit(model: PlannableModel) -> int | None:
@@ -51,7 +51,7 @@ def predict_inversion_limit(model: PlannableModel) -> int | None:
 
 def place_anchors(entries: list[LayoutEntry], limit: int | None) -> list[Mode]:
     """Return the schedule that inverts steps in runs of at most `limit`, with one recomputed step after each; nodes store."""
-    return limit_inverted_runs(["invert" if entry.kind == "step" else "store" for entry in entries], limit)
+    return limit_inverted_runs(["invert" if entry.can_invert else "store" for entry in entries], limit)
 
 
 def _first_examples(batch: Any) -> Any:

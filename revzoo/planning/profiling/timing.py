@@ -206,10 +206,10 @@ def _draw_schedules(
     menus: list[list[Mode]] = [["store", "selective", "recompute"] for _ in entries]
     seen: dict[Any, int] = defaultdict(int)
     for k, group in enumerate(groups):
-        menus[k] += ["invert"] if entries[k].kind == "step" else []
+        menus[k] += ["invert"] if entries[k].can_invert else []
         rng.shuffle(menus[k])
         if seen[group] >= most:
-            menus[k] = ["invert" if entries[k].kind == "step" else "recompute"]
+            menus[k] = ["invert" if entries[k].can_invert else "recompute"]
         seen[group] += 1
     for turn in range(4):
         yield [menu[turn % len(menu)] for menu in menus]
