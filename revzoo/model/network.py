@@ -13,7 +13,7 @@ from revzoo.registry import couplings
 from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, require_exact
-from revzoo.runtime.layer_chain import run_layers
+from revzoo.runtime.layer_chain import run_layers, run_layers_before
 from revzoo.runtime.layerwise import Layer, list_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
@@ -21,6 +21,7 @@ from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.node import run_node
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
+from revzoo.runtime.tape import InvertedSegment
 from revzoo.spec.edit import with_coupling, with_outputs
 from revzoo.spec.schema import Spec
 
@@ -285,6 +286,7 @@ class Model(nn.Module):
         tensors: tuple[Tensor, ...] = (x,)  # after the split the two streams, unless there is no coupling
         chain: list[Step | Bijection] | None = None  # steps since the split or the last node
         layers: list[Layer] = []  # layers and bijections of one tensor, since the last node
+        segment: InvertedSegment | None = None  # the layers before the split, which the chain after it goes on with
         del x  # a reference here would keep it alive for the whole forward pass
         for entry in layout[:-1]:
             if chain is not None and entry.kind != "node":
@@ -293,17 +295,31 @@ class Model(nn.Module):
                 layers.append(Layer(entry.module, entry.name, modes.get(entry.name, "invert")))
             else:
                 if chain is not None:
-                    tensors = run_chain(chain, *cast(Pair, tensors), side=mask, exact=self.exact, lookahead=lookahead)
-                    chain = []
+                    pair = cast(Pair, tensors)
+                    tensors = run_chain(chain, *pair, side=mask, exact=self.exact, lookahead=lookahead, segment=segment)
+                    chain, segment = [], None
+                    del pair
+                if entry.kind == "split":
+                    tensors, segment = self._split(layers, *tensors, lookahead=lookahead)
+                    chain, layers = [] if self.has_streams else None, []
+                    continue
                 if layers:
                     tensors, layers = (run_layers(layers, *tensors, lookahead=lookahead),), []
-                if entry.kind == "split":
-                    tensors, chain = self.split(*tensors), [] if self.has_streams else None
-                    continue
                 out = run_node(entry.module, entry.name, modes[entry.name], *tensors, lookahead=lookahead)
                 tensors = out if isinstance(out, tuple) else (out,)
                 del out
         return tensors[0]
+
+    def _split(
+        self, layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None
+    ) -> tuple[tuple[Tensor, ...], InvertedSegment | None]:
+        """Run the layers before the split, and split; return the streams, and the layers' segment if a chain can go on with it."""
+        if not layers or self.exact or self.coupling.is_exact or not hasattr(self.split, "inverse"):
+            return self.split(run_layers(layers, x, lookahead=lookahead) if layers else x), None
+        x, recording = run_layers_before(layers, x, lookahead=lookahead)
+        if recording is None:
+            return self.split(x), None
+        return recording.split(self.split), recording.segment
 
     def _list_layers(self, name: str, module: nn.Module, stage: int | None = None) -> list[LayoutEntry]:
         """Return the entries of a module that is called with one tensor."""

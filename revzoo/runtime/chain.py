@@ -169,6 +169,7 @@ def run_chain(
     side: Any = None,
     exact: bool = False,
     lookahead: Lookahead | None = None,
+    segment: InvertedSegment | None = None,
 ) -> Pair:
     """Run a chain given as a list of steps and bijections; `ReversibleChain` is this function as a module.
 
@@ -179,6 +180,7 @@ def run_chain(
         side: read-only second argument of every step.
         exact: whether to round the streams to a grid.
         lookahead: recovers steps ahead of backward. One for all chains and nodes of a forward.
+        segment: inverted layers before the streams, which the first steps go on with if they are inverted; not on a grid.
 
     Raises:
         InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
@@ -201,8 +203,8 @@ def run_chain(
             f"Received: {x1.dtype} on {x1.device} and {x2.dtype} on {x2.device}."
         )
     drops = any(isinstance(link, Step) and link.mode != "store" for link in links)
-    if drops and torch.is_grad_enabled() and not is_exporting():
-        return _run_recorded(links, x1, x2, side, exact, lookahead)
+    if segment is not None or (drops and torch.is_grad_enabled() and not is_exporting()):
+        return _run_recorded(links, x1, x2, side, exact, lookahead, segment)
     return _run_plain(links, x1, x2, side, exact)
 
 
@@ -236,10 +238,16 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
 
 @exclude_from_compilation
 def _run_recorded(
-    links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool, lookahead: Lookahead | None
+    links: Sequence[Step | Bijection],
+    x1: Tensor,
+    x2: Tensor,
+    side: Any,
+    exact: bool,
+    lookahead: Lookahead | None,
+    segment: InvertedSegment | None,
 ) -> Pair:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
-    if must_store():
+    if must_store() and segment is None:
         return _run_plain(links, x1, x2, side, exact)
     refuse_to_drop("every step")
     send_comparisons()
@@ -250,7 +258,6 @@ def _run_recorded(
     drift = _pending_drift(links, x1)
     if grid is None:
         _refuse_growing_errors(links, x1.dtype)
-    segment: InvertedSegment | None = None
     for link in links:
         # A bijection before the first inverted step is never undone, so its update keeps nothing.
         call, out, update = None, None, PairUpdate(link, grid, will_invert=segment is not None)

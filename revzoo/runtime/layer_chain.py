@@ -96,6 +96,19 @@ class LayerChain(nn.Sequential):
 def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None = None) -> Tensor:
     """Run a chain given as a list of layers; `LayerChain` is this function as a module.
 
+    Raises: as `run_layers_before`.
+    """
+    x, recording = run_layers_before(layers, x, lookahead=lookahead)
+    return x if recording is None else recording.end()
+
+
+def run_layers_before(
+    layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None = None
+) -> tuple[Tensor, Recording | None]:
+    """Run layers before something else that can be inverted, and return the recording of the last ones, if they are.
+
+    The caller ends the recording, or hands it on to what comes next, so that x is rebuilt by that and not kept.
+
     Raises:
         InputError: x is not a floating tensor.
         RecoveryError: a layer that cannot be repeated, or a transform of `torch.func` under which nothing can be recovered.
@@ -108,7 +121,7 @@ def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | Non
     drops = any(layer.mode != "store" for layer in layers)
     if drops and torch.is_grad_enabled() and not is_exporting():
         return _run_recorded(layers, x, lookahead)
-    return _run_plain(layers, x)
+    return _run_plain(layers, x), None
 
 
 def _run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -120,14 +133,15 @@ def _run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
 
 
 @exclude_from_compilation
-def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | None) -> Tensor:
+def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | None) -> tuple[Tensor, Recording | None]:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     if must_store():
-        return _run_plain(layers, x)
+        return _run_plain(layers, x), None
     refuse_to_drop("every layer")
     send_comparisons()
     judge_arrived()
     settings = Settings(x.device)
+    recording: Recording | None = None
     for is_inverted, run in groupby(expand(layers), key=lambda layer: layer.is_inverted):
         if is_inverted:
             recording = Recording(InvertedSegment(exact=False), x, settings, lookahead)
@@ -136,9 +150,9 @@ def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | Non
                 begin_call(layer.module, recording.states)
                 recording.run(layer)
                 end_call(layer.module, recording.states)
-            x = recording.end()
-            del recording
             continue
+        if recording is not None:
+            x, recording = recording.end(), None
         for layer in run:
             begin_call(layer.module, (x,))
             if layer.mode in ("store", "invert"):
@@ -147,4 +161,4 @@ def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | Non
                 call = RecordedCall(layer.module, layer.name, settings, selective=layer.mode == "selective")
                 x = call.first_run(SavedInputs((x,)), x, lookahead=lookahead)
             end_call(layer.module, x)
-    return x
+    return (x, None) if recording is None else (recording.join(), recording)

@@ -304,7 +304,7 @@ class Recording:
         lookahead: Lookahead | None,
         outer: RecordedCall | None = None,
     ):
-        self._segment = segment
+        self.segment = segment
         self.states: States = (x,)  # one tensor, or two halves of the channels
         self._outer = outer
         self._settings = settings
@@ -314,15 +314,23 @@ class Recording:
     def end(self) -> Tensor:
         """Return the output of the last layer, and keep it: recovery will start from there."""
         x = self.join()
-        self._segment.end((x,))
+        self.segment.end((x,))
         self.warn_of_noise(x.dtype)
         return x
+
+    def split(self, split: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return two streams of the output, and leave it to a chain to go on with the segment, and to end it."""
+        x = self.join()
+        self.warn_of_noise(x.dtype)
+        self.segment.append(_StreamsUpdate(split, x), None, (x,))
+        x1, x2 = split(x)
+        return x1, x2
 
     def join(self) -> Tensor:
         """Return the output of the last layer."""
         if len(self.states) == 2:
             states, self.states = self.states, (join(*self.states),)
-            self._segment.append(_JoinUpdate(), None, states)
+            self.segment.append(_JoinUpdate(), None, states)
         return self.states[0]
 
     def warn_of_noise(self, dtype: torch.dtype, step: str | None = None) -> None:
@@ -344,7 +352,7 @@ class Recording:
         if isinstance(module, Bijection):
             x = self.join()
             self.states = (module(x),)
-            self._segment.append(_BijectionUpdate(module, x), None, (x,))
+            self.segment.append(_BijectionUpdate(module, x), None, (x,))
         elif _is_coupled(module):
             self._halve()
             self._run_addition(module.f, f"{name}.f")
@@ -363,20 +371,20 @@ class Recording:
     def _halve(self) -> None:
         if len(self.states) == 1:
             (x,), self.states = self.states, halve(*self.states)
-            self._segment.append(_HalveUpdate(x), None, (x,))
+            self.segment.append(_HalveUpdate(x), None, (x,))
 
     def _run_layer(self, call: "_LayerCall", growth: "_Growth | None" = None) -> None:
         """Run a layer on the state, or on the first of two. Of two calls, the latter grows errors for both."""
         states = self.states
         y = self._run_call(call, states[0])
         self.states = *states[1:], y
-        self._segment.append(_LayerUpdate(call, states[0], growth), call, states)
+        self.segment.append(_LayerUpdate(call, states[0], growth), call, states)
 
     def _run_addition(self, f: nn.Module, name: str) -> None:
         """Add what f makes of the second state to the first, which is then the second."""
         states = self.states
         # The input of the first call of a segment is not compared as a state.
-        call = RecordedCall(f, name, self._settings, watched=self._segment.is_empty)
+        call = RecordedCall(f, name, self._settings, watched=self.segment.is_empty)
         out = self._run_call(call, states[1])
         if out.shape != states[0].shape:
             raise InputError(
@@ -385,12 +393,12 @@ class Recording:
             )
         update = _AdditionUpdate(states[0])
         self.states = update.advance(states, out)
-        self._segment.append(update, call, states)
+        self.segment.append(update, call, states)
 
     def _run_call(self, call: RecordedCall, x: Tensor) -> Tensor:
         call.outer = self._outer
         version = None if x.is_inference() else x._version
-        out = call.first_run(self._segment, x, lookahead=self._lookahead)
+        out = call.first_run(self.segment, x, lookahead=self._lookahead)
         if version is not None and x._version != version:
             raise _make_in_place_error(call.name)
         if not isinstance(out, Tensor):
@@ -536,6 +544,21 @@ class _HalveUpdate(_Update):
 
     def invert(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
         return (restore_strides(join(*states), self._strides),)
+
+
+class _StreamsUpdate(_Update):
+    """One tensor becomes the two streams of a chain."""
+
+    def __init__(self, split: nn.Module, x: Tensor):
+        self._split = split
+        self._strides = get_strides(x)
+
+    def advance(self, states: tuple[Tensor], out: None) -> tuple[Tensor, ...]:
+        streams: tuple[Tensor, ...] = self._split(*states)
+        return streams
+
+    def invert(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
+        return (restore_strides(cast(Any, self._split).inverse(*states), self._strides),)
 
 
 class _AdditionUpdate(_Update):

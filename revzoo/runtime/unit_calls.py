@@ -1,7 +1,7 @@
 """Report the calls of steps, layers and nodes in forward to whoever looks on.
 
-Hooks of the modules would not do: a layer may be called through `forward_keeping`, and an f made of layers layer by layer, unless
-it has hooks.
+Hooks of the modules would not do: a layer may be called through `forward_keeping`, and an f made of layers layer by layer,
+unless it has hooks.
 """
 
 from collections.abc import Iterator, Sequence
