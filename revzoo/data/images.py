@@ -104,6 +104,11 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
             f"Padding has to be smaller than an image. Received: data.augment.padding={options.augment.padding} for images of "
             f"{height}x{width} pixels."
         )
+    if (options.augment.cutout or 0) >= min(height, width):
+        raise DataError(
+            f"Cutout has to leave some of an image. Received: data.augment.cutout={options.augment.cutout} for images of "
+            f"{height}x{width} pixels."
+        )
     train.transform = _make_train_transform(options.augment, (height, width), mean, std)
     crop_pct = options.augment.crop_pct or (1.0 if options.name in _CIFAR else 0.875)
     plain: dict[str, Any] = {"interpolation": "bicubic", "crop_pct": crop_pct, "mean": mean, "std": std}
@@ -115,12 +120,15 @@ def _make_train_transform(
     augment: AugmentOptions, size: tuple[int, int], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> transforms.Compose:
     """Return timm's training transform; with `padding`, its random resized crop is replaced by a crop of the padded image."""
-    arguments = {f.name: getattr(augment, f.name) for f in fields(augment) if f.name not in ("padding", "crop_pct")}
+    arguments = {f.name: getattr(augment, f.name) for f in fields(augment) if f.name not in ("padding", "crop_pct", "cutout")}
     arguments |= {"mean": mean, "std": std}
     shape, policy, final = create_transform(size, is_training=True, separate=True, **arguments)
     if augment.padding is not None:
         crop = transforms.RandomCrop(size, padding=augment.padding)
         shape = transforms.Compose([crop, *shape.transforms[1:]])
+    if augment.cutout is not None:
+        share = augment.cutout**2 / (size[0] * size[1])
+        final = transforms.Compose([final, transforms.RandomErasing(p=1.0, scale=(share, share), ratio=(1.0, 1.0))])
     return transforms.Compose([shape, policy, final])
 
 

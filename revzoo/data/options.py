@@ -18,10 +18,11 @@ TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.na
 
 @dataclass(frozen=True)
 class AugmentOptions:
-    """How images are augmented and normalised: arguments of timm's `create_transform`, and `padding`.
+    """How images are augmented and normalised: arguments of timm's `create_transform`, `padding` and `cutout`.
 
     Args:
         padding: pad the image by this many pixels on each side and crop it at random; None: timm's random resized crop.
+        cutout: side of a square that is erased at a random place, after normalisation [pixels]; None: nothing is.
         mean: subtracted from each channel; None: that of the data set where known, else ImageNet's.
         std: each channel is divided by it; None: as for `mean`.
     """
@@ -34,6 +35,7 @@ class AugmentOptions:
     color_jitter: NonNegativeFloat | None = 0.4
     auto_augment: str | None = None
     interpolation: Literal["random", "nearest", "bilinear", "bicubic"] = "bicubic"
+    cutout: PositiveInt | None = None
     re_prob: Probability = 0.0
     re_mode: Literal["const", "rand", "pixel"] = "pixel"
     re_count: PositiveInt = 1

@@ -313,7 +313,7 @@ class Model(nn.Module):
     def _split(
         self, layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None
     ) -> tuple[tuple[Tensor, ...], InvertedSegment | None]:
-        """Run the layers before the split, and split; return the streams, and the layers' segment if a chain can go on with it."""
+        """Run the layers before the split, and split; return the streams, and a segment that a chain can go on with, if any."""
         if not layers or self.exact or self.coupling.is_exact or not hasattr(self.split, "inverse"):
             return self.split(run_layers(layers, x, lookahead=lookahead) if layers else x), None
         x, recording = run_layers_before(layers, x, lookahead=lookahead)

@@ -77,9 +77,12 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """The learning-rate schedule: arguments of timm's `create_scheduler_v2`. Stepped once per update."""
+    """The learning-rate schedule: arguments of timm's `create_scheduler_v2`. Stepped once per update.
 
-    sched: Literal["cosine", "multistep", "step", "poly", "constant"] = "cosine"
+    `linear` falls in a straight line from the end of the warm-up to `min_lr`.
+    """
+
+    sched: Literal["cosine", "linear", "multistep", "step", "poly", "constant"] = "cosine"
     warmup_epochs: NonNegativeInt = 0
     warmup_lr: NonNegativeFloat = 0.0
     min_lr: NonNegativeFloat = 0.0

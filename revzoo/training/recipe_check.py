@@ -20,6 +20,7 @@ _UNREAD_BY_DATA = {
 # Options of `schedule`, besides warm-up, that a learning-rate schedule reads.
 _READ_BY_SCHEDULE = {
     "cosine": {"min_lr"},
+    "linear": {"min_lr"},
     "multistep": {"decay_milestones", "decay_rate"},
     "step": {"decay_epochs", "decay_rate"},
     "poly": {"min_lr", "decay_rate"},

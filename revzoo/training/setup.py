@@ -262,12 +262,17 @@ def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_pe
     name = options.sched
     if name == "constant":  # which timm has since 1.0.30, and makes of the same steps
         name, decay = "step", {"decay_epochs": 1, "decay_rate": 1.0}
+    epochs, starts_after_warm_up = recipe.train.epochs, False
+    if name == "linear":
+        name, decay, starts_after_warm_up = "poly", {"decay_rate": 1.0}, True
+        epochs -= options.warmup_epochs
     arguments: dict[str, Any] = {key: value for key, value in decay.items() if value is not None}
     scheduler, _ = create_scheduler_v2(
         optimizer,
         name,
-        num_epochs=recipe.train.epochs,
+        num_epochs=epochs,
         warmup_epochs=options.warmup_epochs,
+        warmup_prefix=starts_after_warm_up,
         warmup_lr=options.warmup_lr,
         min_lr=options.min_lr,
         decay_milestones=list(options.decay_milestones),

@@ -1,6 +1,7 @@
 """Transitions change width or size of both streams between stages. One file per transition, named after it."""
 
 from revzoo.parts.transitions import (
+    downsampling_block,
     fuse_merge_split,
     fuse_pool_split,
     multiscale_block,
@@ -10,6 +11,7 @@ from revzoo.parts.transitions import (
 )
 
 __all__ = [
+    "downsampling_block",
     "fuse_merge_split",
     "fuse_pool_split",
     "multiscale_block",
