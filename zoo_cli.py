@@ -9,7 +9,7 @@ from typing import cast
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError
 
-COMMANDS = ("list", "show", "profile", "plan", "convert", "export", "train", "eval", "verify", "bench", "tokenizer")
+COMMANDS = ("list", "show", "profile", "plan", "convert", "export", "train", "eval", "verify", "numerics", "bench", "tokenizer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from revzoo.analysis.memory_report import MemoryReport, measure_memory
+    from revzoo.analysis.numerics import NumericsReport, measure_numerics
     from revzoo.analysis.verify import VerifyReport, verify
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
@@ -25,6 +26,7 @@ _HOMES = {
     "ConvertReport": "revzoo.conversion.report",
     "MemoryReport": "revzoo.analysis.memory_report",
     "Model": "revzoo.model.network",
+    "NumericsReport": "revzoo.analysis.numerics",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profiling.profile",
     "Spec": "revzoo.spec",
@@ -37,6 +39,7 @@ _HOMES = {
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.memory_report",
+    "measure_numerics": "revzoo.analysis.numerics",
     "plan": "revzoo.planning.planner",
     "profile": "revzoo.planning.profiling.profile",
     "solve": "revzoo.planning.planner",
@@ -47,6 +50,7 @@ __all__ = [
     "ConvertReport",
     "MemoryReport",
     "Model",
+    "NumericsReport",
     "Plan",
     "Profile",
     "Spec",
@@ -59,6 +63,7 @@ __all__ = [
     "list_models",
     "load_spec",
     "measure_memory",
+    "measure_numerics",
     "plan",
     "profile",
     "solve",

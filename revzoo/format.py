@@ -1,6 +1,6 @@
 """Format bytes, FLOPs, counts, seconds, shapes, dtypes and losses for people to read."""
 
-from math import log
+from math import inf, log
 
 BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -35,6 +35,11 @@ def format_seconds(seconds: float) -> str:
         if seconds * scale >= 0.9995:
             return f"{seconds * scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def format_ratio(ratio: float) -> str:
+    """Return a ratio of any size to two digits, such as "0.15", "83" or "3e+11"; "exact" for an infinite one."""
+    return "exact" if ratio == inf else f"{ratio:.2g}" if ratio < 1000 else f"{ratio:.0e}"
 
 
 def format_shape(shape: tuple[int, ...] | None) -> str:

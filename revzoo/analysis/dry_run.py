@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
+from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.schedule import Mode
 
@@ -110,9 +111,9 @@ def select_differentiable(outputs: Any) -> list[Tensor]:
     return tensors
 
 
-def find_chains(model: nn.Module) -> dict[str, Model | ReversibleChain]:
+def find_chains(model: nn.Module) -> dict[str, Model | ReversibleChain | LayerChain]:
     """Return every module with a schedule, by the prefix of its parameters' names ("" if it is the model itself)."""
-    chains = {name: m for name, m in model.named_modules() if isinstance(m, Model | ReversibleChain)}
+    chains = {name: m for name, m in model.named_modules() if isinstance(m, Model | ReversibleChain | LayerChain)}
     return {f"{name}." if name else "": chain for name, chain in chains.items()}
 
 

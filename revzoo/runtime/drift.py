@@ -27,7 +27,7 @@ _reported: set[tuple[Any, ...]] = set()  # chains already warned about, as `warn
 
 @contextmanager
 def ignore_error_growth() -> Iterator[None]:
-    """Allow runs of inverted steps of any length, for counting bytes and FLOPs, where rounding does not matter."""
+    """Allow runs of inverted steps of any length without a word, for counting bytes, and for measuring what rounding does."""
     token = _checks_growth.set(False)
     try:
         yield
@@ -91,10 +91,12 @@ class Rounding:
 
     Args:
         dtype: dtype of the streams.
+    Attributes:
+        error: of the states rebuilt so far, without the margins.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._error = 0.0
+        self.error = 0.0
         self._finest = torch.finfo(dtype).eps
         self._least_tolerance = 3 * math.sqrt(self._finest)
 
@@ -105,13 +107,13 @@ class Rounding:
             spacing: relative spacing of the coarsest numbers that f computes with.
             b: the coupling's coefficient.
         """
-        self._error = max(self._finest, self._error, math.sqrt(self._error * spacing)) / min(1.0, abs(b))
+        self.error = max(self._finest, self.error, math.sqrt(self.error * spacing)) / min(1.0, abs(b))
         return max(self._least_tolerance, self.explained)
 
     @property
     def explained(self) -> float:
         """The relative error that rounding explains, without the least tolerance."""
-        return 32 * self._error
+        return 32 * self.error
 
 
 class Noise:
@@ -178,8 +180,8 @@ class Drift:
 
     @property
     def is_due(self) -> bool:
-        """Whether steps are inverted and this chain has not been warned about."""
-        return self._steps > 0 and self._key not in _reported
+        """Whether steps are inverted, and this chain has not been warned about but may be."""
+        return self._steps > 0 and self._key not in _reported and _checks_growth.get()
 
     @torch.no_grad()
     def add(self, previous: Tensor, rebuilt: Tensor) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.drift import Rounding
+from revzoo.runtime.observation import Comparison, note_state
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
@@ -123,11 +124,13 @@ class _Item(NamedTuple):
         update: how it changes the states.
         call: the call of the step's f, or of the layer; a bijection has none.
         fingerprint: of the state that its inversion rebuilds.
+        show: what to call with this state when it has been rebuilt.
     """
 
     update: Update
     call: RecordedCall | None
     fingerprint: Fingerprint | None
+    show: Comparison | None
 
 
 class InvertedSegment:
@@ -179,7 +182,7 @@ class InvertedSegment:
             call: the call of the step's f, or of the layer.
             before: the states in front of it.
         """
-        fingerprint = None
+        fingerprint = show = None
         if call is not None:
             call.place = len(self._items)
             if self._first is None:
@@ -187,7 +190,8 @@ class InvertedSegment:
             # The state before the first step is not rebuilt.
             if (update.inverts_first or call.place > self._first) and is_watching():
                 fingerprint = take_fingerprint(before[0], bits=self._exact)
-        self._items.append(_Item(update, call, fingerprint))
+            show = note_state(call.name, before[0])
+        self._items.append(_Item(update, call, fingerprint, show))
 
     def end(self, states: States) -> None:
         """Keep the states after the last item, from which recovery will start."""
@@ -245,7 +249,7 @@ class InvertedSegment:
         self._in_use = [*still_in_use, call]
 
     def _invert(self, refill: bool) -> None:
-        update, call, fingerprint = self._items[self._at - 1]
+        update, call, fingerprint, show = self._items[self._at - 1]
         states = self._states()
         if call is None:
             self._move(update.invert(states, None), -1)
@@ -265,6 +269,8 @@ class InvertedSegment:
         except RecoveryError:
             self.free_states()
             raise
+        if show is not None:
+            show(rebuilt[0], self._predicted_error)
         if update.inverts_first and refill:
             output = states[-1]
             del states
@@ -283,6 +289,11 @@ class InvertedSegment:
             self._watch.compare(call.name, fingerprint, rebuilt, tolerance, self._explained, of_layer=update.inverts_first)
 
     @property
+    def _predicted_error(self) -> float | Tensor:
+        """The relative error that rounding is predicted to leave in the present states."""
+        return 0.0 if self._rounding is None else self._growth * self._rounding.error
+
+    @property
     def _explained(self) -> float | Tensor:
         """The relative error that rounding explains in the present states because layers amplify it; 0 without layers."""
         if self._rounding is None or (not isinstance(self._growth, Tensor) and self._growth == 1):
@@ -290,7 +301,7 @@ class InvertedSegment:
         return self._growth * self._rounding.explained
 
     def _advance(self) -> None:
-        update, call, _ = self._items[self._at]
+        update, call, *_ = self._items[self._at]
         states = self._states()
         out = None if call is None else call.run_again(states[update.reads], refill=False)
         self._growth = self._growth / update.growth

@@ -1,0 +1,337 @@
+"""Measure what rounding does to rebuilt activations and gradients, and how much the inverse of each layer amplifies noise.
+
+Inversion gives each state once more, with an error. Three figures say how much it matters:
+
+    signal-to-noise ratio    mean square of a state over that of the error of the rebuilt one. Below about 100 the error is a
+                             tenth of the state.
+    alpha of a layer         the factor by which its inverse changes this ratio, measured: noise of known size is added to the
+                             output, which is then inverted. Below 1 noise is amplified.
+    angle                    between the gradients of all parameters, rebuilt and stored [degrees]
+
+Source: ratio and alpha are those of Hascoet et al. 2023, section 4.1; the angle is that of Gomez et al. 2017, figure 4.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+
+from revzoo.analysis.dry_run import call, find_chains, isolated, preserve_schedules, require_module, select_differentiable
+from revzoo.bijection import Bijection
+from revzoo.errors import InputError
+from revzoo.format import format_ratio
+from revzoo.invertible import InvertibleLayer
+from revzoo.runtime.drift import ignore_error_growth
+from revzoo.runtime.layer_chain import LayerChain
+from revzoo.runtime.layerwise import Layer, expand, find_layers
+from revzoo.runtime.observation import Comparison, observe_states
+from revzoo.runtime.schedule import Mode
+from revzoo.runtime.tripwire import set_tripwire
+
+Loss = Callable[[Any], Tensor]
+TargetLoss = Callable[[Any, Tensor], Tensor]
+Gradients = dict[str, Tensor | None]
+
+# Size of the noise that is added, relative to the output. So small that few elements of a LeakyReLU change their sign, and in
+# float64 so large that rounding does not count.
+_NOISE = 1e-5
+
+
+@dataclass(frozen=True)
+class RebuiltState:
+    """A state of forward and what inversion made of it.
+
+    Args:
+        name: of the step or layer whose inversion gave it. It is the state in front of it, the older one of a pair.
+        of_layer: whether it is the input of a layer that is inverted by itself, or half of it, and not a state between steps.
+        signal: mean square of the state.
+        noise: mean square of the error; 0 where every bit was rebuilt.
+        predicted_snr: signal-to-noise ratio expected from the spacing of numbers, the couplings and the formulas of the layers'
+            alpha; infinite in exact arithmetic.
+    """
+
+    name: str
+    of_layer: bool
+    signal: float
+    noise: float
+    predicted_snr: float
+
+    @property
+    def snr(self) -> float:
+        """The signal-to-noise ratio; infinite where every bit was rebuilt, 0 where the rebuilt state is not finite."""
+        if self.noise == 0:
+            return math.inf
+        return self.signal / self.noise if math.isfinite(self.noise) else 0.0
+
+
+@dataclass(frozen=True)
+class LayerAlpha:
+    """How the inverse of a layer changes the signal-to-noise ratio, in the network and on the batch that were measured.
+
+    Args:
+        name: path of the layer.
+        kind: its class.
+        measured: the ratio of its rebuilt input over that of its output.
+        formula: the same from the layer's `alpha`, which assumes inputs of a certain kind; None if it has none.
+    """
+
+    name: str
+    kind: str
+    measured: float
+    formula: float | None
+
+
+@dataclass(frozen=True)
+class NumericsReport:
+    """What rounding does to the activations and gradients of one model on one batch.
+
+    Args:
+        states: rebuilt states, in the order of forward.
+        layers: layers with an inverse, in the order of forward.
+        angle: between the gradients with this schedule and those of storing everything [degrees]; NaN if some are not finite.
+    """
+
+    states: tuple[RebuiltState, ...]
+    layers: tuple[LayerAlpha, ...]
+    angle: float
+
+    @property
+    def worst(self) -> RebuiltState | None:
+        """The state with the lowest signal-to-noise ratio; None if nothing was rebuilt."""
+        return min(self.states, key=lambda state: state.snr, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON, which has no infinite numbers: they are None."""
+        states = [asdict(state) | {"snr": state.snr} for state in self.states]
+        rows = {"states": states, "layers": [asdict(layer) for layer in self.layers]}
+        plain: dict[str, Any] = {key: [_drop_infinite(row) for row in each] for key, each in rows.items()}
+        return plain | _drop_infinite({"angle": self.angle})
+
+    def __str__(self) -> str:
+        if self.worst is None:
+            return "Nothing was rebuilt: no step or layer of the schedule is inverted."
+        if math.isinf(self.worst.snr):
+            return f"{len(self.states)} states rebuilt, bit for bit."
+        return (
+            f"{len(self.states)} states rebuilt, with a signal-to-noise ratio of {format_ratio(self.worst.snr)} at least (in "
+            f"front of {self.worst.name}). The gradients are turned by {self.angle:.2g} degrees against those of storing "
+            "everything."
+        )
+
+
+@dataclass(frozen=True)
+class TrainingPoint:
+    """What rounding does to the gradient of one update of a training.
+
+    Args:
+        update: number of updates before it.
+        loss: of its batch.
+        snr: the lowest signal-to-noise ratio of a rebuilt state; infinite if every bit was rebuilt.
+        angle: between the gradients with the model's schedule and those of storing everything [degrees].
+    """
+
+    update: int
+    loss: float
+    snr: float
+    angle: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON, which has no infinite numbers: they are None."""
+        return _drop_infinite(asdict(self))
+
+
+def measure_numerics(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> NumericsReport:
+    """Measure the errors of everything that the model rebuilds in one backward, and alpha of its layers.
+
+    Arithmetic is that around the call: float32, autocast, half precision or exact. No error is raised and no warning given for
+    what rounding does: it is what is measured. Afterwards the model is as before.
+
+    Args:
+        model: a `revzoo.Model`, a chain, or any module with chains inside, as it is to be trained.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        loss: of the model's outputs; None is a sum with random weights.
+    Raises:
+        InputError: the model is no module, or has no chain inside; the batch has no tensor or no example; nothing requires a
+            gradient; or the parameters have no values (meta, FakeTensor).
+    Cost: time of two training steps and one forward; memory of a training step that stores everything, and of a copy of the
+        states that are rebuilt, or of the inputs of the layers with an inverse.
+    """
+    require_module(model)
+    if not find_chains(model):
+        raise InputError(f"There is no revzoo.Model, ReversibleChain or LayerChain in this {type(model).__name__} to measure.")
+    if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):
+        raise InputError("Rounding errors can be measured where parameters have values. Received: meta or fake parameters.")
+    recorder = _StateRecorder(model)
+    stored = _compute_gradients(model, batch, loss or _sum_with_random_weights, "store")
+    rebuilt = _compute_gradients(model, batch, loss or _sum_with_random_weights, recorder=recorder)
+    return NumericsReport(tuple(recorder.list_rebuilt()), tuple(_measure_layers(model, batch)), measure_angle(rebuilt, stored))
+
+
+def follow_training(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], optimizer: Optimizer, loss: TargetLoss, every: int
+) -> Iterator[TrainingPoint]:
+    """Train the model, and measure the gradient of every `every`-th update before it.
+
+    Args:
+        model: to be trained, with its schedule.
+        batches: inputs and targets, one for each update.
+        optimizer: of the model's parameters.
+        loss: of outputs and targets.
+        every: n of "every n-th update".
+    """
+    for update, (x, targets) in enumerate(batches):
+        point = None
+        if update % every == 0:
+            point = measure_numerics(model, x, loss=partial(_apply_loss, loss, targets))
+        value = loss(call(model, x), targets)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if point is not None:
+            snr = math.inf if point.worst is None else point.worst.snr
+            yield TrainingPoint(update, float(value.detach()), snr, point.angle)
+
+
+@torch.no_grad()
+def measure_angle(gradients: Gradients, others: Gradients) -> float:
+    """Return the angle between two sets of gradients, each taken as one vector [degrees]; NaN if one is 0 or not finite.
+
+    A missing gradient is 0.
+    """
+    names = [name for name, g in gradients.items() if g is not None or others[name] is not None]
+    pairs = [(gradients[name], others[name]) for name in names]
+
+    def norm(combine: Callable[[Tensor, Tensor], Tensor]) -> float:
+        zero = torch.zeros((), dtype=torch.float64)
+        parts = [combine(*(zero if g is None else g.double() for g in pair)) for pair in pairs]
+        return math.hypot(*(float(part.norm()) for part in parts))
+
+    size, other = norm(lambda g, _: g), norm(lambda _, h: h)
+    if not (0 < size < math.inf and 0 < other < math.inf):
+        return math.nan
+    # Unlike the arc cosine, this is accurate for small angles.
+    return math.degrees(2 * math.atan2(norm(lambda g, h: g / size - h / other), norm(lambda g, h: g / size + h / other)))
+
+
+@torch.no_grad()
+def measure_alpha(layer: InvertibleLayer, x: Tensor) -> tuple[float, float | None]:
+    """Return by which factor a layer's inverse changes the signal-to-noise ratio: measured on x, and from its `alpha`.
+
+    Computed in float64 on a copy of the layer, with noise that is the same in all elements.
+
+    Args:
+        layer: to be measured; None is returned for the formula if it has none.
+        x: the layer's input.
+    """
+    module, x = copy.deepcopy(cast(nn.Module, layer)).double(), x.detach().double()
+    keep = getattr(module, "forward_keeping", None)
+    y, *kept = (module(x),) if keep is None else keep(x)
+    inverse: Callable[..., Tensor] = cast(Any, module).inverse
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(y.shape, generator=generator, dtype=y.dtype).to(y.device) * (_NOISE * y.square().mean().sqrt())
+    error = inverse(y + noise, *kept) - inverse(y, *kept)
+    ratio = (x.square().sum() / error.square().sum()) / (y.square().sum() / noise.square().sum())
+    if isinstance(module, Bijection):
+        return float(ratio), 1.0
+    formula = getattr(module, "alpha", None)
+    return float(ratio), None if formula is None else float(formula(*kept))
+
+
+class _StateRecorder:
+    """Copy the states of forward, and compare those that inversion gives with them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layouts = (chain.layout() for chain in find_chains(model).values())
+        self._steps = {entry.name for layout in layouts for entry in layout if entry.kind == "step"}
+        self._count = 0
+        self._rebuilt: dict[int, RebuiltState] = {}
+
+    def list_rebuilt(self) -> list[RebuiltState]:
+        """Return the states that were rebuilt, in the order of forward."""
+        return [self._rebuilt[i] for i in sorted(self._rebuilt)]
+
+    def note(self, name: str, state: Tensor) -> Comparison:
+        self._count += 1
+        return partial(self._compare, self._count, name, state.clone())
+
+    def _compare(self, index: int, name: str, state: Tensor, rebuilt: Tensor, predicted_error: float | Tensor) -> None:
+        signal, noise = (float(x.square().mean()) for x in (state.double(), rebuilt.double() - state.double()))
+        error = float(predicted_error)
+        self._rebuilt[index] = RebuiltState(
+            name,
+            of_layer=name not in self._steps,
+            signal=signal,
+            noise=noise if math.isfinite(noise) else math.inf,
+            predicted_snr=error**-2 if error else math.inf,
+        )
+
+
+def _compute_gradients(
+    model: nn.Module, batch: Any, loss: Loss, mode: Mode | None = None, recorder: _StateRecorder | None = None
+) -> Gradients:
+    """Return the gradients of the loss; every call draws the same random numbers."""
+    with isolated(model, batch) as inputs, preserve_schedules(model) as assign, set_tripwire(False), ignore_error_growth():
+        if mode is not None:
+            assign(mode)
+        with nullcontext() if recorder is None else observe_states(recorder.note):
+            outputs = call(model, inputs)
+        loss(outputs).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _sum_with_random_weights(outputs: Any) -> Tensor:
+    rng = torch.Generator().manual_seed(0)  # a constant gradient would vanish in a norm before the output
+    parts = [(y * torch.randn(y.shape, generator=rng).to(y)).sum() for y in select_differentiable(outputs)]
+    return sum(parts[1:], parts[0])
+
+
+def _apply_loss(loss: TargetLoss, targets: Tensor, outputs: Any) -> Tensor:
+    return loss(outputs, targets)
+
+
+def _measure_layers(model: nn.Module, batch: Any) -> Iterator[LayerAlpha]:
+    """Yield alpha of every layer with an inverse, on what its first call in one forward gets."""
+    inputs: dict[str, tuple[nn.Module, Tensor]] = {}
+
+    def note(name: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if name not in inputs:
+            inputs[name] = layer, args[0].detach().clone()
+
+    with isolated(model, batch) as example, torch.no_grad():
+        hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in _find_invertible(model)]
+        try:
+            call(model, example)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    for name, (layer, x) in inputs.items():
+        measured, formula = measure_alpha(cast(InvertibleLayer, layer), x)
+        yield LayerAlpha(name, type(layer).__name__, measured, formula)
+
+
+def _find_invertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of every layer and bijection that the runtime can invert."""
+    for prefix, chain in find_chains(model).items():
+        for entry in chain.layout():
+            if isinstance(entry.module, Bijection):
+                yield f"{prefix}{entry.name}", entry.module
+            elif entry.kind == "step":
+                for layer in find_layers(entry.module) or ():
+                    if layer.is_inverted:
+                        yield f"{prefix}{entry.name}.{layer.name}", layer.module
+            elif isinstance(chain, LayerChain):
+                for layer in expand([Layer(entry.module, entry.name, "invert")]):
+                    if layer.is_inverted:
+                        yield f"{prefix}{layer.name}", layer.module
+
+
+def _drop_infinite(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
