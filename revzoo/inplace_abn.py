@@ -1,0 +1,410 @@
+"""BatchNorm and activation as one layer that keeps its output alone: in-place activated BatchNorm (ABN).
+
+A BatchNorm keeps its input x for backward, and the convolution after the activation keeps the activation's output y: two tensors
+of one size. Where the activation can be undone, y is enough. From it, backward rebuilds what BatchNorm needs:
+
+    y = act(z + shortcut),  z = weight * xhat + bias    =>    z = act^-1(y) - shortcut,  xhat = (z - bias) / weight
+
+The shortcut is 0, or what a residual block adds before its activation. It is the output of another layer, kept by a convolution.
+So x is freed as soon as nobody else holds it; a convolution does not keep its output. "In place" is meant in this sense:
+no tensor is overwritten that somebody else could read.
+
+The function is that of BatchNorm and activation, also where a weight is negative or 0. Where a weight is so small that xhat
+would drown in the rounding of z, or ELU has flattened z, the normalised input of that channel is kept (`_find_weak_channels`).
+This reads numbers on the host, so a GPU waits once per call.
+
+Backward takes one new tensor of the size of x, and temporaries of a `_CHUNKS`-th of it.
+
+Source: Rota Bulo et al. 2018, "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", section 3. Differs from it:
+there the scale is |weight| + eps, which changes the function of trained weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import log, sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.jit._trace import is_tracing
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+
+from revzoo.errors import InputError
+
+_CHUNKS = 16
+_TOLERANCE = 1e-4  # of xhat, where the dtype allows it
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of single elements that can be undone.
+
+    Args:
+        name: leaky_relu, elu or identity.
+        slope: of leaky ReLU's negative side; for ELU its alpha; both > 0.
+    Raises:
+        InputError: a slope <= 0, which cannot be undone.
+    """
+
+    name: Literal["leaky_relu", "elu", "identity"]
+    slope: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in ("leaky_relu", "elu", "identity"):
+            raise InputError(f"The activation is leaky_relu, elu or identity. Received: {self.name!r}.")
+        if not self.slope > 0:
+            raise InputError(
+                f"An activation with a slope <= 0 cannot be undone. Received: {self.name} with {self.slope}. Use 0.01, or "
+                "nn.BatchNorm2d and the activation as two layers."
+            )
+
+    def __call__(self, z: Tensor, inplace: bool = False) -> Tensor:
+        """Return act(z)."""
+        if self.name == "leaky_relu":
+            return F.leaky_relu(z, self.slope, inplace)
+        return F.elu(z, self.slope, inplace) if self.name == "elu" else z
+
+    def undo(self, y: Tensor) -> Tensor:
+        """Return z in new memory."""
+        if self.name == "leaky_relu":
+            return F.leaky_relu(y, 1 / self.slope)
+        if self.name == "elu":
+            negative = (y / self.slope).clamp_(torch.finfo(y.dtype).eps - 1, 0).log1p_()
+            return negative.add_(y.clamp(min=0))
+        return y.clone()
+
+    def differentiate(self, gradient: Tensor, y: Tensor) -> Tensor:
+        """Return the gradient of z in new memory; of identity, the gradient itself."""
+        if self.name == "leaky_relu":
+            return torch.ops.aten.leaky_relu_backward(gradient, y, self.slope, True)
+        if self.name == "elu":
+            return torch.ops.aten.elu_backward(gradient, self.slope, 1, 1, True, y)
+        return gradient
+
+    def find_lost(self, z: Tensor) -> Tensor | None:
+        """Return for each channel whether half of the digits of some z are lost in y; None if they never are."""
+        if self.name != "elu":
+            return None
+        return z.amin(_all_but_channels(z)) < -log(2 / sqrt(torch.finfo(z.dtype).eps))
+
+    def alpha(self) -> float:
+        """Return how undoing changes the ratio of signal to noise where half of the elements are negative (of ELU: 1)."""
+        n = self.slope**2 if self.name == "leaky_relu" else 1.0
+        return 4 / ((1 + n) * (1 + 1 / n))
+
+
+@dataclass
+class Normalised:
+    """What BatchNorm makes of a batch, as `activate` needs it.
+
+    Args:
+        z: the output of BatchNorm plus shortcut, outside of autograd. It becomes the output of the activation.
+        mean: of each channel of x.
+        inverse_deviation: 1 / sqrt(var + eps) of each channel of x.
+        activation: what is computed of z.
+        inplace: whether the memory of z may be overwritten.
+        layer: the BatchNorm, for whoever reads the graph.
+        weak: the channels whose xhat is kept, and this xhat; found by `activate`.
+    """
+
+    z: Tensor
+    mean: Tensor
+    inverse_deviation: Tensor
+    activation: Activation
+    inplace: bool
+    layer: nn.Module
+    weak: tuple[Tensor, ...] = field(default=(), init=False)
+
+
+class InPlaceABN2d(_NormBase):
+    """BatchNorm and activation, y = act(weight (x - mean) / sqrt(var + eps) + bias), keeping y alone for backward.
+
+    Use it where y is kept anyway, that is before a convolution. Parameters, buffers and state-dict keys are those of
+    `nn.BatchNorm2d`, and so is the function, in training and in eval mode. It is not a `torch.nn.BatchNorm2d`, so that nothing
+    takes it for one: `convert_sync_batchnorm` would drop the activation. What a compiled model keeps is up to the compiler.
+
+    Shapes: x: (B, C, H, W); returns the same.
+    Args:
+        channels: C.
+        activation: leaky_relu, elu or identity. ReLU cannot be undone.
+        slope: of leaky_relu's negative side, or the alpha of elu, > 0.
+        eps: added to the variance.
+        momentum: weight of the batch in the running statistics; None averages over all batches.
+        affine: whether there are weight and bias.
+        track_running_stats: whether there are running statistics. Without them eval mode takes the batch's.
+    Raises:
+        InputError: an activation that cannot be undone, one value per channel; in backward, create_graph=True.
+    Source: Rota Bulo et al. 2018, "In-Place Activated BatchNorm", figure 2d.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        activation: Literal["leaky_relu", "elu", "identity"] = "leaky_relu",
+        slope: float = 0.01,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ):
+        super().__init__(channels, eps, momentum, affine, track_running_stats)
+        self.activation = Activation(activation, slope)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if can_keep_output(self, x):
+            return self._activate(x)[0]
+        statistics, momentum = _begin_batch(self)
+        z = F.batch_norm(x, *statistics, self.weight, self.bias, uses_batch(self), momentum, self.eps)
+        return self.activation(z)
+
+    def forward_keeping(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return y, mean and 1 / sqrt(var + eps) of each channel, and the channels whose normalised input is kept, with it."""
+        if not uses_batch(self):
+            raise InputError(
+                "BatchNorm in eval mode does not use the statistics of the batch, and its input is not rebuilt. Call "
+                "model.train(), use torch.no_grad() for inference, or set the schedule of this layer or step to 'store'."
+            )
+        y, normalised = self._activate(x)
+        return y, normalised.mean, normalised.inverse_deviation, *normalised.weak
+
+    @torch.no_grad()
+    def inverse(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor, *weak: Tensor) -> Tensor:
+        """Return x from y and what `forward_keeping` returns behind it."""
+        x = self.activation.undo(y)
+        factor = inverse_deviation.reciprocal()
+        shift = mean
+        if self.weight is not None:
+            factor = factor / self.weight
+            shift = mean - self.bias * factor
+        x = torch.addcmul(_spread(shift, x), x, _spread(factor, x), out=x)
+        if weak:
+            channels, xhat = weak
+            kept = torch.addcmul(_spread(mean[channels], x), xhat, _spread(inverse_deviation[channels].reciprocal(), x))
+            x.index_copy_(1, channels, kept.to(x.dtype))
+        return x
+
+    def alpha(self, mean: Tensor, inverse_deviation: Tensor, *weak: Tensor) -> Tensor:
+        """Return the product of BatchNorm's alpha, as of `InvertibleBatchNorm2d`, and that of the activation.
+
+        Channels whose normalised input is kept bring no noise.
+        """
+        variance = inverse_deviation.square().reciprocal()
+        square, bias = torch.ones_like(variance), torch.zeros_like(variance)
+        if self.weight is not None:
+            square, bias = self.weight.detach().square(), self.bias.detach()
+        noise = variance / square
+        if weak:
+            noise = noise.index_fill(0, weak[0], 0.0)
+        signals = (variance + mean.square()).sum() / (square + bias.square()).sum()
+        return self.num_features * signals / noise.sum() * self.activation.alpha()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation.name}, slope={self.activation.slope:g}"
+
+    def _activate(self, x: Tensor) -> tuple[Tensor, Normalised]:
+        with torch.no_grad():
+            z, mean, inverse_deviation = normalise(self, x)
+        normalised = Normalised(z, mean, inverse_deviation, self.activation, inplace=True, layer=self)
+        return activate(normalised, x, self.weight, self.bias), normalised
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+def uses_batch(layer: _NormBase) -> bool:
+    """Return whether a BatchNorm uses the statistics of the batch."""
+    return layer.training or layer.running_mean is None or layer.running_var is None
+
+
+def can_keep_output(layer: _NormBase, x: Tensor) -> bool:
+    """Return whether there will be a backward that can rebuild the input of a BatchNorm.
+
+    Not under compilers, tracers, transforms of torch.func and forward-mode derivatives.
+    """
+    if not (torch.is_grad_enabled() and uses_batch(layer)):
+        return False
+    if not (x.requires_grad or (layer.weight is not None and (layer.weight.requires_grad or layer.bias.requires_grad))):
+        return False
+    if torch.compiler.is_compiling() or is_tracing() or forward_ad._current_level >= 0:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def normalise(layer: _NormBase, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a BatchNorm's output, and mean and 1 / sqrt(var + eps) of each channel of the batch; move its statistics.
+
+    Raises:
+        InputError: one value per channel.
+    """
+    if x.numel() == x.size(1):
+        raise InputError(
+            f"BatchNorm needs more than one value per channel in training. Received: {tuple(x.shape)}. Use a larger batch, or "
+            "larger images."
+        )
+    statistics, momentum = _begin_batch(layer)
+    z, mean, inverse_deviation = torch.native_batch_norm(x, layer.weight, layer.bias, *statistics, True, momentum, layer.eps)
+    return z, mean, inverse_deviation
+
+
+def activate(
+    normalised: Normalised, x: Tensor, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None = None
+) -> Tensor:
+    """Return act(z) with the gradient of act(BatchNorm(x) + shortcut), keeping the result and the shortcut.
+
+    Args:
+        normalised: z and the statistics of x. `normalised.weak` is set.
+        x: input of BatchNorm, which is not kept.
+        weight: of BatchNorm.
+        bias: of BatchNorm.
+        shortcut: what z has beside BatchNorm's output, or None.
+    """
+    y: Tensor = _InPlaceABN.apply(x, shortcut, weight, bias, normalised)
+    return y
+
+
+class _InPlaceABN(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor | None, bias: Tensor | None, normalised: Normalised
+    ) -> Tensor:
+        activation, z = normalised.activation, normalised.z
+        channels = _find_weak_channels(normalised, weight, bias, shortcut)
+        if channels is not None:
+            xhat = x.index_select(1, channels)
+            xhat = (xhat - _spread(normalised.mean[channels], x)) * _spread(normalised.inverse_deviation[channels], x)
+            normalised.weak = (channels, xhat.to(x.dtype))
+        ctx.activation, ctx.layer = activation, normalised.layer
+        y = activation(z, normalised.inplace)
+        normalised.z = y
+        weak = normalised.weak or (None, None)
+        ctx.save_for_backward(y, shortcut, weight, bias, normalised.inverse_deviation, *weak)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "An in-place ABN has no second derivative: its input is gone. Received: create_graph=True. Use nn.BatchNorm2d "
+                "and the activation as two layers."
+            )
+        (gradient,) = gradients
+        y, shortcut, weight, bias, inverse_deviation, channels, xhat = ctx.saved_tensors
+        needs_x, needs_shortcut, *needs_parameters, _ = ctx.needs_input_grad
+        dz = ctx.activation.differentiate(gradient, y)
+        is_own = dz is not gradient and not needs_shortcut
+        del gradient, gradients
+        if not (needs_x or any(needs_parameters)):
+            return None, dz, None, None, None
+        own_dtype = None if weight is None else weight.dtype
+        dtype = torch.promote_types(inverse_deviation.dtype, torch.float32)
+        inverse_deviation = inverse_deviation.to(dtype)
+        weight = torch.ones_like(inverse_deviation) if weight is None else weight.to(dtype)
+        bias = torch.zeros_like(inverse_deviation) if bias is None else bias.to(dtype)
+        rebuild = _Rebuild(ctx.activation, weight, bias, channels, dtype)
+
+        # sums over everything but channels: of dz, which is the gradient of bias, and of dz xhat, that of weight
+        dims = _all_but_channels(y)
+        dbias = dz.sum(dims, dtype=dtype)
+        dweight = torch.zeros_like(dbias)
+        center = _spread(bias, y)
+        for dz_part, y_part, shortcut_part, xhat_part in _split(dz, y, shortcut, xhat):
+            z = rebuild(y_part, shortcut_part, xhat_part)
+            dweight += z.sub_(center).mul_(dz_part).sum(dims)
+        dweight /= weight
+        if channels is not None:
+            dweight[channels] = (dz.index_select(1, channels) * xhat.to(dtype)).sum(dims)
+
+        dx = None
+        if needs_x:
+            # dx = weight / deviation (dz - dbias / n - xhat dweight / n), where weight xhat = z - bias
+            dx = dz if is_own else torch.empty_like(dz)
+            n = y.numel() // y.size(1)
+            scale, slope = weight * inverse_deviation, -inverse_deviation * dweight / n
+            shift = -scale * dbias / n - slope * bias
+            scale, slope, shift = (_spread(each, y) for each in (scale, slope, shift))
+            for dx_part, dz_part, y_part, shortcut_part, xhat_part in _split(dx, dz, y, shortcut, xhat):
+                z = rebuild(y_part, shortcut_part, xhat_part)
+                z = torch.addcmul(shift, z, slope, out=z)
+                dx_part.copy_(z.addcmul_(dz_part, scale))
+        if own_dtype is None:
+            return dx, dz if needs_shortcut else None, None, None, None
+        return dx, dz if needs_shortcut else None, dweight.to(own_dtype), dbias.to(own_dtype), None
+
+
+@dataclass
+class _Rebuild:
+    """Rebuilds z in new memory from parts of y, of the shortcut, and of xhat of the weak channels."""
+
+    activation: Activation
+    weight: Tensor
+    bias: Tensor
+    channels: Tensor | None
+    dtype: torch.dtype
+
+    def __call__(self, y: Tensor, shortcut: Tensor | None, xhat: Tensor | None) -> Tensor:
+        z = self.activation.undo(y.to(self.dtype))
+        if shortcut is not None:
+            z -= shortcut
+        if self.channels is not None:
+            bias, weight = (_spread(each[self.channels], z) for each in (self.bias, self.weight))
+            z.index_copy_(1, self.channels, torch.addcmul(bias, xhat, weight))
+        return z
+
+
+def _find_weak_channels(
+    normalised: Normalised, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None
+) -> Tensor | None:
+    """Return the channels whose xhat cannot be rebuilt well enough; None if there are none.
+
+    Rounding of y, which is of the size of bias and shortcut, is divided by the weight. An error of xhat of `_TOLERANCE` is
+    allowed, or where the dtype is too coarse for that, one ulp for half a standard deviation, which the sums still average out.
+    """
+    z = normalised.z
+    if z.is_meta or isinstance(z, FakeTensor):
+        return None  # no numbers
+    is_weak = normalised.activation.find_lost(z)
+    if weight is not None and bias is not None:
+        size = 1 + bias.abs()
+        if shortcut is not None:
+            squares = torch.linalg.vector_norm(shortcut, dim=_all_but_channels(z), dtype=bias.dtype).square()
+            size += (squares / (z.numel() // z.size(1))).sqrt()
+        is_small = weight.abs() < max(2 * torch.finfo(z.dtype).eps, _TOLERANCE) * size
+        is_weak = is_small if is_weak is None else is_weak | is_small
+    if is_weak is None:
+        return None
+    channels = is_weak.nonzero().flatten()
+    return channels if channels.numel() else None
+
+
+def _begin_batch(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+    """Count a batch; return the running statistics that BatchNorm reads or moves, and its momentum, as `nn.BatchNorm2d` does."""
+    momentum = 0.0 if layer.momentum is None else layer.momentum
+    if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    if layer.training and not layer.track_running_stats:
+        return (None, None), momentum
+    return (layer.running_mean, layer.running_var), momentum
+
+
+def _split(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+    """Yield parts of tensors of the same batch and image size, along the batch or the height, whichever is larger."""
+    first = tensors[0]
+    dim = 0 if first.size(0) >= first.size(2) else 2
+    size = -(-first.size(dim) // _CHUNKS)
+    parts = [t.split(size, dim) if t is not None else None for t in tensors]
+    for i in range(len(parts[0])):
+        yield tuple(part[i] if part is not None else None for part in parts)
+
+
+def _spread(values: Tensor, x: Tensor) -> Tensor:
+    """Return values of channels in the shape that multiplies x."""
+    return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _all_but_channels(x: Tensor) -> tuple[int, ...]:
+    return (0, *range(2, x.dim()))
