@@ -10,7 +10,7 @@ from revzoo.bounds import PositiveFloat, PositiveInt, Rate, UnitInterval
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.linear_head import LinearHead
-from revzoo.parts.layers.norm import build_token_norm
+from revzoo.parts.layers.norm import build_leaky_norm, build_token_norm
 from revzoo.registry import heads
 
 
@@ -26,11 +26,13 @@ class PooledLinear(LinearHead):
         pool: `mean` or `max` over everything but batch and channels, or the `first` token, which is the class token.
         class_token: whether the first token is a class token, which `mean` and `max` leave out.
         dropout: probability of dropping a pooled feature, in [0, 1).
-        norm: norm before pooling: `batch_norm` (with ReLU), for images, or `none`.
+        norm: norm before pooling: `batch_norm` (with ReLU), `leaky_batch_norm` or `in_place_abn` (with leaky ReLU, the second
+            keeping less), for images, or `none`.
         fc_norm: norm after pooling, named as in timm, or `none`.
         momentum: momentum of BatchNorm's running statistics.
         bias: whether the linear layer has one.
         scale: factor of the logits.
+        slope: of leaky ReLU's negative side.
     """
 
     def __init__(
@@ -41,23 +43,28 @@ class PooledLinear(LinearHead):
         pool: Literal["mean", "max", "first"] = "mean",
         class_token: bool = False,
         dropout: Rate = 0.0,
-        norm: Literal["batch_norm", "none"] = "none",
+        norm: Literal["batch_norm", "leaky_batch_norm", "in_place_abn", "none"] = "none",
         fc_norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "none",
         momentum: UnitInterval = 0.1,
         bias: bool = True,
         scale: PositiveFloat = 1.0,
+        slope: PositiveFloat = 0.01,
     ):
         super().__init__("linear")
         kind, width = context.shape.kind, context.shape.width
-        if norm == "batch_norm" and kind != "image":
-            raise PartArgumentError("norm", norm, "none, or batch_norm for images; tokens are normed by the fuse")
+        if norm != "none" and kind != "image":
+            raise PartArgumentError("norm", norm, "none for tokens, which are normed by the fuse")
         if pool == "first" and kind != "tokens":
             raise PartArgumentError("pool", pool, "mean or max for images")
         if class_token and kind != "tokens":
             raise PartArgumentError("class_token", class_token, "false for images")
         self._dims = (2, 3) if kind == "image" else (1,)
         self._pool, self._class_token = pool, class_token and pool != "first"
-        self.norm = nn.Identity() if norm == "none" else BatchNormAct2d(width, momentum=momentum)
+        self.norm: nn.Module = nn.Identity()
+        if norm == "batch_norm":
+            self.norm = BatchNormAct2d(width, momentum=momentum)
+        elif norm != "none":
+            self.norm = build_leaky_norm(norm, width, slope)
         self.fc_norm = nn.Identity() if fc_norm == "none" else build_token_norm(fc_norm, width)
         self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(width, outputs, bias)

@@ -5,7 +5,10 @@ from typing import Literal
 from timm.layers import BatchNormAct2d, get_act_layer, get_norm_layer
 from torch import nn
 
+from revzoo.inplace_abn import InPlaceABN2d
+
 TokenNorm = Literal["layer_norm", "layer_norm_1e-5", "rms_norm"]
+LeakyNorm = Literal["in_place_abn", "leaky_batch_norm"]
 Activation = Literal["gelu", "relu", "silu"]
 
 
@@ -28,3 +31,10 @@ def build_batch_norm(width: int, momentum: float) -> nn.Module:
     Source: revnet-public `nnlib.py` (eps 1e-3, moving average decay 0.99, which is momentum 0.01 in PyTorch's terms).
     """
     return BatchNormAct2d(width, eps=1e-3, momentum=momentum, act_layer=nn.ReLU)
+
+
+def build_leaky_norm(name: LeakyNorm, width: int, slope: float) -> nn.Module:
+    """Return BatchNorm followed by leaky ReLU, as one layer that keeps its output alone, or as two."""
+    if name == "in_place_abn":
+        return InPlaceABN2d(width, slope=slope)
+    return BatchNormAct2d(width, act_layer=nn.LeakyReLU, act_kwargs={"negative_slope": slope})

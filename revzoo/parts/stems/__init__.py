@@ -2,6 +2,7 @@
 
 from revzoo.parts.stems import (
     conv,
+    deep_conv,
     layerwise_conv,
     overlap_patch_embed,
     pad_channels,
@@ -13,6 +14,7 @@ from revzoo.parts.stems import (
 
 __all__ = [
     "conv",
+    "deep_conv",
     "layerwise_conv",
     "overlap_patch_embed",
     "pad_channels",
