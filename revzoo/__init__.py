@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from revzoo.analysis.verify import VerifyReport, verify
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
+    from revzoo.conversion.inplace_abn import inplace_abn_
     from revzoo.conversion.report import ConvertReport
     from revzoo.model.builder import build
     from revzoo.model.compile_steps import compile_steps
@@ -36,6 +37,7 @@ _HOMES = {
     "convert": "revzoo.conversion.convert",
     "create": "revzoo.model.create",
     "export": "revzoo.conversion.export",
+    "inplace_abn_": "revzoo.conversion.inplace_abn",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.memory_report",
@@ -60,6 +62,7 @@ __all__ = [
     "convert",
     "create",
     "export",
+    "inplace_abn_",
     "list_models",
     "load_spec",
     "measure_memory",

@@ -1,11 +1,11 @@
 """BatchNorm and activation as one layer that keeps its output alone: in-place activated BatchNorm (ABN).
 
-A BatchNorm keeps its input x for backward, and the convolution after the activation keeps the activation's output y: two tensors
-of one size. Where the activation can be undone, y is enough. From it, backward rebuilds what BatchNorm needs:
+A BatchNorm keeps its input x for backward, and the convolution after the activation keeps the activation's output y: two
+tensors of one size. Where the activation can be undone, y is enough. From it, backward rebuilds what BatchNorm needs:
 
     y = act(z + shortcut),  z = weight * xhat + bias    =>    z = act^-1(y) - shortcut,  xhat = (z - bias) / weight
 
-The shortcut is 0, or what a residual block adds before its activation. It is the output of another layer, kept by a convolution.
+The shortcut is 0, or what a residual block adds before its activation: the output of another layer, which a convolution keeps.
 So x is freed as soon as nobody else holds it; a convolution does not keep its output. "In place" is meant in this sense:
 no tensor is overwritten that somebody else could read.
 
@@ -22,7 +22,7 @@ there the scale is |weight| + eps, which changes the function of trained weights
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import log, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +79,9 @@ class Activation:
     def differentiate(self, gradient: Tensor, y: Tensor) -> Tensor:
         """Return the gradient of z in new memory; of identity, the gradient itself."""
         if self.name == "leaky_relu":
-            return torch.ops.aten.leaky_relu_backward(gradient, y, self.slope, True)
+            return cast(Tensor, torch.ops.aten.leaky_relu_backward(gradient, y, self.slope, True))
         if self.name == "elu":
-            return torch.ops.aten.elu_backward(gradient, self.slope, 1, 1, True, y)
+            return cast(Tensor, torch.ops.aten.elu_backward(gradient, self.slope, 1, 1, True, y))
         return gradient
 
     def find_lost(self, z: Tensor) -> Tensor | None:
@@ -261,11 +261,13 @@ def activate(
         bias: of BatchNorm.
         shortcut: what z has beside BatchNorm's output, or None.
     """
-    y: Tensor = _InPlaceABN.apply(x, shortcut, weight, bias, normalised)
+    y: Tensor = InPlaceABNFunction.apply(x, shortcut, weight, bias, normalised)
     return y
 
 
-class _InPlaceABN(torch.autograd.Function):
+class InPlaceABNFunction(torch.autograd.Function):
+    """The node of `activate` in the graph, from which can be read: layer, activation, adds_shortcut, weak_channels."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor | None, bias: Tensor | None, normalised: Normalised
@@ -277,6 +279,7 @@ class _InPlaceABN(torch.autograd.Function):
             xhat = (xhat - _spread(normalised.mean[channels], x)) * _spread(normalised.inverse_deviation[channels], x)
             normalised.weak = (channels, xhat.to(x.dtype))
         ctx.activation, ctx.layer = activation, normalised.layer
+        ctx.adds_shortcut, ctx.weak_channels = shortcut is not None, 0 if channels is None else len(channels)
         y = activation(z, normalised.inplace)
         normalised.z = y
         weak = normalised.weak or (None, None)
@@ -320,7 +323,7 @@ class _InPlaceABN(torch.autograd.Function):
         dx = None
         if needs_x:
             # dx = weight / deviation (dz - dbias / n - xhat dweight / n), where weight xhat = z - bias
-            dx = dz if is_own else torch.empty_like(dz)
+            dx = dz if is_own else torch.empty_like(y)
             n = y.numel() // y.size(1)
             scale, slope = weight * inverse_deviation, -inverse_deviation * dweight / n
             shift = -scale * dbias / n - slope * bias
@@ -348,7 +351,7 @@ class _Rebuild:
         z = self.activation.undo(y.to(self.dtype))
         if shortcut is not None:
             z -= shortcut
-        if self.channels is not None:
+        if self.channels is not None and xhat is not None:
             bias, weight = (_spread(each[self.channels], z) for each in (self.bias, self.weight))
             z.index_copy_(1, self.channels, torch.addcmul(bias, xhat, weight))
         return z
@@ -380,7 +383,7 @@ def _find_weak_channels(
 
 
 def _begin_batch(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None], float]:
-    """Count a batch; return the running statistics that BatchNorm reads or moves, and its momentum, as `nn.BatchNorm2d` does."""
+    """Count a batch as `nn.BatchNorm2d` does; return the running statistics that are read or moved, and their momentum."""
     momentum = 0.0 if layer.momentum is None else layer.momentum
     if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
@@ -391,14 +394,12 @@ def _begin_batch(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None],
     return (layer.running_mean, layer.running_var), momentum
 
 
-def _split(*tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+def _split(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Yield parts of tensors of the same batch and image size, along the batch or the height, whichever is larger."""
-    first = tensors[0]
     dim = 0 if first.size(0) >= first.size(2) else 2
     size = -(-first.size(dim) // _CHUNKS)
-    parts = [t.split(size, dim) if t is not None else None for t in tensors]
-    for i in range(len(parts[0])):
-        yield tuple(part[i] if part is not None else None for part in parts)
+    parts = first.split(size, dim)
+    yield from zip(parts, *(t.split(size, dim) if t is not None else [None] * len(parts) for t in others), strict=True)
 
 
 def _spread(values: Tensor, x: Tensor) -> Tensor:

@@ -95,9 +95,8 @@ class FoldableBatchNormAct2d(BatchNormAct2d):
     """timm's BatchNorm with an activation, whose input is not kept where it can be rebuilt from the output."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _is_foldable(self, x):
-            return super().forward(x)
-        return self.act(self.drop(_normalise(self, x)))
+        y: Tensor = self.act(self.drop(_normalise(self, x))) if _is_foldable(self, x) else super().forward(x)
+        return y
 
 
 def read_origin(z: object) -> Origin | None:
@@ -136,7 +135,7 @@ def _read_activation(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tup
 
 
 def _bind(first: tuple[str, Any], second: tuple[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    given = dict(zip((first[0], second[0]), args, strict=False)) | kwargs
+    given = {**dict(zip((first[0], second[0]), args, strict=False)), **kwargs}
     return [given.get(*each) for each in (first, second)]
 
 

@@ -17,7 +17,7 @@ ROOT = Path(revzoo.__file__).parent
 # Each row may import the rows above it. Names in one row never import one another.
 LAYERS = [
     ("bounds", "errors", "file", "format"),
-    ("bijection", "invertible", "registry"),
+    ("bijection", "inplace_abn", "invertible", "registry"),
     ("spec", "runtime", "parts"),
     ("checkpoint",),
     ("model",),

@@ -17,7 +17,8 @@ class PreactivatedBlockBranch(PreactivatedBlock):
     Args:
         middle: channels inside; null means half of the width.
         groups: groups of the 3x3 convolution.
-        norm: `in_place_abn` keeps the activation's output alone, `leaky_batch_norm` its own input too. The function is the same.
+        norm: `in_place_abn` keeps the activation's output alone, `leaky_batch_norm` its own input too, for the same
+            function.
         slope: of leaky ReLU's negative side.
     Source: Rota Bulo et al. 2018; mapillary/inplace_abn `modules/residual.py`, IdentityResidualBlock.
     """

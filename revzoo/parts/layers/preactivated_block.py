@@ -55,4 +55,5 @@ class PreactivatedBlock(nn.Module):
         y = self.conv1(y)
         y = self.conv2(self.bn2(y))
         y = self.conv3(self.bn3(y))
-        return shortcut + self.drop_path(y)
+        out: Tensor = shortcut + self.drop_path(y)
+        return out

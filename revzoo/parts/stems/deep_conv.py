@@ -20,7 +20,8 @@ class DeepConvStem(nn.Module):
         width: number of channels.
         stride: of the first convolution.
         pool: whether 3x3 pixels are max-pooled with stride 2.
-        norm: `in_place_abn` keeps the activation's output alone, `leaky_batch_norm` its own input too. The function is the same.
+        norm: `in_place_abn` keeps the activation's output alone, `leaky_batch_norm` its own input too, for the same
+            function.
         slope: of leaky ReLU's negative side.
     Source: Rota Bulo et al. 2018; mapillary/inplace_abn `scripts/models/resnext.py`, mod1 with input_3x3.
     """

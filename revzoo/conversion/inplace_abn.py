@@ -1,0 +1,312 @@
+"""Let an ordinary network keep the output of BatchNorm and activation alone, in place of both inputs.
+
+Which BatchNorms can do so is found by what happens in a forward of the network: every one is made foldable
+(`foldable_norm.py`), one training step is run on a batch, and its graph tells which of them were folded. The others become what
+they were.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from revzoo.analysis.dry_run import call, isolated, linear_loss, require_module, select_differentiable
+from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_origin
+from revzoo.errors import InputError
+from revzoo.format import format_bytes
+from revzoo.inplace_abn import InPlaceABNFunction
+from revzoo.model.network import Model
+from revzoo.runtime.compiling import is_compiled
+from revzoo.runtime.exact import has_value
+from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.runtime.nested import tensors_in
+
+_FOLDABLE: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm2d: FoldableBatchNorm2d,
+    BatchNormAct2d: FoldableBatchNormAct2d,
+}
+
+
+@dataclass(frozen=True)
+class FoldedNorm:
+    """A BatchNorm that was folded into what comes after it.
+
+    Args:
+        name: of the BatchNorm.
+        activation: what comes after it: leaky_relu, elu, or identity for a convolution or product that keeps its input.
+        adds_shortcut: whether the shortcut of a residual block is added in between.
+        channels: number of channels.
+        weak_channels: those whose weight is now too near 0 to divide by, and whose normalised input is kept.
+    """
+
+    name: str
+    activation: str
+    adds_shortcut: bool
+    channels: int
+    weak_channels: int
+
+
+@dataclass(frozen=True)
+class InPlaceABNReport:
+    """What `inplace_abn_` did with a network.
+
+    Args:
+        folded: the BatchNorms that keep no input any more.
+        left: names of the others, with the reason.
+        replaced_relus: names of the ReLUs that have become leaky.
+        relu_slope: their slope.
+        difference: of the outputs before and after, in training mode on the batch: the largest difference as a share of the
+            largest output. None for a network without values.
+        bytes_before: what was kept from forward to backward on the batch, outputs included.
+        bytes_after: what is kept now.
+    """
+
+    folded: tuple[FoldedNorm, ...]
+    left: tuple[tuple[str, str], ...]
+    replaced_relus: tuple[str, ...]
+    relu_slope: float | None
+    difference: float | None
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        joins = sum(norm.adds_shortcut for norm in self.folded)
+        weak, channels = sum(norm.weak_channels for norm in self.folded), sum(norm.channels for norm in self.folded)
+        lines = [
+            f"{len(self.folded)} BatchNorms keep no input, {joins} of them at the end of a residual block",
+            f"kept for backward on this batch: {format_bytes(self.bytes_before)}, now {format_bytes(self.bytes_after)} "
+            f"({1 - self.bytes_after / self.bytes_before:.0%} less)",
+        ]
+        if self.replaced_relus:
+            lines.append(f"{len(self.replaced_relus)} ReLUs are now leaky with slope {self.relu_slope:g}: another function")
+        if self.difference is not None:
+            lines.append(f"outputs differ by at most {self.difference:.1e} of the largest, in training mode on this batch")
+        lines.append(
+            f"weights keep their sign and have no floor: {weak} of {channels} channels are so near 0 that their input is kept"
+        )
+        return "\n".join([*lines, *(f"left: {name} ({reason})" for name, reason in self.left)])
+
+
+def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | None = None) -> InPlaceABNReport:
+    """Change a network in place so that BatchNorm and activation keep their output alone (in-place activated BatchNorm).
+
+    Modules, weights, buffers and state-dict keys stay, and so does the function, in training and in eval mode. Only what is
+    kept from forward to backward changes. Where code between BatchNorm and activation adds the shortcut of a residual block,
+    the shortcut is kept, which is the output of another activation and kept anyway.
+
+    Leaky ReLU and ELU can be undone, ReLU cannot. With `relu_slope` the ReLUs after BatchNorms become leaky, which is another
+    function: fine-tune the network. The report says how far its outputs are off.
+
+    Args:
+        model: any module with `nn.BatchNorm2d` or timm's `BatchNormAct2d`, before it is compiled. If it is in training mode,
+            BatchNorms in eval mode (frozen) are left.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. One training step is run
+            on it, of which no trace remains. None: random images of the size that a model of timm or revzoo says.
+        relu_slope: > 0, for example 0.01. None: networks with ReLU keep what they kept.
+    Raises:
+        InputError: a compiled model, no batch and no size, a slope <= 0, or nothing that can be folded.
+    Cost: one forward and backward, and another forward, of the batch. In training, backward reads y once more than that of
+        BatchNorm, and a GPU is waited for once per BatchNorm.
+    Source: Rota Bulo et al. 2018, "In-Place Activated BatchNorm"; differs from it as `revzoo/inplace_abn.py` says.
+    """
+    require_module(model)
+    if is_compiled(model):
+        raise InputError("A compiled model keeps what its compiler chose. Call inplace_abn_ before torch.compile.")
+    if relu_slope is not None and not relu_slope > 0:
+        raise InputError(f"ReLUs become leaky with a slope > 0. Received: relu_slope={relu_slope}. Use 0.01.")
+    batch = _make_batch(model) if batch is None else batch
+    norms, left = _find_norms(model)
+    with _in_training(model):
+        before, bytes_before, _ = _run(model, batch)
+        for norm in norms.values():
+            norm.__class__ = _FOLDABLE[type(norm)]
+        relus: dict[str, nn.Module] = {}
+        try:
+            called, relus, followed = _watch(model, batch, norms.values())
+            if relu_slope is None:
+                relus = {}
+            for relu in relus.values():
+                _make_leaky(relu, relu_slope)
+            after, bytes_after, nodes = _run(model, batch, backward=True)
+        except BaseException:
+            _restore(norms.values(), relus.values())
+            raise
+    folded: list[FoldedNorm] = []
+    for name, norm in norms.items():
+        if (node := nodes.get(norm)) is not None:
+            folded.append(
+                FoldedNorm(
+                    name, node.activation, node.adds_shortcut, cast(nn.BatchNorm2d, norm).num_features, node.weak_channels
+                )
+            )
+            continue
+        _restore([norm], [])
+        if norm not in called:
+            left[name] = "not called in training mode"
+        elif norm in followed and relu_slope is None:
+            left[name] = "followed by ReLU, which cannot be undone: relu_slope=0.01 makes it leaky"
+        else:
+            left[name] = "what follows cannot be undone, or keeps nothing"
+    if not folded:
+        _restore([], relus.values())
+        reasons = "; ".join(sorted(set(left.values()))) or "the model has no BatchNorm2d"
+        raise InputError(f"No BatchNorm is followed by an activation that can be undone. Received: {reasons}.")
+    return InPlaceABNReport(
+        tuple(folded), tuple(left.items()), tuple(relus), relu_slope, _compare(before, after), bytes_before, bytes_after
+    )
+
+
+def _make_batch(model: nn.Module) -> Any:
+    """Return two random examples of the size that the model says."""
+    if isinstance(model, Model):
+        return model.example_input(2)
+    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    if size is None:
+        raise InputError(
+            "What comes after a BatchNorm is found by running the model, and this one does not say the size of its input. "
+            "Received: no batch. Use inplace_abn_(model, batch)."
+        )
+    reference = next(model.parameters())
+    return torch.randn(2, *size, dtype=reference.dtype, device=reference.device)
+
+
+def _find_norms(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the BatchNorms that may become foldable, and why the others may not, by name."""
+    norms: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    for name, norm in model.named_modules():
+        if not isinstance(norm, _BatchNorm) or type(norm) in _FOLDABLE.values():
+            continue
+        if type(norm) not in _FOLDABLE:
+            left[name] = f"a {type(norm).__name__}, not nn.BatchNorm2d"
+        elif norm._forward_hooks:
+            left[name] = "has forward hooks, which see its output"
+        elif model.training and not norm.training:
+            left[name] = "in eval mode"
+        else:
+            norms[name] = norm
+    return norms, left
+
+
+@contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    """Set a model that is in eval mode to training mode for a while."""
+    modes = {module: module.training for module in model.modules()}
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What the graph of a forward knows of a folded BatchNorm."""
+
+    activation: str
+    adds_shortcut: bool
+    weak_channels: int
+
+
+def _run(model: nn.Module, batch: Any, backward: bool = False) -> tuple[list[Tensor], int, dict[nn.Module, _Node]]:
+    """Return the outputs in training mode, the bytes kept for backward, and the folded BatchNorms."""
+    with isolated(model, batch) as inputs:
+        live = LiveBytes()
+        known = live.watch([*model.parameters(), *model.buffers(), *tensors_in(inputs)])
+        with live:
+            outputs = call(model, inputs)
+            kept_bytes = live.alive(without=known, at=live.now())
+        nodes = _find_nodes(select_differentiable(outputs))
+        if backward:
+            _run_backward(outputs)
+        return [y.detach() for y in tensors_in(outputs)], kept_bytes, nodes
+
+
+def _run_backward(outputs: Any) -> None:
+    try:
+        linear_loss(outputs).backward()
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise InputError(
+            "The model changes in place what an in-place ABN has to keep. Replace the in-place operation, for example "
+            f"x *= gate by x = x * gate. PyTorch says: {error}"
+        ) from error
+
+
+def _find_nodes(outputs: list[Tensor]) -> dict[nn.Module, _Node]:
+    """Return the BatchNorms that were folded, from the graph of the outputs."""
+    nodes: dict[nn.Module, _Node] = {}
+    waiting: list[Any] = [y.grad_fn for y in outputs]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        if type(node).__name__ == f"{InPlaceABNFunction.__name__}Backward":
+            nodes[node.layer] = _Node(node.activation.name, node.adds_shortcut, node.weak_channels)
+    return nodes
+
+
+def _watch(
+    model: nn.Module, batch: Any, norms: Iterable[nn.Module]
+) -> tuple[set[nn.Module], dict[str, nn.Module], set[nn.Module]]:
+    """Run a model with foldable BatchNorms.
+
+    Returns: the BatchNorms that were called; the ReLUs that were called with the output of one, by name; and these BatchNorms.
+    """
+    called: set[nn.Module] = set()
+    relus: dict[str, nn.Module] = {}
+    followed: set[nn.Module] = set()
+
+    def see_norm(norm: nn.Module, _: Any) -> None:
+        called.add(norm)
+
+    def see_relu(relu: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and (origin := read_origin(args[0])) is not None:
+            relus[names[relu]] = relu
+            followed.add(origin.layer)
+
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if type(module) is nn.ReLU}
+    hooks = [norm.register_forward_pre_hook(see_norm) for norm in norms]
+    hooks += [relu.register_forward_pre_hook(see_relu) for relu in names]
+    try:
+        with isolated(model, batch) as inputs:
+            call(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called, relus, followed
+
+
+def _make_leaky(relu: nn.Module, slope: float | None) -> None:
+    relu.__class__ = nn.LeakyReLU
+    cast(Any, relu).negative_slope = slope
+
+
+def _restore(norms: Iterable[nn.Module], relus: Iterable[nn.Module]) -> None:
+    """Give modules their first class back."""
+    for norm in norms:
+        norm.__class__ = next((plain for plain, foldable in _FOLDABLE.items() if foldable is type(norm)), type(norm))
+    for relu in relus:
+        if type(relu) is nn.LeakyReLU:
+            cast(nn.Module, relu).__class__ = nn.ReLU
+            del relu.negative_slope
+
+
+def _compare(before: list[Tensor], after: list[Tensor]) -> float | None:
+    """Return the largest difference of floating outputs as a share of the largest output."""
+    pairs = [(a, b) for a, b in zip(before, after, strict=True) if a.is_floating_point() and a.numel()]
+    if not pairs or not all(has_value(a) for a, _ in pairs):
+        return None
+    largest = max(float(a.abs().max()) for a, _ in pairs)
+    return max(float((a - b).abs().max()) for a, b in pairs) / (largest or 1.0)

@@ -1,0 +1,302 @@
+"""In-place ABN: the function, gradients, statistics and bytes of BatchNorm and activation, and what it refuses."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from revzoo.errors import InputError
+from revzoo.inplace_abn import Activation
+from revzoo.runtime import CoupledConv2d, InPlaceABN2d, LayerChain, LiveBytes, ReversibleChain
+
+ACTIVATIONS = [("leaky_relu", 0.01), ("leaky_relu", 0.5), ("elu", 1.0), ("elu", 0.5), ("identity", 1.0)]
+FUNCTIONS = {"leaky_relu": F.leaky_relu, "elu": F.elu, "identity": lambda z, slope: z}
+
+
+class Twin(nn.BatchNorm2d):
+    """BatchNorm and activation by torch."""
+
+    def __init__(self, channels, activation="leaky_relu", slope=0.01, **options):
+        super().__init__(channels, **options)
+        self.function, self.slope = FUNCTIONS[activation], slope
+
+    def forward(self, x):
+        return self.function(super().forward(x), self.slope)
+
+
+def pair(channels=6, activation="leaky_relu", slope=0.01, dtype=torch.float64, **options):
+    """Return an in-place ABN and its twin, of the same random weights."""
+    twin = Twin(channels, activation, slope, **options)
+    for parameter in twin.parameters():
+        nn.init.normal_(parameter)
+    layer = InPlaceABN2d(channels, activation, slope, **options)
+    layer.load_state_dict(twin.state_dict())
+    return layer.to(dtype), twin.to(dtype)
+
+
+def images(*shape, dtype=torch.float64):
+    return torch.randn(shape or (3, 6, 4, 4), dtype=dtype) * 2 + 1
+
+
+def compute_gradients(layer, x):
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    weights = torch.empty_like(y)  # in the strides of y; without weights, the gradient of a weight of 0 would be 0
+    weights.copy_(torch.linspace(-1, 2, y.numel(), dtype=y.dtype).cos().view(y.shape))
+    return y.detach(), torch.autograd.grad((y.sin() * weights).sum(), [x, *layer.parameters()])
+
+
+def largest_error(got, expected):
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(("activation", "slope"), ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(3, 6, 4, 4), (17, 6, 2, 3), (1, 6, 5, 5)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_it_is_batch_norm_and_activation(activation, slope, shape, memory_format):
+    layer, twin = pair(6, activation, slope)
+    x = images(*shape).to(memory_format=memory_format)
+    for _ in range(2):
+        (y, got), (expected_y, expected) = compute_gradients(layer, x), compute_gradients(twin, x)
+        assert torch.equal(y, expected_y)
+        assert largest_error(got, expected) < 1e-10
+        assert got[0].is_contiguous(memory_format=memory_format)
+    assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))
+    assert torch.equal(layer.eval()(x), twin.eval()(x))
+    assert largest_error(compute_gradients(layer, x)[1], compute_gradients(twin, x)[1]) < 1e-12
+
+
+@pytest.mark.parametrize(("activation", "slope"), ACTIVATIONS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
+def test_weights_that_are_0_negative_or_tiny_change_nothing(activation, slope, dtype, tolerance):
+    layer, twin = pair(6, activation, slope, dtype)
+    for each in (layer, twin):
+        each.weight.data = torch.tensor([0.0, 1e-12, -1e-6, -1.0, 2.0, 1e-3], dtype=dtype)
+    x = images(dtype=dtype)
+    (y, got), (expected_y, expected) = compute_gradients(layer, x), compute_gradients(twin, x)
+    assert torch.equal(y, expected_y)
+    assert largest_error(got, expected) < tolerance
+    assert expected[1][0].abs() > 0.01  # the gradient that lets a weight leave 0
+    kept = layer.forward_keeping(x)[3:]
+    assert kept[0].tolist() == [0, 1, 2]
+    assert kept[1].shape == (3, 3, 4, 4)
+
+
+def test_elements_that_elu_has_flattened_are_not_lost():
+    """In float32, elu(z) is -1 from z = -17 on, and a few of its neighbours stand for many z."""
+    layer, twin = pair(6, "elu", 1.0, torch.float32)
+    for each in (layer, twin):
+        each.weight.data = torch.tensor([6.0, 0.3, 8.0, 0.3, 0.3, 0.3])
+        each.bias.data.zero_()
+    x = images(8, 6, 8, 8, dtype=torch.float32)
+    assert twin(x)[:, 2].min() < -0.99999
+    assert layer.forward_keeping(x)[3].tolist() == [0, 2]
+    assert largest_error(compute_gradients(layer, x)[1], compute_gradients(twin, x)[1]) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"momentum": None}, {"track_running_stats": False}, {"affine": False}, {"momentum": 0.3}])
+def test_options_of_batch_norm(options):
+    layer, twin = pair(**options)
+    for _ in range(3):
+        x = images()
+        (y, got), (expected_y, expected) = compute_gradients(layer, x), compute_gradients(twin, x)
+        assert torch.equal(y, expected_y)
+        assert largest_error(got, expected) < 1e-10
+    assert list(layer.state_dict()) == list(twin.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), twin.buffers(), strict=True))
+    assert torch.equal(layer.eval()(x), twin.eval()(x))
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "x"])
+def test_what_needs_no_gradient_gets_none(frozen):
+    layer, twin = pair()
+    grads = []
+    for each in (layer, twin):
+        torch.manual_seed(0)
+        x = images().requires_grad_(frozen != "x")
+        if frozen != "x":
+            getattr(each, frozen).requires_grad_(False)
+        each(x).sin().sum().backward()
+        grads.append([t.grad for t in (x, each.weight, each.bias)])
+    assert [a is None for a in grads[0]] == [b is None for b in grads[1]]
+    assert grads[0].count(None) == 0 or sum(a is None for a in grads[0]) == 1
+    assert largest_error(*([a for a in each if a is not None] for each in grads)) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_with_float32_parameters(dtype):
+    """As under autocast. The error is that of the twin, whose input is rounded as coarsely."""
+    layer, twin = pair(dtype=torch.float32)
+    exact = copy.deepcopy(twin).double()
+    x = images(16, 6, 8, 8, dtype=dtype)
+    (y, got), (expected_y, expected) = compute_gradients(layer, x), compute_gradients(twin, x)
+    assert y.dtype == got[0].dtype == dtype
+    assert torch.equal(y, expected_y)
+    truth = compute_gradients(exact, x.double())[1]
+    assert largest_error(got, truth) < 1.5 * largest_error(expected, truth) + 0.1 * torch.finfo(dtype).eps
+
+
+def test_autocast_gives_the_bits_that_batch_norm_gives():
+    layer, twin = pair(dtype=torch.float32)
+    conv = nn.Conv2d(3, 6, 3)
+    x = images(2, 3, 8, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(conv(x)), twin(conv(x)))
+    assert layer(conv(x)).dtype == torch.float32
+
+
+def keep_and_peak(layer, x, follower):
+    """Return the bytes kept between forward and backward, and at the peak, without parameters, their gradients and x."""
+    live = LiveBytes()
+    known = live.watch([*layer.parameters(), *layer.buffers(), *follower.parameters(), x])
+    with live:
+        loss = follower(layer(x * 1)).sum()
+        kept = live.alive(without=known, at=live.now())
+        loss.backward()
+    known |= live.watch([p.grad for p in [*layer.parameters(), *follower.parameters(), x]])
+    return kept, live.peak(without=known)
+
+
+def test_kept_bytes_are_one_activation_instead_of_two():
+    layer, twin = pair(dtype=torch.float32)
+    x = images(16, 6, 8, 8, dtype=torch.float32).requires_grad_()
+    unit, statistics = x.numel() * 4, 6 * 4
+    conv = nn.Conv2d(6, 6, 1, bias=False)
+    kept, peak = keep_and_peak(layer, x, conv)
+    loss = 4
+    assert kept == unit + statistics + loss
+    assert keep_and_peak(twin, x, conv)[0] == 3 * unit + 2 * statistics + loss  # leaky ReLU, not in place, keeps its input
+    # y, the gradient of y, that of x, and parts of a 16th in backward
+    assert peak <= 3 * unit + 3 * unit // 16 + 40 * statistics
+
+
+def test_a_changed_output_is_noticed():
+    layer, _ = pair()
+    x = images().requires_grad_()
+    y = layer(x)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_two_backwards_of_one_graph():
+    layer, _ = pair()
+    x = images().requires_grad_()
+    loss = layer(x).sin().sum()
+    first = torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
+    second = torch.autograd.grad(loss, [x, *layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("do", "message"),
+    [
+        (lambda: InPlaceABN2d(4, "relu"), r"leaky_relu, elu or identity\. Received: 'relu'"),
+        (lambda: InPlaceABN2d(4, slope=0.0), r"slope <= 0 cannot be undone\. Received: leaky_relu with 0\.0\. Use 0\.01"),
+        (lambda: InPlaceABN2d(6)(images(1, 6, 1, 1, dtype=torch.float32)), r"more than one value per channel.*\(1, 6, 1, 1\)"),
+        (lambda: InPlaceABN2d(6).eval().forward_keeping(images(dtype=torch.float32)), r"in eval mode .* Call model\.train\(\)"),
+    ],
+)
+def test_refusals(do, message):
+    with pytest.raises(InputError, match=message):
+        do()
+
+
+def test_second_derivatives_are_refused():
+    layer, _ = pair()
+    x = images().requires_grad_()
+    with pytest.raises(InputError, match=r"no second derivative.*create_graph=True\. Use nn\.BatchNorm2d"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch.func's own
+def test_transforms_of_torch_func_and_forward_mode_use_ordinary_batch_norm():
+    layer, twin = pair(track_running_stats=False)
+    x, tangent = images(), images()
+
+    def loss(each, x):
+        return each(x).sin().sum()
+
+    for transform in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (tangent,))[1]):
+        got, expected = (transform(lambda x, each=each: loss(each, x))(x) for each in (layer, twin))
+        assert torch.allclose(got, expected, rtol=1e-12)
+
+
+def test_no_conversion_takes_it_for_batch_norm_and_it_can_be_pickled():
+    layer, twin = pair()
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(layer, twin))
+    assert [type(each) for each in net] == [InPlaceABN2d, nn.SyncBatchNorm]
+    again = pickle.loads(pickle.dumps(layer))
+    x = images()
+    assert torch.equal(again(x), layer(x))
+    assert "activation=leaky_relu, slope=0.01" in repr(layer)
+
+
+@pytest.mark.parametrize(("activation", "slope"), ACTIVATIONS)
+def test_its_inverse(activation, slope):
+    layer, _ = pair(6, activation, slope)
+    layer.weight.data[:2] = torch.tensor([0.0, -1.0], dtype=torch.float64)
+    x = images()
+    y, *kept = layer.forward_keeping(x)
+    assert (layer.inverse(y, *kept) - x).abs().max() < 1e-10
+    assert len(kept) == 4
+
+
+@pytest.mark.parametrize("slope", [0.05, 0.2])
+def test_alpha_is_that_of_batch_norm_times_that_of_the_activation(slope):
+    layer, _ = pair(16, "leaky_relu", slope)
+    nn.init.uniform_(layer.weight, 0.5, 2.0)
+    nn.init.zeros_(layer.bias)
+    x = torch.randn(8, 16, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        y, *kept = layer.forward_keeping(x)
+        error = torch.randn_like(y) * y.square().mean().sqrt() * 1e-6
+        rebuilt = layer.inverse(y + error, *kept)
+        measured = y.square().mean() / error.square().mean() / (x.square().mean() / (rebuilt - x).square().mean())
+    assert float(layer.alpha(*kept)) == pytest.approx(float(1 / measured), rel=0.1)
+
+
+def build_layers(depth):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(depth) for layer in (CoupledConv2d(6), InPlaceABN2d(6, slope=0.2))]
+    for layer in layers[1::2]:
+        nn.init.uniform_(layer.weight, 0.5, 1.5)
+        layer.weight.data[0] = 0.0
+    return layers
+
+
+@pytest.mark.parametrize("mode", ["selective", "recompute", "invert"])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_in_a_chain_of_layers_gradients_are_the_stored_ones(mode, depth):
+    chain = LayerChain(*build_layers(depth)).double()
+    x = images()
+    results = []
+    for each in ("store", mode):
+        chain.schedule = each
+        results.append(compute_gradients(chain, x)[1])
+    assert largest_error(results[1], results[0]) < 1e-8
+
+
+@pytest.mark.parametrize("mode", ["selective", "recompute", "invert"])
+def test_in_the_steps_of_a_reversible_chain_gradients_are_the_stored_ones(mode):
+    steps = [nn.Sequential(*build_layers(2)) for _ in range(4)]
+    chain = ReversibleChain(steps).double()
+    streams = [images().requires_grad_() for _ in range(2)]
+    results = []
+    for each in ("store", mode):
+        chain.schedule = each
+        y1, y2 = chain(*streams)
+        results.append(torch.autograd.grad((y1 * y2.sin()).sum(), [*streams, *chain.parameters()]))
+    assert largest_error(results[1], results[0]) < 1e-8
+
+
+def test_activations_are_undone_in_new_memory():
+    y = images()
+    for name, slope in ACTIVATIONS:
+        activation = Activation(name, slope)
+        z = activation.undo(activation(y))
+        assert torch.allclose(z, y, atol=1e-10)
+        assert z.data_ptr() != y.data_ptr()
