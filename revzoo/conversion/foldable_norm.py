@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from revzoo.errors import RecoveryError
@@ -84,6 +85,10 @@ class NormalisedTensor(Tensor):
             return func(*map(_replace_folded, args), **kwargs)
 
 
+class NormalisedFakeTensor(NormalisedTensor, FakeTensor):
+    """A `NormalisedTensor` without values."""
+
+
 class FoldableBatchNorm2d(nn.BatchNorm2d):
     """`nn.BatchNorm2d` whose input is not kept where its output can be rebuilt from that of the activation after it."""
 
@@ -117,9 +122,17 @@ def _is_foldable(layer: nn.BatchNorm2d, x: Tensor) -> bool:
 def _normalise(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
     x = _replace_folded(x)
     z, mean, inverse_deviation = normalise(layer, x)
-    z = z.as_subclass(NormalisedTensor)
+    return _mark(z, Origin(layer, _Term.note(x), mean, inverse_deviation, z._version))
+
+
+def _mark(z: Tensor, origin: Origin) -> Tensor:
+    """Return z as a NormalisedTensor of this origin."""
+    if type(z) is FakeTensor:
+        cast(Any, z).__class__ = NormalisedFakeTensor
+    elif not isinstance(z, NormalisedTensor):
+        z = z.as_subclass(NormalisedTensor)
     with torch._C.DisableTorchFunctionSubclass():
-        z.origin = Origin(layer, _Term.note(x), mean, inverse_deviation, z._version)
+        cast(NormalisedTensor, z).origin = origin
     return z
 
 
@@ -182,10 +195,7 @@ def _add(func: Callable[..., Any], first: Any, second: Any) -> Tensor:
         out: Tensor = func(z, shortcut)
         if origin is None or origin.shortcut is not None or shortcut is z or not _is_alike(shortcut, z):
             return out
-        if not is_in_place:
-            out = out.as_subclass(NormalisedTensor)
-        cast(NormalisedTensor, out).origin = replace(origin, shortcut=_Term.note(shortcut), version=out._version)
-        return out
+        return _mark(out, replace(origin, shortcut=_Term.note(shortcut), version=out._version))
 
 
 def _is_alike(shortcut: object, z: Tensor) -> bool:

@@ -1,0 +1,399 @@
+"""`inplace_abn_`: the same function, gradients, statistics and keys as before, in fewer bytes; what it leaves and refuses."""
+
+import copy
+import pickle
+import random
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.layers import BatchNormAct2d
+from torch import nn
+from torch.nn import functional as F
+
+import revzoo
+from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, NormalisedTensor
+from revzoo.errors import InputError, RecoveryError
+
+
+class Block(nn.Module):
+    """The end of a residual block, in as many ways as there are to write it."""
+
+    def __init__(self, write, act=None, channels=6):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.down, self.bn_down = nn.Conv2d(channels, channels, 1), nn.BatchNorm2d(channels)
+        self.next = nn.Conv2d(channels, channels, 1)
+        self.act = act or nn.LeakyReLU(0.1, inplace=True)
+        self.write = write
+
+    def forward(self, x):
+        return self.write(self, x)
+
+
+def plain(m, x):
+    return m.next(m.act(m.bn(m.conv(x))))
+
+
+def functional(m, x):
+    return m.next(F.elu(m.bn(m.conv(x)), alpha=0.5))
+
+
+def add_in_place(m, x):
+    z = m.bn(m.conv(x))
+    z += x
+    return m.next(m.act(z))
+
+
+def add(m, x):
+    return m.next(m.act(m.bn(m.conv(x)) + x))
+
+
+def add_from_the_right(m, x):
+    return m.next(F.leaky_relu(torch.add(x, m.bn(m.conv(x)))))
+
+
+def add_two_norms(m, x):
+    z = m.bn(m.conv(x))
+    z += m.bn_down(m.down(x))
+    return m.next(m.act(z))
+
+
+def linear(m, x):
+    return m.next(m.bn(m.conv(x)))
+
+
+def linear_residual(m, x):
+    z = m.bn(m.conv(x)) + x
+    return m.next(z) + z
+
+
+def excite(m, x):
+    z = m.bn(m.conv(x))
+    return m.next(m.act(z * z.mean((2, 3), keepdim=True).sigmoid() + x))
+
+
+FOLDED = {  # how many, and how many with a shortcut
+    plain: (1, 0),
+    functional: (1, 0),
+    add_in_place: (1, 1),
+    add: (1, 1),
+    add_from_the_right: (1, 1),
+    add_two_norms: (2, 1),
+    linear: (1, 0),
+    linear_residual: (1, 1),
+    excite: (1, 0),
+}
+
+
+def used_twice(m, x):
+    z = m.bn(m.conv(x))
+    return m.next(F.leaky_relu(z)) + z.tanh()
+
+
+def scale_shortcut_later(m, x):
+    shortcut = x * 1
+    z = m.bn(m.conv(x)) + shortcut
+    shortcut.mul_(3)
+    return m.next(m.act(z)) + shortcut
+
+
+def change_between(m, x):
+    z = m.bn(m.conv(x))
+    z.mul_(2)
+    return m.next(m.act(z))
+
+
+def add_twice(m, x):
+    return m.next(m.act(m.bn(m.conv(x)) + x + x))
+
+
+def add_a_row(m, x):
+    return m.next(m.act(m.bn(m.conv(x)) + x[:1]))
+
+
+def overwrite_input(m, x):
+    x = m.conv(x) * 1
+    z = m.bn(x * 1)
+    x.zero_()
+    return m.next(m.act(z)) + x
+
+
+def concatenate(m, x):
+    z = m.bn(m.conv(x))
+    return torch.cat([z, z.relu()]) + m.next(m.act(z)).repeat(2, 1, 1, 1)
+
+
+ODD = [used_twice, scale_shortcut_later, change_between, add_twice, add_a_row, overwrite_input, concatenate]
+
+
+def images(*shape, dtype=torch.float64):
+    return torch.randn(shape or (3, 6, 4, 4), dtype=dtype)
+
+
+def fold(model):
+    """Make every BatchNorm foldable, whether it will be folded or not."""
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = FoldableBatchNorm2d
+    return model
+
+
+def randomise(model):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    return model.double()
+
+
+def step(model, x):
+    """Return outputs, gradients and buffers after a training step."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (y.sin().sum() * y.numel() ** -0.5).backward()
+    grads = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+    return y.detach(), grads, [b.clone() for b in model.buffers()]
+
+
+def assert_same_step(model, twin, x, tolerance=1e-9):
+    (y, grads, buffers), (expected_y, expected, expected_buffers) = step(model, x), step(twin, x)
+    assert torch.equal(y, expected_y)
+    assert len(grads) == len(expected)
+    assert max(float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in zip(grads, expected, strict=True)) < tolerance
+    assert all(torch.equal(a, b) for a, b in zip(buffers, expected_buffers, strict=True))
+
+
+@pytest.mark.parametrize("write", FOLDED, ids=lambda write: write.__name__)
+def test_whatever_way_a_block_is_written(write):
+    twin = randomise(Block(write))
+    model, x = copy.deepcopy(twin), images()
+    report = revzoo.inplace_abn_(model, x)
+    assert (len(report.folded), sum(norm.adds_shortcut for norm in report.folded)) == FOLDED[write]
+    assert report.bytes_after < report.bytes_before or write is linear_residual
+    assert report.difference == 0
+    assert_same_step(model, twin, x)
+    assert torch.equal(model.eval()(x), twin.eval()(x))
+    assert list(model.state_dict()) == list(twin.state_dict())
+
+
+@pytest.mark.parametrize("write", ODD, ids=lambda write: write.__name__)
+def test_what_is_done_besides_is_right_too(write):
+    twin = randomise(Block(write))
+    assert_same_step(fold(copy.deepcopy(twin)), twin, images())
+
+
+NETWORKS = {
+    "resnet18": (lambda: timm.create_model("resnet18", num_classes=10), 20, 8),
+    "torchvision": (lambda: torchvision.models.resnet18(num_classes=10), 20, 8),
+    "preactivated": (lambda: timm.create_model("resnetv2_50", num_classes=10, layers=(1, 1, 1, 1)), 13, 0),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_others_keep_at_least_40_percent_less(name):
+    create, count, joins = NETWORKS[name]
+    model, x = randomise(create()), images(4, 3, 32, 32)
+    twin = copy.deepcopy(model)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    report = revzoo.inplace_abn_(model, x, relu_slope=0.01)
+    assert (len(report.folded), sum(norm.adds_shortcut for norm in report.folded)) == (count, joins)
+    assert report.left == ()
+    assert report.bytes_after <= 0.6 * report.bytes_before
+    assert 0 < report.difference < 1  # ReLU became leaky
+    # no trace of the run
+    assert torch.equal(torch_state, torch.get_rng_state())
+    assert python_state == random.getstate()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert list(model.state_dict()) == list(state)
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    for module in twin.modules():
+        if type(module) is nn.ReLU:
+            module.__class__, module.negative_slope = nn.LeakyReLU, 0.01
+    assert_same_step(model, twin, x)
+    again = pickle.loads(pickle.dumps(model))
+    assert_same_step(again, model, x)
+
+
+def test_the_bytes_that_are_kept_to_the_byte():
+    """conv, BatchNorm, activation, three times: y alone, the statistics, and what convolutions keep."""
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1, inplace=True))]
+    model, x = nn.Sequential(*layers).double(), images(8, 6, 4, 4)
+    unit, statistics = 8 * 6 * 16 * 8, 6 * 8
+    report = revzoo.inplace_abn_(model, x)
+    assert report.bytes_before == 3 * (2 * unit + 2 * statistics)
+    assert report.bytes_after == 3 * (unit + statistics)
+
+
+def test_timms_batch_norm_with_activation():
+    twin = nn.Sequential(
+        nn.Conv2d(6, 6, 1),
+        BatchNormAct2d(6, act_layer=nn.LeakyReLU),
+        nn.Conv2d(6, 6, 1),
+        BatchNormAct2d(6, act_layer=nn.SiLU),
+        nn.Conv2d(6, 6, 1),
+        BatchNormAct2d(6, apply_act=False),
+        nn.ELU(),
+    ).double()
+    model, x = copy.deepcopy(twin), images()
+    report = revzoo.inplace_abn_(model, x)
+    assert [(norm.name, norm.activation) for norm in report.folded] == [("1", "leaky_relu"), ("5", "elu")]
+    assert report.left == (("3", "what follows cannot be undone, or keeps nothing"),)
+    assert [type(model[i]) for i in (1, 3, 5)] == [FoldableBatchNormAct2d, BatchNormAct2d, FoldableBatchNormAct2d]
+    assert_same_step(model, twin, x)
+
+
+def test_a_weight_of_0_is_kept_and_said():
+    twin = randomise(Block(add_in_place))
+    twin.bn.weight.data[:4] = torch.tensor([0.0, -1.0, 1e-9, 2.0], dtype=torch.float64)
+    model, x = copy.deepcopy(twin), images()
+    report = revzoo.inplace_abn_(model, x)
+    assert report.folded[0].weak_channels == 2
+    assert "2 of 6 channels are so near 0" in str(report)
+    assert_same_step(model, twin, x)
+
+
+def test_it_says_what_it_did():
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.Tanh())
+    report = revzoo.inplace_abn_(model, images(4, 3, 8, 8, dtype=torch.float32), relu_slope=0.01)
+    text = str(report)
+    assert text.startswith(
+        "1 BatchNorms keep no input, 0 of them at the end of a residual block\nkept for backward on this batch: "
+    )
+    assert "1 ReLUs are now leaky with slope 0.01: another function" in text
+    assert "outputs differ by at most " in text
+    assert "left: 4 (what follows cannot be undone, or keeps nothing)" in text
+    assert isinstance(model[2], nn.LeakyReLU)
+    assert type(model[4]) is nn.BatchNorm2d
+
+
+def test_frozen_hooked_and_foreign_norms_are_left():
+    model = nn.Sequential()
+    for i in range(5):
+        model.append(nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1)))
+    model[0][1].eval()
+    model[1][1].register_forward_hook(lambda *_: None)
+    model[2][1] = nn.SyncBatchNorm(6).eval()
+    model[3][2] = nn.ReLU()
+    model.double()
+    report = revzoo.inplace_abn_(model, images())
+    assert [norm.name for norm in report.folded] == ["4.1"]
+    assert dict(report.left) == {
+        "0.1": "in eval mode",
+        "1.1": "has forward hooks, which see its output",
+        "2.1": "a SyncBatchNorm, not nn.BatchNorm2d",
+        "3.1": "followed by ReLU, which cannot be undone: relu_slope=0.01 makes it leaky",
+    }
+    assert not model[0][1].training
+
+
+def test_a_hook_that_comes_later_sees_an_ordinary_tensor():
+    twin = randomise(Block(plain))
+    model, x = copy.deepcopy(twin), images()
+    revzoo.inplace_abn_(model, x)
+    seen = []
+    model.bn.register_forward_hook(lambda module, args, output: seen.append(type(output)))
+    assert_same_step(model, twin, x)
+    assert seen == [torch.Tensor]
+
+
+def test_a_network_in_eval_mode_comes_back_in_eval_mode():
+    model = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1)).double().eval()
+    assert len(revzoo.inplace_abn_(model, images()).folded) == 1
+    assert not any(module.training for module in model.modules())
+
+
+def test_what_keeps_no_memory_stays_ordinary():
+    """Inference, eval mode with gradients, and what is compiled."""
+    model = fold(nn.Sequential(nn.BatchNorm2d(6)).double())
+    assert type(model(images())) is NormalisedTensor
+    with torch.no_grad():
+        assert type(model(images())) is torch.Tensor
+    assert type(model.eval()(images())) is torch.Tensor
+
+
+def test_sizes_are_read_from_models_that_say_them():
+    model = timm.create_model("test_resnet", act_layer="leaky_relu")
+    assert len(revzoo.inplace_abn_(model).folded) > 5
+    with pytest.raises(
+        InputError, match=r"does not say the size of its input\. Received: no batch\. Use inplace_abn_\(model, batch\)"
+    ):
+        revzoo.inplace_abn_(nn.Sequential(nn.BatchNorm2d(6), nn.ELU()))
+
+
+def test_a_network_without_values():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1))
+    report = revzoo.inplace_abn_(model, torch.empty(2, 6, 4, 4, device="meta"))
+    assert (len(report.folded), report.difference) == (1, None)
+    batch = torch.empty(8, 6, 4, 4, device="meta")
+    real = copy.deepcopy(model).to_empty(device="cpu")
+    nn.init.ones_(real[1].weight)
+    nn.init.zeros_(real[1].bias)
+    assert revzoo.measure_memory(model, batch) == revzoo.measure_memory(real, torch.randn(8, 6, 4, 4))
+
+
+def overwrite_and_use(m, x):
+    z = m.bn(m.conv(x))
+    F.leaky_relu(z, 0.1, inplace=True)
+    return m.next(z)
+
+
+def test_using_what_an_activation_has_overwritten_is_refused():
+    model = fold(Block(overwrite_and_use).double())
+    with pytest.raises(RecoveryError, match=r"used after an activation with inplace=True .* Use what the activation returns"):
+        model(images()).sum().backward()
+
+
+def squeeze_and_overwrite(m, x):
+    z = m.bn(m.conv(x))
+    gate = z.mean((2, 3), keepdim=True)
+    z *= gate
+    return m.next(z)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), {}, r"Received: followed by ReLU.*relu_slope=0\.01 makes it leaky"),
+        (
+            nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()),
+            {"relu_slope": 0.0},
+            r"slope > 0\. Received: relu_slope=0\.0\. Use 0\.01",
+        ),
+        (nn.Conv2d(6, 6, 1), {}, r"No BatchNorm is followed .* Received: the model has no BatchNorm2d"),
+        (Block(squeeze_and_overwrite), {}, r"changes in place what an in-place ABN has to keep.*x = x \* gate"),
+        (lambda x: x, {}, r"must be a torch\.nn\.Module"),
+    ],
+)
+def test_refusals_change_nothing(model, options, message):
+    classes = [type(m) for m in model.modules()] if isinstance(model, nn.Module) else []
+    with pytest.raises(InputError, match=message):
+        revzoo.inplace_abn_(model, images(dtype=torch.float32), **options)
+    assert classes == ([type(m) for m in model.modules()] if isinstance(model, nn.Module) else [])
+
+
+def test_a_compiled_model_is_refused():
+    model = nn.Sequential(nn.BatchNorm2d(6), nn.ELU())
+    model.compile(backend="eager")
+    with pytest.raises(InputError, match=r"keeps what its compiler chose\. Call inplace_abn_ before torch\.compile"):
+        revzoo.inplace_abn_(model, images(dtype=torch.float32))
+
+
+def test_steps_of_a_reversible_network():
+    """In every mode: in-place ABN lowers what is held while a step is recovered."""
+    torch.manual_seed(0)
+    model = revzoo.create("revnet_digits", dtype=torch.float64, overrides=[f"stages.{i}.depth=1" for i in range(3)])
+    report = revzoo.inplace_abn_(model, relu_slope=0.01)
+    assert len(report.folded) > 10
+    x, results = model.example_input(4), []
+    for mode in ("store", "recompute", "selective", "invert"):
+        model.schedule = mode
+        results.append(step(model, x)[1])
+    for grads in results[1:]:
+        assert max(float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in zip(grads, results[0], strict=True)) < 1e-8
