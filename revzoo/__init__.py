@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from revzoo.analysis.bytes_per_pixel import PixelReport, bytes_per_pixel
     from revzoo.analysis.memory_report import MemoryReport, measure_memory
     from revzoo.analysis.numerics import NumericsReport, measure_numerics
     from revzoo.analysis.verify import VerifyReport, verify
@@ -28,11 +29,13 @@ _HOMES = {
     "MemoryReport": "revzoo.analysis.memory_report",
     "Model": "revzoo.model.network",
     "NumericsReport": "revzoo.analysis.numerics",
+    "PixelReport": "revzoo.analysis.bytes_per_pixel",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profiling.profile",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.model.builder",
+    "bytes_per_pixel": "revzoo.analysis.bytes_per_pixel",
     "compile_steps": "revzoo.model.compile_steps",
     "convert": "revzoo.conversion.convert",
     "create": "revzoo.model.create",
@@ -53,11 +56,13 @@ __all__ = [
     "MemoryReport",
     "Model",
     "NumericsReport",
+    "PixelReport",
     "Plan",
     "Profile",
     "Spec",
     "VerifyReport",
     "build",
+    "bytes_per_pixel",
     "compile_steps",
     "convert",
     "create",

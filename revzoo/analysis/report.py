@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from revzoo.analysis.bytes_per_pixel import PixelReport, bytes_per_pixel
 from revzoo.analysis.dry_run import isolated, preserve_schedules
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.memory_report import MemoryReport, run_and_measure
@@ -47,9 +48,10 @@ class TwinReport:
     Args:
         library: where it is defined, such as "timm".
         name: its name there.
-        parameters: number of parameters; this and the next two are None if it could not be built or run.
+        parameters: number of parameters; this and the next three are None if it could not be built or run.
         flops: of a forward of one example, as in `ModelReport`.
         memory: of a training step.
+        pixels: the memory per pixel, term by term; None for texts.
         problem: why it could not be built or run, else None.
     """
 
@@ -58,6 +60,7 @@ class TwinReport:
     parameters: int | None = None
     flops: int | None = None
     memory: MemoryReport | None = None
+    pixels: PixelReport | None = None
     problem: str | None = None
 
 
@@ -81,6 +84,7 @@ class ModelReport:
         flop_ratios: FLOPs of a forward and backward relative to those of `store`, by mode.
         parts: the parts in the order of forward.
         memory: memory of a training step, by mode.
+        pixels: in mode `invert`, the memory per pixel, stage by stage and term by term; None for texts.
         twin: the ordinary network, None if the spec names none.
         sources: of the spec.
         expect: of the spec.
@@ -101,6 +105,7 @@ class ModelReport:
     flop_ratios: dict[str, float]
     parts: tuple[PartReport, ...]
     memory: dict[str, MemoryReport]
+    pixels: PixelReport | None
     twin: TwinReport | None
     sources: tuple[dict[str, str], ...]
     expect: dict[str, Any]
@@ -139,6 +144,8 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
         for mode in MODES:
             assign(mode)
             memory[mode], kept[mode], flops[mode] = _measure(model, batch, model.units)
+        assign("invert")
+        pixels = _measure_pixels(model, batch)
     totals = {mode: count.forward + count.backward for mode, count in flops.items()}
     entry = index.read_index().get(spec.name)
     return ModelReport(
@@ -156,6 +163,7 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
         flop_ratios={mode: total / totals["store"] for mode, total in totals.items()},
         parts=tuple(_report_parts(model, kept)),
         memory=memory,
+        pixels=pixels,
         twin=_measure_twin(model, batch),
         sources=to_plain(spec.sources),
         expect=to_plain(spec.expect),
@@ -169,6 +177,10 @@ def _measure(model: nn.Module, batch: Tensor, units: tuple[str, ...] = ()) -> tu
     with isolated(model, batch, fake=True) as inputs, flops:
         memory, kept = run_and_measure(model, inputs, units=units)
     return memory, kept, flops
+
+
+def _measure_pixels(model: nn.Module, batch: Tensor) -> PixelReport | None:
+    return bytes_per_pixel(model, batch) if batch.is_floating_point() else None
 
 
 def _per_example(flops: FlopCounter, batch: Tensor) -> int:
@@ -218,11 +230,12 @@ def _measure_twin(model: Model, batch: Tensor) -> TwinReport | None:
         return TwinReport(twin["library"], twin["name"], problem=built)
     try:
         memory, _, flops = _measure(built, batch)
+        pixels = _measure_pixels(built, batch)
     except Exception as error:  # a library's network with the spec's arguments may raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return TwinReport(twin["library"], twin["name"], problem=f"it does not take the model's input ({reason})")
     return TwinReport(
-        twin["library"], twin["name"], sum(p.numel() for p in built.parameters()), _per_example(flops, batch), memory
+        twin["library"], twin["name"], sum(p.numel() for p in built.parameters()), _per_example(flops, batch), memory, pixels
     )
 
 

@@ -53,6 +53,11 @@ class LiveBytes(TorchDispatchMode):
         """Return the storages of tensors (in nested collections); those not seen before count from now on."""
         return frozenset(self._number_of(storage) for tensor in tensors_in(tensors) for storage in _storages(tensor))
 
+    def find(self, tensors: Any) -> Storages:
+        """Return those storages of tensors (in nested collections) that count already."""
+        keys = (id(storage) for tensor in tensors_in(tensors) for storage in _storages(tensor))
+        return frozenset(self._known[key][0] for key in keys if key in self._known)
+
     def size(self, storages: Collection[int]) -> int:
         """Return the bytes that these storages hold now."""
         return sum(self._sizes[storage] for storage in storages)

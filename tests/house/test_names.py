@@ -20,11 +20,13 @@ PINNED = {
     "MemoryReport": None,
     "Model": None,
     "NumericsReport": None,
+    "PixelReport": None,
     "Plan": None,
     "Profile": None,
     "Spec": None,
     "VerifyReport": None,
     "build": "(spec)",
+    "bytes_per_pixel": "(model, batch=None)",
     "compile_steps": "(model, **options)",
     "convert": (
         "(source, weights=None, *, coupling='momentum', kept_bits=8, m=None, beta=None, out=None, strict=True, batch=None)"

@@ -4,6 +4,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from revzoo.analysis.bytes_per_pixel import PixelReport
 from revzoo.analysis.report import ModelReport, PartReport, TwinReport
 from revzoo.display.tables.base import make_plain_table
 from revzoo.display.tables.memory import MemoryTable
@@ -12,8 +13,10 @@ from revzoo.runtime.schedule import MODES
 
 
 def tabulate_model(report: ModelReport) -> RenderableType:
-    """Return what rich is to print: sizes and costs, parts, memory in every mode, then sources, expectations and weights."""
-    return Group(_tabulate_facts(report), _tabulate_parts(report), _tabulate_memory(report), _tabulate_sources(report))
+    """Return what rich is to print: sizes and costs, parts, memory in every mode and per pixel, then where it is from."""
+    pixels = [_tabulate_pixels(report.pixels, report.twin)] if report.pixels is not None else []
+    memory = _tabulate_memory(report)
+    return Group(_tabulate_facts(report), _tabulate_parts(report), memory, *pixels, _tabulate_sources(report))
 
 
 def _tabulate_facts(report: ModelReport) -> Table:
@@ -62,6 +65,21 @@ def _tabulate_memory(report: ModelReport) -> MemoryTable:
     if report.twin is not None and report.twin.memory is not None:
         columns[f"twin: {report.twin.name}"] = report.twin.memory
     return MemoryTable(columns)
+
+
+def _tabulate_pixels(pixels: PixelReport, twin: TwinReport | None) -> Table:
+    caption = (
+        f"z: activations that backward has yet to use, g: their gradients. Peak of the training step: {pixels.describe()}."
+    )
+    if twin is not None and twin.pixels is not None:
+        caption += f" Of the twin: {twin.pixels.bytes_per_pixel:.1f} bytes."
+    table = Table(title="Bytes per pixel at the peak of each stage, with invert", caption=caption)
+    heads, *rows = pixels.list_rows()
+    for head in heads:
+        table.add_column(head, justify="left" if head in (heads[0], heads[-1]) else "right")
+    for row, name in zip(rows, pixels.stages, strict=True):
+        table.add_row(*row, style="bold" if name == pixels.peak_stage else None)
+    return table
 
 
 def _tabulate_sources(report: ModelReport) -> Table:

@@ -1,0 +1,206 @@
+"""Split the memory of a training step into hidden activations z, their gradients g, and temporaries.
+
+The terms are those of Hascoet et al. 2023, section 3. Every operation is logged with the storages that it reads and makes, and
+the autograd node in whose backward it runs. What a storage is at some time follows from this log alone, so nothing here knows
+layers, modes or the runtime:
+
+    gradient        is computed from the gradient of the loss. All other storages hold values of forward, first made or rebuilt.
+    z               a value of forward that backward has yet to use: a gradient will be computed from it, or the backward of
+                    another node will read it, to rebuild other values from it.
+    g               a gradient that another node will read than the one that made it.
+    temporaries     all else: what one operation hands to the next on the way, and what nobody reads again.
+
+An operation has yet to read its inputs while it runs. The three terms add up to all bytes alive, to the byte.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from revzoo.analysis.dry_run import call, linear_loss
+from revzoo.runtime.live_bytes import LiveBytes, Storages
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that are alive at once while a unit runs.
+
+    Args:
+        unit: name of the unit.
+        phase: whether that is in its forward or in its backward.
+        hidden_bytes: activations that backward has yet to use, z.
+        gradient_bytes: gradients of activations, g.
+        temporary_bytes: all else.
+    """
+
+    unit: str
+    phase: Phase
+    hidden_bytes: int
+    gradient_bytes: int
+    temporary_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of the terms."""
+        return self.hidden_bytes + self.gradient_bytes + self.temporary_bytes
+
+
+def run_and_split(model: nn.Module, batch: Any, units: Mapping[str, nn.Module]) -> tuple[list[Peak], int]:
+    """Run a forward and backward; return the peak of every unit that was called, in order, and the count of the highest.
+
+    Left out are weights, buffers, gradients of weights, and the batch, as in `MemoryReport.activation_bytes`.
+
+    Args:
+        model: inside the context of `isolated`.
+        batch: as `isolated` yielded it.
+        units: modules in the model by name, one of which is called. An operation belongs to the last one called before it, and
+            so do its backward and what is rebuilt for that.
+    """
+    log = _OperationLog()
+    lasting = log.watch([*model.parameters(), *model.buffers()]) | log.watch(batch)
+    with log:
+        with _report_calls(units, log.begin_unit):
+            outputs = call(model, batch)
+        loss = linear_loss(outputs)
+        del outputs
+        loss.backward(log.begin_backward(loss))
+        lasting |= log.watch(p.grad for p in model.parameters())
+    return log.find_peaks(lasting), log.peak(without=lasting)
+
+
+@contextmanager
+def _report_calls(units: Mapping[str, nn.Module], report: Callable[[str], None]) -> Iterator[None]:
+    """Call `report` with the name of each unit before its forward.
+
+    The hook is a global one: to the runtime, a layer with a hook of its own is another layer than without.
+    """
+    names = {id(module): name for name, module in units.items()}
+
+    def report_unit(module: nn.Module, _: Any) -> None:
+        if id(module) in names:
+            report(names[id(module)])
+
+    handle = register_module_forward_pre_hook(report_unit)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _Operation(NamedTuple):
+    """An operation.
+
+    Args:
+        start: length of the log of bytes when it began.
+        node: number of the node in whose backward it runs; None outside of one.
+        makes_gradient: whether it reads a gradient.
+    """
+
+    start: int
+    node: int | None
+    makes_gradient: bool
+
+
+class _Call(NamedTuple):
+    """The call of a unit: its name, and the numbers of its first operation and of its first node."""
+
+    unit: str
+    operation: int
+    node: int
+
+
+class _OperationLog(LiveBytes):
+    """Logs operations beside the bytes that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[_Operation] = []
+        self._readers: defaultdict[int, list[int]] = defaultdict(list)  # of each storage, rising
+        self._gradients: dict[int, int | None] = {}  # storages that hold gradients, and the nodes that made them
+        self._calls: list[_Call] = []
+        self._backward_start = 0
+
+    def begin_unit(self, name: str) -> None:
+        """Note that the unit of this name is called."""
+        self._calls.append(_Call(name, len(self._operations), torch._C._autograd._get_sequence_nr()))
+
+    def begin_backward(self, loss: Tensor) -> Tensor:
+        """Return the gradient of the loss, from which backward begins."""
+        gradient = torch.ones_like(loss)
+        self._gradients.update(dict.fromkeys(self.find(gradient)))
+        self._backward_start = len(self._operations)
+        return gradient
+
+    def find_peaks(self, lasting: Storages) -> list[Peak]:
+        """Return the peak of every unit without these storages."""
+        highest: dict[str, tuple[int, int, int]] = {}  # bytes, position in the log of bytes, operation
+        starts, units, total = [each.start for each in self._operations], self._list_units(), 0
+        for position, (storage, change) in enumerate(self.log):
+            if storage not in lasting:
+                total += change
+                operation = bisect_right(starts, position) - 1
+                unit = units[operation]
+                if total > highest.get(unit, (0,))[0]:
+                    highest[unit] = total, position, operation
+        called = dict.fromkeys(each.unit for each in self._calls)
+        return [self._split(unit, *highest[unit][1:], lasting) for unit in called if unit in highest]
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        start, read = self.now(), self.find((args, kwargs))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if out is NotImplemented:
+            return out
+        node = torch._C._current_autograd_node()
+        number = None if node is None else node._sequence_nr()
+        makes_gradient = not read.isdisjoint(self._gradients)
+        for storage in read:
+            self._readers[storage].append(len(self._operations))
+        self._operations.append(_Operation(start, number, makes_gradient))
+        if makes_gradient:
+            for storage in self.find(out):
+                self._gradients.setdefault(storage, number)
+        return out
+
+    def _list_units(self) -> list[str]:
+        """Return the unit of every operation."""
+        operations, nodes = [each.operation for each in self._calls], [each.node for each in self._calls]
+        units, present = list[str](), 0
+        for i, operation in enumerate(self._operations):
+            if i < self._backward_start:
+                present = bisect_right(operations, i) - 1
+            elif operation.node is not None:
+                present = bisect_right(nodes, operation.node) - 1
+            units.append(self._calls[max(present, 0)].unit)
+        return units
+
+    def _split(self, unit: str, position: int, operation: int, lasting: Storages) -> Peak:
+        """Return the terms of what is alive behind an entry of the log of bytes, which an operation has made."""
+        alive: defaultdict[int, int] = defaultdict(int)
+        for storage, change in self.log[: position + 1]:
+            if storage not in lasting:
+                alive[storage] += change
+        terms: defaultdict[str, int] = defaultdict(int)
+        for storage, size in alive.items():
+            terms[self._find_term(storage, operation)] += size
+        phase: Phase = "forward" if operation < self._backward_start else "backward"
+        return Peak(unit, phase, terms["hidden"], terms["gradient"], terms["temporary"])
+
+    def _find_term(self, storage: int, operation: int) -> str:
+        readers = self._readers[storage]
+        later = [(i, self._operations[i]) for i in readers[bisect_right(readers, operation - 1) :]]
+        if storage in self._gradients:
+            return "gradient" if any(each.node != self._gradients[storage] for _, each in later) else "temporary"
+        node = self._operations[operation].node
+        used = (each for i, each in later if i >= self._backward_start)
+        return "hidden" if any(each.makes_gradient or each.node != node for each in used) else "temporary"
