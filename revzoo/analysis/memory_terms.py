@@ -62,7 +62,7 @@ def run_and_split(model: nn.Module, batch: Any, units: Mapping[str, nn.Module]) 
     Args:
         model: inside the context of `isolated`.
         batch: as `isolated` yielded it.
-        units: modules in the model by name, one of which is called. An operation belongs to the last one called before it, and
+        units: modules in the model by name; of nested ones the inner follows. An operation belongs to the one last called, and
             so do its backward and what is rebuilt for that.
     """
     log = _OperationLog()
@@ -79,11 +79,12 @@ def run_and_split(model: nn.Module, batch: Any, units: Mapping[str, nn.Module]) 
 
 @contextmanager
 def _report_calls(units: Mapping[str, nn.Module], report: Callable[[str], None]) -> Iterator[None]:
-    """Call `report` with the name of each unit before its forward.
+    """Call `report` with the name of a unit before the forward of each module in it.
 
-    The hook is a global one: to the runtime, a layer with a hook of its own is another layer than without.
+    The runtime may call the modules in a unit without calling the unit. The hook is a global one, because a layer with a hook of
+    its own is not inverted.
     """
-    names = {id(module): name for name, module in units.items()}
+    names = {id(module): name for name, unit in units.items() for module in unit.modules()}
 
     def report_unit(module: nn.Module, _: Any) -> None:
         if id(module) in names:
@@ -111,7 +112,7 @@ class _Operation(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The call of a unit: its name, and the numbers of its first operation and of its first node."""
+    """The call of a module: the unit it is in, and the numbers of its first operation and of its first node."""
 
     unit: str
     operation: int
@@ -130,7 +131,7 @@ class _OperationLog(LiveBytes):
         self._backward_start = 0
 
     def begin_unit(self, name: str) -> None:
-        """Note that the unit of this name is called."""
+        """Note that the unit of this name, or a module in it, is called."""
         self._calls.append(_Call(name, len(self._operations), torch._C._autograd._get_sequence_nr()))
 
     def begin_backward(self, loss: Tensor) -> Tensor:
