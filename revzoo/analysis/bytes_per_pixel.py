@@ -138,8 +138,8 @@ def _list_units(model: nn.Module) -> Iterator[_Unit]:
     """Yield the units of a model; of another network itself, and its children, which are stages of their own."""
     if isinstance(model, Model):
         for entry in model.layout():
-            stage = entry.name if entry.stage is None else f"stages.{entry.stage}"
-            yield _Unit(entry.name, entry.module, "stem" if entry.kind == "split" else stage)
+            stage = entry.name.partition(".")[0] if entry.stage is None else f"stages.{entry.stage}"
+            yield _Unit(entry.name, entry.module, "stem" if stage == "split" else stage)
         return
     name = type(model).__name__
     yield _Unit(name, model, name)

@@ -81,8 +81,8 @@ def run_and_split(model: nn.Module, batch: Any, units: Mapping[str, nn.Module]) 
 def _report_calls(units: Mapping[str, nn.Module], report: Callable[[str], None]) -> Iterator[None]:
     """Call `report` with the name of a unit before the forward of each module in it.
 
-    The runtime may call the modules in a unit without calling the unit. The hook is a global one, because a layer with a hook of
-    its own is not inverted.
+    The runtime may call the modules in a unit without calling the unit. The hook is a global one, because a layer with a hook
+    of its own is not inverted.
     """
     names = {id(module): name for name, unit in units.items() for module in unit.modules()}
 
