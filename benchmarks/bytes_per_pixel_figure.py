@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from revzoo.display.figures.base import draw_heading, new_figure, save, simplify_axes
 from revzoo.display.style import BLUE, FAINT, GREY, GRID, INK, LIGHT_BLUE, MODE_COLORS, ORANGE, PALE, RED
@@ -18,7 +18,7 @@ _LOOKS = {  # marker, color and size of each sum
     "nodes_recomputed": ("<", MODE_COLORS["recompute"], 4),
     "published": ("x", RED, 7),
 }
-_ROW, _TOP, _BELOW, _LEFT, _RIGHT, _GAP = 0.21, 1.15, 1.0, 2.35, 0.3, 0.35  # [inch]
+_ROW, _TOP, _BELOW, _LEFT, _RIGHT, _GAP = 0.21, 0.95, 0.9, 2.35, 0.3, 0.35  # [inch]
 _WIDTHS = 2.4, 5.6  # of the two panels [inch]
 
 
@@ -75,6 +75,7 @@ def _draw_sums(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), marker, color=color, ms=size, mew=1.5, label=name.replace("_", " "))
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(axis="x", color=FAINT, lw=0.6)

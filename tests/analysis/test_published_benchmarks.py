@@ -94,6 +94,25 @@ def test_memory(tmp_path):
 
 
 @pytest.mark.slow
+def test_bytes_per_pixel(tmp_path):
+    result, printed = run("bytes_per_pixel", tmp_path)
+    rows = {row["model"]: row for row in result["rows"]}
+    specs = {name: revzoo.load_spec(name) for name in revzoo.list_models("*_digits")}
+    assert list(rows) == list(specs)
+    for name, row in rows.items():
+        model = revzoo.create(name, device="meta")
+        assert row["inverted"] == json.loads(json.dumps(revzoo.bytes_per_pixel(model).to_dict()))
+        model.schedule = "store"
+        assert row["stored"] == revzoo.bytes_per_pixel(model).bytes_per_pixel > row["inverted"]["bytes_per_pixel"]
+        assert name in printed
+    for row in result["whole_sets"]:
+        model = revzoo.create(row["model"], device="meta")
+        counted = revzoo.measure_memory(model, model.example_input(50))
+        assert (row["images"], row["activation_bytes"]) == (50, counted.activation_bytes)
+    assert (tmp_path / "bytes_per_pixel.png").is_file()
+
+
+@pytest.mark.slow
 def test_the_largest_batch_is_the_largest(load):
     benchmark = load("published_memory")
     result = benchmark.count_rev_vit(quick=True)

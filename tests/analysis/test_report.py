@@ -55,6 +55,7 @@ def test_measuring_together_is_measuring_alone(tiny):
     for mode in MODES:
         tiny.schedule = mode
         flops[mode] = count_flops(tiny, batch)
+    assert report.pixels == revzoo.bytes_per_pixel(tiny, batch)
     assert report.flop_ratios == {mode: flops[mode] / flops["store"] for mode in MODES}
 
 
@@ -117,6 +118,7 @@ def test_the_twin_is_measured_with_the_same_batch(monkeypatch):
     assert (twin.parameters, twin.flops, twin.problem) == (64 * 32 + 32 + 320, 64 * 32 + 320, None)
     assert twin.memory.after_forward_bytes == 10**9 * 32 * 4 + 4  # the sigmoid's output, and the loss
     assert twin.memory.batch_bytes == 10**9 * 64 * 4
+    assert twin.pixels.counted_bytes == twin.memory.activation_bytes
 
 
 def test_a_twin_that_cannot_be_built_says_why(monkeypatch):

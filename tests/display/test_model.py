@@ -66,8 +66,22 @@ def test_a_bijection_keeps_nothing(irevnet):
     assert all(line.count("nothing") == len(MODES) for line in lines)
 
 
+def test_bytes_per_pixel_of_every_stage(vit):
+    pixels = vit.pixels
+    text = text_of(tabulate_model(vit))
+    assert f"Peak: {pixels.bytes_per_pixel:.1f} bytes per pixel of 2 images of 8 x 8" in " ".join(text.split())
+    lines = [line for line in text.splitlines() if " of stem " in line or " of stages.0.blocks" in line or " of head " in line]
+    assert [line.split()[1] for line in lines] == ["stem", "stages.0", "head"]
+    assert ["*" in line for line in lines] == [False, True, False]
+    assert f"{pixels.stages['stages.0'].hidden_bytes / (2 * 8 * 8):.1f}" in lines[1]
+    twin = TwinReport("timm", "vit", 1, 1, vit.memory["store"], replace(pixels, counted_bytes=128 * 4321))
+    assert "Of the twin: 4321.0 bytes." in " ".join(text_of(tabulate_model(replace(vit, twin=twin))).split())
+
+
 def test_texts_are_called_texts(bert):
     text = text_of(tabulate_model(bert))
+    assert bert.pixels is None
+    assert "per pixel" not in text
     assert "batch of 8 texts" in text
     assert "per text" in text
     assert "image" not in text

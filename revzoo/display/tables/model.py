@@ -68,9 +68,7 @@ def _tabulate_memory(report: ModelReport) -> MemoryTable:
 
 
 def _tabulate_pixels(pixels: PixelReport, twin: TwinReport | None) -> Table:
-    caption = (
-        f"z: activations that backward has yet to use, g: their gradients. Peak of the training step: {pixels.describe()}."
-    )
+    caption = f"Peak: {pixels.describe()}. z: activations that backward has yet to use; g: gradients of activations."
     if twin is not None and twin.pixels is not None:
         caption += f" Of the twin: {twin.pixels.bytes_per_pixel:.1f} bytes."
     table = Table(title="Bytes per pixel at the peak of each stage, with invert", caption=caption)
