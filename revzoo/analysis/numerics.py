@@ -14,7 +14,7 @@ Source: ratio and alpha are those of Hascoet et al. 2023, section 4.1; the angle
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
@@ -178,7 +178,7 @@ def measure_numerics(model: nn.Module, batch: Any, *, loss: Loss | None = None) 
 def follow_training(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], optimizer: Optimizer, loss: TargetLoss, every: int
 ) -> Iterator[TrainingPoint]:
-    """Train the model, and measure the gradient of every `every`-th update before it.
+    """Train the model, however large the noise, and measure the gradient of every `every`-th update before it.
 
     Args:
         model: to be trained, with its schedule.
@@ -191,8 +191,9 @@ def follow_training(
         point = None
         if update % every == 0:
             point = measure_numerics(model, x, loss=partial(_apply_loss, loss, targets))
-        value = loss(call(model, x), targets)
-        value.backward()
+        with _tolerate_noise():
+            value = loss(call(model, x), targets)
+            value.backward()
         optimizer.step()
         optimizer.zero_grad()
         if point is not None:
@@ -274,11 +275,18 @@ class _StateRecorder:
         )
 
 
+@contextmanager
+def _tolerate_noise() -> Iterator[None]:
+    """Raise nothing and warn of nothing where rounding is amplified."""
+    with set_tripwire(False), ignore_error_growth():
+        yield
+
+
 def _compute_gradients(
     model: nn.Module, batch: Any, loss: Loss, mode: Mode | None = None, recorder: _StateRecorder | None = None
 ) -> Gradients:
     """Return the gradients of the loss; every call draws the same random numbers."""
-    with isolated(model, batch) as inputs, preserve_schedules(model) as assign, set_tripwire(False), ignore_error_growth():
+    with isolated(model, batch) as inputs, preserve_schedules(model) as assign, _tolerate_noise():
         if mode is not None:
             assign(mode)
         with nullcontext() if recorder is None else observe_states(recorder.note):
@@ -321,7 +329,7 @@ def _find_invertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of every layer and bijection that the runtime can invert."""
     for prefix, chain in find_chains(model).items():
         for entry in chain.layout():
-            if isinstance(entry.module, Bijection):
+            if entry.kind in ("bijection", "layer"):
                 yield f"{prefix}{entry.name}", entry.module
             elif entry.kind == "step":
                 for layer in find_layers(entry.module) or ():

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState, TrainingPoint
 from revzoo.display.figures.base import draw_heading, new_figure, save, simplify_axes
-from revzoo.display.style import BLUE, INK, ORANGE, PALE
+from revzoo.display.style import BLUE, FAINT, INK, ORANGE, PALE
 
 _LEFT, _WIDTH, _GAP, _RIGHT = 0.85, 4.6, 0.95, 0.75  # margins, width of a panel and distance of two [inch]
 _BOTTOM, _RISE, _TOP = 0.6, 3.1, 1.35  # margins and height of a panel [inch]
@@ -51,11 +51,12 @@ def draw_states(axes: Axes, states: Sequence[RebuiltState]) -> None:
     ):
         axes.plot(places, [_hide(value) for value in values], style, color=color, lw=1.4, label=label)
     of_steps = [(place, _hide(state.snr)) for place, state in zip(places, states, strict=True) if not state.of_layer]
-    if len(of_steps) < len(states):
-        axes.plot(*zip(*of_steps, strict=True) if of_steps else ((), ()), "o", ms=4, color=BLUE, label="between steps")
+    if 0 < len(of_steps) < len(states):
+        axes.plot(*zip(*of_steps, strict=True), "o", ms=4, color=BLUE, label="between steps")
     if any(math.isfinite(state.snr) for state in states):
         axes.set_yscale("log")
         axes.legend(frameon=False, fontsize=8)
+        axes.tick_params(which="minor", left=False)
     else:
         words = "every bit is rebuilt" if states else "nothing is rebuilt"
         axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", color=INK)
@@ -83,6 +84,7 @@ def _draw_training(axes: Axes, points: Sequence[TrainingPoint]) -> None:
         ratios.set_yscale("log")
         ratios.legend(frameon=False, fontsize=8)
     simplify_axes(ratios)
+    ratios.tick_params(which="minor", labelsize=8, color=FAINT)
     ratios.grid(False)  # its ticks are not those of the angle
     _finish(axes, "angle of the gradients [degrees]", "updates")
 
