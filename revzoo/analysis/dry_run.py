@@ -118,11 +118,11 @@ def find_chains(model: nn.Module) -> dict[str, Model | ReversibleChain | LayerCh
 
 
 def find_steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mode]]:
-    """Yield name, module and mode of every reversible step in the model."""
+    """Yield name, module and mode of every reversible step in the model, and of every layer that may be inverted."""
     for prefix, chain in find_chains(model).items():
         units = [entry for entry in chain.layout() if entry.is_unit]
         for unit, mode in zip(units, chain.schedule, strict=True):
-            if unit.kind == "step":
+            if unit.can_invert:
                 yield f"{prefix}{unit.name}", unit.module, mode
 
 

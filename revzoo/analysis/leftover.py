@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, find_chains, find_steps, isolated
 from revzoo.runtime.compiling import is_compiled
+from revzoo.runtime.layerwise import is_made_of_layers
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.nested import tensors_in
 
@@ -22,13 +23,14 @@ def measure_leftovers(model: nn.Module, batch: Any) -> dict[str, int]:
     """Return, by name, the bytes that each inverted or recomputed step keeps beyond its mode, without those that keep none.
 
     Counted is what the step's own forward created. For a step with inverted ones on both sides it is the input too, because
-    only the first and last states of a run of inverted steps are needed.
+    only the first and last states of a run of inverted steps are needed. Layers with an inverse, and steps made of them, are
+    left out: they keep the statistics of the batch.
     """
     enclosed = _find_enclosed(model)
     watchers = [
         _Watcher(name, step, drops_input=name in enclosed)
         for name, step, mode in find_steps(model)
-        if mode in ("invert", "recompute") and not is_compiled(step)
+        if mode in ("invert", "recompute") and not is_compiled(step) and not is_made_of_layers(step)
     ]
     with isolated(model, batch) as inputs, LiveBytes() as live:
         known = live.watch([*model.parameters(), *model.buffers(), *tensors_in(inputs)])

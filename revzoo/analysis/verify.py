@@ -16,7 +16,9 @@ from revzoo.analysis.dry_run import find_chains, find_steps, require_module
 from revzoo.analysis.leftover import measure_leftovers
 from revzoo.analysis.trial import Gradients, Outcome, Trial
 from revzoo.errors import InputError, RecoveryError, join_names
-from revzoo.format import format_bytes, format_dtype
+from revzoo.format import format_bytes, format_dtype, format_ratio
+from revzoo.runtime.layerwise import is_made_of_layers
+from revzoo.runtime.observation import Comparison, observe_states
 from revzoo.runtime.schedule import Mode
 
 # Largest relative error allowed of a reconstructed state, of all gradients together, and of a single gradient, by the
@@ -44,9 +46,10 @@ class VerifyReport:
 
     Args:
         dtype: the coarsest precision in use: of weights, streams, or autocast.
-        modes: mode of each step, in order.
-        reconstruction_errors: for each step that ran again in backward, the relative error of its input:
-            ||w' - w|| / ||w|| of the reconstructed w' and the original w.
+        modes: mode of each step, or layer of a network without coupling, in order.
+        reconstruction_errors: for each of them that ran again in backward, the relative error of its input:
+            ||w' - w|| / ||w|| of the reconstructed w' and the original w. For a step made of layers with an inverse, the
+            largest of all that was rebuilt in it.
         gradient_error: ||g - g_store|| / ||g_store|| over the gradients of all parameters.
         gradient_errors: the same for each parameter with a gradient; relative to 1 % of a typical gradient at least.
         identical: whether every gradient is the same bit for bit, in each memory format that was tried.
@@ -65,6 +68,12 @@ class VerifyReport:
     leftover_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
+    def snr(self) -> float:
+        """The smallest signal-to-noise ratio of what was rebuilt; infinite if every bit was, or nothing."""
+        error = max(self.reconstruction_errors.values(), default=0.0)
+        return error**-2 if error else math.inf
+
+    @property
     def ok(self) -> bool:
         """Whether the model is safe to train with this schedule in this precision."""
         return not self.problems
@@ -72,10 +81,12 @@ class VerifyReport:
     def __str__(self) -> str:
         dtype = format_dtype(self.dtype)
         width = max(map(len, self.modes), default=0)
-        lines = ["step, mode, relative error of its input when reconstructed in backward:"]
+        lines = ["step or layer, mode, relative error of its input when reconstructed in backward:"]
         for name, mode in self.modes.items():
             error = self.reconstruction_errors.get(name)
             lines.append(f"  {name:<{width}}  {mode:<9}  {'not run again' if error is None else f'{error:.1e}'}")
+        if any(mode == "invert" for mode in self.modes.values()) and self.reconstruction_errors:
+            lines.append(f"Signal-to-noise ratio of rebuilt activations, mean squares: {format_ratio(self.snr)} at least.")
         if self.gradient_errors:
             name, worst = max(self.gradient_errors.items(), key=lambda item: item[1])
             lines.append(
@@ -176,11 +187,17 @@ def _try_other_format(trial: Trial, report: VerifyReport) -> VerifyReport:
 
 
 class _InputRecorder:
-    """Record each step's input in forward and its relative error when reconstructed in backward."""
+    """Record each step's input in forward and its relative error when reconstructed in backward.
+
+    Hooks see the input of a step. Layers, and steps made of them, must not have hooks, which would have them run otherwise: of
+    these the states that inversion rebuilds are seen.
+    """
 
     def __init__(self, model: nn.Module):
         self._in_forward = True
-        self._modes = {name: mode for name, _, mode in find_steps(model)}
+        steps = list(find_steps(model))
+        self._modes = {name: mode for name, _, mode in steps}
+        self._made_of_layers = {name for name, module, _ in steps if is_made_of_layers(module)}
         self._errors: dict[str, float] = {}
         self._precision = max((p.dtype for p in model.parameters()), key=_coarseness)
         self._inputs: dict[str, list[Tensor]] = defaultdict(list)
@@ -194,9 +211,14 @@ class _InputRecorder:
         self._in_forward = True
         self._errors.clear()
         self._inputs.clear()
-        hooks = [step.register_forward_pre_hook(partial(self._record, name)) for name, step, _ in find_steps(model)]
+        hooks = [
+            step.register_forward_pre_hook(partial(self._record, name))
+            for name, step, _ in find_steps(model)
+            if name not in self._made_of_layers
+        ]
         try:
-            yield
+            with observe_states(self._note_state):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
@@ -204,6 +226,17 @@ class _InputRecorder:
 
     def end_forward(self) -> None:
         self._in_forward = False
+
+    def _note_state(self, name: str, state: Tensor) -> Comparison | None:
+        """Return what compares the rebuilt state in front of a layer, or of a step made of layers, with this one."""
+        unit = next((unit for unit in self._made_of_layers if f"{name}.".startswith(f"{unit}.")), None)
+        return None if unit is None else partial(self._compare_state, unit, state.clone())
+
+    @torch.no_grad()
+    def _compare_state(self, unit: str, state: Tensor, rebuilt: Tensor, _: float | Tensor) -> None:
+        self._precision = max(self._precision, state.dtype, key=_coarseness)
+        error = _norm(rebuilt - state) / max(_norm(state), torch.finfo(state.dtype).tiny)
+        self._errors[unit] = max(error, self._errors.get(unit, 0.0))
 
     @torch.no_grad()
     def _record(self, name: str, step: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -289,6 +289,8 @@ class Model(nn.Module):
         segment: InvertedSegment | None = None  # the layers before the split, which the chain after it goes on with
         del x  # a reference here would keep it alive for the whole forward pass
         for entry in layout[:-1]:
+            if entry.kind == "split" and not self.has_streams:
+                continue  # the layers before it and behind it are one chain
             if chain is not None and entry.kind != "node":
                 chain.append(self._chain_item(entry, modes))
             elif entry.kind in ("layer", "bijection"):
@@ -301,7 +303,7 @@ class Model(nn.Module):
                     del pair
                 if entry.kind == "split":
                     tensors, segment = self._split(layers, *tensors, lookahead=lookahead)
-                    chain, layers = [] if self.has_streams else None, []
+                    chain, layers = [], []
                     continue
                 if layers:
                     tensors, layers = (run_layers(layers, *tensors, lookahead=lookahead),), []

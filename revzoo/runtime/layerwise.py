@@ -79,6 +79,14 @@ def find_layers(f: Callable[..., Any]) -> list[Layer] | None:
     return layers if any(layer.is_inverted and not isinstance(layer.module, Bijection) for layer in layers) else None
 
 
+def is_made_of_layers(module: nn.Module) -> bool:
+    """Return whether mode `invert` goes through a module, a layer or the f of a step, by the inverses of layers.
+
+    Hooks would change that: what has some is called as a whole.
+    """
+    return has_inverse(module) or find_layers(module) is not None
+
+
 def expand(layers: Iterable[Layer]) -> Iterator[Layer]:
     """Yield the layers, and the layers of every inverted `nn.Sequential` among them in its place."""
     for layer in layers:

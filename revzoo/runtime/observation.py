@@ -7,7 +7,7 @@ from torch import Tensor
 
 # Called with the rebuilt state, and the relative error that rounding is predicted to have left in it.
 Comparison = Callable[[Tensor, float | Tensor], None]
-Observer = Callable[[str, Tensor], Comparison]
+Observer = Callable[[str, Tensor], Comparison | None]
 
 _observer: Observer | None = None
 
