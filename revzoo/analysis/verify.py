@@ -195,9 +195,13 @@ class _InputRecorder:
 
     def __init__(self, model: nn.Module):
         self._in_forward = True
-        steps = list(find_steps(model))
-        self._modes = {name: mode for name, _, mode in steps}
-        self._made_of_layers = {name for name, module, _ in steps if is_made_of_layers(module)}
+        self._modes = {name: mode for name, _, mode in find_steps(model)}
+        self._made_of_layers = {  # from a name within its chain to the name
+            entry.name: f"{prefix}{entry.name}"
+            for prefix, chain in find_chains(model).items()
+            for entry in chain.layout()
+            if entry.can_invert and is_made_of_layers(entry.module)
+        }
         self._errors: dict[str, float] = {}
         self._precision = max((p.dtype for p in model.parameters()), key=_coarseness)
         self._inputs: dict[str, list[Tensor]] = defaultdict(list)
@@ -214,7 +218,7 @@ class _InputRecorder:
         hooks = [
             step.register_forward_pre_hook(partial(self._record, name))
             for name, step, _ in find_steps(model)
-            if name not in self._made_of_layers
+            if name not in self._made_of_layers.values()
         ]
         try:
             with observe_states(self._note_state):
@@ -229,7 +233,7 @@ class _InputRecorder:
 
     def _note_state(self, name: str, state: Tensor) -> Comparison | None:
         """Return what compares the rebuilt state in front of a layer, or of a step made of layers, with this one."""
-        unit = next((unit for unit in self._made_of_layers if f"{name}.".startswith(f"{unit}.")), None)
+        unit = next((unit for short, unit in self._made_of_layers.items() if f"{name}.".startswith(f"{short}.")), None)
         return None if unit is None else partial(self._compare_state, unit, state.clone())
 
     @torch.no_grad()

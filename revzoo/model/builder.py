@@ -91,6 +91,10 @@ class _Builder:
                 self._add_problem(part.path, part.type, allowed if one else f"a {role} of two streams; or split: none")
         if one and isinstance(spec.input, TextInput):
             self._add_problem(spec.split.path, "none", "two streams for texts, for example duplicate")
+        if one and spec.drop_path.max:
+            self._add_problem(
+                "block.drop_path.max", spec.drop_path.max, "0: without a coupling nothing is left of a dropped block"
+            )
         for i, stage in enumerate(spec.stages):
             if one and stage.g is not None:
                 self._add_problem(f"stages.{i}.g", stage.g.type, "no g: without a coupling, a block is y = f(x)")

@@ -14,7 +14,7 @@ from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.layer_chain import run_layers, run_layers_before
-from revzoo.runtime.layerwise import Layer, list_layers
+from revzoo.runtime.layerwise import Layer, has_inverse, list_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
@@ -316,7 +316,7 @@ class Model(nn.Module):
         self, layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None
     ) -> tuple[tuple[Tensor, ...], InvertedSegment | None]:
         """Run the layers before the split, and split; return the streams, and a segment that a chain can go on with, if any."""
-        if not layers or self.exact or self.coupling.is_exact or not hasattr(self.split, "inverse"):
+        if not layers or self.exact or self.coupling.is_exact or not has_inverse(self.split):
             return self.split(run_layers(layers, x, lookahead=lookahead) if layers else x), None
         x, recording = run_layers_before(layers, x, lookahead=lookahead)
         if recording is None:

@@ -77,7 +77,7 @@ class LayerChain(nn.Sequential):
     def layout(self) -> list[LayoutEntry]:
         """Return the layers in order; bijections among them have no mode."""
         return [
-            LayoutEntry(name, layer, "bijection" if isinstance(layer, Bijection) else "node")
+            LayoutEntry(name, layer, "bijection" if isinstance(layer, Bijection) else "layer")
             for name, layer in self._modules.items()
             if layer is not None
         ]
@@ -90,7 +90,7 @@ class LayerChain(nn.Sequential):
                 "after layers have been added or removed."
             )
         modes = iter(self._schedule)
-        return [Layer(module, name, next(modes) if kind == "node" else "invert") for name, module, kind, _ in layout]
+        return [Layer(module, name, next(modes) if kind == "layer" else "invert") for name, module, kind, _ in layout]
 
 
 def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 class LayoutEntry(NamedTuple):
     """One of the modules that a model or chain calls in its forward.
 
-    A `step` is reversible, a `layer` of a network without coupling has an inverse of its own, a `node` is an ordinary module
+    A `step` is reversible, a `layer` of one tensor may have an inverse of its own, a `node` is an ordinary module
     between chains. All three are *units*, which have a mode in `schedule`; in mode `invert` are only steps and layers.
     The `split` and a `bijection` have no mode.
 

@@ -331,7 +331,7 @@ except ValueError as error:
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines() == [
-        "65 False",
+        "68 False",
         "3 problems found:",
         "  override: block.coupling: found 'additiv'; allowed: one of additive, dual_residual, leapfrog, midpoint, momentum, "
         "none."

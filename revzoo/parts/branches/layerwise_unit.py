@@ -7,6 +7,7 @@ from torch import nn
 from revzoo.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
+from revzoo.parts.layers.drop_path import DropPath
 from revzoo.parts.layers.invertible_unit import list_unit_layers
 from revzoo.registry import branches
 
@@ -38,9 +39,9 @@ class LayerwiseUnit(nn.Sequential):
         if context.width % 2:
             allowed = f"a stage of even width, because each half of the channels is convolved; the width is {context.width}"
             raise PartArgumentError("type", "layerwise_unit", allowed)
-        if context.drop_path:
-            raise PartArgumentError("type", "layerwise_unit", "block.drop_path.max: 0, as a dropped branch has no inverse")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for i in range(1, units + 1):
             layers.update({f"{name}{i}": layer for name, layer in list_unit_layers(context.width, slope, eps_i)})
+        if context.drop_path:
+            layers["drop_path"] = DropPath(context.drop_path)
         super().__init__(layers)
