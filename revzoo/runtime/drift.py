@@ -44,7 +44,7 @@ def count_invertible_steps(couplings: Sequence[Coupling], dtype: torch.dtype, er
         error: largest relative error of a rebuilt state that rounding alone may cause. The default is that of the chain, which
             refuses longer runs.
     """
-    if any(coupling.is_exact for coupling in couplings):
+    if not couplings or any(coupling.is_exact for coupling in couplings):
         return None
     if any(coupling.b == 0 for coupling in couplings):
         return 0

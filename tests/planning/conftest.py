@@ -19,6 +19,7 @@ FAMILIES = {
     "rev_swin_digits": ["stages.0.depth=1", "stages.1.depth=1"],
     "rev_vit_digits": ["stages.0.depth=2"],
     "revnet_digits": ["stages.0.depth=1", "stages.1.depth=1", "stages.2.depth=1"],
+    "revnext_digits": ["stages.1.depth=1"],
 }
 
 
@@ -55,7 +56,7 @@ def schedules() -> Callable[..., list[list[str]]]:
         for i in range(count):
             modes: list[str] = []
             for part in list_units(model):
-                menu = ["store", "selective", "recompute"] + ["invert"] * (part.kind == "step")
+                menu = ["store", "selective", "recompute"] + ["invert"] * part.can_invert
                 stays = modes and modes[-1] in menu and rng.random() < (0, 0.5, 0.8)[i % 3]
                 modes.append(modes[-1] if stays else rng.choice(menu))
             schedules.append(modes)

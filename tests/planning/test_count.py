@@ -38,7 +38,7 @@ def agrees(model: nn.Module, batch: object, problem: Problem, drawn: list[list[s
 
 def dropping(model: nn.Module, drawn: list[list[str]]) -> list[list[str]]:
     """Return the schedules in which some step is not stored."""
-    steps = [k for k, part in enumerate(list_units(model)) if part.kind == "step"]
+    steps = [k for k, part in enumerate(list_units(model)) if part.can_invert]
     return [modes for modes in drawn if any(modes[k] != "store" for k in steps)]
 
 

@@ -29,6 +29,7 @@ from revzoo.planning.profiling.hooks import PlannableModel, list_units
 from revzoo.planning.profiling.trace import LossFunction, Recovered, Trace, trace
 from revzoo.planning.solvers.problem import Ahead, Option, Problem, Recovery, Unit
 from revzoo.runtime.drift import ignore_error_growth
+from revzoo.runtime.layerwise import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import Storages
 from revzoo.runtime.schedule import MODES, Mode
@@ -53,7 +54,8 @@ def count(
         other_bytes: other memory that is alive during the whole training step, such as optimizer state and averaged weights.
         lookahead: count the backward of every unit with look-ahead as well, from five more schedules.
     Raises:
-        InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient.
+        InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient; with
+            look-ahead, steps made of layers with an inverse.
     """
     entries = list_units(model)
     if len({id(entry.module) for entry in entries}) < len(entries):
@@ -64,6 +66,11 @@ def count(
         raise InputError(
             f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan first, then "
             "compile the steps: the plan stays in force."
+        )
+    if lookahead and (units := [entry.name for entry in entries if entry.can_invert and is_made_of_layers(entry.module)]):
+        raise InputError(
+            f"What look-ahead takes is not counted where inversion goes layer by layer. Received: {join_names(units, most=3)}. "
+            "Plan with lookahead=0."
         )
     with preserve_schedules(model):
         first, *others = list_traced_schedules(entries)
