@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from revzoo.format import format_bytes
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.schedule import MODES
+from revzoo.runtime.unit_calls import observe_calls
 
 
 @dataclass(frozen=True)
@@ -145,17 +145,22 @@ def run_and_measure(
 @contextmanager
 def _record_starts(model: nn.Module, units: Sequence[str], live: LiveBytes) -> Iterator[dict[str, int]]:
     """Yield a mapping to which each unit adds, when it is called, its position in the log of `live`."""
-    starts: dict[str, int] = {}
+    recorder = _StartRecorder({id(model.get_submodule(unit)): unit for unit in units}, live)
+    with observe_calls(recorder):
+        yield recorder.starts
 
-    def record(unit: str, *_: Any) -> None:
-        starts[unit] = live.now()
 
-    hooks = [model.get_submodule(unit).register_forward_pre_hook(partial(record, unit)) for unit in units]
-    try:
-        yield starts
-    finally:
-        for hook in hooks:
-            hook.remove()
+class _StartRecorder:
+    def __init__(self, names: dict[int, str], live: LiveBytes):
+        self.starts: dict[str, int] = {}
+        self._names = names
+        self._live = live
+
+    def begin_call(self, module: nn.Module, *_: Any) -> None:
+        if (unit := self._names.get(id(module))) is not None:
+            self.starts[unit] = self._live.now()
+
+    def end_call(self, module: nn.Module, out: Any) -> None: ...
 
 
 def measure_modes(

@@ -201,10 +201,13 @@ def _report_parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[Par
         new = {id(p): p.numel() for unit in units for p in model.get_submodule(unit).parameters() if id(p) not in known}
         known.update(new)
         sizes = {mode: sum(bytes_of[unit] for unit in units) for mode, bytes_of in kept.items()}
-        return PartReport(name, kind, what, len(units) if kind == "stage" else 0, shape, sum(new.values()), sizes)
+        return PartReport(
+            name, kind, what, len(units) if kind == "stage" and model.has_streams else 0, shape, sum(new.values()), sizes
+        )
 
     shape = _dims(model.split)
-    yield part("stem", f"{spec.stem.type}, then {spec.split.type}", shape, ["stem"])
+    stem = [entry.name for entry in model.layout() if f"{entry.name}.".startswith("stem.")]
+    yield part("stem", f"{spec.stem.type}, then {spec.split.type}", shape, stem)
     for i, stage in enumerate(spec.stages):
         entries = [entry for entry in model.layout() if entry.stage == i]
         if stage.transition is not None:
