@@ -144,12 +144,12 @@ def run_without_storing(layers: Sequence[Layer], x: Tensor) -> Tensor:
             if _is_coupled(module):
                 states = states if len(states) == 2 else halve(*states)
                 for f in (module.f, module.g):
-                    out = f(states[1])
+                    out = f(states[1].detach())  # not the state itself, which is changed in place unless f holds on to it
                     states = states[1], add(states[0], out, in_place=is_held_alone(states[0]))
                     del out
             elif len(states) == 2 and _is_channelwise(module):
                 for channels in _slice_halves(states):
-                    states = states[1], _call_layer(module, states[0], channels)[0]
+                    states = states[1], _call_layer(module, states[0], channels)[0].detach()
             else:
                 x = _join(states)
                 del states

@@ -2,8 +2,7 @@
 
 import torch
 from torch import Tensor
-
-from revzoo.runtime.live_bytes import wraps_tensors
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _OWN_REFERENCES = 2  # to a storage: the tensor, and the Python object that is asked
 
@@ -14,6 +13,6 @@ def is_held_alone(x: Tensor) -> bool:
     Other names of the same tensor object are not seen, nor is a kernel of another stream that still reads the memory: whoever
     asks must be ordered behind it.
     """
-    if wraps_tensors(type(x)):
+    if is_traceable_wrapper_subclass(x):
         return False
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) == _OWN_REFERENCES
