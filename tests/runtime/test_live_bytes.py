@@ -189,3 +189,31 @@ def test_nothing_is_kept_alive_and_no_result_changes(convolutions):
         assert live.alive(without=live.watch([convolutions.parameters(), convolutions.buffers(), x])) == 0
     finally:
         gc.enable()
+
+
+def test_gradients_that_autograd_adds_up_in_place_are_counted_so():
+    x = torch.randn(1000, requires_grad=True)
+    gradients = [torch.ones(1000) for _ in range(3)]
+    with LiveBytes() as live:
+        lasting = live.watch([x, gradients])
+        y = x * 1.0
+        outputs = [y * 2.0, y * 3.0, y * 4.0]
+        before = live.alive(without=lasting)
+        torch.autograd.backward(outputs, gradients)
+    # Two gradients of y at once, of which the first takes the sum; no third one.
+    assert live.peak(without=lasting) - before == 2 * 4000
+
+
+def test_a_gradient_that_somebody_else_needs_takes_no_sum():
+    x = torch.randn(1000, requires_grad=True)
+    gradient = torch.ones(1000)
+    with LiveBytes() as live:
+        lasting = live.watch([x, gradient])
+        a = x * 1.0
+        b = x * 1.0
+        c = b * 2.0
+        outputs = [(a + b) * 1.0, c]
+        before = live.alive(without=lasting)
+        torch.autograd.backward(outputs, [gradient, gradient])
+    # The gradient of a + b is that of a, which is still to come, and of b. To it comes that through c, and the sum.
+    assert live.peak(without=lasting) - before == 3 * 4000

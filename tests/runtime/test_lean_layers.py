@@ -1,0 +1,253 @@
+"""What layer-wise recovery does not do: run again what is at hand, take memory twice, change what somebody else holds."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from revzoo.errors import RecoveryError
+from revzoo.runtime import (
+    Coupled,
+    CoupledConv2d,
+    InvertibleBatchNorm2d,
+    InvertibleLeakyReLU,
+    LayerChain,
+    LiveBytes,
+    ReversibleChain,
+    SpaceToDepth,
+)
+
+SHAPE = (2, 4, 4, 4)
+
+
+def unit(width=4):
+    return [CoupledConv2d(width), InvertibleBatchNorm2d(width), InvertibleLeakyReLU(0.2)]
+
+
+def differentiate(net, schedule, loss=lambda ys: sum(y.sin().sum() for y in ys)):
+    """Return the gradients of a loss over the outputs."""
+    net.schedule = schedule
+    torch.manual_seed(1)
+    xs = [torch.randn(SHAPE, dtype=torch.float64).requires_grad_() for _ in range(1 + isinstance(net, ReversibleChain))]
+    ys = net(*xs)
+    return torch.autograd.grad(loss(ys if isinstance(ys, tuple) else (ys,)), [*xs, *net.parameters()])
+
+
+class Operations(TorchDispatchMode):
+    """Count operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("make", "norms", "convolutions"),
+    [
+        # Forward, in halves; every half of a convolution but the first is run again, as its inverse.
+        (lambda: LayerChain(*unit(), *unit()), 4, 4 + 3),
+        # The step is inverted as well. Its own output is not needed in front of the first step.
+        (lambda: ReversibleChain([nn.Sequential(*unit(), *unit()) for _ in range(2)]), 8 + 8, 8 + 8 + 6),
+    ],
+)
+def test_no_norm_runs_again_for_its_gradient(make, norms, convolutions):
+    net = make().double()
+    with Operations() as operations:
+        differentiate(net, "invert")
+    assert (operations.counts["native_batch_norm"], operations.counts["convolution"]) == (norms, convolutions)
+
+
+class Counted(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.f(x)
+
+
+def test_a_call_that_saves_inputs_and_parameters_alone_is_not_run_again(error):
+    convolution, deep = Counted(nn.Conv2d(4, 4, 1)), Counted(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh()))
+    net = LayerChain(convolution, deep).double()
+    got = differentiate(net, "recompute")
+    assert (convolution.calls, deep.calls) == (1, 2)
+    assert error(got, differentiate(net, "store")) == 0
+
+
+class KeepsOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(y := x.tanh())
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient * (1 - y * y)
+
+
+class Tanh(nn.Module):
+    """A layer that saves its output alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return KeepsOutput.apply(x)
+
+    def inverse(self, y):
+        return y.atanh()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_layer_that_saves_its_output_has_it_handed_over(ahead, error):
+    layers = [CoupledConv2d(4), Tanh(), InvertibleLeakyReLU(0.2), CoupledConv2d(4), Tanh()]
+    net = LayerChain(*layers).double()
+    expected = differentiate(net, "store")
+    net.lookahead = ahead
+    before = layers[1].calls
+    assert error(differentiate(net, "invert"), expected) < 1e-10
+    assert layers[1].calls == before + 1
+    steps = ReversibleChain([nn.Sequential(*layers), nn.Sequential(CoupledConv2d(4), Tanh())], lookahead=ahead).double()
+    assert error(differentiate(steps, "invert"), differentiate(steps, "store")) < 1e-10
+
+
+class Flipped(InvertibleLeakyReLU):
+    """No longer channel by channel."""
+
+    def forward(self, x):
+        return super().forward(x).flip(1)
+
+    def inverse(self, y):
+        return super().inverse(y.flip(1))
+
+
+class Doubled(CoupledConv2d):
+    """No longer a sum."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+    def inverse(self, y):
+        return super().inverse(y / 2)
+
+
+def test_subclasses_that_do_something_else_are_taken_as_they_are(error):
+    own = InvertibleLeakyReLU(0.2)
+    own.forward = lambda x: InvertibleLeakyReLU.forward(own, x).flip(1)
+    own.inverse = lambda y: InvertibleLeakyReLU.inverse(own, y.flip(1))
+    for layer in (Flipped(0.2), Doubled(4), own):
+        net = LayerChain(CoupledConv2d(4), layer, *unit()).double()
+        assert error(differentiate(net, "invert"), differentiate(net, "store")) < 1e-12
+
+
+class Holding(nn.Module):
+    """Holds what it gets and returns, as a hook that collects features does."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 2, 1)
+        self.held = []
+
+    def forward(self, x):
+        y = self.convolution(x)
+        self.held += [(x, x.detach().clone()), (y, y.detach().clone())]
+        return y
+
+
+@pytest.mark.parametrize("make", [LayerChain, lambda *layers: ReversibleChain([nn.Sequential(*layers) for _ in range(2)])])
+def test_what_somebody_else_holds_is_not_changed(make, error):
+    holding = [Holding() for _ in range(4)]
+    net = make(Coupled(*holding[:2]), InvertibleLeakyReLU(0.2), Coupled(*holding[2:])).double()
+
+    def loss(ys):
+        held = [x for each in holding for x, _ in each.held]
+        return sum(x.sin().square().sum() for x in (*ys, *held))
+
+    grads = []
+    for schedule in ("store", "invert"):
+        for each in holding:
+            each.held.clear()
+        grads.append(differentiate(net, schedule, loss))
+    assert error(grads[1], grads[0]) < 1e-10
+    held = [pair for each in holding for pair in each.held]
+    assert len(held) > 2 * 4  # of the second runs too
+    assert all(torch.equal(x, copy) for x, copy in held)
+
+
+def test_a_state_changed_in_place_is_not_taken_for_the_right_one_after_an_error():
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = 1.0
+
+        def forward(self, x):
+            return x.sin() * self.factor
+
+    wrong = Wrong()
+    net = LayerChain(*unit(), Coupled(nn.Tanh(), wrong), *unit()).double()
+    loss = net(torch.randn(SHAPE, dtype=torch.float64)).sin().sum()
+    wrong.factor = 2.0
+    with pytest.raises(RecoveryError, match=r"^3\.g ran differently the second time"):
+        loss.backward(retain_graph=True)
+    wrong.factor = 1.0
+    with pytest.raises(RecoveryError, match="An earlier backward through this graph has failed. Run the forward again"):
+        loss.backward()
+
+
+# The paper's widths: a convolution to 32 channels, then channel pools to 128 and 512, which keep the numbers of a state.
+B, SIZE = 32, 240
+
+
+class Layerwise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(3, 32, 3, padding=1, bias=False), InvertibleBatchNorm2d(32), InvertibleLeakyReLU()]
+        self.chain = LayerChain(*layers, SpaceToDepth(), *unit(128), SpaceToDepth(), *unit(512), *unit(512))
+
+    def forward(self, x):
+        return nn.functional.adaptive_max_pool2d(self.chain(x), 1).sum()
+
+
+class Hybrid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1, bias=False)
+        steps = [nn.Sequential(*unit(16)) for _ in range(2)]
+        for width in (64, 256):
+            steps += [SpaceToDepth(), *(nn.Sequential(*unit(width), *unit(width)) for _ in range(2))]
+        self.chain = ReversibleChain(steps)
+
+    def forward(self, x):
+        streams = [half.clone() for half in self.stem(x).chunk(2, 1)]  # the stem's output is freed
+        return sum(nn.functional.adaptive_max_pool2d(y, 1).sum() for y in self.chain(*streams))
+
+
+@pytest.mark.parametrize(
+    ("make", "channels"),
+    [
+        # The state, and the gradients of the output and of the input of one operation, which autograd holds at once.
+        (Layerwise, 32 + 32 + 32),
+        # Both streams, their gradients; within f the state and the gradient, and in one half what an operation adds.
+        (Hybrid, 32 + 32 + 16 + 16 + 8),
+    ],
+)
+def test_channels_per_pixel_at_the_peak(make, channels):
+    with FakeTensorMode():
+        net, images = make(), torch.randn(B, 3, SIZE, SIZE)
+        with LiveBytes() as live:
+            known = live.watch([net.parameters(), net.buffers(), images])
+            net(images).backward()
+            known |= live.watch([p.grad for p in net.parameters()])
+    assert live.peak(without=known) // (4 * B * SIZE * SIZE) == channels
