@@ -214,7 +214,7 @@ class Layerwise(nn.Module):
     def __init__(self):
         super().__init__()
         layers = [nn.Conv2d(3, 32, 3, padding=1, bias=False), InvertibleBatchNorm2d(32), InvertibleLeakyReLU()]
-        self.chain = LayerChain(*layers, SpaceToDepth(), *unit(128), SpaceToDepth(), *unit(512), *unit(512))
+        self.chain = LayerChain(*layers, SpaceToDepth(), *unit(128), SpaceToDepth(), *unit(512))
 
     def forward(self, x):
         return nn.functional.adaptive_max_pool2d(self.chain(x), 1).sum()
@@ -225,7 +225,7 @@ class Hybrid(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 32, 3, padding=1, bias=False)
         steps = [nn.Sequential(*unit(16)) for _ in range(2)]
-        for width in (64, 256):
+        for width in (64,):
             steps += [SpaceToDepth(), *(nn.Sequential(*unit(width), *unit(width)) for _ in range(2))]
         self.chain = ReversibleChain(steps)
 
