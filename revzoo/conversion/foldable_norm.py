@@ -116,7 +116,8 @@ def read_origin(z: object) -> Origin | None:
 
 
 def _is_foldable(layer: nn.BatchNorm2d, x: Tensor) -> bool:
-    return can_keep_output(layer, x) and x.dim() == 4 and not layer._forward_hooks  # a hook may keep or change the output
+    is_plain = type(x) in (Tensor, nn.Parameter, FakeTensor) or isinstance(x, NormalisedTensor)
+    return is_plain and can_keep_output(layer, x) and x.dim() == 4 and not layer._forward_hooks  # hooks see the output
 
 
 def _normalise(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
@@ -126,11 +127,13 @@ def _normalise(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 def _mark(z: Tensor, origin: Origin) -> Tensor:
-    """Return z as a NormalisedTensor of this origin."""
-    if type(z) is FakeTensor:
-        cast(Any, z).__class__ = NormalisedFakeTensor
-    elif not isinstance(z, NormalisedTensor):
-        z = z.as_subclass(NormalisedTensor)
+    """Let a new tensor remember where it is from.
+
+    Its class is assigned, as PyTorch does with lazy parameters. `as_subclass` would return a view, and a view's graph changes
+    when an activation overwrites it.
+    """
+    if not isinstance(z, NormalisedTensor):
+        cast(Any, z).__class__ = NormalisedFakeTensor if isinstance(z, FakeTensor) else NormalisedTensor
     with torch._C.DisableTorchFunctionSubclass():
         cast(NormalisedTensor, z).origin = origin
     return z
@@ -159,12 +162,11 @@ def _fold(z: NormalisedTensor, activation: Activation, inplace: bool) -> Tensor 
         return None
     layer, shortcut = origin.layer, None if origin.shortcut is None else origin.shortcut.tensor
     with torch._C.DisableTorchFunctionSubclass():
-        normalised = Normalised(z.detach(), origin.mean, origin.inverse_deviation, activation, inplace, layer)
-        y = activate(normalised, origin.x.tensor, layer.weight, layer.bias, shortcut)
         if inplace:
             z.origin = None
-            z.register_hook(_refuse_overwritten)
-    return y
+            _Overwrite.apply(z)
+        normalised = Normalised(z.detach(), origin.mean, origin.inverse_deviation, activation, inplace, layer)
+        return activate(normalised, origin.x.tensor, layer.weight, layer.bias, shortcut)
 
 
 def _fold_identity(z: NormalisedTensor) -> None:
@@ -202,8 +204,17 @@ def _is_alike(shortcut: object, z: Tensor) -> bool:
     return isinstance(shortcut, Tensor) and (shortcut.shape, shortcut.dtype) == (z.shape, z.dtype)
 
 
-def _refuse_overwritten(gradient: Tensor) -> Tensor:
-    raise RecoveryError(
-        "The output of a BatchNorm was used after an activation with inplace=True had overwritten it. Use what the activation "
-        "returns, or inplace=False."
-    )
+class _Overwrite(torch.autograd.Function):
+    """Refuses the gradient of all that is computed of a tensor from now on."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.mark_dirty(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise RecoveryError(
+            "The output of a BatchNorm was used after an activation with inplace=True had overwritten it. Use what the "
+            "activation returns, or inplace=False."
+        )

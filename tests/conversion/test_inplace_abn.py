@@ -274,7 +274,7 @@ def test_it_says_what_it_did():
 
 def test_frozen_hooked_and_foreign_norms_are_left():
     model = nn.Sequential()
-    for i in range(5):
+    for _ in range(5):
         model.append(nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1)))
     model[0][1].eval()
     model[1][1].register_forward_hook(lambda *_: None)
