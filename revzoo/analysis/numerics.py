@@ -13,10 +13,12 @@ Source: ratio and alpha are those of Hascoet et al. 2023, section 4.1; the angle
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
+from statistics import mean
 from typing import Any, cast
 
 import torch
@@ -51,7 +53,8 @@ class RebuiltState:
 
     Args:
         name: of the step or layer whose inversion gave it. It is the state in front of it, the older one of a pair.
-        of_layer: whether it is the input of a layer that is inverted by itself, or half of it, and not a state between steps.
+        of_layer: whether it is the input of a layer that is inverted by itself, or half of it (f and g of a coupled layer), and
+            not a state between steps.
         signal: mean square of the state.
         noise: mean square of the error; 0 where every bit was rebuilt.
         predicted_snr: signal-to-noise ratio expected from the spacing of numbers, the couplings and the formulas of the layers'
@@ -257,7 +260,8 @@ class _StateRecorder:
 
     def list_rebuilt(self) -> list[RebuiltState]:
         """Return the states that were rebuilt, in the order of forward."""
-        return [self._rebuilt[i] for i in sorted(self._rebuilt)]
+        in_order = [self._rebuilt[i] for i in sorted(self._rebuilt)]
+        return [_join_halves(list(rows)) for _, rows in groupby(in_order, key=lambda state: state.name)]
 
     def note(self, name: str, state: Tensor) -> Comparison:
         self._count += 1
@@ -280,6 +284,12 @@ def _tolerate_noise() -> Iterator[None]:
     """Raise nothing and warn of nothing where rounding is amplified."""
     with set_tripwire(False), ignore_error_growth():
         yield
+
+
+def _join_halves(rows: Sequence[RebuiltState]) -> RebuiltState:
+    """Return one state for the halves of the channels, equal in size, on which a layer is run one after the other."""
+    signal, noise = mean(row.signal for row in rows), mean(row.noise for row in rows)
+    return replace(rows[0], signal=signal, noise=noise, predicted_snr=min(row.predicted_snr for row in rows))
 
 
 def _compute_gradients(
