@@ -261,7 +261,8 @@ class _StateRecorder:
     def list_rebuilt(self) -> list[RebuiltState]:
         """Return the states that were rebuilt, in the order of forward."""
         in_order = [self._rebuilt[i] for i in sorted(self._rebuilt)]
-        return [_join_halves(list(rows)) for _, rows in groupby(in_order, key=lambda state: state.name)]
+        same_layer = groupby(in_order, key=lambda state: state.name if state.of_layer else id(state))
+        return [_join_halves(list(rows)) for _, rows in same_layer]
 
     def note(self, name: str, state: Tensor) -> Comparison:
         self._count += 1
