@@ -43,7 +43,13 @@ _SMALL = 32  # pixels of a side: smaller images stay as they are
 _CIFAR10 = 50_000
 _WHOLE_SETS = ("revnext_cifar10", "layerwise_cifar10")
 # Bytes per pixel that follow from the totals for 32 images of 240 x 240 in sections 3 and 4 of the paper, weights left out.
-_PUBLISHED = {"revnext_cifar10": 352, "layerwise_cifar10": 320}
+_PUBLISHED = {
+    "revnext_cifar10": 352,
+    "layerwise_cifar10": 320,
+    "revnext_revnet_cifar10": 640,
+    "revnext_irevnet_cifar10": 640,
+    "revnext_resnet_cifar10": 2060,
+}
 _PUBLISHED_CIFAR10_BYTES = 18.02e9  # "18 GB" are 352 bytes for each pixel of 50,000 images of 32 x 32
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import isolated, require_module
-from revzoo.analysis.memory_terms import Peak, run_and_split
+from revzoo.analysis.memory_terms import Peak, Unit, run_and_split
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.model.create import create
@@ -112,40 +112,25 @@ def bytes_per_pixel(model: nn.Module | str, batch: Tensor | None = None) -> Pixe
             f"Pixels are those of images (B, C, H, W) in floating point. Received: {received}. For other networks there is "
             "revzoo.measure_memory(model, batch)."
         )
-    units = list(_list_units(model))
-    stages = {unit.name: unit.stage for unit in units}
     with isolated(model, batch, fake=True) as inputs:
-        peaks, counted = run_and_split(model, inputs, {unit.name: unit.module for unit in units})
-    highest: dict[str, Peak] = {}
-    for peak in peaks:
-        stage = stages[peak.unit]
-        if stage not in highest or peak.total_bytes > highest[stage].total_bytes:
-            highest[stage] = peak
+        stages, counted = run_and_split(model, inputs, list(_list_units(model)))
     weights = {id(p): p.nbytes for p in model.parameters()}
     size = batch.shape[2], batch.shape[3]
-    return PixelReport(len(batch), size, sum(weights.values()), highest, counted)
+    return PixelReport(len(batch), size, sum(weights.values()), stages, counted)
 
 
-class _Unit(NamedTuple):
-    """A module that is called once, and the stage that it is in."""
-
-    name: str
-    module: nn.Module
-    stage: str
-
-
-def _list_units(model: nn.Module) -> Iterator[_Unit]:
+def _list_units(model: nn.Module) -> Iterator[Unit]:
     """Yield the units of a model; of another network itself, and its children, which are stages of their own."""
     if isinstance(model, Model):
         for entry in model.layout():
             stage = entry.name.partition(".")[0] if entry.stage is None else f"stages.{entry.stage}"
-            yield _Unit(entry.name, entry.module, "stem" if stage == "split" else stage)
+            yield Unit(entry.name, entry.module, "stem" if stage == "split" else stage)
         return
     name = type(model).__name__
-    yield _Unit(name, model, name)
+    yield Unit(name, model, name)
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
             for index, module in child.named_children():
-                yield _Unit(f"{name}.{index}", module, name)
+                yield Unit(f"{name}.{index}", module, name)
         else:
-            yield _Unit(name, child, name)
+            yield Unit(name, child, name)

@@ -15,7 +15,7 @@ An operation has yet to read its inputs while it runs. The three terms add up to
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -54,16 +54,24 @@ class Peak:
         return self.hidden_bytes + self.gradient_bytes + self.temporary_bytes
 
 
-def run_and_split(model: nn.Module, batch: Any, units: Mapping[str, nn.Module]) -> tuple[list[Peak], int]:
-    """Run a forward and backward; return the peak of every unit that was called, in order, and the count of the highest.
+class Unit(NamedTuple):
+    """A module that is called, and the stage that it is in."""
+
+    name: str
+    module: nn.Module
+    stage: str
+
+
+def run_and_split(model: nn.Module, batch: Any, units: Sequence[Unit]) -> tuple[dict[str, Peak], int]:
+    """Run a forward and backward; return the peak of every stage that was called, in order, and the count of the highest.
 
     Left out are weights, buffers, gradients of weights, and the batch, as in `MemoryReport.activation_bytes`.
 
     Args:
         model: inside the context of `isolated`.
         batch: as `isolated` yielded it.
-        units: modules in the model by name; of nested ones the inner follows. An operation belongs to the one last called, and
-            so do its backward and what is rebuilt for that.
+        units: modules in the model; of nested ones the inner follows. An operation belongs to the one last called, and so do
+            its backward and what is rebuilt for that.
     """
     log = _OperationLog()
     lasting = log.watch([*model.parameters(), *model.buffers()]) | log.watch(batch)
@@ -78,17 +86,17 @@ def run_and_split(model: nn.Module, batch: Any, units: Mapping[str, nn.Module]) 
 
 
 @contextmanager
-def _report_calls(units: Mapping[str, nn.Module], report: Callable[[str], None]) -> Iterator[None]:
-    """Call `report` with the name of a unit before the forward of each module in it.
+def _report_calls(units: Sequence[Unit], report: Callable[[Unit], None]) -> Iterator[None]:
+    """Call `report` with a unit before the forward of each module in it.
 
     The runtime may call the modules in a unit without calling the unit. The hook is a global one, because a layer with a hook
     of its own is not inverted.
     """
-    names = {id(module): name for name, unit in units.items() for module in unit.modules()}
+    owners = {id(module): unit for unit in units for module in unit.module.modules()}
 
     def report_unit(module: nn.Module, _: Any) -> None:
-        if id(module) in names:
-            report(names[id(module)])
+        if id(module) in owners:
+            report(owners[id(module)])
 
     handle = register_module_forward_pre_hook(report_unit)
     try:
@@ -114,7 +122,7 @@ class _Operation(NamedTuple):
 class _Call(NamedTuple):
     """The call of a module: the unit it is in, and the numbers of its first operation and of its first node."""
 
-    unit: str
+    unit: Unit
     operation: int
     node: int
 
@@ -128,32 +136,36 @@ class _OperationLog(LiveBytes):
         self._readers: defaultdict[int, list[int]] = defaultdict(list)  # of each storage, rising
         self._gradients: dict[int, int | None] = {}  # storages that hold gradients, and the nodes that made them
         self._calls: list[_Call] = []
-        self._backward_start = 0
+        self._backward_start = self._nodes = 0  # the number of operations and of nodes in forward
 
-    def begin_unit(self, name: str) -> None:
-        """Note that the unit of this name, or a module in it, is called."""
-        self._calls.append(_Call(name, len(self._operations), torch._C._autograd._get_sequence_nr()))
+    def begin_unit(self, unit: Unit) -> None:
+        """Note that a unit, or a module in it, is called."""
+        self._calls.append(_Call(unit, len(self._operations), torch._C._autograd._get_sequence_nr()))
 
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Return the gradient of the loss, from which backward begins."""
         gradient = torch.ones_like(loss)
         self._gradients.update(dict.fromkeys(self.find(gradient)))
-        self._backward_start = len(self._operations)
+        self._backward_start, self._nodes = len(self._operations), torch._C._autograd._get_sequence_nr()
         return gradient
 
-    def find_peaks(self, lasting: Storages) -> list[Peak]:
-        """Return the peak of every unit without these storages."""
+    def find_peaks(self, lasting: Storages) -> dict[str, Peak]:
+        """Return the peak of every stage without these storages."""
         highest: dict[str, tuple[int, int, int]] = {}  # bytes, position in the log of bytes, operation
         starts, units, total = [each.start for each in self._operations], self._list_units(), 0
         for position, (storage, change) in enumerate(self.log):
             if storage not in lasting:
                 total += change
                 operation = bisect_right(starts, position) - 1
-                unit = units[operation]
-                if total > highest.get(unit, (0,))[0]:
-                    highest[unit] = total, position, operation
-        called = dict.fromkeys(each.unit for each in self._calls)
-        return [self._split(unit, *highest[unit][1:], lasting) for unit in called if unit in highest]
+                stage = units[operation].stage
+                if total > highest.get(stage, (0,))[0]:
+                    highest[stage] = total, position, operation
+        called = dict.fromkeys(each.unit.stage for each in self._calls)
+        places = {stage: highest[stage][1:] for stage in called if stage in highest}
+        return {
+            stage: self._split(units[operation].name, position, operation, lasting)
+            for stage, (position, operation) in places.items()
+        }
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -162,6 +174,9 @@ class _OperationLog(LiveBytes):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is NotImplemented:
             return out
+        made = self.find(out)
+        if made <= read and not _is_mutable(func):
+            return out  # a view, or a question about a shape or a device: no value is read
         node = torch._C._current_autograd_node()
         number = None if node is None else node._sequence_nr()
         makes_gradient = not read.isdisjoint(self._gradients)
@@ -169,18 +184,18 @@ class _OperationLog(LiveBytes):
             self._readers[storage].append(len(self._operations))
         self._operations.append(_Operation(start, number, makes_gradient))
         if makes_gradient:
-            for storage in self.find(out):
+            for storage in made:
                 self._gradients.setdefault(storage, number)
         return out
 
-    def _list_units(self) -> list[str]:
+    def _list_units(self) -> list[Unit]:
         """Return the unit of every operation."""
         operations, nodes = [each.operation for each in self._calls], [each.node for each in self._calls]
-        units, present = list[str](), 0
+        units, present = list[Unit](), 0
         for i, operation in enumerate(self._operations):
             if i < self._backward_start:
                 present = bisect_right(operations, i) - 1
-            elif operation.node is not None:
+            elif operation.node is not None and operation.node < self._nodes:  # else it adds up gradients of weights
                 present = bisect_right(nodes, operation.node) - 1
             units.append(self._calls[max(present, 0)].unit)
         return units
@@ -205,3 +220,9 @@ class _OperationLog(LiveBytes):
         node = self._operations[operation].node
         used = (each for i, each in later if i >= self._backward_start)
         return "hidden" if any(each.makes_gradient or each.node != node for each in used) else "temporary"
+
+
+def _is_mutable(operation: Any) -> bool:
+    """Return whether an operation writes to one of its inputs."""
+    schema = getattr(operation, "_schema", None)
+    return schema is None or bool(schema.is_mutable)

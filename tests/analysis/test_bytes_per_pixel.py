@@ -80,7 +80,7 @@ def test_rebuilt_activations_by_hand(images):
     assert report.counted_bytes == revzoo.measure_memory(convolutions(chain), images).activation_bytes
     stored = LayerChain(*chain)
     stored.schedule = "store"
-    assert terms(report.stages["1"])[0] < terms(revzoo.bytes_per_pixel(convolutions(stored), images).stages["1"])[0]
+    assert terms(report.stages["1"])[0] < 24 == terms(revzoo.bytes_per_pixel(convolutions(stored), images).stages["1"])[0]
     assert report.stages["1"].unit == "1"
 
 
@@ -98,7 +98,7 @@ def compare_with_the_count(name, mode):
     assert report.bytes_per_pixel == counted / (2 * 8 * 8)
     stages = [f"stages.{i}" for i in range(len(model.spec.stages))]
     assert list(report.stages) == ["stem", *stages, "fuse", "head"]
-    assert {peak.unit for peak in report.stages.values()} <= set(model.units)
+    assert {peak.unit for peak in report.stages.values()} <= {*model.units, "split"}
     assert report.weight_bytes == 4 * sum(p.numel() for p in model.parameters())
 
 
