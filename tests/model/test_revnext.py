@@ -1,0 +1,211 @@
+"""RevNeXt, the layer-wise network and the ordinary network: sizes, gradients, memory, and what a spec cannot say."""
+
+import random
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import revzoo
+from revzoo.errors import InputError, SpecError
+
+
+def build(name: str, overrides: list[str]) -> revzoo.Model:
+    return revzoo.create(name, device="meta", overrides=overrides)
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "depths", "parameters"),
+    [
+        ("revnext_cifar10", (1, 1, 1), 1_264_352),
+        ("revnext_cifar10", (1, 1, 2), 2_446_048),
+        ("revnext_cifar10", (1, 2, 2), 2_520_288),
+        ("revnext_cifar10", (1, 2, 3), 3_701_984),
+        ("revnext_cifar10", (1, 3, 3), 3_776_224),
+        ("layerwise_cifar10", (1, 2, 2), 2_520_032),  # nlayer [2, 2, 2] of the authors, which counts the stem as a unit
+        ("layerwise_cifar10", (1, 3, 3), 3_774_688),
+        ("layerwise_cifar10", (2, 3, 3), 3_779_360),
+        ("layerwise_cifar10", (3, 4, 4), 5_038_688),
+    ],
+)
+def test_parameters_of_the_authors_networks(name, depths, parameters):
+    assert count(build(name, [f"stages.{i}.depth={depth}" for i, depth in enumerate(depths)])) == parameters
+
+
+@pytest.mark.parametrize(("depths", "parameters"), [((1, 1), 1_260_704), ((2, 2), 2_515_360)])
+def test_without_a_stage_at_full_size_as_with_nlayer_1(depths, parameters, tmp_path):
+    """The authors' nlayer counts the stem as the first unit of 32 channels."""
+    spec = f"""
+name: network
+base: layerwise_cifar10
+stages:
+  - {{depth: {depths[0]}, width: 128, transition: space_to_depth}}
+  - {{depth: {depths[1]}, width: 512, transition: space_to_depth}}
+expect: {{parameters: {parameters}, stream_shape: [512, 8, 8], reversible_steps: 0}}
+"""
+    (tmp_path / "network.yaml").write_text(spec)
+    assert count(build(str(tmp_path / "network.yaml"), [])) == parameters
+
+
+def test_layers_are_units_with_modes():
+    model = build("layerwise_digits", [])
+    assert model.units[:7] == (
+        "stem.conv",
+        "stem.norm",
+        "stem.act",
+        "stages.0.blocks.0.f.conv1",
+        "stages.0.blocks.0.f.norm1",
+        "stages.0.blocks.0.f.act1",
+        "stages.1.blocks.0.f.conv1",
+    )
+    assert model.schedule == ["store", *["invert"] * 11, "store", "store"]
+    assert model.steps == []
+    with pytest.raises(revzoo.errors.ScheduleError, match=r"stem.conv. Received: 'invert'"):
+        model.schedule = ["invert"] * 14
+
+
+@pytest.mark.parametrize("name", ["layerwise_digits", "revnext_digits"])
+def test_gradients_in_any_mix_of_modes_are_those_of_storing(name, gradients):
+    torch.manual_seed(0)
+    model = revzoo.create(name, dtype=torch.float64)
+    batch = model.example_input(3)
+    expected = gradients.compute(model, "store", batch)
+    rng, kinds = random.Random(0), [entry.can_invert for entry in model.layout() if entry.is_unit]
+    for _ in range(12):
+        modes = [rng.choice(["store", "selective", "recompute", *["invert"] * 3 * can]) for can in kinds]
+        assert gradients.largest_error(gradients.compute(model, modes, batch), expected) < 1e-10, modes
+
+
+def test_what_is_between_the_stem_and_the_first_step_is_not_kept():
+    """The layers of the stem go on from the state that the first step rebuilds: only the last pair of streams is kept."""
+    model = build("revnext_digits", [])
+    batch = model.example_input(16)
+    state = 16 * 16 * 8 * 8 * 4  # bytes of 16 channels of 8x8 pixels: both streams at any size
+    kept = revzoo.measure_memory(model, batch).after_forward_bytes - 2 * state  # the pair, and its copy for the head
+    assert 0 < kept < state / 8  # statistics of norms, and what the head keeps of pooled features
+
+
+@pytest.mark.parametrize("name", ["layerwise_digits", "revnext_digits"])
+def test_learns_digits(name):
+    torch.manual_seed(0)
+    digits = load_digits()
+    images = torch.tensor(digits.images[:64], dtype=torch.float32)[:, None] / 8 - 1
+    labels = torch.tensor(digits.target[:64])
+    model = revzoo.create(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True)
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+    assert (model(images).argmax(1) == labels).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("name", ["layerwise_digits", "revnext_digits"])
+def test_verify_states_the_noise_of_layers_as_they_run(name):
+    torch.manual_seed(0)
+    model = revzoo.create(name)
+    report = revzoo.verify(model, model.example_input(4))
+    inverted = [unit for unit, mode in zip(model.units, model.schedule, strict=True) if mode == "invert"]
+    assert list(report.reconstruction_errors.keys() - set(inverted)) == []
+    assert len(report.reconstruction_errors) == len(inverted)
+    assert all(1e-9 < error < 1e-4 for error in report.reconstruction_errors.values())
+    assert f"rebuilt activations, mean squares: {report.snr:.0e} at least" in str(report)
+    assert report.ok
+
+
+def test_a_plan_of_single_layers_keeps_its_promise():
+    torch.manual_seed(0)
+    model = revzoo.create("layerwise_digits")
+    batch = model.example_input(16)
+    for budget in (614_400, 800_000):
+        plan = revzoo.plan(model, batch, budget)
+        plan.apply(model)
+        assert revzoo.measure_memory(model, batch).peak_bytes == plan.peak_bytes <= budget
+        assert "invert" in plan.schedule
+
+
+def test_an_ordinary_network_is_nodes_that_are_stored_or_recomputed(gradients):
+    torch.manual_seed(0)
+    model = revzoo.create(
+        "revnext_resnet_cifar10", dtype=torch.float64, overrides=["input.size=[8,8]", "stem.width=8", *NARROW]
+    )
+    assert {entry.kind for entry in model.layout()} == {"node", "split"}
+    assert model.units[1] == "stages.0.blocks.0.f"
+    assert set(model.schedule) == {"store"}
+    batch = model.example_input(3)
+    expected = gradients.compute(model, "store", batch)
+    for mode in ("recompute", "selective"):
+        modes = [mode] * len(model.units)
+        assert gradients.largest_error(gradients.compute(model, modes, batch), expected) < 1e-10
+
+
+NARROW = [f"stages.{i}.width={8 * 2**i}" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (
+            "revnext_digits",
+            ["stem.width=30", "stages.0.width=15", "stages.1.width=60"],
+            "stages.0.f.type: found .*even width.* 15",
+        ),
+        (
+            "layerwise_digits",
+            ["stem.width=15", "stages.0.width=15", "stages.1.width=60"],
+            "stages.0.f.type: found .*the width is 15",
+        ),
+        (
+            "revnext_digits",
+            ["input.size=[9,8]"],
+            "stages.1.transition.block: found 2; allowed: a divisor of both sides of the 9x8",
+        ),
+        ("revnext_digits", ["block.f.slope=0"], r"block.f.slope: found 0; allowed: a finite number > 0"),
+        ("revnext_digits", ["stem.slope=-0.1"], r"stem.slope: found -0.1; allowed: a finite number > 0"),
+        ("revnext_digits", ["block.f.eps_i=-1"], r"block.f.eps_i: found -1; allowed: a finite number >= 0"),
+        ("revnext_digits", ["split=none"], "block.coupling: found 'additive'; allowed: none, because split: none"),
+        ("revnext_digits", ["split=none"], "fuse: found 'concat'; allowed: none, because split: none"),
+        (
+            "revnext_digits",
+            ["split=none", "block.coupling=none", "fuse=none"],
+            "stages.0.g: found 'layerwise_unit'; allowed: no g",
+        ),
+        (
+            "layerwise_digits",
+            ["split=channel"],
+            "block.coupling: found 'none'; allowed: a coupling of two streams; or split: none",
+        ),
+        ("layerwise_digits", ["block.drop_path.max=0.1"], "block.drop_path.max: found 0.1; allowed: 0"),
+        (
+            "layerwise_digits",
+            ["stages.1.transition={type: residual_pair, layout: basic, stride: 2}"],
+            "stages.1.transition.type: found 'residual_pair'; allowed: a transition of one tensor",
+        ),
+        (
+            "revnet_digits",
+            ["stages.1.transition=downsampling_block"],
+            "stages.1.transition.*allowed: a transition of two streams",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_named_with_its_place(name, overrides, message):
+    with pytest.raises(SpecError, match=message):
+        revzoo.create(name, overrides=overrides)
+
+
+def test_a_weight_at_zero_without_a_floor_is_named():
+    model = revzoo.create("layerwise_digits", overrides=["block.f.eps_i=0"])
+    norm = model.get_submodule("stages.1.blocks.0.f.norm1")
+    with torch.no_grad():
+        norm.weight[:3] = 0
+    with pytest.raises(InputError, match=r"eps_i = 0 has no inverse where its weight is 0. Received: 3 of 64"):
+        model(model.example_input(4))
+    model.schedule = "store"
+    model(model.example_input(4)).sum().backward()
