@@ -104,6 +104,7 @@ class NoFuse(nn.Module):
     """Return the one tensor of a network without coupling.
 
     Shapes: x -> x.
+    Source: ordinary networks; the layer-wise network of Hascoet et al. 2023, section 4.3.
     """
 
     def __init__(self, context: BuildContext):

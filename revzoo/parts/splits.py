@@ -31,6 +31,7 @@ class NoSplit(nn.Module):
     """Leave one tensor, for a network without coupling: each block is y = f(x).
 
     Shapes: x -> x.
+    Source: ordinary networks; the layer-wise network of Hascoet et al. 2023, section 4.3.
     """
 
     def __init__(self, context: BuildContext):

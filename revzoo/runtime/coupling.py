@@ -100,7 +100,10 @@ def additive() -> Coupling:
 
 @couplings.register("none")
 def none() -> Coupling:
-    """Return w[k+1] = f(w[k]): an ordinary network. Nothing but the layers of f themselves can be inverted."""
+    """Return w[k+1] = f(w[k]): an ordinary network. Nothing but the layers of f themselves can be inverted.
+
+    Source: ordinary networks; the layer-wise network of Hascoet et al. 2023, section 4.3.
+    """
     return Coupling(0.0, 0.0, 1.0)
 
 

@@ -48,7 +48,7 @@ PINNED = {
 MODEL_NAMES = {
     "steps", "units", "schedule", "exact", "lookahead", "spec", "num_outputs",
     "forward", "forward_features", "inverse", "reset_head", "example_input",
-    "no_weight_decay", "group_matcher", "set_coupling", "layout",
+    "no_weight_decay", "group_matcher", "set_coupling", "layout", "has_streams",
 }  # fmt: skip
 REGISTRIES = ("stems", "splits", "branches", "transitions", "fuses", "heads", "inits", "couplings")
 REGISTERED = [(kind, name) for kind in REGISTRIES for name in getattr(registry, kind)]
