@@ -263,8 +263,8 @@ def test_bytes_of_layerwise_steps_do_not_depend_on_their_depth():
     def steps(depth, layers):
         return ReversibleChain([nn.Sequential(*wide(layers)) for _ in range(depth)])
 
-    # Streams 2, gradients 2 and, in the first step, a copy of one for the input that wants it; then that step is run again, which
-    # ends with two halves and what joins them.
+    # Streams 2, gradients 2 and, in the first step, a copy of one for the input that wants it; then this step is run again,
+    # which ends with two halves and what joins them.
     assert {count_bytes(steps(depth, layers), "invert") for depth in (2, 4) for layers in (1, 2, 4)} == {(2 + 3 + 2, 2.0)}
     assert count_bytes(steps(2, 4), ["invert", "recompute"])[0] == 2 * 8  # all within a step at once
 
