@@ -22,7 +22,7 @@ from revzoo.runtime.compiling import exclude_from_compilation, find_selective_ca
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.missing import NeedsFullRun
 from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
-from revzoo.runtime.replay import Replay
+from revzoo.runtime.replay import Replay, processes_communicate
 from revzoo.runtime.selective import KeptOutputs
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, take_fingerprint, unwatched
@@ -90,6 +90,8 @@ class RecordedCall:
         dropped, kept_outputs, watched = self._dropped, self._kept_outputs, self._watched
         latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
         given = list(inputs)
+        if processes_communicate():  # FSDP frees weights after forward, and gathers them again when f runs again
+            self._sources = None
 
         def pack(tensor: Tensor) -> int:
             slot = len(dropped)
