@@ -62,6 +62,18 @@ def test_alpha_of_leaky_relu(slope):
     assert formula == pytest.approx(4 / ((1 + slope**2) * (1 + 1 / slope**2)))
 
 
+def test_alpha_of_leaky_relu_depends_on_how_much_is_negative():
+    """The formula of `docs/numerics.md`; the paper's is for halves."""
+    x, n = images(8, 16, 32, 32).exp() - 1.5, 0.2
+    q, square = (x < 0).double().mean(), x.square()
+    Q = square[x < 0].sum() / square.sum()
+    assert q > 0.6 > 0.2 > Q
+    general = 1 / float((1 - q + q / n**2) * (1 - Q + Q * n**2))
+    measured, formula = measure_alpha(InvertibleLeakyReLU(n), x)
+    assert measured == pytest.approx(general, rel=0.02)
+    assert measured < 0.7 * formula
+
+
 @pytest.mark.parametrize("rho", [1, 2, 4, 8])
 def test_alpha_of_batch_norm(rho):
     norm = InvertibleBatchNorm2d(2, eps_i=0.0)
