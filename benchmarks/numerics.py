@@ -21,6 +21,7 @@ the same batches.
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -192,14 +193,16 @@ def measure_states(size: Size, images: Images) -> dict[str, Any]:
     for network, depths in size.depths.items():
         reports = {depth: measure(network, depth) for depth in depths}
         result["states"][network] = reports[depths[-1]].to_dict()["states"]
-        result["depths"][network] = [[depth, _lowest(report), report.angle] for depth, report in reports.items()]
+        result["depths"][network] = [[depth, *_summarise_report(report)] for depth, report in reports.items()]
         slopes = [(slope, measure(network, size.slope_depths[network], slope)) for slope in size.slopes]
-        result["slopes"][network] = [[slope, _lowest(report), report.angle] for slope, report in slopes]
+        result["slopes"][network] = [[slope, *_summarise_report(report)] for slope, report in slopes]
     return result
 
 
-def _lowest(report: Any) -> float:
-    return float(report.worst.snr)
+def _summarise_report(report: revzoo.NumericsReport) -> tuple[float, float | None]:
+    """Return the lowest ratio, and the angle; None if the gradients are not finite."""
+    assert report.worst is not None
+    return report.worst.snr, None if math.isnan(report.angle) else report.angle
 
 
 def train(model: nn.Module, images: Images, updates: int, batch: int, seed: int) -> float:
