@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from runtime import describe_environment
 from torch import Tensor, nn
@@ -368,6 +369,8 @@ def _finish(axes: Axes, title: str, label: str) -> None:
     axes.set_title(title, fontsize=10, color=INK, loc="left")
     axes.set_xlabel(label, fontsize=9, color=INK)
     axes.legend(frameon=False, fontsize=8)
+    if label == "depth":
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     simplify_axes(axes)
 
 
