@@ -13,7 +13,7 @@ The function is that of BatchNorm and activation, also where a weight is negativ
 would drown in the rounding of z, or ELU has flattened z, the normalised input of that channel is kept (`_find_weak_channels`).
 This reads numbers on the host, so a GPU waits once per call.
 
-Backward takes one new tensor of the size of x, and temporaries of a `_CHUNKS`-th of it.
+Backward takes one new tensor of the size of x, and temporaries of a `_CHUNKS`-th of it, or of `_SMALLEST_CHUNK`.
 
 Source: Rota Bulo et al. 2018, "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", section 3. Differs from it:
 there the scale is |weight| + eps, which changes the function of trained weights.
@@ -35,6 +35,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from revzoo.errors import InputError
 
 _CHUNKS = 16
+_SMALLEST_CHUNK = 2**15  # elements; smaller ones take longer
 _TOLERANCE = 1e-4  # of xhat, where the dtype allows it
 
 
@@ -309,16 +310,15 @@ class InPlaceABNFunction(torch.autograd.Function):
         rebuild = _Rebuild(ctx.activation, weight, bias, channels, dtype)
 
         # sums over everything but channels: of dz, which is the gradient of bias, and of dz xhat, that of weight
-        dims = _all_but_channels(y)
-        dbias = dz.sum(dims, dtype=dtype)
-        dweight = torch.zeros_like(dbias)
-        center = _spread(bias, y)
+        dweight, dbias = torch.zeros_like(weight), torch.zeros_like(weight)
         for dz_part, y_part, shortcut_part, xhat_part in _split(dz, y, shortcut, xhat):
             z = rebuild(y_part, shortcut_part, xhat_part)
-            dweight += z.sub_(center).mul_(dz_part).sum(dims)
+            sums = _sum_products(dz_part.to(dtype), z, bias)
+            dweight += sums[0]
+            dbias += sums[1]
         dweight /= weight
         if channels is not None:
-            dweight[channels] = (dz.index_select(1, channels) * xhat.to(dtype)).sum(dims)
+            dweight[channels] = (dz.index_select(1, channels) * xhat.to(dtype)).sum(_all_but_channels(y))
 
         dx = None
         if needs_x:
@@ -331,7 +331,10 @@ class InPlaceABNFunction(torch.autograd.Function):
             for dx_part, dz_part, y_part, shortcut_part, xhat_part in _split(dx, dz, y, shortcut, xhat):
                 z = rebuild(y_part, shortcut_part, xhat_part)
                 z = torch.addcmul(shift, z, slope, out=z)
-                dx_part.copy_(z.addcmul_(dz_part, scale))
+                if dx_part.dtype == dtype:
+                    torch.addcmul(z, dz_part, scale, out=dx_part)
+                else:
+                    dx_part.copy_(z.addcmul_(dz_part, scale))
         if own_dtype is None:
             return dx, dz if needs_shortcut else None, None, None, None
         return dx, dz if needs_shortcut else None, dweight.to(own_dtype), dbias.to(own_dtype), None
@@ -394,10 +397,18 @@ def _begin_batch(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None],
     return (layer.running_mean, layer.running_var), momentum
 
 
+def _sum_products(dz: Tensor, z: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each channel the sums of dz (z - bias) and of dz, in one pass and without temporaries."""
+    one, mask = torch.ones_like(bias), [False, True, True]
+    sums = torch.ops.aten.native_batch_norm_backward(dz, z, None, None, None, bias, one, True, 0.0, mask)
+    return sums[1], sums[2]
+
+
 def _split(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yield parts of tensors of the same batch and image size, along the batch or the height, whichever is larger."""
-    dim = 0 if first.size(0) >= first.size(2) else 2
-    size = -(-first.size(dim) // _CHUNKS)
+    """Yield parts of tensors of the same batch and image size: of the batch, or of the height if the batch is small."""
+    dim = 0 if first.size(0) >= _CHUNKS // 2 else 2
+    count = min(max(first.numel() // _SMALLEST_CHUNK, 1), _CHUNKS)
+    size = -(-first.size(dim) // count)
     parts = first.split(size, dim)
     yield from zip(parts, *(t.split(size, dim) if t is not None else [None] * len(parts) for t in others), strict=True)
 

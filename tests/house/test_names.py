@@ -36,6 +36,7 @@ PINNED = {
         "exact=False, device=None, dtype=None)"
     ),
     "export": "(folder, out, weights=None)",
+    "inplace_abn_": "(model, batch=None, *, relu_slope=None)",
     "list_models": "(pattern='*')",
     "load_spec": "(source, overrides=())",
     "measure_memory": "(model, batch, optimizer=None)",
@@ -95,6 +96,7 @@ def test_public_names_are_the_pinned_ones():
         "Coupled",
         "CoupledConv2d",
         "Coupling",
+        "InPlaceABN2d",
         "InvertibleBatchNorm2d",
         "InvertibleLeakyReLU",
         "LayerChain",

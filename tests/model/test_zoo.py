@@ -35,7 +35,7 @@ def slow_but_for(*names):
 
 def test_every_family_is_here():
     folders = [file.parent.name for file in model_files().values()]  # tests/spec sees that a folder is named as its family
-    assert set(folders) == set(FAMILIES)
+    assert set(folders) == {*FAMILIES, "resnext"}  # an ordinary network: test_resnext.py
     assert len(folders) >= 45
 
 

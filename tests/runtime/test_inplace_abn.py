@@ -162,7 +162,7 @@ def keep_and_peak(layer, x, follower):
 
 def test_kept_bytes_are_one_activation_instead_of_two():
     layer, twin = pair(dtype=torch.float32)
-    x = images(16, 6, 8, 8, dtype=torch.float32).requires_grad_()
+    x = images(16, 6, 80, 80, dtype=torch.float32).requires_grad_()
     unit, statistics = x.numel() * 4, 6 * 4
     conv = nn.Conv2d(6, 6, 1, bias=False)
     kept, peak = keep_and_peak(layer, x, conv)

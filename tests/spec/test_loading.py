@@ -331,12 +331,12 @@ except ValueError as error:
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.splitlines() == [
-        "68 False",
+        "71 False",
         "3 problems found:",
         "  override: block.coupling: found 'additiv'; allowed: one of additive, dual_residual, leapfrog, midpoint, momentum, "
         "none."
         " Did you mean 'additive'?",
         "  override: block.f.heads: found 'three'; allowed: an integer >= 1.",
         "  override: head.output: found the unknown key 'output';"
-        " allowed: outputs, pool, class_token, dropout, norm, fc_norm, momentum, bias, scale. Did you mean 'outputs'?",
+        " allowed: outputs, pool, class_token, dropout, norm, fc_norm, momentum, bias, scale, slope. Did you mean 'outputs'?",
     ]

@@ -16,6 +16,11 @@ CALM = "stages.0.depth=1,stem.dropout=0,block.f.dropout=0,block.f.attention_drop
 FAMILIES = {
     "irevnet": ("digits_irevnet", ["train.epochs=2", "model.overrides=[stages.0.depth=2,stages.1.depth=2]"], 3),
     "reformer": ("text_reformer", ["data.batch_size=32", f"model.overrides=[{NARROW},input.length=64]"], 1.3),
+    "resnext": (
+        "digits_resnext",
+        ["train.epochs=2", f"model.overrides=[{','.join(f'stages.{i}.depth=1' for i in range(3))}]"],
+        3,
+    ),
     "rev_bert": ("text_bert", ["train.epochs=2", "data.batch_size=8", f"model.overrides=[input.length=24,{CALM}]"], 1.3),
     "rev_mvit": ("digits_rev_mvit", ["train.epochs=1", "ema=null", "model.overrides=[stages.1.depth=1]"], 3),
     "rev_roberta": ("text_roberta", ["train.epochs=2", "data.batch_size=16", f"model.overrides=[input.length=32,{CALM}]"], 1.3),
