@@ -375,8 +375,8 @@ def _find_weak_channels(
     if weight is not None and bias is not None:
         size = 1 + bias.abs()
         if shortcut is not None:
-            squares = torch.linalg.vector_norm(shortcut, dim=_all_but_channels(z), dtype=bias.dtype).square()
-            size += (squares / (z.numel() // z.size(1))).sqrt()
+            example = shortcut[0].flatten(1).float()  # one tells the size
+            size += example.square().mean(1).sqrt()
         is_small = weight.abs() < max(2 * torch.finfo(z.dtype).eps, _TOLERANCE) * size
         is_weak = is_small if is_weak is None else is_weak | is_small
     if is_weak is None:
