@@ -22,14 +22,14 @@ def plain(chain, x1, x2):
 
 
 def test_every_coupling_is_covered():
-    assert list(couplings) == ["additive", "dual_residual", "leapfrog", "midpoint", "momentum"]
+    assert list(couplings) == ["additive", "dual_residual", "leapfrog", "midpoint", "momentum", "none"]
 
 
 # Every schedule of up to three steps, every third of four and every eleventh of five: odd, so that each step takes each mode.
 STRIDES = {1: 1, 2: 1, 3: 1, 4: 3, 5: 11}
 
 
-@pytest.mark.parametrize("coupling", list(couplings))
+@pytest.mark.parametrize("coupling", [name for name in couplings if name != "none"])  # which has no inverse
 @pytest.mark.parametrize(
     ("depth", "stride"), [*STRIDES.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1), (5, 3)))]
 )

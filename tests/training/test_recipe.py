@@ -5,7 +5,14 @@ from revzoo.spec import list_recipes, load_spec
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 
-PUBLISHED = ["reformer_enwik8", "rev_vit_b_imagenet", "rev_vit_s_imagenet", "revnet_cifar", "revnet_imagenet"]
+PUBLISHED = [
+    "reformer_enwik8",
+    "rev_vit_b_imagenet",
+    "rev_vit_s_imagenet",
+    "revnet_cifar",
+    "revnet_imagenet",
+    "revnext_cifar10",
+]
 NEEDED = {"finetune": ["data.root=images", "model=rev_vit_digits"]}
 
 
