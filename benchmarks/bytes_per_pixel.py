@@ -155,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    console = Console(width=None if sys.stdout.isatty() else 220)
     names = [name for name in revzoo.list_models("*_digits" if args.quick else "*") if is_for_images(name)]
     rows = []
     for name in names:

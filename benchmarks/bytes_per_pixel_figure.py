@@ -18,7 +18,7 @@ _LOOKS = {  # marker, color and size of each sum
     "nodes_recomputed": ("<", MODE_COLORS["recompute"], 4),
     "published": ("x", RED, 7),
 }
-_ROW, _TOP, _BELOW, _LEFT, _RIGHT, _GAP = 0.21, 0.95, 0.9, 2.35, 0.3, 0.35  # [inch]
+_ROW, _TOP, _BELOW, _LEFT, _RIGHT, _GAP = 0.21, 0.95, 0.9, 2.5, 0.3, 0.35  # [inch]
 _WIDTHS = 2.4, 5.6  # of the two panels [inch]
 
 
