@@ -487,7 +487,7 @@ class _LayerCall(RecordedCall):
             return
         if any(tensor is x for x in inputs) or isinstance(tensor, nn.Parameter):
             super()._note_source(tensor, inputs)
-        elif tensor.numel() * _SMALL <= inputs[0].numel():
+        elif tensor.untyped_storage().nbytes() * _SMALL <= inputs[0].nbytes:  # a small view would keep all that it views
             self._sources.append((detach(tensor), tensor._version))  # detached, so that it does not hold the graph
         else:
             self._possible_outputs.append((len(self._sources), ref(tensor)))

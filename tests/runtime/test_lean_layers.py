@@ -152,6 +152,90 @@ def test_subclasses_that_do_something_else_are_taken_as_they_are(error):
         assert error(differentiate(net, "invert"), differentiate(net, "store")) < 1e-12
 
 
+class DoubledNorm(InvertibleBatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class DoubledCall(InvertibleBatchNorm2d):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class DoubledForward(CoupledConv2d):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_a_forward_that_was_overridden_without_its_inverse_is_stored(error):
+    own = InvertibleBatchNorm2d(4)
+    own.forward = lambda x: InvertibleBatchNorm2d.forward(own, x) * 2
+    for layer in (DoubledNorm(4), DoubledCall(4), DoubledForward(4), own):
+        net = LayerChain(*unit(), layer, *unit()).double()
+        assert error(differentiate(net, "invert"), differentiate(net, "store")) < 1e-10
+
+
+class SaveView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x[:, :1])
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (view,) = ctx.saved_tensors
+        return gradient * (2 + 0 * view)
+
+
+class SavingView(nn.Module):
+    def forward(self, x):
+        return SaveView.apply(x)
+
+    def inverse(self, y):
+        return y / 2
+
+
+def test_a_small_view_does_not_keep_what_it_views():
+    net = LayerChain(*[SavingView() for _ in range(4)])
+    x = torch.randn(2, 32, 4, 4, requires_grad=True)
+    live = LiveBytes()
+    known = live.watch([x])
+    with live:
+        y = net(x)
+        assert live.alive(without=known, at=live.now()) == y.nbytes
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2**4))
+
+
+class Scale(nn.Module):
+    """Treats each channel by itself, with a number of its own."""
+
+    is_channelwise = True
+
+    def __init__(self, channels):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(channels, 1, 1) + 0.5)
+
+    def forward(self, x):
+        return x * self.scale
+
+    def inverse(self, y):
+        return y / self.scale
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4])
+def test_numbers_of_single_channels_see_all_channels(channels, error):
+    """A half of two channels would be spread over both."""
+    width = max(channels, 2)
+    net = LayerChain(CoupledConv2d(width), Scale(channels), CoupledConv2d(width)).double()
+    x = torch.randn(2, width, 4, 4, dtype=torch.float64)
+    grads = []
+    for schedule in ("store", "invert"):
+        net.schedule = schedule
+        grads.append(torch.autograd.grad(net(x).sin().sum(), list(net.parameters())))
+    assert error(grads[1], grads[0]) < 1e-10
+
+
 class Holding(nn.Module):
     """Holds what it gets and returns, as a hook that collects features does."""
 
