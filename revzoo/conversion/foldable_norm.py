@@ -21,13 +21,17 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
 from torch.nn import functional as F
 
-from revzoo.errors import RecoveryError
+from revzoo.errors import InputError, RecoveryError
 from revzoo.inplace_abn import Activation, Normalised, activate, can_keep_output, normalise
 
 # Functions that keep their input for backward, or come before one that does: the squeeze before an excitation.
 _KEEPERS = (F.conv2d, Tensor.__mul__, Tensor.mul, torch.mul, Tensor.mean, torch.mean, F.adaptive_avg_pool2d)
+# What they ask of a tensor, or let be done to it, an in-place ABN in its place would not do or not see.
+_OBSERVERS = (Tensor.register_hook, Tensor.retain_grad)
+_FOLD_PREVENTERS = (*_OBSERVERS, cast(Any, Tensor.data).__get__)
 _ADDITIONS_IN_PLACE = (Tensor.__iadd__, Tensor.add_)
 _ADDITIONS = (*_ADDITIONS_IN_PLACE, Tensor.__add__, Tensor.__radd__, Tensor.add, torch.add)
 
@@ -65,6 +69,7 @@ class NormalisedTensor(Tensor):
 
     origin: Origin | None
     folded: Tensor | None
+    is_passed_by: bool  # by the gradient of what was folded
 
     @classmethod
     def __torch_function__(
@@ -73,6 +78,7 @@ class NormalisedTensor(Tensor):
         if not all(issubclass(cls, each) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
+        _watch_gradients(func, args, kwargs)
         if args and isinstance(args[0], NormalisedTensor):
             if (call := _read_activation(func, *args[1:], **kwargs)) is not None:
                 if (y := _fold(args[0], *call)) is not None:
@@ -82,7 +88,9 @@ class NormalisedTensor(Tensor):
         if func in _ADDITIONS and len(args) == 2 and not kwargs:
             return _add(func, *args)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*map(_replace_folded, args), **kwargs)
+            out = func(*map(_replace_folded, args), **kwargs)
+            _forget_if_changed(out)
+            return out
 
 
 class NormalisedFakeTensor(NormalisedTensor, FakeTensor):
@@ -116,6 +124,12 @@ def read_origin(z: object) -> Origin | None:
 
 
 def _is_foldable(layer: nn.BatchNorm2d, x: Tensor) -> bool:
+    if isinstance(x, Proxy):
+        raise InputError(
+            "torch.fx cannot look into a BatchNorm of inplace_abn_. Trace the model first, for example by "
+            "create_feature_extractor, and call inplace_abn_ on what it returns; or trace with "
+            f"leaf_modules=[{type(layer).__name__}]."
+        )
     is_plain = type(x) in (Tensor, nn.Parameter, FakeTensor) or isinstance(x, NormalisedTensor)
     return is_plain and can_keep_output(layer, x) and x.dim() == 4 and not layer._forward_hooks  # hooks see the output
 
@@ -161,12 +175,40 @@ def _fold(z: NormalisedTensor, activation: Activation, inplace: bool) -> Tensor 
     if origin is None or not torch.is_grad_enabled():
         return None
     layer, shortcut = origin.layer, None if origin.shortcut is None else origin.shortcut.tensor
+    if isinstance(shortcut, NormalisedTensor):
+        _fold_identity(shortcut)  # two BatchNorms: the output of one has to be kept
+        shortcut = _replace_folded(shortcut)
     with torch._C.DisableTorchFunctionSubclass():
+        z.is_passed_by = True
         if inplace:
             z.origin = None
             _Overwrite.apply(z)
         normalised = Normalised(z.detach(), origin.mean, origin.inverse_deviation, activation, inplace, layer)
         return activate(normalised, origin.x.tensor, layer.weight, layer.bias, shortcut)
+
+
+def _watch_gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Leave a tensor to autograd if somebody wants its gradient, or can change it unseen.
+
+    Raises:
+        RecoveryError: it was folded before, so that its gradient is never computed.
+    """
+    asked: Sequence[Any] = ()
+    if func in _FOLD_PREVENTERS:
+        asked = args[:1]
+    elif func is torch.autograd.grad:
+        inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+        asked = [inputs] if isinstance(inputs, Tensor) else inputs
+    for z in asked:
+        if not isinstance(z, NormalisedTensor):
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(z, "is_passed_by", False) and (func in _OBSERVERS or func is torch.autograd.grad):
+                raise RecoveryError(
+                    "The gradient of the output of a BatchNorm was asked for after the activation behind it: an in-place ABN "
+                    "does not compute it. Call z.retain_grad() or z.register_hook() before the activation; then z is ordinary."
+                )
+            z.origin = None
 
 
 def _fold_identity(z: NormalisedTensor) -> None:
@@ -189,15 +231,20 @@ def _add(func: Callable[..., Any], first: Any, second: Any) -> Tensor:
     is_in_place = func in _ADDITIONS_IN_PLACE
     z, shortcut = (first, second) if is_in_place or isinstance(first, NormalisedTensor) else (second, first)
     z = _replace_folded(z)
-    origin = read_origin(z)
-    if origin is not None and isinstance(shortcut, NormalisedTensor) and shortcut is not z:
-        _fold_identity(shortcut)  # two BatchNorms: the output of one has to be kept
-    shortcut = _replace_folded(shortcut)
+    origin, shortcut = read_origin(z), _replace_folded(shortcut)
     with torch._C.DisableTorchFunctionSubclass():
         out: Tensor = func(z, shortcut)
         if origin is None or origin.shortcut is not None or shortcut is z or not _is_alike(shortcut, z):
+            _forget_if_changed(out)
             return out
         return _mark(out, replace(origin, shortcut=_Term.note(shortcut), version=out._version))
+
+
+def _forget_if_changed(out: Any) -> None:
+    """Let what was changed in place hold the tensors that it was made of no longer."""
+    origin = getattr(out, "origin", None) if isinstance(out, NormalisedTensor) else None
+    if origin is not None and origin.version != out._version:
+        out.origin = None
 
 
 def _is_alike(shortcut: object, z: Tensor) -> bool:

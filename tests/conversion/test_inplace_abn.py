@@ -186,6 +186,103 @@ def test_what_is_done_besides_is_right_too(write):
     assert_same_step(fold(copy.deepcopy(twin)), twin, images())
 
 
+def hook_gradient(m, x):
+    z = m.bn(m.conv(x))
+    z.register_hook(lambda gradient: 2 * gradient)
+    return m.next(m.act(z))
+
+
+def retain_gradient(m, x):
+    z = m.bn(m.conv(x))
+    z.retain_grad()
+    m.kept = z
+    return m.next(m.act(z))
+
+
+def change_unseen(m, x):
+    z = m.bn(m.conv(x))
+    z.data.mul_(2)
+    return m.next(m.act(z))
+
+
+@pytest.mark.parametrize("write", [hook_gradient, retain_gradient, change_unseen], ids=lambda write: write.__name__)
+def test_a_norm_whose_output_is_watched_stays_ordinary(write):
+    twin, x = randomise(Block(write)), images()
+    model = fold(copy.deepcopy(twin))
+    assert_same_step(model, twin, x)
+    if write is retain_gradient:
+        assert torch.allclose(model.kept.grad, twin.kept.grad, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda z, y: z.register_hook(print),
+        lambda z, y: z.retain_grad(),
+        lambda z, y: torch.autograd.grad(y.sum(), z),
+        lambda z, y: torch.autograd.grad(y.sum(), inputs=[z], allow_unused=True),
+    ],
+)
+def test_a_gradient_that_is_asked_for_too_late_is_refused(ask):
+    norm = fold(nn.Sequential(nn.BatchNorm2d(6)))[0].double()
+    z = norm(images())
+    y = F.leaky_relu(z)
+    with pytest.raises(RecoveryError, match="asked for after the activation"):
+        ask(z, y)
+    y.sum().backward()
+
+
+class Branches(nn.Module):
+    """RepVGG's block: three norms, summed. No single one follows from the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(6, 6, 1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(6) for _ in range(3))
+        self.next = nn.Conv2d(6, 6, 1)
+
+    def forward(self, x):
+        z = self.norms[0](self.convs[0](x)) + self.norms[1](self.convs[1](x))
+        z += self.norms[2](x)
+        return self.next(F.leaky_relu(z))
+
+
+def test_of_sums_that_no_activation_undoes_no_term_is_kept():
+    with pytest.raises(InputError, match="No BatchNorm is followed"):
+        revzoo.inplace_abn_(Branches(), images(dtype=torch.float32))
+    twin = randomise(Branches())
+    assert_same_step(fold(copy.deepcopy(twin)), twin, images())
+    with pytest.raises(InputError, match="No BatchNorm is followed"):  # two norms before a ReLU that stays
+        revzoo.inplace_abn_(Block(add_two_norms, nn.ReLU()), images(dtype=torch.float32))
+
+
+def test_torch_fx_is_told_what_to_do():
+    x = images(dtype=torch.float32)
+    traced = torch.fx.symbolic_trace(Features(Block(plain)))
+    assert len(revzoo.inplace_abn_(traced, x).folded) == 1
+    model = Block(plain)
+    revzoo.inplace_abn_(model, x)
+    with pytest.raises(InputError, match="leaf_modules=\\[FoldableBatchNorm2d\\]"):
+        torch.fx.symbolic_trace(Features(model))
+
+
+class Features(nn.Module):
+    """A module whose code torch.fx traces."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return plain(self.block, x)
+
+
+def test_a_shortcut_whose_squares_overflow_in_half_precision():
+    twin = Block(add).half()
+    report = revzoo.inplace_abn_(twin, 20 * images(64, 6, 16, 16, dtype=torch.float16))
+    assert [norm.weak_channels for norm in report.folded] == [0]
+
+
 NETWORKS = {
     "resnet18": (lambda: timm.create_model("resnet18", num_classes=10), 20, 8),
     "torchvision": (lambda: torchvision.models.resnet18(num_classes=10), 20, 8),
