@@ -19,14 +19,15 @@ There are two places for such layers:
                       Backward costs two forwards more; noise grows within a step alone, as each step starts anew.
                       Between layers without an inverse, each run of such layers starts from an output of its own.
 
-A layer with hooks counts as one without an inverse: a hook may change what the layer returns.
+A layer with hooks counts as one without an inverse: a hook may change what the layer returns. So does a layer whose `forward`
+was overridden without its `inverse`.
 
 Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reduction of CNN training", sections 4.3 and 4.4.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Literal, TypeGuard, cast
 from weakref import ref
 
@@ -68,7 +69,7 @@ class Layer:
 
 def has_inverse(module: nn.Module) -> bool:
     """Return whether a module is a layer whose input its own `inverse` can rebuild."""
-    return _defines_inverse(module) and not _has_hooks(module) and not is_compiled(module)
+    return _defines_inverse(module) and not _overrides_forward(module) and not _has_hooks(module) and not is_compiled(module)
 
 
 def find_layers(f: Callable[..., Any]) -> list[Layer] | None:
@@ -120,6 +121,19 @@ def _contains_inverse(f: nn.Sequential) -> bool:
 def _defines_inverse(module: nn.Module | None) -> bool:
     # Not hasattr: for what is missing, a module looks through its parameters, buffers and children.
     return callable(getattr(type(module), "inverse", None)) or "inverse" in vars(module)
+
+
+def _overrides_forward(module: nn.Module) -> bool:
+    """Return whether forward was overridden without `inverse`, or without `forward_keeping`, which runs in its place."""
+    own, kind = vars(module), type(module)
+    forward = _find_definer(kind, "forward", "__call__")
+    for name in ("inverse", "forward_keeping"):
+        if name in own or not hasattr(kind, name):
+            continue
+        definer = _find_definer(kind, name)
+        if "forward" in own or (forward is not definer and issubclass(forward, definer)):
+            return True
+    return False
 
 
 def _is_plain_sequential(module: Callable[..., Any]) -> bool:
@@ -175,7 +189,10 @@ def _is_coupled(module: nn.Module) -> TypeGuard[Coupled]:
 def _is_channelwise(module: nn.Module) -> bool:
     """Return whether a layer says that it treats each channel by itself, and nothing has been overridden since."""
     definer = _find_definer(type(module), "is_channelwise", "forward", "forward_keeping", "inverse")
-    return getattr(definer, "is_channelwise", False) and "is_channelwise" in vars(definer) and _is_own(module)
+    if "is_channelwise" not in vars(definer) or not getattr(definer, "is_channelwise", False) or not _is_own(module):
+        return False
+    # Only forward_keeping is told which channels it gets, and which numbers of its own belong to them.
+    return hasattr(definer, "forward_keeping") or all(t.numel() == 1 for t in chain(module.parameters(), module.buffers()))
 
 
 def _find_definer(kind: type, *names: str) -> type:

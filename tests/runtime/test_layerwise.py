@@ -496,6 +496,9 @@ class InPlace(Affine):
     def forward(self, x):
         return x.add_(1).exp()
 
+    def inverse(self, y):
+        return y.log() - 1
+
 
 class Pair(Affine):
     def inverse(self, y):
