@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from revzoo.analysis.dry_run import call, linear_loss
 from revzoo.runtime.live_bytes import LiveBytes, Storages
+from revzoo.runtime.unit_calls import observe_calls
 
 Phase = Literal["forward", "backward"]
 
@@ -85,22 +86,32 @@ def run_and_split(model: nn.Module, batch: Any, units: Sequence[Unit]) -> tuple[
     return log.find_peaks(lasting), log.peak(without=lasting)
 
 
+class _UnitObserver:
+    """Calls `report` with a unit before the forward of each module in it.
+
+    A hook sees the modules of any network, but no layer that is called by another method than `forward`; of those the runtime
+    reports the calls. The hook is a global one, because a layer with a hook of its own is not inverted.
+    """
+
+    def __init__(self, units: Sequence[Unit], report: Callable[[Unit], None]):
+        self._owners = {id(module): unit for unit in units for module in unit.module.modules()}
+        self._report = report
+
+    def begin_call(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self._owners:
+            self._report(self._owners[id(module)])
+
+    def end_call(self, module: nn.Module, out: Any) -> None:
+        pass
+
+
 @contextmanager
 def _report_calls(units: Sequence[Unit], report: Callable[[Unit], None]) -> Iterator[None]:
-    """Call `report` with a unit before the forward of each module in it.
-
-    The runtime may call the modules in a unit without calling the unit. The hook is a global one, because a layer with a hook
-    of its own is not inverted.
-    """
-    owners = {id(module): unit for unit in units for module in unit.module.modules()}
-
-    def report_unit(module: nn.Module, _: Any) -> None:
-        if id(module) in owners:
-            report(owners[id(module)])
-
-    handle = register_module_forward_pre_hook(report_unit)
+    observer = _UnitObserver(units, report)
+    handle = register_module_forward_pre_hook(observer.begin_call)
     try:
-        yield
+        with observe_calls(observer):
+            yield
     finally:
         handle.remove()
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import revzoo
-from revzoo.analysis.memory_terms import Peak
+from revzoo.analysis.memory_terms import Peak, Unit, _report_calls
 from revzoo.analysis.twin import build_twin
 from revzoo.errors import InputError
 from revzoo.runtime import InvertibleLeakyReLU, LayerChain
@@ -17,6 +17,8 @@ FAMILIES = {
     "rev_vit_digits": ("stages.0.depth=2",),
     "rev_swin_digits": (),
     "rev_mvit_digits": ("stages.1.depth=1",),
+    "revnext_digits": (),
+    "layerwise_digits": (),
 }
 B, SIZE = 2, 6
 CHANNEL = B * SIZE * SIZE * 4  # bytes of one channel
@@ -97,7 +99,8 @@ def compare_with_the_count(name, mode):
     assert report.counted_bytes == report.stages[report.peak_stage].total_bytes == counted
     assert report.bytes_per_pixel == counted / (2 * 8 * 8)
     stages = [f"stages.{i}" for i in range(len(model.spec.stages))]
-    assert list(report.stages) == ["stem", *stages, "fuse", "head"]
+    fuse = ["fuse"] if model.has_streams else []  # else it does nothing
+    assert list(report.stages) == ["stem", *stages, *fuse, "head"]
     assert {peak.unit for peak in report.stages.values()} <= {*model.units, "split"}
     assert report.weight_bytes == 4 * sum(p.numel() for p in model.parameters())
 
@@ -134,6 +137,17 @@ def test_inverted_blocks_take_the_same_at_every_depth():
     depths = [revzoo.create("rev_vit_digits", overrides=[f"stages.0.depth={d}"], device="meta") for d in (3, 7)]
     shallow, deep = (revzoo.bytes_per_pixel(model).stages["stages.0"] for model in depths)
     assert terms_of(shallow) == terms_of(deep)
+
+
+@pytest.mark.parametrize("name", ["layerwise_digits", "revnext_digits", "irevnet_digits"])
+def test_every_unit_is_seen_in_forward(name):
+    """Also a layer that is called by another method than `forward`, and one that is called in two parts."""
+    model = revzoo.create(name)
+    units = [Unit(entry.name, entry.module, "") for entry in model.layout() if entry.is_unit]
+    seen = []
+    with _report_calls(units, lambda unit: seen.append(unit.name)):
+        model(model.example_input(2))
+    assert list(dict.fromkeys(seen)) == list(model.units)
 
 
 def test_values_that_a_later_node_rebuilds_from_are_hidden_activations():
