@@ -175,6 +175,38 @@ def test_a_forward_that_was_overridden_without_its_inverse_is_stored(error):
         assert error(differentiate(net, "invert"), differentiate(net, "store")) < 1e-10
 
 
+class SaveView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x[:, :1])
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (view,) = ctx.saved_tensors
+        return gradient * (2 + 0 * view)
+
+
+class SavingView(nn.Module):
+    def forward(self, x):
+        return SaveView.apply(x)
+
+    def inverse(self, y):
+        return y / 2
+
+
+def test_a_small_view_does_not_keep_what_it_views():
+    net = LayerChain(*[SavingView() for _ in range(4)])
+    x = torch.randn(2, 32, 4, 4, requires_grad=True)
+    live = LiveBytes()
+    known = live.watch([x])
+    with live:
+        y = net(x)
+        assert live.alive(without=known, at=live.now()) == y.nbytes
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2**4))
+
+
 class Scale(nn.Module):
     """Treats each channel by itself, with a number of its own."""
 
