@@ -341,13 +341,11 @@ def _find_invertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of every layer and bijection that the runtime can invert."""
     for prefix, chain in find_chains(model).items():
         for entry in chain.layout():
-            if entry.kind in ("bijection", "layer"):
-                yield f"{prefix}{entry.name}", entry.module
-            elif entry.kind == "step":
+            if entry.kind == "step":
                 for layer in find_layers(entry.module) or ():
                     if layer.is_inverted:
                         yield f"{prefix}{entry.name}.{layer.name}", layer.module
-            elif isinstance(chain, LayerChain):
+            elif entry.kind in ("bijection", "layer"):
                 for layer in expand([Layer(entry.module, entry.name, "invert")]):
                     if layer.is_inverted:
                         yield f"{prefix}{layer.name}", layer.module
