@@ -32,7 +32,6 @@ from revzoo.errors import InputError
 from revzoo.format import format_ratio
 from revzoo.invertible import InvertibleLayer
 from revzoo.runtime.drift import ignore_error_growth
-from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.layerwise import Layer, expand, find_layers
 from revzoo.runtime.observation import Comparison, observe_states
 from revzoo.runtime.schedule import Mode
