@@ -225,7 +225,7 @@ def can_keep_output(layer: _NormBase, x: Tensor) -> bool:
 
     Not under compilers, tracers, transforms of torch.func and forward-mode derivatives.
     """
-    if not (torch.is_grad_enabled() and uses_batch(layer)):
+    if not (torch.is_grad_enabled() and uses_batch(layer)) or not x.numel():
         return False
     if not (x.requires_grad or (layer.weight is not None and (layer.weight.requires_grad or layer.bias.requires_grad))):
         return False

@@ -154,7 +154,7 @@ def step(model, x):
     model.zero_grad()
     x = x.clone().requires_grad_()
     y = model(x)
-    (y.sin().sum() * y.numel() ** -0.5).backward()
+    (y.sin().sum() * max(y.numel(), 1) ** -0.5).backward()
     grads = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
     return y.detach(), grads, [b.clone() for b in model.buffers()]
 
@@ -254,6 +254,11 @@ def test_of_sums_that_no_activation_undoes_no_term_is_kept():
     assert_same_step(fold(copy.deepcopy(twin)), twin, images())
     with pytest.raises(InputError, match="No BatchNorm is followed"):  # two norms before a ReLU that stays
         revzoo.inplace_abn_(Block(add_two_norms, nn.ReLU()), images(dtype=torch.float32))
+
+
+def test_an_empty_batch_is_what_it_was():
+    twin = randomise(Block(add))
+    assert_same_step(fold(copy.deepcopy(twin)), twin, images()[:0])
 
 
 def test_torch_fx_is_told_what_to_do():
