@@ -1,6 +1,6 @@
 """Training throughput over the batch size: stored, inverted, inverted with look-ahead, and the ordinary twin.
 
-    python benchmarks/pareprop.py                       on a CPU about 25 minutes; on a GPU hours, see below
+    python benchmarks/pareprop.py                       on a CPU a quarter of an hour; on a GPU hours, see below
     python benchmarks/pareprop.py --only rev_swin_b     some networks; what the file has of others stays
     python benchmarks/pareprop.py --quick               toy networks on a CPU, which show nothing, in seconds
 
@@ -108,7 +108,7 @@ _CPU = Setting(
     _key_by_source(
         *_list_family("Rev-ViT", "rev_vit", "ti"),
         *_list_family("Rev-MViT", "rev_mvit", "t", _NO_DROP_PATH),
-        *_list_family("Rev-Swin", "rev_swin", "t s", _NO_DROP_PATH),
+        *_list_family("Rev-Swin", "rev_swin", "t", _NO_DROP_PATH),
         Network("base, 4 layers, 128 tokens", _TEXT, "rev_roberta_base", (*_shrink_roberta(4, 128, 1000), *_NO_DROPOUT)),
     ),
     (1, 2, 4, 8),

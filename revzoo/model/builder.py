@@ -80,6 +80,7 @@ class _Builder:
             g = self._make(branches, stage.g, context) if stage.g is not None else None
             if f is not None:
                 blocks.append(Block(f, g))
+                self._check_drop_path(stage.f, f)
         return shape, Stage(transition, blocks)
 
     def _check_streams(self) -> None:
@@ -91,13 +92,15 @@ class _Builder:
                 self._add_problem(part.path, part.type, allowed if one else f"a {role} of two streams; or split: none")
         if one and isinstance(spec.input, TextInput):
             self._add_problem(spec.split.path, "none", "two streams for texts, for example duplicate")
-        if one and spec.drop_path.max:
-            self._add_problem(
-                "block.drop_path.max", spec.drop_path.max, "0: without a coupling nothing is left of a dropped block"
-            )
         for i, stage in enumerate(spec.stages):
             if one and stage.g is not None:
                 self._add_problem(f"stages.{i}.g", stage.g.type, "no g: without a coupling, a block is y = f(x)")
+
+    def _check_drop_path(self, part: Part, f: nn.Module) -> None:
+        rate = self._spec.drop_path.max
+        if rate and self._spec.split.type == "none" and not getattr(f, "has_shortcut", False):
+            allowed = f"0: without a coupling nothing is left of a dropped {part.type}"
+            self._add_problem("block.drop_path.max", rate, allowed)
 
     def _check_transition(self, part: Part, transition: nn.Module | None) -> None:
         one = self._spec.split.type == "none"

@@ -14,8 +14,8 @@ MODELS = ", ".join(list_models()[:3])
     [
         (
             "lits",
-            "Unknown command 'lits'. Did you mean 'list'? Allowed: bench, convert, eval, export, list, plan, profile, show, "
-            "tokenizer, train, verify.",
+            "Unknown command 'lits'. Did you mean 'list'? Allowed: bench, convert, eval, export, list, numerics, plan, "
+            "profile, show, tokenizer, train, verify.",
         ),
         ("check rev_vit_digits", "Unknown command 'check'. Allowed: bench, convert, "),
         ("list --table docs", "Unknown option of revzoo list '--table'. Allowed: --docs, --help, -h."),

@@ -26,6 +26,7 @@ FAMILIES = {
     "rev_roberta": ("text_roberta", ["train.epochs=2", "data.batch_size=16", f"model.overrides=[input.length=32,{CALM}]"], 1.3),
     "rev_swin": ("digits_rev_swin", ["train.epochs=1", "model.overrides=[stages.1.depth=1]"], 3),
     "rev_vit": ("digits", ["train.epochs=2", "ema=null", "model.overrides=[stages.0.depth=2]"], 3),
+    "revnext": ("digits_revnext", ["train.epochs=2", "schedule.warmup_epochs=0"], 3),
     "revnet": ("digits_revnet", ["train.epochs=2", "model.overrides=[stages.0.depth=1,stages.1.depth=1,stages.2.depth=1]"], 3),
 }
 QUICK = ("rev_bert", "rev_vit")  # one of images, one of texts

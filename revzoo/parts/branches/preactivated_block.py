@@ -23,6 +23,8 @@ class PreactivatedBlockBranch(PreactivatedBlock):
     Source: Rota Bulo et al. 2018; mapillary/inplace_abn `modules/residual.py`, IdentityResidualBlock.
     """
 
+    has_shortcut = True
+
     def __init__(
         self,
         context: BuildContext,
