@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime import ReversibleChain, lookahead
-from tests.runtime.lookahead_steps import MODES, Linear, Told, assert_same_with_and_without, backward, told
+from tests.runtime.test_lookahead import MODES, Linear, Told, assert_same_with_and_without, backward, told
 
 
 def test_an_error_of_a_step_that_nobody_asks_for_is_forgotten_too():

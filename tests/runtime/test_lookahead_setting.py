@@ -14,7 +14,7 @@ from torch import nn
 import revzoo
 from revzoo.errors import InputError
 from revzoo.runtime import ReversibleChain, lookahead, lookahead_setting
-from tests.runtime.lookahead_steps import backward, told
+from tests.runtime.test_lookahead import backward, told
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(0.8, True), (0.97, True), (0.99, False), (1.2, False)])

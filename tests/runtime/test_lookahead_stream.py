@@ -7,7 +7,7 @@ from torch import Tensor
 
 from revzoo.registry import couplings
 from revzoo.runtime import lookahead
-from tests.runtime.lookahead_steps import backward, told
+from tests.runtime.test_lookahead import backward, told
 
 
 class Stream:
