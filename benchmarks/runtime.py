@@ -152,7 +152,7 @@ def gradients() -> Iterator[Figure]:
     """Compare gradients with those of `store` in float64; the largest error over couplings and depths of 1 to 5 steps."""
     for mode in ("invert", "recompute"):
         worst = 0.0
-        for coupling, steps in itertools.product(couplings, range(1, 6)):
+        for coupling, steps in itertools.product([name for name in couplings if name != "none"], range(1, 6)):
             chain, x = small_chain(steps, torch.float64, coupling=coupling)
             chain.schedule = mode
             worst = max(worst, *revzoo.verify(chain, x).gradient_errors.values())

@@ -328,8 +328,10 @@ class Model(nn.Module):
         return [LayoutEntry(path, layer, kind, stage) for path, layer, kind in list_layers(name, module)]
 
     def _modes(self, layout: Sequence[LayoutEntry]) -> dict[str, Mode]:
-        """Return the mode of every unit by its name."""
-        return dict(zip((entry.name for entry in layout if entry.is_unit), self._schedule, strict=True))
+        """Return the mode of every unit by its name. In exact arithmetic layers are stored: their inverses round."""
+        modes = zip([entry for entry in layout if entry.is_unit], self._schedule, strict=True)
+        stores = self.exact or self.coupling.is_exact
+        return {e.name: "store" if stores and e.kind == "layer" and mode == "invert" else mode for e, mode in modes}
 
     def _chain_item(self, entry: LayoutEntry, modes: dict[str, Mode]) -> Step | Bijection:
         """Return a step or a bijection as an item of a chain."""

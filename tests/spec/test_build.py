@@ -64,7 +64,7 @@ def test_every_model_runs_with_the_streams_and_flops_it_expects(name):
     model = revzoo.create(name, device="meta")
     expect = model.spec.expect
     streams = []
-    model.steps[-1].register_forward_hook(lambda step, inputs, out: streams.append(tuple(out.shape[1:])))
+    model.fuse.register_forward_pre_hook(lambda fuse, inputs: streams.append(tuple(inputs[0].shape[1:])))
     batch = model.example_input(2)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         logits = model(batch)
