@@ -104,7 +104,7 @@ def read_terms(report: dict[str, Any]) -> dict[str, float]:
     return {term: peak[field] / pixels for term, field in fields.items()}
 
 
-def make_pictured(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def list_plot_rows(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield for each model what the picture shows of it."""
     for row in rows:
         report = row["inverted"]
@@ -164,7 +164,7 @@ def main() -> None:
     whole_sets = [count_whole_set(name, 50 if args.quick else _CIFAR10) for name in _WHOLE_SETS]
     result = describe_environment() | {"rows": rows, "whole_sets": whole_sets}
     (args.out / "bytes_per_pixel.json").write_text(json.dumps(result, indent=1) + "\n")
-    plot_pixels(list(make_pictured(rows)), args.out / "bytes_per_pixel.png")
+    plot_pixels(list(list_plot_rows(rows)), args.out / "bytes_per_pixel.png")
     console.print(*make_tables(rows, whole_sets))
 
 

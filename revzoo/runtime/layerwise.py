@@ -35,22 +35,30 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
-from revzoo.errors import InputError, RecoveryError
-from revzoo.invertible import Coupled, add, halve, join, subtract
+from revzoo.errors import InputError
+from revzoo.invertible import Coupled, add, halve, join
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.drift import Noise
 from revzoo.runtime.exact import has_value
+from revzoo.runtime.layer_update import (
+    AdditionUpdate,
+    BijectionUpdate,
+    Growth,
+    HalveUpdate,
+    JoinUpdate,
+    LayerCall,
+    LayerUpdate,
+    StreamsUpdate,
+    call_layer,
+)
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.ownership import is_held_alone
-from revzoo.runtime.recorded_call import OUTPUT, RecordedCall, Recoverer
-from revzoo.runtime.refill_hooks import detach
+from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.strides import get_strides, restore_strides
 from revzoo.runtime.tape import InvertedSegment, States
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SMALL = 16  # what a layer saves is kept where this many such tensors are no larger than its input
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ def run_without_storing(layers: Sequence[Layer], x: Tensor) -> Tensor:
                     del out
             elif len(states) == 2 and _is_channelwise(module):
                 for channels in _slice_halves(states):
-                    states = states[1], _call_layer(module, states[0], channels)[0].detach()
+                    states = states[1], call_layer(module, states[0], channels)[0].detach()
             else:
                 x = _join(states)
                 del states
@@ -203,15 +211,6 @@ def _find_definer(kind: type, *names: str) -> type:
 def _is_own(module: nn.Module) -> bool:
     """Return whether a module has its methods from its class."""
     return vars(module).keys().isdisjoint(("forward", "forward_keeping", "inverse"))
-
-
-def _call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> Sequence[Tensor]:
-    """Return what a layer makes of x or of some channels of it, and what its inverse needs besides."""
-    forward_keeping = getattr(module, "forward_keeping", None)
-    if forward_keeping is None:
-        return (module(x),)
-    out: Sequence[Tensor] = forward_keeping(x) if channels is None else forward_keeping(x, channels=channels)
-    return out
 
 
 class LayerwiseCall(RecordedCall):
@@ -334,7 +333,7 @@ class Recording:
         self._outer = outer
         self._settings = settings
         self._lookahead = lookahead
-        self._growths: list[tuple[nn.Module, str, _Growth]] = []
+        self._growths: list[tuple[nn.Module, str, Growth]] = []
 
     def end(self) -> Tensor:
         """Return the output of the last layer, and keep it: recovery will start from there."""
@@ -347,7 +346,7 @@ class Recording:
         """Return two streams of the output, and leave it to a chain to go on with the segment, and to end it."""
         x = self.join()
         self.warn_of_noise(x.dtype)
-        self.segment.append(_StreamsUpdate(split, x), None, (x,))
+        self.segment.append(StreamsUpdate(split, x), None, (x,))
         x1, x2 = split(x)
         return x1, x2
 
@@ -355,7 +354,7 @@ class Recording:
         """Return the output of the last layer."""
         if len(self.states) == 2:
             states, self.states = self.states, (join(*self.states),)
-            self.segment.append(_JoinUpdate(), None, states)
+            self.segment.append(JoinUpdate(), None, states)
         return self.states[0]
 
     def warn_of_noise(self, dtype: torch.dtype, step: str | None = None) -> None:
@@ -377,33 +376,33 @@ class Recording:
         if isinstance(module, Bijection):
             x = self.join()
             self.states = (module(x),)
-            self.segment.append(_BijectionUpdate(module, x), None, (x,))
+            self.segment.append(BijectionUpdate(module, x), None, (x,))
         elif _is_coupled(module):
             self._halve()
             self._run_addition(module.f, f"{name}.f")
             self._run_addition(module.g, f"{name}.g")
         else:
-            growth = _Growth(module)
+            growth = Growth(module)
             self._growths.append((module, name, growth))
             if len(self.states) == 2 and _is_channelwise(module):
                 first, second = _slice_halves(self.states)
-                self._run_layer(_LayerCall(module, name, self._settings, growth, first))
-                self._run_layer(_LayerCall(module, name, self._settings, growth, second), growth)
+                self._run_layer(LayerCall(module, name, self._settings, growth, first))
+                self._run_layer(LayerCall(module, name, self._settings, growth, second), growth)
             else:
                 self.join()
-                self._run_layer(_LayerCall(module, name, self._settings, growth), growth)
+                self._run_layer(LayerCall(module, name, self._settings, growth), growth)
 
     def _halve(self) -> None:
         if len(self.states) == 1:
             (x,), self.states = self.states, halve(*self.states)
-            self.segment.append(_HalveUpdate(x), None, (x,))
+            self.segment.append(HalveUpdate(x), None, (x,))
 
-    def _run_layer(self, call: "_LayerCall", growth: "_Growth | None" = None) -> None:
+    def _run_layer(self, call: LayerCall, growth: Growth | None = None) -> None:
         """Run a layer on the state, or on the first of two. Of two calls, the latter grows errors for both."""
         states = self.states
         y = self._run_call(call, states[0])
         self.states = *states[1:], y
-        self.segment.append(_LayerUpdate(call, states[0], growth), call, states)
+        self.segment.append(LayerUpdate(call, states[0], growth), call, states)
 
     def _run_addition(self, f: nn.Module, name: str) -> None:
         """Add what f makes of the second state to the first, which is then the second."""
@@ -416,7 +415,7 @@ class Recording:
                 f"{name} must return a tensor shaped like the half that it is added to, {tuple(states[0].shape)}. Received: "
                 f"{tuple(out.shape)}."
             )
-        update = _AdditionUpdate(states[0])
+        update = AdditionUpdate(states[0])
         self.states = update.advance(states, out)
         self.segment.append(update, call, states)
 
@@ -429,183 +428,6 @@ class Recording:
         if not isinstance(out, Tensor):
             raise InputError(f"{call.name} must return a tensor. Received: {type(out).__name__}.")
         return out
-
-
-class _Growth:
-    """The factor by which the inverse of a layer is predicted to multiply relative errors, at least 1.
-
-    Args:
-        layer: the layer.
-    """
-
-    def __init__(self, layer: nn.Module):
-        self._alpha = getattr(layer, "alpha", None)
-        self.kept: list[tuple[Tensor, ...]] = []  # what the inverse needs, by call of the layer
-
-    @property
-    def value(self) -> float | Tensor:
-        if self._alpha is None:
-            return 1.0
-        with torch.no_grad():
-            kept = self.kept[0] if len(self.kept) == 1 else [torch.cat(halves) for halves in zip(*self.kept, strict=True)]
-            reduction = self._alpha(*kept)
-        return reduction.clamp(max=1).rsqrt() if isinstance(reduction, Tensor) else min(reduction, 1.0) ** -0.5
-
-
-class _LayerCall(RecordedCall):
-    """A call of a layer, with what its inverse needs beside the output.
-
-    Args:
-        layer: the layer.
-        name: its name, for messages.
-        settings: the settings of PyTorch under which it is called.
-        growth: what to tell the statistics of the batch.
-        channels: those that its input consists of; None is all.
-    """
-
-    def __init__(self, layer: nn.Module, name: str, settings: Settings, growth: _Growth, channels: slice | None = None):
-        super().__init__(layer, name, settings, watched=False)
-        self._growth = growth
-        self._channels = channels
-        self._kept: tuple[Tensor, ...] | None = None
-        self._possible_outputs: list[tuple[int, ref[Tensor]]] = []  # tensors that were saved in the first run, by slot
-
-    def invert(self, y: Tensor, shape: torch.Size) -> Tensor:
-        """Return the layer's input, which has this shape, under the conditions of the first run."""
-        assert self._kept is not None
-        kept, channels = self._kept, {} if self._channels is None or not self._kept else {"channels": self._channels}
-
-        def run() -> Tensor:
-            with torch.no_grad():
-                x: Tensor = cast(Any, self._f).inverse(y, *kept, **channels)
-                return x
-
-        x = self._replay.run_again(run, check_draws=False)
-        if not isinstance(x, Tensor) or x.shape != shape:
-            received = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise RecoveryError(
-                f"The inverse of {self.name} must return a tensor shaped like its input, {tuple(shape)}. Received: {received}. "
-                "Correct it, or set the schedule to 'store'."
-            )
-        return x
-
-    def _call(self, *inputs: Tensor) -> Tensor:
-        (x,) = inputs
-        y, *kept = _call_layer(cast(nn.Module, self._f), x, self._channels)
-        if self._kept is None:  # in the first run; a second one is on a rebuilt input
-            self._kept = tuple(kept)
-            self._growth.kept.append(self._kept)
-            self._find_output(y)
-        return y
-
-    def _note_source(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Note it as in any call, and keep small tensors. Whether one is the output is known later."""
-        if self._sources is None:
-            return
-        if any(tensor is x for x in inputs) or isinstance(tensor, nn.Parameter):
-            super()._note_source(tensor, inputs)
-        elif tensor.untyped_storage().nbytes() * _SMALL <= inputs[0].nbytes:  # a small view would keep all that it views
-            self._sources.append((detach(tensor), tensor._version))  # detached, so that it does not hold the graph
-        else:
-            self._possible_outputs.append((len(self._sources), ref(tensor)))
-            self._sources.append(OUTPUT)
-
-    def _find_output(self, y: Tensor) -> None:
-        if any(find() is not y for _, find in self._possible_outputs):
-            self._sources = None
-        self._possible_outputs.clear()
-
-
-class _Update:
-    """What most items of a segment of layers have in common."""
-
-    b = 1.0
-    inverts_first = False
-    reads = 0
-    kept_bits: Sequence[Tensor] = ()
-    growth: float | Tensor = 1.0
-
-
-class _BijectionUpdate(_Update):
-    def __init__(self, bijection: Bijection, x: Tensor):
-        self._bijection = bijection
-        self._strides = get_strides(x)
-
-    def advance(self, states: tuple[Tensor], out: None) -> tuple[Tensor]:
-        return (self._bijection(*states),)
-
-    def invert(self, states: tuple[Tensor], out: None) -> tuple[Tensor]:
-        return (restore_strides(self._bijection.inverse(*states), self._strides),)
-
-
-class _LayerUpdate(_Update):
-    """A layer on the only state, or on the first of two. What it returns is then the last."""
-
-    inverts_first = True
-
-    def __init__(self, call: _LayerCall, x: Tensor, growth: _Growth | None):
-        self._layer_call = call
-        self._growth = growth
-        self._shape = x.shape
-        self._strides = get_strides(x)
-
-    @property
-    def growth(self) -> float | Tensor:  # type: ignore[override]
-        return 1.0 if self._growth is None else self._growth.value
-
-    def advance(self, states: States, out: Tensor) -> States:
-        return *states[1:], out
-
-    def invert(self, states: States, out: None) -> States:
-        return restore_strides(self._layer_call.invert(states[-1], self._shape), self._strides), *states[:-1]
-
-
-class _HalveUpdate(_Update):
-    def __init__(self, x: Tensor):
-        self._strides = get_strides(x)
-
-    def advance(self, states: tuple[Tensor], out: None) -> tuple[Tensor, Tensor]:
-        return halve(*states)
-
-    def invert(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
-        return (restore_strides(join(*states), self._strides),)
-
-
-class _StreamsUpdate(_Update):
-    """One tensor becomes the two streams of a chain."""
-
-    def __init__(self, split: nn.Module, x: Tensor):
-        self._split = split
-        self._strides = get_strides(x)
-
-    def advance(self, states: tuple[Tensor], out: None) -> tuple[Tensor, ...]:
-        streams: tuple[Tensor, ...] = self._split(*states)
-        return streams
-
-    def invert(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
-        return (restore_strides(cast(Any, self._split).inverse(*states), self._strides),)
-
-
-class _AdditionUpdate(_Update):
-    reads = 1
-
-    def __init__(self, x: Tensor):
-        self._strides = get_strides(x)
-
-    def advance(self, states: States, out: Tensor) -> States:
-        return states[1], add(states[0], out)
-
-    def invert(self, states: States, out: Tensor) -> States:
-        y = states[1]
-        return restore_strides(subtract(y, out, in_place=is_held_alone(y)), self._strides), states[0]
-
-
-class _JoinUpdate(_Update):
-    def advance(self, states: tuple[Tensor, Tensor], out: None) -> tuple[Tensor]:
-        return (join(*states),)
-
-    def invert(self, states: tuple[Tensor], out: None) -> tuple[Tensor, Tensor]:
-        return halve(*states)
 
 
 def _make_in_place_error(name: str) -> InputError:
