@@ -1,6 +1,7 @@
 """Bijections: parameter-free maps between steps, which are inverted exactly and store nothing."""
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from revzoo.errors import InputError
 
@@ -11,6 +12,9 @@ class Bijection(nn.Module):
     A chain applies it to both streams and inverts it in backward. `forward` must consist of operations that save no tensor for
     backward (views, permutations, copies). `forward` and `inverse` should return contiguous tensors: a rebuilt state needs the
     strides of the first run, and is copied where `inverse` returns others.
+
+    One that makes the first half of its output's channels from the first half of its input's may say so with
+    `is_channelwise = True`. Among layers (`revzoo/invertible.py`) it is then run on one half after the other.
     """
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -44,6 +48,30 @@ class SpaceToDepth(Bijection):
         return y.reshape(B, C // (n * n), H * n, W * n).contiguous()  # of 1x1 pixels, the reshape is a channels-last view
 
 
+class PixelUnshuffle(Bijection):
+    """Fold each `block` x `block` square of pixels into channels beside the one they come from.
+
+    Half of the output comes from half of the input, which `SpaceToDepth` mixes: among layers it needs half as much memory.
+
+    Shapes: (B, C, H, W) -> (B, block^2 C, H / block, W / block), H and W divisible by block.
+    Source: channel pooling of Hascoet et al. 2023, section 4.2.4; output channel is c * block^2 + dy * block + dx, as that of
+        `torch.nn.PixelUnshuffle`.
+    """
+
+    is_channelwise = True
+
+    def __init__(self, block: int = 2):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        _require_squares(x, self.block)
+        return F.pixel_unshuffle(x, self.block).contiguous()
+
+    def inverse(self, y: Tensor) -> Tensor:
+        return F.pixel_shuffle(y, self.block).contiguous()
+
+
 class SpaceToBatch(Bijection):
     """Stack the pixels of each `block` x `block` square along the batch, which keeps the number of channels.
 
@@ -51,6 +79,8 @@ class SpaceToBatch(Bijection):
         (dy * block + dx) * B + b, so `y.unflatten(0, (block**2, -1))` is (block^2, B, C, H / block, W / block).
     Source: batch pooling of Hascoet et al. 2023, section 4.2.4; the order is that of `SpaceToDepth`.
     """
+
+    is_channelwise = True
 
     def __init__(self, block: int = 2):
         super().__init__()

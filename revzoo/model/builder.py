@@ -52,7 +52,8 @@ class _Builder:
         for i, stage in enumerate(spec.stages):
             shape, module = self._build_stage(i, stage, shape, rates)
             stages.append(module)
-        fuse = self._make(fuses, spec.fuse, BuildContext(shape, shape.width))
+        streams = 1 if spec.split.type == "none" else 2
+        fuse = self._make(fuses, spec.fuse, BuildContext(shape, shape.width, streams=streams))
         fused = fuse.out_shape if fuse is not None else shape
         head = self._make(heads, spec.head, BuildContext(fused, fused.width, embedding=getattr(stem, "embedding", None)))
         coupling = self._make(couplings, spec.coupling)
@@ -87,7 +88,8 @@ class _Builder:
         """Note what does not fit the split, which says whether there are two streams or one tensor."""
         spec, one = self._spec, self._spec.split.type == "none"
         for role, part in (("coupling", spec.coupling), ("fuse", spec.fuse)):
-            if (part.type == "none") != one:
+            takes_both = role == "fuse" and getattr(fuses[part.type], "takes_halves", False)
+            if (part.type == "none") != one and not takes_both:
                 allowed = f"none, because split: none leaves one tensor; or another split for a {role} of two streams"
                 self._add_problem(part.path, part.type, allowed if one else f"a {role} of two streams; or split: none")
         if one and isinstance(spec.input, TextInput):

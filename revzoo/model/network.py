@@ -13,7 +13,7 @@ from revzoo.registry import couplings
 from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, require_exact
-from revzoo.runtime.layer_chain import run_layers, run_layers_before
+from revzoo.runtime.layer_chain import run_layers, run_layers_apart, run_layers_before
 from revzoo.runtime.layerwise import Layer, has_inverse, list_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
@@ -239,7 +239,7 @@ class Model(nn.Module):
         return inputs.make_example(self.spec, batch_size, device or reference.device, reference.dtype)
 
     def forward_features(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the input of the head: the fused and normalised streams, before pooling.
+        """Return the input of the head: the fused and normalised streams, before pooling unless the fuse pools.
 
         Shapes: x, attention_mask: as for the model. Returns (B, N, D) or (B, C', H', W'), depending on the fuse.
         Raises:
@@ -305,7 +305,10 @@ class Model(nn.Module):
                     tensors, segment = self._split(layers, *tensors, lookahead=lookahead)
                     chain, layers = [], []
                     continue
-                if layers:
+                if layers and getattr(entry.module, "takes_halves", False):
+                    given, tensors = list(tensors), ()
+                    tensors, layers = run_layers_apart(layers, given, lookahead=lookahead), []
+                elif layers:
                     tensors, layers = (run_layers(layers, *tensors, lookahead=lookahead),), []
                 out = run_node(entry.module, entry.name, modes[entry.name], *tensors, lookahead=lookahead)
                 tensors = out if isinstance(out, tuple) else (out,)
@@ -318,10 +321,10 @@ class Model(nn.Module):
         """Run the layers before the split, and split; return the streams, and a segment that a chain can go on with, if any."""
         if not layers or self.exact or self.coupling.is_exact or not has_inverse(self.split):
             return self.split(run_layers(layers, x, lookahead=lookahead) if layers else x), None
-        x, recording = run_layers_before(layers, x, lookahead=lookahead)
-        if recording is None:
-            return self.split(x), None
-        return recording.split(self.split), recording.segment
+        out = run_layers_before(layers, [x], lookahead=lookahead)
+        if isinstance(out, Tensor):
+            return self.split(out), None
+        return out.split(self.split), out.segment
 
     def _list_layers(self, name: str, module: nn.Module, stage: int | None = None) -> list[LayoutEntry]:
         """Return the entries of a module that is called with one tensor."""

@@ -54,6 +54,7 @@ class BuildContext:
         folded: for the first block of a stage that begins with `space_to_depth`, that transition; else None.
         padding: for the stem of a text, the id that marks padding, or None.
         embedding: for a head, the stem's embedding table (vocabulary, D), which the head may share, or None.
+        streams: for a fuse, how many tensors arrive: two streams, or one tensor.
     """
 
     shape: Shape
@@ -63,6 +64,7 @@ class BuildContext:
     folded: SpaceToDepth | None = None
     padding: int | None = None
     embedding: nn.Parameter | None = None
+    streams: int = 2
 
     @property
     def sides(self) -> tuple[int, int]:

@@ -99,6 +99,34 @@ class Last(NormedFuse):
         return join_streams(x1, x2, "last")
 
 
+@fuses.register("pooled_concat")
+class PooledConcat(nn.Module):
+    """Pool each stream over its pixels, then concatenate what is left of them.
+
+    For a head that pools anyway: the streams are never joined at full size, and their gradients come apart, so that each is
+    freed when the step it belongs to has used it. One tensor (`split: none`) is pooled in the halves that layers leave apart.
+
+    Shapes: x1, x2: (B, C, H, W) -> (B, 2 C, 1, 1); one tensor of C channels -> (B, C, 1, 1).
+    Args:
+        pool: `mean` or `max` over the pixels.
+    Source: the head of Hascoet et al. 2023, which pools all pixels; before the streams are joined it needs less memory.
+    """
+
+    takes_halves = True
+
+    def __init__(self, context: BuildContext, *, pool: Literal["mean", "max"] = "mean"):
+        super().__init__()
+        context.require_kind("image", "pooled_concat")
+        self.out_shape = replace(context.shape, width=context.streams * context.shape.width, size=(1, 1))
+        self._pool = pool
+
+    def forward(self, *streams: Tensor) -> Tensor:
+        return torch.cat([self._pool_pixels(x.flatten(2))[:, :, None, None] for x in streams], 1)
+
+    def _pool_pixels(self, x: Tensor) -> Tensor:
+        return x.mean(2) if self._pool == "mean" else x.max(2).values  # amax would keep x
+
+
 @fuses.register("none")
 class NoFuse(nn.Module):
     """Return the one tensor of a network without coupling.

@@ -1,6 +1,6 @@
 """The reversible runtime. It can be used without the rest of revzoo: it knows tensors and modules, no specs and no families."""
 
-from revzoo.bijection import Bijection, SpaceToBatch, SpaceToDepth
+from revzoo.bijection import Bijection, PixelUnshuffle, SpaceToBatch, SpaceToDepth
 from revzoo.inplace_abn import InPlaceABN2d
 from revzoo.invertible import Coupled, CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
 from revzoo.runtime.chain import ReversibleChain
@@ -19,6 +19,7 @@ __all__ = [
     "InvertibleLeakyReLU",
     "LayerChain",
     "LiveBytes",
+    "PixelUnshuffle",
     "ReversibleChain",
     "SpaceToBatch",
     "SpaceToDepth",

@@ -98,21 +98,37 @@ def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | Non
 
     Raises: as `run_layers_before`.
     """
-    x, recording = run_layers_before(layers, x, lookahead=lookahead)
-    return x if recording is None else recording.end()
+    out = run_layers_before(layers, [x], lookahead=lookahead)
+    return out.end() if isinstance(out, Recording) else out
+
+
+def run_layers_apart(
+    layers: Sequence[Layer], inputs: list[Tensor], *, lookahead: Lookahead | None = None
+) -> tuple[Tensor, ...]:
+    """Run a chain as `run_layers` does, and return both halves of the channels apart if the last layer leaves them so.
+
+    Args and Raises: as `run_layers_before`.
+    """
+    out = run_layers_before(layers, inputs, lookahead=lookahead)
+    return out.end_apart() if isinstance(out, Recording) else (out,)
 
 
 def run_layers_before(
-    layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None = None
-) -> tuple[Tensor, Recording | None]:
-    """Run layers before something else that can be inverted, and return the recording of the last ones, if they are.
+    layers: Sequence[Layer], inputs: list[Tensor], *, lookahead: Lookahead | None = None
+) -> Tensor | Recording:
+    """Run layers before something else; return their output or, if the last ones are inverted, the recording of these.
 
-    The caller ends the recording, or hands it on to what comes next, so that x is rebuilt by that and not kept.
+    The caller ends the recording, or hands it on to what comes next, so that the output is rebuilt by that and not kept.
 
+    Args:
+        layers: the chain.
+        inputs: the input alone, in a list that is emptied, so that the caller does not keep it alive.
+        lookahead: recovers layers ahead of backward. One for all chains and nodes of a forward.
     Raises:
         InputError: x is not a floating tensor.
         RecoveryError: a layer that cannot be repeated, or a transform of `torch.func` under which nothing can be recovered.
     """
+    x = inputs.pop()
     if not isinstance(x, Tensor) or not x.is_floating_point():
         received = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"A chain of layers takes a floating tensor. Received: {received}.")
@@ -120,8 +136,10 @@ def run_layers_before(
         x = x.float()  # as in `run_chain`: in half precision inversion loses too much
     drops = any(layer.mode != "store" for layer in layers)
     if drops and torch.is_grad_enabled() and not is_exporting():
-        return _run_recorded(layers, x, lookahead)
-    return _run_plain(layers, x), None
+        inputs.append(x)
+        del x
+        return _run_recorded(layers, inputs, lookahead)
+    return _run_plain(layers, x)
 
 
 def _run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -133,10 +151,11 @@ def _run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
 
 
 @exclude_from_compilation
-def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | None) -> tuple[Tensor, Recording | None]:
+def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Lookahead | None) -> Tensor | Recording:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
+    x = inputs.pop()
     if must_store():
-        return _run_plain(layers, x), None
+        return _run_plain(layers, x)
     refuse_to_drop("every layer")
     send_comparisons()
     judge_arrived()
@@ -144,9 +163,10 @@ def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | Non
     recording: Recording | None = None
     for is_inverted, run in groupby(expand(layers), key=lambda layer: layer.is_inverted):
         if is_inverted:
-            recording = Recording(InvertedSegment(exact=False), x, settings, lookahead)
+            inverted = list(run)
+            recording = Recording(InvertedSegment(exact=False), x, inverted, settings, lookahead)
             del x  # freed as soon as it is not needed
-            for layer in run:
+            for layer in inverted:
                 begin_call(layer.module, recording.states)
                 recording.run(layer)
                 end_call(layer.module, recording.states)
@@ -161,4 +181,4 @@ def _run_recorded(layers: Sequence[Layer], x: Tensor, lookahead: Lookahead | Non
                 call = RecordedCall(layer.module, layer.name, settings, selective=layer.mode == "selective")
                 x = call.first_run(SavedInputs((x,)), x, lookahead=lookahead)
             end_call(layer.module, x)
-    return (x, None) if recording is None else (recording.join(), recording)
+    return x if recording is None else recording

@@ -128,17 +128,17 @@ class _Update:
 
 
 class BijectionUpdate(_Update):
-    """A bijection changes the one tensor."""
+    """A bijection of the only state, or of the first of two. What it returns is then the last."""
 
     def __init__(self, bijection: Bijection, x: Tensor):
         self._bijection = bijection
         self._strides = get_strides(x)
 
-    def advance(self, states: tuple[Tensor], out: None) -> tuple[Tensor]:
-        return (self._bijection(*states),)
+    def advance(self, states: States, out: None) -> States:
+        return *states[1:], self._bijection(states[0])
 
-    def invert(self, states: tuple[Tensor], out: None) -> tuple[Tensor]:
-        return (restore_strides(self._bijection.inverse(*states), self._strides),)
+    def invert(self, states: States, out: None) -> States:
+        return restore_strides(self._bijection.inverse(states[-1]), self._strides), *states[:-1]
 
 
 class LayerUpdate(_Update):

@@ -203,6 +203,12 @@ def _is_channelwise(module: nn.Module) -> bool:
     return hasattr(definer, "forward_keeping") or all(t.numel() == 1 for t in chain(module.parameters(), module.buffers()))
 
 
+def _allow_halves(modules: Sequence[nn.Module]) -> bool:
+    """Return whether the first of these layers may run in halves because a coupled one will need halves anyway."""
+    first = next((module for module in modules if not _is_channelwise(module)), None)
+    return first is not None and _is_coupled(first)
+
+
 def _find_definer(kind: type, *names: str) -> type:
     """Return the first class in the order of inheritance that defines one of the names."""
     return next(each for each in kind.__mro__ if not vars(each).keys().isdisjoint(names))
@@ -274,7 +280,7 @@ class LayerwiseCall(RecordedCall):
 
     def _record(self, run: "_Run", x: Tensor, origin: "_StepOrigin") -> Tensor:
         segment = InvertedSegment(exact=False, origin=origin)
-        recording = Recording(segment, x, self._settings, self._lookahead, outer=self)
+        recording = Recording(segment, x, run.layers, self._settings, self._lookahead, outer=self)
         del x
         for layer in run.layers:
             recording.run(layer)
@@ -315,6 +321,7 @@ class Recording:
     Args:
         segment: where to append them.
         x: the input of the first layer.
+        layers: those that will be run.
         settings: the settings of PyTorch under which they are called.
         lookahead: recovers their calls ahead of backward.
         outer: the call that they are a part of.
@@ -324,6 +331,7 @@ class Recording:
         self,
         segment: InvertedSegment,
         x: Tensor,
+        layers: Sequence[Layer],
         settings: Settings,
         lookahead: Lookahead | None,
         outer: RecordedCall | None = None,
@@ -334,13 +342,20 @@ class Recording:
         self._settings = settings
         self._lookahead = lookahead
         self._growths: list[tuple[nn.Module, str, Growth]] = []
+        if x.dim() > 1 and x.size(1) % 2 == 0 and _allow_halves([layer.module for layer in layers]):
+            self._halve()
 
     def end(self) -> Tensor:
         """Return the output of the last layer, and keep it: recovery will start from there."""
         x = self.join()
-        self.segment.end((x,))
-        self.warn_of_noise(x.dtype)
+        self.end_apart()
         return x
+
+    def end_apart(self) -> States:
+        """Return the output of the last layer, perhaps in two halves of its channels, and keep it as `end` does."""
+        self.segment.end(self.states)
+        self.warn_of_noise(self.states[0].dtype)
+        return self.states
 
     def split(self, split: nn.Module) -> tuple[Tensor, Tensor]:
         """Return two streams of the output, and leave it to a chain to go on with the segment, and to end it."""
@@ -374,9 +389,10 @@ class Recording:
         """Run the layer on the output of the one before."""
         module, name = layer.module, layer.name
         if isinstance(module, Bijection):
-            x = self.join()
-            self.states = (module(x),)
-            self.segment.append(BijectionUpdate(module, x), None, (x,))
+            if not _is_channelwise(module):
+                self.join()
+            for _ in self.states:
+                self._run_bijection(module)
         elif _is_coupled(module):
             self._halve()
             self._run_addition(module.f, f"{name}.f")
@@ -396,6 +412,12 @@ class Recording:
         if len(self.states) == 1:
             (x,), self.states = self.states, halve(*self.states)
             self.segment.append(HalveUpdate(x), None, (x,))
+
+    def _run_bijection(self, bijection: Bijection) -> None:
+        """Run a bijection on the state, or on the first of two."""
+        states, update = self.states, BijectionUpdate(bijection, self.states[0])
+        self.states = update.advance(states, None)
+        self.segment.append(update, None, states)
 
     def _run_layer(self, call: LayerCall, growth: Growth | None = None) -> None:
         """Run a layer on the state, or on the first of two. Of two calls, the latter grows errors for both."""

@@ -19,10 +19,19 @@ class SpaceToDepthTransition(SpaceToDepth):
 
     def __init__(self, context: BuildContext, *, block: PositiveInt = 2):
         super().__init__(block)
-        shape = context.shape
-        context.require_kind("image", "space_to_depth")
-        context.require_stride("block", block)
-        width = block * block * shape.width
-        if context.width != width:
-            raise PartArgumentError("type", "space_to_depth", f"a stage of width {width} (block^2 times {shape.width})")
-        self.out_shape = Shape(width, tuple(side // block for side in shape.size), "image")
+        self.out_shape = fold_shape(context, "space_to_depth", block)
+
+
+def fold_shape(context: BuildContext, part: str, block: int) -> Shape:
+    """Return the shape when squares of pixels have been folded into the channels.
+
+    Raises:
+        PartArgumentError: no images, sides that cannot be divided, or a stage of another width.
+    """
+    shape = context.shape
+    context.require_kind("image", part)
+    context.require_stride("block", block)
+    width = block * block * shape.width
+    if context.width != width:
+        raise PartArgumentError("type", part, f"a stage of width {width} (block^2 times {shape.width})")
+    return Shape(width, tuple(side // block for side in shape.size), "image")
