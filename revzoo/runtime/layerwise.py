@@ -6,8 +6,9 @@ x, parameters and small tensors such as statistics, it is not even run. Where it
 until the layer before is asked for.
 
 A `Coupled` layer is two additive steps on the two halves of its channels, so going back through it runs f and g once. Its
-halves stay apart as long as the layers behind it treat each channel by itself, such as norms and activations: these are run on
-one half after the other, so that beside a gradient there is never more than a new half.
+halves stay apart as long as the layers behind it treat each channel by itself, such as norms, activations and some pools: these
+are run on one half after the other, and so are such layers in front of it. Then there is never more than a new half beside the
+state and its gradient.
 
 There are two places for such layers:
 
@@ -159,9 +160,9 @@ def run_plain(layers: Sequence[Layer], x: Tensor) -> Tensor:
 
 def run_without_storing(layers: Sequence[Layer], x: Tensor) -> Tensor:
     """Return what layers with an inverse make of x, without gradients, in halves where they are recorded in halves."""
-    states: States = (x,)
-    del x
     with torch.no_grad():
+        states: States = halve(x) if _start_in_halves(layers, x) else (x,)
+        del x
         for module in [layer.module for layer in layers]:
             if _is_coupled(module):
                 states = states if len(states) == 2 else halve(*states)
@@ -203,10 +204,10 @@ def _is_channelwise(module: nn.Module) -> bool:
     return hasattr(definer, "forward_keeping") or all(t.numel() == 1 for t in chain(module.parameters(), module.buffers()))
 
 
-def _allow_halves(modules: Sequence[nn.Module]) -> bool:
-    """Return whether the first of these layers may run in halves because a coupled one will need halves anyway."""
-    first = next((module for module in modules if not _is_channelwise(module)), None)
-    return first is not None and _is_coupled(first)
+def _start_in_halves(layers: Iterable[Layer], x: Tensor) -> bool:
+    """Return whether the first layers take x in halves because a coupled one behind them needs halves anyway."""
+    first = next((layer.module for layer in layers if not _is_channelwise(layer.module)), None)
+    return first is not None and _is_coupled(first) and x.dim() > 1 and x.size(1) % 2 == 0
 
 
 def _find_definer(kind: type, *names: str) -> type:
@@ -342,7 +343,7 @@ class Recording:
         self._settings = settings
         self._lookahead = lookahead
         self._growths: list[tuple[nn.Module, str, Growth]] = []
-        if x.dim() > 1 and x.size(1) % 2 == 0 and _allow_halves([layer.module for layer in layers]):
+        if _start_in_halves(layers, x):
             self._halve()
 
     def end(self) -> Tensor:

@@ -2,9 +2,9 @@
 
     stem -> split into two streams -> stages of reversible blocks, joined by transitions -> fuse -> head
 
-With `split: none`, `coupling: none` and `fuse: none` there is one tensor instead, and a block is y = f(x). What can be
-inverted then are those layers of f that have an inverse of their own; all else is stored or recomputed, as in any ordinary
-network.
+With `split: none`, `coupling: none` and `fuse: none` (or `pooled_concat`) there is one tensor instead, and a block is y = f(x).
+What can be inverted then are those layers of f that have an inverse of their own; all else is stored or recomputed, as in any
+ordinary network.
 
 A spec describes the architecture alone. Which arguments a part takes is declared by the part's own signature.
 """

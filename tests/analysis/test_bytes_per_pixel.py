@@ -99,7 +99,7 @@ def compare_with_the_count(name, mode):
     assert report.counted_bytes == report.stages[report.peak_stage].total_bytes == counted
     assert report.bytes_per_pixel == counted / (2 * 8 * 8)
     stages = [f"stages.{i}" for i in range(len(model.spec.stages))]
-    fuse = ["fuse"] if model.has_streams else []  # else it does nothing
+    fuse = [] if model.spec.fuse.type == "none" else ["fuse"]  # which does nothing
     assert list(report.stages) == ["stem", *stages, *fuse, "head"]
     assert {peak.unit for peak in report.stages.values()} <= {*model.units, "split"}
     assert report.weight_bytes == 4 * sum(p.numel() for p in model.parameters())

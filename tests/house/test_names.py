@@ -101,6 +101,7 @@ def test_public_names_are_the_pinned_ones():
         "InvertibleLeakyReLU",
         "LayerChain",
         "LiveBytes",
+        "PixelUnshuffle",
         "ReversibleChain",
         "SpaceToBatch",
         "SpaceToDepth",

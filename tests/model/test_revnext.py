@@ -82,12 +82,50 @@ def test_gradients_in_any_mix_of_modes_are_those_of_storing(name, gradients):
 
 
 def test_what_is_between_the_stem_and_the_first_step_is_not_kept():
-    """The layers of the stem go on from the state that the first step rebuilds: only the last pair of streams is kept."""
+    """The layers of the stem go on from the state that the first step rebuilds: only the last pair of streams is kept.
+
+    The head keeps no copy of it, because each stream is pooled before they are joined.
+    """
     model = build("revnext_digits", [])
     batch = model.example_input(16)
     state = 16 * 16 * 8 * 8 * 4  # bytes of 16 channels of 8x8 pixels: both streams at any size
-    kept = revzoo.measure_memory(model, batch).after_forward_bytes - 2 * state  # the pair, and its copy for the head
-    assert 0 < kept < state / 8  # statistics of norms, and what the head keeps of pooled features
+    pooled = 16 * 64 * 4  # of the last stage, whose images have 4x4 pixels
+    kept = revzoo.measure_memory(model, batch).after_forward_bytes - state
+    # What the two poolings and the linear layer keep, with which pixel was the largest (int64); and statistics of norms.
+    assert 0 < kept - (2 + 1 + 1) * pooled < state / 16
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [
+        # Both streams and their gradients; within f the state and its gradient; half a stream of one operation.
+        ("revnext_cifar10", 32 + 32 + 16 + 16 + 8),
+        # The state and its gradient, and what one operation on half of the channels adds.
+        ("layerwise_cifar10", 32 + 32 + 16),
+    ],
+)
+def test_float32_channels_per_pixel_at_the_peak(name, channels):
+    report = revzoo.bytes_per_pixel(build(name, ["input.size=[240,240]"]))
+    assert report.bytes_per_pixel // 4 == channels
+    assert report.bytes_per_pixel - 4 * channels < 0.1  # statistics of norms, and which pixels were the largest
+
+
+@pytest.mark.parametrize("pool", ["mean", "max"])
+@pytest.mark.parametrize("transition", ["pixel_unshuffle", "space_to_depth"])
+def test_halves_that_stay_apart_have_the_gradients_of_storing(pool, transition):
+    torch.manual_seed(0)
+    overrides = [f"fuse.pool={pool}", f"stages.1.transition={transition}"]
+    model = revzoo.create("layerwise_digits", overrides=overrides, dtype=torch.float64)
+    batch = model.example_input(4)
+    found = []
+    for schedule in ("store", "invert", "recompute"):
+        model.schedule = schedule
+        loss = model(batch).square().sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        again = torch.autograd.grad(loss, list(model.parameters()))  # the layers run forward to the end again
+        found += [torch.cat([g.flatten() for g in each]) for each in (grads, again)]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-8, atol=1e-8 * found[0].abs().max().item())
 
 
 @pytest.mark.parametrize("name", ["layerwise_digits", "revnext_digits"])
@@ -171,7 +209,7 @@ NARROW = [f"stages.{i}.width={8 * 2**i}" for i in range(4)]
         ("revnext_digits", ["stem.slope=-0.1"], r"stem.slope: found -0.1; allowed: a finite number > 0"),
         ("revnext_digits", ["block.f.eps_i=-1"], r"block.f.eps_i: found -1; allowed: a finite number >= 0"),
         ("revnext_digits", ["split=none"], "block.coupling: found 'additive'; allowed: none, because split: none"),
-        ("revnext_digits", ["split=none"], "fuse: found 'concat'; allowed: none, because split: none"),
+        ("revnext_digits", ["split=none", "fuse=concat"], "fuse: found 'concat'; allowed: none, because split: none"),
         (
             "revnext_digits",
             ["split=none", "block.coupling=none", "fuse=none"],

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.parts.fuses import Concat, Last, Mean
+from revzoo.parts.fuses import Concat, Last, Mean, PooledConcat
 from revzoo.parts.splits import ChannelSplit, Duplicate
 
 TOKENS = BuildContext(Shape(12, (2, 3), "tokens"), 12)
@@ -47,6 +47,21 @@ def test_a_fuse_joins_and_normalises(fuse):
             expected = F.layer_norm(joined, joined.shape[-1:], eps=eps)
             torch.testing.assert_close(fuse(context, norm=norm)(x1, x2), expected)
         torch.testing.assert_close(fuse(context)(x1, x2), F.layer_norm(joined, joined.shape[-1:], eps=1e-6))
+
+
+@pytest.mark.parametrize(("pool", "over_pixels"), [("mean", torch.mean), ("max", torch.amax)])
+def test_streams_are_pooled_before_they_are_joined(pool, over_pixels):
+    x1, x2 = torch.randn(2, 2, 8, 6, 4).unbind()
+    fuse = PooledConcat(IMAGE, pool=pool)
+    expected = over_pixels(torch.cat((x1, x2), 1), (2, 3), keepdim=True)
+    torch.testing.assert_close(fuse(x1, x2), expected)
+    assert fuse.out_shape == Shape(16, (1, 1), "image")
+    one = PooledConcat(BuildContext(IMAGE.shape, 8, streams=1), pool=pool)
+    torch.testing.assert_close(one(x1), expected[:, :8])
+    torch.testing.assert_close(one(*x1.chunk(2, 1)), expected[:, :8])
+    assert one.out_shape == Shape(8, (1, 1), "image")
+    with pytest.raises(PartArgumentError, match="pooled_concat"):
+        PooledConcat(TOKENS)
 
 
 def test_split_and_fuse_are_each_others_inverse():

@@ -10,6 +10,7 @@ from revzoo.runtime import (
     CoupledConv2d,
     InvertibleBatchNorm2d,
     InvertibleLeakyReLU,
+    PixelUnshuffle,
     SpaceToBatch,
     SpaceToDepth,
 )
@@ -64,13 +65,22 @@ def test_inverses_give_the_input_back(dtype, memory_format):
         assert (rebuilt - x).abs().max() < (1e-13 if dtype == torch.float64 else 3e-6), layer
 
 
-@pytest.mark.parametrize("pool", [SpaceToDepth(2), SpaceToBatch(2), SpaceToBatch(3)])
+@pytest.mark.parametrize("pool", [SpaceToDepth(2), PixelUnshuffle(2), PixelUnshuffle(3), SpaceToBatch(2), SpaceToBatch(3)])
 def test_pooling_is_undone_bit_for_bit(pool):
     x = images(2, 3, 6, 12)
     y = pool(x)
     assert y.numel() == x.numel()
     assert y.shape[2:] == (6 // pool.block, 12 // pool.block)
     assert torch.equal(pool.inverse(y), x)
+
+
+def test_channels_of_one_channel_stay_side_by_side():
+    x = images(2, 4, 4, 6)
+    y = PixelUnshuffle()(x)
+    assert torch.equal(y, nn.PixelUnshuffle(2)(x))
+    assert torch.equal(y, torch.cat([PixelUnshuffle()(half) for half in x.chunk(2, 1)], 1))
+    assert y.is_contiguous()
+    assert PixelUnshuffle().inverse(y).is_contiguous()
 
 
 def test_batch_pooling_stacks_the_neighbours_of_a_pixel():
@@ -102,6 +112,7 @@ def test_a_coupled_convolution_is_a_block_of_two_convolutions():
         (lambda: batch_norm()(images(1, 6, 1, 1)), r"more than one value per channel.*\(1, 6, 1, 1\)\. Use a larger batch"),
         (lambda: batch_norm().eval().forward_keeping(images()), r"in eval mode .* Call model\.train\(\)"),
         (lambda: SpaceToDepth()(images(1, 2, 3, 4)), r"2 x 2 pixels\. Received: 3 x 4 pixels\. Pad or crop"),
+        (lambda: PixelUnshuffle()(images(1, 2, 3, 4)), r"2 x 2 pixels\. Received: 3 x 4 pixels\. Pad or crop"),
         (lambda: SpaceToBatch()(images(1, 2, 4, 5)), r"2 x 2 pixels\. Received: 4 x 5 pixels\. Pad or crop"),
     ],
 )

@@ -16,9 +16,13 @@ from revzoo.runtime import (
     InvertibleLeakyReLU,
     LayerChain,
     LiveBytes,
+    PixelUnshuffle,
     ReversibleChain,
+    SpaceToBatch,
     SpaceToDepth,
 )
+from revzoo.runtime.layer_chain import run_layers_apart
+from revzoo.runtime.layerwise import Layer
 
 SHAPE = (2, 4, 4, 4)
 
@@ -175,6 +179,41 @@ def test_a_forward_that_was_overridden_without_its_inverse_is_stored(error):
         assert error(differentiate(net, "invert"), differentiate(net, "store")) < 1e-10
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("pool", "channels", "width"),
+    [(PixelUnshuffle, 4, 16), (PixelUnshuffle, 3, 12), (SpaceToBatch, 4, 4)],  # three channels have no halves
+)
+def test_norms_and_pools_before_the_first_convolution_in_halves(pool, channels, width, ahead, error):
+    net = LayerChain(InvertibleBatchNorm2d(channels), InvertibleLeakyReLU(), pool(), *unit(width), pool()).double()
+    x = torch.randn(4, channels, 8, 8, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for schedule in ("store", "invert"):
+        net.schedule, net.lookahead = schedule, ahead
+        grads.append(torch.autograd.grad(net(x).sin().sum(), [x, *net.parameters()]))
+    assert error(grads[1], grads[0]) < 1e-10
+    with Operations() as operations:
+        net(x).sum().backward()
+    halves = 2 if channels % 2 == 0 else 1
+    assert operations.counts["native_batch_norm"] == halves + 2
+
+
+class FlippedPool(PixelUnshuffle):
+    """No longer channel by channel."""
+
+    def forward(self, x):
+        return super().forward(x).flip(1)
+
+    def inverse(self, y):
+        return super().inverse(y.flip(1))
+
+
+def test_a_pool_that_mixes_halves_is_run_on_all_channels(error):
+    for pool in (FlippedPool(), SpaceToDepth()):
+        net = LayerChain(*unit(), pool, *unit(16)).double()
+        assert error(differentiate(net, "invert"), differentiate(net, "store")) < 1e-10
+
+
 class SaveView(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -304,6 +343,21 @@ class Layerwise(nn.Module):
         return nn.functional.adaptive_max_pool2d(self.chain(x), 1).sum()
 
 
+class Pooled(nn.Module):
+    """The same without a whole tensor between the first norm and the last activation."""
+
+    def __init__(self):
+        super().__init__()
+        pools = PixelUnshuffle(), PixelUnshuffle()
+        layers = [*Layerwise().chain]
+        self.stem = layers[0]
+        self.layers = nn.ModuleList([*layers[1:3], pools[0], *layers[4:7], pools[1], *layers[8:]])
+
+    def forward(self, x):
+        halves = run_layers_apart([Layer(layer, str(i), "invert") for i, layer in enumerate(self.layers)], [self.stem(x)])
+        return sum(nn.functional.adaptive_max_pool2d(half, 1).sum() for half in halves)
+
+
 class Hybrid(nn.Module):
     def __init__(self):
         super().__init__()
@@ -323,6 +377,8 @@ class Hybrid(nn.Module):
     [
         # The state, and the gradients of the output and of the input of one operation, which autograd holds at once.
         (Layerwise, 32 + 32 + 32),
+        # The state and its gradient, and what an operation on half of the channels adds.
+        (Pooled, 32 + 32 + 16),
         # Both streams, their gradients; within f the state and the gradient, and in one half what an operation adds.
         (Hybrid, 32 + 32 + 16 + 16 + 8),
     ],
