@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError
 from revzoo.invertible import Coupled, add, halve, join
-from revzoo.runtime.compiling import is_compiled
+from revzoo.runtime.compiling import exclude_from_compilation, is_compiled
 from revzoo.runtime.drift import Noise
 from revzoo.runtime.exact import has_value
 from revzoo.runtime.layer_update import (
@@ -373,6 +373,7 @@ class Recording:
             self.segment.append(JoinUpdate(), None, states)
         return self.states[0]
 
+    @exclude_from_compilation  # it reads numbers, for which a compiled function would be cut in two, with a warning
     def warn_of_noise(self, dtype: torch.dtype, step: str | None = None) -> None:
         """Warn if rounding is predicted to grow so much that it is no longer small against what is rebuilt.
 

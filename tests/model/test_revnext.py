@@ -128,6 +128,21 @@ def test_halves_that_stay_apart_have_the_gradients_of_storing(pool, transition):
         torch.testing.assert_close(other, found[0], rtol=1e-8, atol=1e-8 * found[0].abs().max().item())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("layerwise_digits", ["stages.1.transition=pixel_unshuffle"]), ("revnext_digits", [])]
+)
+def test_compiled_as_a_whole_it_has_the_same_bits(name, overrides):
+    torch.manual_seed(0)
+    model = revzoo.create(name, overrides=overrides)
+    batch = model.example_input(4)
+    eager, compiled = (
+        torch.autograd.grad(run(batch).square().sum(), list(model.parameters()))
+        for run in (model, torch.compile(model, backend="eager"))
+    )
+    assert all(map(torch.equal, eager, compiled))
+
+
 @pytest.mark.parametrize("name", ["layerwise_digits", "revnext_digits"])
 def test_learns_digits(name):
     torch.manual_seed(0)
