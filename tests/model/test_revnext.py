@@ -129,6 +129,8 @@ def test_halves_that_stay_apart_have_the_gradients_of_storing(pool, transition):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # as in test_compile.py
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "overrides"), [("layerwise_digits", ["stages.1.transition=pixel_unshuffle"]), ("revnext_digits", [])]
 )
