@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import InputError
+from revzoo.invertible import compute_elementwise_alpha
 
 _CHUNKS = 16
 _SMALLEST_CHUNK = 2**15  # elements; smaller ones take longer
@@ -91,10 +92,12 @@ class Activation:
             return None
         return z.amin(_all_but_channels(z)) < -log(2 / sqrt(torch.finfo(z.dtype).eps))
 
-    def alpha(self) -> float:
-        """Return how undoing changes the ratio of signal to noise where half of the elements are negative (of ELU: 1)."""
-        n = self.slope**2 if self.name == "leaky_relu" else 1.0
-        return 4 / ((1 + n) * (1 + 1 / n))
+    def alpha(self, y: Tensor) -> Tensor:
+        """Return how undoing changes the ratio of signal to noise, for y without what `find_lost` finds."""
+        if self.name == "elu":
+            y = y[y > self.slope * (sqrt(torch.finfo(y.dtype).eps) / 2 - 1)]
+        slope = 1 / self.differentiate(torch.ones_like(y), y)
+        return compute_elementwise_alpha(self.undo(y), y, slope)
 
 
 @dataclass
@@ -187,7 +190,7 @@ class InPlaceABN2d(_NormBase):
             x.index_copy_(1, channels, kept.to(x.dtype))
         return x
 
-    def alpha(self, mean: Tensor, inverse_deviation: Tensor, *weak: Tensor) -> Tensor:
+    def alpha(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor, *weak: Tensor) -> Tensor:
         """Return the product of BatchNorm's alpha, as of `InvertibleBatchNorm2d`, and that of the activation.
 
         Channels whose normalised input is kept bring no noise.
@@ -200,7 +203,7 @@ class InPlaceABN2d(_NormBase):
         if weak:
             noise = noise.index_fill(0, weak[0], 0.0)
         signals = (variance + mean.square()).sum() / (square + bias.square()).sum()
-        return self.num_features * signals / noise.sum() * self.activation.alpha()
+        return self.num_features * signals / noise.sum() * self.activation.alpha(y)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation.name}, slope={self.activation.slope:g}"

@@ -13,8 +13,9 @@ A layer that treats each channel by itself may say so with `is_channelwise = Tru
 channels after the other, which takes half as much memory beside a gradient. If it has `forward_keeping`, this and `inverse`
 take an argument `channels`: a slice, the channels that the input consists of.
 
-`alpha` of a layer is the factor by which its inverse reduces the ratio of signal to noise (the mean square of each): noise of
-relative size e in y is noise of relative size e / sqrt(alpha) in x.
+`alpha(y, *kept)` of a layer is the factor by which its inverse reduces the ratio of signal to noise (the mean square of each):
+noise of relative size e in y is noise of relative size e / sqrt(alpha) in x. The formulas are for noise that is the same in
+all elements of y; y may be a sample of them.
 
 Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reduction of CNN training", section 4.2.
 """
@@ -64,10 +65,9 @@ class InvertibleLeakyReLU(nn.Module):
         """Return x."""
         return F.leaky_relu(y, 1 / self.slope)
 
-    def alpha(self) -> float:
-        """Return 4 / ((1 + n^2) (1 + 1 / n^2)): half of the elements are negative."""
-        n = self.slope**2
-        return 4 / ((1 + n) * (1 + 1 / n))
+    def alpha(self, y: Tensor) -> Tensor:
+        """Return 4 / ((1 + n^2) (1 + 1 / n^2)) where half of y is negative, in general as `compute_elementwise_alpha`."""
+        return compute_elementwise_alpha(self.inverse(y), y, torch.where(y < 0, 1 / self.slope, 1.0))
 
     def extra_repr(self) -> str:
         return f"slope={self.slope:g}"
@@ -133,7 +133,7 @@ class InvertibleBatchNorm2d(_NormBase):
         shift, factor = (each.to(y.dtype).view(1, -1, *[1] * (y.dim() - 2)) for each in (shift, factor))
         return torch.addcmul(shift, y, factor)  # in one pass
 
-    def alpha(self, mean: Tensor, inverse_deviation: Tensor) -> Tensor:
+    def alpha(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor) -> Tensor:
         """Return C sum(v_i + mu_i^2) / (sum(v_i / g_i^2) sum(g_i^2 + beta_i^2)), where g is the scale and beta the bias."""
         square, variance = self._scale().detach().square(), inverse_deviation.square().reciprocal()
         signals = (variance + mean.square()).sum() / (square + self.bias.detach().square()).sum()
@@ -211,6 +211,22 @@ class CoupledConv2d(Coupled):
             return nn.Conv2d(channels // 2, channels // 2, kernel_size, padding=kernel_size // 2, bias=False)
 
         super().__init__(conv(), conv())
+
+
+def compute_elementwise_alpha(x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
+    """Return alpha of a function of single elements that makes y of x, where dx / dy is `slope`."""
+    return x.square().mean() / (y.square().mean() * slope.square().mean())
+
+
+def estimate_alpha_of_addition(x1: Tensor, x2: Tensor, out: Tensor, y1: Tensor) -> Tensor:
+    """Return alpha of (x1, x2) -> (x2, y1), y1 = x1 + out, out = f(x2): f amplifies noise as it amplifies x2.
+
+    Each tensor may be a sample. Only for linear f and x2 like noise is the assumption true; in trained convolutions alpha is a
+    little higher, as they amplify signals more than noise.
+    """
+    first, second, added, summed = (each.square().mean() for each in (x1, x2, out, y1))
+    alpha: Tensor = (first + second) / (summed + second) / (1 + added / (2 * second))
+    return alpha
 
 
 def halve(x: Tensor) -> tuple[Tensor, Tensor]:

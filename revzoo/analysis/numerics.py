@@ -246,7 +246,7 @@ def measure_alpha(layer: InvertibleLayer, x: Tensor) -> tuple[float, float | Non
     if isinstance(module, Bijection):
         return float(ratio), 1.0
     formula = getattr(module, "alpha", None)
-    return float(ratio), None if formula is None else float(formula(*kept))
+    return float(ratio), None if formula is None else float(formula(y, *kept))
 
 
 class _StateRecorder:

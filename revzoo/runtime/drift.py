@@ -140,27 +140,26 @@ class Noise:
             growths: names of the layers, and the factors by which their inverses multiply relative errors.
             step: name of the step that the layers are f of, if they are.
         """
+        if self._key in _reported or not _checks_growth.get():
+            return
         start = torch.finfo(self._dtype).eps
-        total = start * math.prod(growth for _, growth in growths)
-        if total <= _LARGEST_ERROR or self._key in _reported or not _checks_growth.get():
+        anchors, error, error_from_anchor, worst = [], start, start, (start, "")
+        for name, growth in reversed(growths):
+            error, error_from_anchor = max(start, error * growth), max(start, error_from_anchor * growth)
+            worst = max(worst, (error, name))
+            if error_from_anchor > _LARGEST_ERROR:
+                anchors.append(name)
+                error_from_anchor = start
+        if not anchors:
             return
         _reported.add(self._key)
-        anchors, error = [], start
-        for name, growth in reversed(growths):
-            error *= growth
-            if error > _LARGEST_ERROR:
-                anchors.append(name)
-                error = start
-        remedy = (
-            f"Set the mode of {join_names(anchors[::-1])} to 'recompute': such an anchor keeps its input, so noise starts anew"
-        )
-        if step is not None:
+        if step is None:
             remedy = f"Set the mode of {join_names(anchors[::-1])} to 'recompute': it keeps its input, where noise starts anew"
-        if step is not None:
+        else:
             remedy = f"Set the schedule of {step} to 'recompute', or make several steps of its layers"
         warnings.warn(
             f"Rebuilding {len(growths)} layers in {self._dtype}, one by one from the output of {growths[-1][0]}, is predicted "
-            f"to amplify rounding until the input of {growths[0][0]} has a signal-to-noise ratio of {total**-2:.0e} (the "
+            f"to amplify rounding until the input of {worst[1]} has a signal-to-noise ratio of {worst[0] ** -2:.0e} (the "
             f"product of each alpha). {remedy}. Larger slopes and norms with a larger eps_i amplify less.",
             stacklevel=2,
         )

@@ -3,7 +3,8 @@
 What `pair_update.py` is for the steps of two streams.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 from weakref import ref
 
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
 from revzoo.errors import RecoveryError
-from revzoo.invertible import add, halve, join, subtract
+from revzoo.invertible import add, estimate_alpha_of_addition, halve, join, subtract
+from revzoo.runtime.drift import HALF
+from revzoo.runtime.exact import has_value
+from revzoo.runtime.host_copy import can_read_now
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.recorded_call import OUTPUT, RecordedCall
 from revzoo.runtime.refill_hooks import detach
@@ -20,6 +24,7 @@ from revzoo.runtime.settings import Settings
 from revzoo.runtime.strides import get_strides, restore_strides
 from revzoo.runtime.tape import States
 
+_SAMPLE = 6  # of each dimension, at least so many places are in a sample, and less than twice as many
 _SMALL = 16  # what a layer saves is kept where this many such tensors are no larger than its input
 
 
@@ -33,24 +38,60 @@ def call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> S
 
 
 class Growth:
-    """The factor by which the inverse of a layer is predicted to multiply relative errors, at least 1.
+    """The factor by which the inverse of a layer is predicted to multiply relative errors.
 
     Args:
         layer: the layer.
     """
 
     def __init__(self, layer: nn.Module):
-        self._alpha = getattr(layer, "alpha", None)
-        self.kept: list[tuple[Tensor, ...]] = []  # what the inverse needs, by call of the layer
+        self._alpha: Callable[..., Any] | None = getattr(layer, "alpha", None)
+        self._samples: list[Tensor] = []  # of the outputs, by call of the layer
+        self._kept: list[tuple[Tensor, ...]] = []  # what the inverse needs, by call
+        self.value: float | Tensor = 1.0
 
-    @property
-    def value(self) -> float | Tensor:
-        if self._alpha is None:
-            return 1.0
-        with torch.no_grad():
-            kept = self.kept[0] if len(self.kept) == 1 else [torch.cat(halves) for halves in zip(*self.kept, strict=True)]
-            reduction = self._alpha(*kept)
-        return reduction.clamp(max=1).rsqrt() if isinstance(reduction, Tensor) else min(reduction, 1.0) ** -0.5
+    def note(self, y: Tensor, kept: tuple[Tensor, ...]) -> None:
+        """Note what a call of the layer returns."""
+        if self._alpha is not None and has_sample(y):
+            self._samples.append(take_sample(y))
+            self._kept.append(kept)
+
+    @torch.no_grad()
+    def predict(self) -> None:
+        """Set the value from what was noted, and let go of that."""
+        if self._alpha is not None and self._samples:
+            samples, kept = self._samples, self._kept
+            if len(samples) > 1:
+                samples, kept = [torch.cat(samples, 1)], [tuple(torch.cat(halves) for halves in zip(*kept, strict=True))]
+            self.value = _turn_to_growth(self._alpha(samples[0], *kept[0]))
+        self._samples, self._kept = [], []
+
+
+@torch.no_grad()
+def predict_growth_of_addition(x1: Tensor, x2: Tensor, out: Tensor, y1: Tensor) -> float | Tensor:
+    """Return the factor by which y1 - f(x2) is predicted to multiply relative errors, where out = f(x2)."""
+    if not has_sample(x1):
+        return 1.0
+    return _turn_to_growth(estimate_alpha_of_addition(take_sample(x1), take_sample(x2), take_sample(out), take_sample(y1)))
+
+
+def has_sample(x: Tensor) -> bool:
+    """Return whether `take_sample` can be asked for numbers of x."""
+    return type(x) is Tensor and has_value(x)
+
+
+def take_sample(x: Tensor) -> Tensor:
+    """Return a few elements of x, for averages over them."""
+    sample = x.detach()[tuple([slice(None, None, max(1, size // _SAMPLE)) for size in x.shape])]
+    return sample.float() if sample.dtype in HALF else sample
+
+
+def _turn_to_growth(alpha: float | Tensor) -> float | Tensor:
+    """Return 1 / sqrt(alpha); on a CPU as a number. 1 where there is no signal to compare noise with."""
+    if isinstance(alpha, Tensor) and not can_read_now(alpha):
+        return torch.where((alpha > 0) & (alpha < math.inf), alpha, 1.0).rsqrt()
+    alpha = float(alpha)
+    return alpha**-0.5 if 0 < alpha < math.inf else 1.0
 
 
 class LayerCall(RecordedCall):
@@ -60,7 +101,7 @@ class LayerCall(RecordedCall):
         layer: the layer.
         name: its name, for messages.
         settings: the settings of PyTorch under which it is called.
-        growth: what to tell the statistics of the batch.
+        growth: what to tell what the layer returns.
         channels: those that its input consists of; None is all.
     """
 
@@ -95,7 +136,7 @@ class LayerCall(RecordedCall):
         y, *kept = call_layer(cast(nn.Module, self._f), x, self._channels)
         if self._kept is None:  # in the first run; a second one is on a rebuilt input
             self._kept = tuple(kept)
-            self._growth.kept.append(self._kept)
+            self._growth.note(y, self._kept)
             self._find_output(y)
         return y
 
@@ -146,15 +187,11 @@ class LayerUpdate(_Update):
 
     inverts_first = True
 
-    def __init__(self, call: LayerCall, x: Tensor, growth: Growth | None):
+    def __init__(self, call: LayerCall, x: Tensor, growth: float | Tensor):
         self._layer_call = call
-        self._growth = growth
+        self.growth = growth
         self._shape = x.shape
         self._strides = get_strides(x)
-
-    @property
-    def growth(self) -> float | Tensor:  # type: ignore[override]
-        return 1.0 if self._growth is None else self._growth.value
 
     def advance(self, states: States, out: Tensor) -> States:
         return *states[1:], out

@@ -51,6 +51,7 @@ from revzoo.runtime.layer_update import (
     LayerUpdate,
     StreamsUpdate,
     call_layer,
+    predict_growth_of_addition,
 )
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.ownership import is_held_alone
@@ -342,7 +343,7 @@ class Recording:
         self._outer = outer
         self._settings = settings
         self._lookahead = lookahead
-        self._growths: list[tuple[nn.Module, str, Growth]] = []
+        self._growths: list[tuple[nn.Module, str, float | Tensor]] = []
         if _start_in_halves(layers, x):
             self._halve()
 
@@ -385,7 +386,7 @@ class Recording:
             return
         noise = Noise(dtype, [module for module, *_ in self._growths])
         if self.states[0].is_cpu or noise.is_new:
-            noise.check([(name, float(growth.value)) for _, name, growth in self._growths], step)
+            noise.check([(name, float(growth)) for _, name, growth in self._growths], step)
 
     def run(self, layer: Layer) -> None:
         """Run the layer on the output of the one before."""
@@ -397,11 +398,10 @@ class Recording:
                 self._run_bijection(module)
         elif _is_coupled(module):
             self._halve()
-            self._run_addition(module.f, f"{name}.f")
-            self._run_addition(module.g, f"{name}.g")
+            growth_of_both = self._run_addition(module.f, f"{name}.f") * self._run_addition(module.g, f"{name}.g")
+            self._growths.append((module, name, growth_of_both))
         else:
             growth = Growth(module)
-            self._growths.append((module, name, growth))
             if len(self.states) == 2 and _is_channelwise(module):
                 first, second = _slice_halves(self.states)
                 self._run_layer(LayerCall(module, name, self._settings, growth, first))
@@ -409,6 +409,7 @@ class Recording:
             else:
                 self.join()
                 self._run_layer(LayerCall(module, name, self._settings, growth), growth)
+            self._growths.append((module, name, growth.value))
 
     def _halve(self) -> None:
         if len(self.states) == 1:
@@ -425,11 +426,13 @@ class Recording:
         """Run a layer on the state, or on the first of two. Of two calls, the latter grows errors for both."""
         states = self.states
         y = self._run_call(call, states[0])
+        if growth is not None:
+            growth.predict()
         self.states = *states[1:], y
-        self.segment.append(LayerUpdate(call, states[0], growth), call, states)
+        self.segment.append(LayerUpdate(call, states[0], 1.0 if growth is None else growth.value), call, states)
 
-    def _run_addition(self, f: nn.Module, name: str) -> None:
-        """Add what f makes of the second state to the first, which is then the second."""
+    def _run_addition(self, f: nn.Module, name: str) -> float | Tensor:
+        """Add what f makes of the second state to the first, which is then the second; return how errors grow."""
         states = self.states
         # The input of the first call of a segment is not compared as a state.
         call = RecordedCall(f, name, self._settings, watched=self.segment.is_empty)
@@ -441,7 +444,9 @@ class Recording:
             )
         update = AdditionUpdate(states[0])
         self.states = update.advance(states, out)
+        update.growth = predict_growth_of_addition(states[0], states[1], out, self.states[1])
         self.segment.append(update, call, states)
+        return update.growth
 
     def _run_call(self, call: RecordedCall, x: Tensor) -> Tensor:
         call.outer = self._outer

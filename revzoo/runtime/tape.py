@@ -282,7 +282,7 @@ class InvertedSegment:
         tolerance = 0.0
         if self._rounding is not None:
             tolerance = self._rounding.step(call.spacing, update.b)
-            self._growth = self._growth * update.growth
+            self._growth = _multiply_growth(self._growth, update.growth)
         if fingerprint is None:
             call.require_same_draws()
         else:
@@ -304,7 +304,7 @@ class InvertedSegment:
         update, call, *_ = self._items[self._at]
         states = self._states()
         out = None if call is None else call.run_again(states[update.reads], refill=False)
-        self._growth = self._growth / update.growth
+        self._growth = _multiply_growth(self._growth, 1 / update.growth)
         self._move(update.advance(states, out), +1)
 
     def _move(self, states: States, by: int) -> None:
@@ -313,3 +313,9 @@ class InvertedSegment:
     def _states(self) -> States:
         assert self._kept is not None, "recovery before the end of forward"
         return tuple([state.get() for state in self._kept])
+
+
+def _multiply_growth(growth: float | Tensor, by: float | Tensor) -> float | Tensor:
+    """Return the product, at least 1: each state that is rebuilt is rounded anew."""
+    growth = growth * by
+    return growth.clamp(min=1.0) if isinstance(growth, Tensor) else max(growth, 1.0)

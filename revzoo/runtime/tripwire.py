@@ -274,13 +274,16 @@ class Watch:
         size = max(size, self._largest * _LEAST_SHARE)
         if error:
             error = error / size if size else math.inf
+        has_grown = False
         if comparison.of_state and tolerance:
+            has_overflowed = math.isnan(error) and self._largest_error > _LARGEST_TOLERANCE
+            has_grown = has_overflowed or error <= _GROWTH_OF_STATE * self._largest_error
             tolerance = max(tolerance, min(_GROWTH_OF_STATE * self._largest_error, _LARGEST_TOLERANCE))
             self._largest_error = max(self._largest_error, error)
         elif not comparison.of_state:
             tolerance = max(tolerance, _GROWTH_IN_STEP * self._largest_error)
         if not error <= tolerance:
-            raise _describe(comparison, error, tolerance)
+            raise _describe(comparison, error, tolerance, has_grown)
 
     def _judge_or_wait(self, comparison: "_Comparison") -> None:
         if isinstance(comparison.expected.values, Tensor):
@@ -340,17 +343,36 @@ def judge_arrived() -> None:
         _transfers.popleft().judge()
 
 
-def _describe(comparison: _Comparison, error: float, tolerance: float) -> RecoveryError:
+def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown: bool) -> RecoveryError:
+    """Return the error for a tensor that differs by more than the tolerance.
+
+    Args:
+        has_grown: whether the states rebuilt before differed nearly as much, as they do where rounding errors grow.
+    """
     what = "the state rebuilt from its output" if comparison.of_state else "what autograd saves in it"
     if tolerance == 0:
         by = "in some bits"
     elif math.isnan(error):
         by = "and is not finite any more"
     else:
-        by = f"by {error:.1e} of its size, of which rounding explains {tolerance:.0e}"
+        by = "by {} of its size, of which rounding explains {}".format(*_format_apart(error, tolerance))
+    if has_grown:
+        return RecoveryError(
+            f"Errors have grown from state to state until {comparison.name}: {what} differs from forward {by}. Most likely "
+            "its function and those behind it amplify rounding. Set the schedule of some of them to 'recompute', where errors "
+            "start anew, or use 'store'; in a chain of steps, exact=True avoids such errors."
+        )
     return RecoveryError(
         f"{comparison.name} ran differently the second time: {what} differs from forward {by}. Its function must depend on its "
         "input, parameters and torch's random stream alone. Usual causes: Python's or NumPy's random, a torch.Generator of its "
         "own, a counter or an attribute that changed in between, a kernel that does not repeat, or rounding that it amplifies "
         "(exact=True avoids that). Pass what changes as the side input, or set its schedule to 'store'."
     )
+
+
+def _format_apart(error: float, tolerance: float) -> tuple[str, str]:
+    """Return both numbers with as few digits as tell them apart."""
+    for digits in range(1, 17):
+        if (texts := (f"{error:.{digits}e}", f"{tolerance:.{digits}e}"))[0] != texts[1]:
+            break
+    return texts

@@ -58,20 +58,21 @@ class Pair(nn.Module):
 @pytest.mark.parametrize("slope", [0.05, 0.1, 0.2, 0.5])
 def test_alpha_of_leaky_relu(slope):
     measured, formula = measure_alpha(InvertibleLeakyReLU(slope), images(8, 16, 32, 32))
-    assert measured == pytest.approx(formula, rel=0.05)
-    assert formula == pytest.approx(4 / ((1 + slope**2) * (1 + 1 / slope**2)))
+    assert measured == pytest.approx(formula, rel=0.02)
+    assert formula == pytest.approx(4 / ((1 + slope**2) * (1 + 1 / slope**2)), rel=0.05)
 
 
 def test_alpha_of_leaky_relu_depends_on_how_much_is_negative():
-    """The formula of `docs/numerics.md`; the paper's is for halves."""
+    """The general formula of `docs/numerics.md`; the paper's is for halves."""
     x, n = images(8, 16, 32, 32).exp() - 1.5, 0.2
     q, square = (x < 0).double().mean(), x.square()
     Q = square[x < 0].sum() / square.sum()
     assert q > 0.6 > 0.2 > Q
     general = 1 / float((1 - q + q / n**2) * (1 - Q + Q * n**2))
     measured, formula = measure_alpha(InvertibleLeakyReLU(n), x)
-    assert measured == pytest.approx(general, rel=0.02)
-    assert measured < 0.7 * formula
+    assert formula == pytest.approx(general, rel=1e-9)
+    assert measured == pytest.approx(formula, rel=0.02)
+    assert measured < 0.7 * 4 / ((1 + n**2) * (1 + 1 / n**2))
 
 
 @pytest.mark.parametrize("rho", [1, 2, 4, 8])
@@ -164,10 +165,10 @@ def test_layers_in_a_row_amplify_what_their_alphas_predict():
     report = revzoo.measure_numerics(chain, images(8, 8, 16, 16, dtype=torch.float32))
     assert report.worst.name == "0.0.g"
     assert report.worst.snr < report.states[-1].snr / 1e5
-    assert 0.03 < report.worst.snr / report.worst.predicted_snr < 300
+    assert 0.5 < report.worst.snr / report.worst.predicted_snr < 300
     leaky = [layer for layer in report.layers if layer.kind == "InvertibleLeakyReLU"]
     assert len(leaky) == 6
-    assert all(layer.formula == pytest.approx(0.0392, rel=1e-2) for layer in leaky)
+    assert all(layer.formula == pytest.approx(layer.measured, rel=0.1) for layer in leaky)
 
 
 @pytest.mark.parametrize("slope", [0.02])
