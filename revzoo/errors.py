@@ -5,7 +5,8 @@ Every error says what was received, where, what is allowed and what to type inst
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -66,6 +67,19 @@ class PartArgumentError(RevzooError, ValueError):
 
 class InputError(RevzooError, ValueError):
     """A tensor or an argument that the called function, model or chain does not accept."""
+
+
+@contextmanager
+def put_name_in_front(name: str) -> Iterator[None]:
+    """Say in an InputError that is raised inside in which layer it was.
+
+    Raises:
+        InputError: the message begins with the name.
+    """
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
 
 
 class ScheduleError(RevzooError, ValueError):

@@ -17,8 +17,8 @@ from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.runtime.observation import observe_calls
 from revzoo.runtime.schedule import MODES
-from revzoo.runtime.unit_calls import observe_calls
 
 
 @dataclass(frozen=True)

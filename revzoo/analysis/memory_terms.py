@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from revzoo.analysis.dry_run import call, linear_loss
 from revzoo.runtime.live_bytes import LiveBytes, Storages
-from revzoo.runtime.unit_calls import observe_calls
+from revzoo.runtime.observation import observe_calls
 
 Phase = Literal["forward", "backward"]
 

@@ -34,6 +34,7 @@ from revzoo.runtime.layerwise import LayerwiseCall, find_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
+from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.pair_update import PairUpdate, Step
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.replay import is_sharded
@@ -43,7 +44,6 @@ from revzoo.runtime.strides import is_dense
 from revzoo.runtime.tape import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
-from revzoo.runtime.unit_calls import begin_call, end_call
 
 
 class ReversibleChain(nn.Module):

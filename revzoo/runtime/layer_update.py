@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
-from revzoo.errors import RecoveryError
+from revzoo.errors import RecoveryError, put_name_in_front
 from revzoo.invertible import add, estimate_alpha_of_addition, halve, join, subtract
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import has_value
@@ -133,7 +133,8 @@ class LayerCall(RecordedCall):
 
     def _call(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
-        y, *kept = call_layer(cast(nn.Module, self._f), x, self._channels)
+        with put_name_in_front(self.name):
+            y, *kept = call_layer(cast(nn.Module, self._f), x, self._channels)
         if self._kept is None:  # in the first run; a second one is on a rebuilt input
             self._kept = tuple(kept)
             self._growth.note(y, self._kept)

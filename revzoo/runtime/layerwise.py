@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
-from revzoo.errors import InputError
+from revzoo.errors import InputError, put_name_in_front
 from revzoo.invertible import Coupled, add, halve, join
 from revzoo.runtime.compiling import exclude_from_compilation, is_compiled
 from revzoo.runtime.drift import Noise
@@ -394,10 +394,12 @@ class Recording:
         if isinstance(module, Bijection):
             if not _is_channelwise(module):
                 self.join()
-            for _ in self.states:
-                self._run_bijection(module)
+            with put_name_in_front(name):
+                for _ in self.states:
+                    self._run_bijection(module)
         elif _is_coupled(module):
-            self._halve()
+            with put_name_in_front(name):
+                self._halve()
             growth_of_both = self._run_addition(module.f, f"{name}.f") * self._run_addition(module.g, f"{name}.g")
             self._growths.append((module, name, growth_of_both))
         else:

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lookahead import Lookahead
+from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
-from revzoo.runtime.unit_calls import begin_call, end_call
 
 
 def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:

@@ -1,32 +1,83 @@
-"""Show the states of forward, and each of them once more as inversion rebuilds it, to whoever looks on."""
+"""Show a forward to whoever looks on: its calls, and its states, each of these once more as inversion rebuilds it.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+Hooks of the modules would not do for the calls: a layer may be called through `forward_keeping`, and an f made of layers layer
+by layer, unless it has hooks.
+"""
 
-from torch import Tensor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+T = TypeVar("T")
 
 # Called with the rebuilt state, and the relative error that rounding is predicted to have left in it.
 Comparison = Callable[[Tensor, float | Tensor], None]
-Observer = Callable[[str, Tensor], Comparison | None]
-
-_observer: Observer | None = None
+StateObserver = Callable[[str, Tensor], Comparison | None]
 
 
-@contextmanager
-def observe_states(observer: Observer) -> Iterator[None]:
+class CallObserver(Protocol):
+    """Sees the calls of a forward."""
+
+    def begin_call(self, module: nn.Module, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """React to a step, layer or node that is about to be called.
+
+        Args:
+            module: the module.
+            inputs: what it is called with, without a chain's side input.
+            states: the inputs, and for a step the older stream.
+        """
+
+    def end_call(self, module: nn.Module, out: Any) -> None:
+        """React to what it has returned."""
+
+
+class _Place(Generic[T]):
+    """Where one observer at a time looks on."""
+
+    def __init__(self) -> None:
+        self.observer: T | None = None
+
+    @contextmanager
+    def take(self, observer: T) -> Iterator[None]:
+        previous, self.observer = self.observer, observer
+        try:
+            yield
+        finally:
+            self.observer = previous
+
+
+_states: _Place[StateObserver] = _Place()
+_calls: _Place[CallObserver] = _Place()
+
+
+def observe_states(observer: StateObserver) -> AbstractContextManager[None]:
     """Call `observer(name, state)` in the forwards inside, for each state that inversion will rebuild.
 
     The state is the one in front of the step or layer of this name, the older one of a pair. What the observer returns is
     called each time when the state has been rebuilt. The tensors are lent: who wants to keep one makes a copy.
     """
-    global _observer
-    previous, _observer = _observer, observer
-    try:
-        yield
-    finally:
-        _observer = previous
+    return _states.take(observer)
+
+
+def observe_calls(observer: CallObserver) -> AbstractContextManager[None]:
+    """Tell the observer of every call of a step, layer or node in the forwards inside."""
+    return _calls.take(observer)
 
 
 def note_state(name: str, state: Tensor) -> Comparison | None:
     """Show a state of forward; return what to call with the rebuilt one, or None if nobody looks on."""
-    return None if _observer is None else _observer(name, state.detach())
+    return None if _states.observer is None else _states.observer(name, state.detach())
+
+
+def begin_call(module: Any, inputs: Sequence[Tensor], states: Sequence[Tensor] = ()) -> None:
+    """Tell the observer, if there is one, that a module is about to be called; `states` are its inputs unless given."""
+    if _calls.observer is not None:
+        _calls.observer.begin_call(module, inputs, states or inputs)
+
+
+def end_call(module: Any, out: Any) -> None:
+    """Tell the observer, if there is one, what a module has returned."""
+    if _calls.observer is not None:
+        _calls.observer.end_call(module, out)

@@ -171,6 +171,23 @@ def test_layers_in_a_row_amplify_what_their_alphas_predict():
     assert all(layer.formula == pytest.approx(layer.measured, rel=0.1) for layer in leaky)
 
 
+DEPTHS = [(0.05, 1e-4, 5), (0.1, 0.1, 6), (0.2, 1e-4, 8), (0.5, 0.1, 14)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("slope", "eps_i", "depth"), DEPTHS)
+def test_the_predicted_noise_is_no_smaller_than_the_measured_and_not_much_larger(slope, eps_i, depth, dtype):
+    """At depths where noise has grown by three digits and more; the tripwire allows 32 times the prediction."""
+    torch.manual_seed(0)
+    units = [(CoupledConv2d(8), InvertibleBatchNorm2d(8, eps_i), InvertibleLeakyReLU(slope)) for _ in range(depth)]
+    chain = LayerChain(*(layer for unit in units for layer in unit)).to(dtype)
+    report = revzoo.measure_numerics(chain, images(4, 8, 8, 8, dtype=dtype))
+    ratios = [math.sqrt(state.snr / state.predicted_snr) for state in report.states if state.noise]
+    assert len(ratios) > 3 * depth
+    assert 1 < min(ratios) <= max(ratios) < 100
+    assert report.worst.predicted_snr * torch.finfo(dtype).eps ** 2 < 1e-6
+
+
 @pytest.mark.parametrize("slope", [0.02])
 def test_noise_as_large_as_the_signal_is_measured_without_a_warning_or_an_error(slope):
     torch.manual_seed(0)

@@ -469,7 +469,7 @@ def test_without_gradients_nothing_is_recorded():
     with torch.no_grad():
         net(*inputs(net))
         net.eval()(*inputs(net))
-    with pytest.raises(InputError, match=r"BatchNorm in eval mode"):
+    with pytest.raises(InputError, match=r"^1: BatchNorm in eval mode"):
         net(*inputs(net))
     net.schedule = "store"
     assert net(*inputs(net)).requires_grad
@@ -510,6 +510,16 @@ class Shapeless(Affine):
         return super().inverse(y).sum(0)
 
 
+def test_what_a_layer_cannot_take_is_said_with_its_name():
+    with pytest.raises(InputError, match=r"^1: Pooling takes whole squares of 2 x 2 pixels\. Received: 4 x 3 pixels"):
+        LayerChain(Affine(), SpaceToDepth())(torch.zeros(2, 4, 4, 3))
+    with pytest.raises(InputError, match=r"^1\.0: Two halves need an even number of channels\. Received: 3\."):
+        LayerChain(Affine(), nn.Sequential(CoupledConv2d(4)))(torch.zeros(2, 3, 4, 4))
+    net = ReversibleChain([nn.Sequential(Affine(), InvertibleBatchNorm2d(4))]).eval()
+    with pytest.raises(InputError, match=r"^steps\.0\.1: BatchNorm in eval mode"):
+        net(torch.zeros(SHAPE), torch.zeros(SHAPE))
+
+
 def test_layers_that_do_not_keep_to_the_rules_are_named():
     with pytest.raises(InputError, match=r"^1 changes its input in place"):
         LayerChain(Affine(), InPlace())(torch.zeros(SHAPE))
@@ -536,13 +546,13 @@ def test_noise_that_reaches_the_signal_is_announced_once_with_anchors(error):
     net = noisy(0.05, 6)
     xs = inputs(net, WIDE, torch.float32)
     message = (
-        r"Rebuilding 12 layers in torch\.float32, one by one from the output of 17, .* until the input of 1 has a "
-        r"signal-to-noise ratio of 1e-04 .*\. Set the mode of 7 to 'recompute'"
+        r"Rebuilding 18 layers in torch\.float32, one by one from the output of 17, .* until the input of 0 has a "
+        r"signal-to-noise ratio of 6e-06 .*\. Set the mode of 8 to 'recompute'"
     )
     with pytest.warns(UserWarning, match=message):
         net(*xs)
     loss_of(net, xs).backward()  # as predicted, so it is no error; and not announced again
-    anchored = ["recompute" if name == "7" else "invert" for name, _ in net.named_children()]
+    anchored = ["recompute" if name == "8" else "invert" for name, _ in net.named_children()]
     assert error(differentiate(net, xs, anchored), differentiate(net, xs, "store")) < 0.1
 
 
@@ -580,6 +590,47 @@ def test_the_bound_of_the_tripwire_is_the_predicted_growth(seed, monkeypatch):
     assert all(error < max(tolerance, explained) / 2 for error, tolerance, explained in judged)
     error, tolerance, explained = judged[-2]
     assert tolerance < error < explained / 2  # would not have passed a constant bound
+
+
+@pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 12), (torch.float64, 24)])
+def test_noise_that_drowns_the_signal_is_announced_and_no_error(dtype, depth):
+    torch.manual_seed(0)
+    net = LayerChain(*[layer for _ in range(depth) for layer in wide(1)]).to(dtype)
+    with pytest.warns(UserWarning, match=r"until the input of 0 has a signal-to-noise ratio of .*Set the mode of \d+ to"):
+        loss = loss_of(net, inputs(net, WIDE, dtype))
+    loss.backward()
+
+
+class Unpredicted(InvertibleLeakyReLU):
+    """Somebody's layer that does not say how much it amplifies."""
+
+    alpha = None
+
+
+def test_errors_that_nobody_predicted_and_that_grow_are_not_called_another_run():
+    net = noisy(0.05, 6)
+    for i in range(2, 18, 3):
+        net[i] = Unpredicted(0.05)
+    loss = loss_of(net, inputs(net, WIDE, torch.float32))
+    message = r"^Errors have grown from state to state until 2: the state .* by \d\.\de[+-]\d\d of its size, .* to 'recompute'"
+    with pytest.raises(RecoveryError, match=message):
+        loss.backward()
+
+
+@pytest.mark.parametrize("place", [4, 12, 24])
+def test_in_a_chain_that_amplifies_an_inverse_that_does_not_fit_is_noticed(place):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in wide(1)]
+    layers.insert(place, Wrong())
+    net = LayerChain(*layers).double()
+    loss = loss_of(net, inputs(net, WIDE))
+    with pytest.raises(RecoveryError, match=rf"^{place} ran differently the second time"):
+        loss.backward()
+
+
+def test_numbers_that_differ_are_printed_so():
+    assert tripwire._format_apart(0.5, 0.25) == ("5.0e-01", "2.5e-01")
+    assert tripwire._format_apart(0.2512, 0.25) == ("2.51e-01", "2.50e-01")
 
 
 class Arrived:

@@ -11,7 +11,7 @@ from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.unit_calls import observe_calls
+from revzoo.runtime.observation import observe_calls
 
 PlannableModel = Model | ReversibleChain
 
