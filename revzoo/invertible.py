@@ -215,17 +215,19 @@ class CoupledConv2d(Coupled):
 
 def compute_elementwise_alpha(x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
     """Return alpha of a function of single elements that makes y of x, where dx / dy is `slope`."""
-    return x.square().mean() / (y.square().mean() * slope.square().mean())
+    size_x, size_y, size_of_slope = (torch.linalg.vector_norm(each) for each in (x, y, slope))
+    ratio: Tensor = size_x / (size_y * size_of_slope)
+    return ratio.square() * slope.numel()
 
 
 def estimate_alpha_of_addition(x1: Tensor, x2: Tensor, out: Tensor, y1: Tensor) -> Tensor:
     """Return alpha of (x1, x2) -> (x2, y1), y1 = x1 + out, out = f(x2): f amplifies noise as it amplifies x2.
 
-    Each tensor may be a sample. Only for linear f and x2 like noise is the assumption true; in trained convolutions alpha is a
-    little higher, as they amplify signals more than noise.
+    Each tensor may be a sample, of the same places. The assumption holds for linear f where x2 is like noise. Trained
+    convolutions amplify signals more than noise, so that alpha is a little higher.
     """
-    first, second, added, summed = (each.square().mean() for each in (x1, x2, out, y1))
-    alpha: Tensor = (first + second) / (summed + second) / (1 + added / (2 * second))
+    first, second, added, summed = (torch.linalg.vector_norm(each).square() for each in (x1, x2, out, y1))
+    alpha: Tensor = (first + second) / ((summed + second) * (1 + added / (2 * second)))
     return alpha
 
 

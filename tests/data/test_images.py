@@ -124,6 +124,29 @@ def test_padding_replaces_the_resized_crop(image_folder):
         assert any(matches)
 
 
+@pytest.mark.parametrize("side", [1, 3, 7])
+def test_cutout_erases_one_square_of_each_image_after_normalisation(image_folder, side):
+    augment = AugmentOptions(padding=1, hflip=0, color_jitter=None, mean=(2.0,), std=(1.0,), cutout=side)
+    batch = torch.cat(
+        [batch for number in range(4) for batch, _ in epoch(load_data(images(image_folder, augment=augment), GREY, 0), number)]
+    )
+    corners = set()
+    for image in batch[:, 0]:
+        rows, columns = (image == 0).nonzero().unbind(1)  # 0 is no pixel, those are between -2 and -1
+        assert len(rows) == side**2
+        assert (rows.max() - rows.min() + 1, columns.max() - columns.min() + 1) == (side, side)
+        corners.add((int(rows.min()), int(columns.min())))
+    assert len(corners) > 1
+    assert max(max(corner) for corner in corners) <= 8 - side
+
+
+def test_cutout_as_large_as_the_images_is_refused(image_folder):
+    with pytest.raises(
+        DataError, match=r"Cutout has to leave some of an image\. Received: data\.augment\.cutout=8 for images of 8x8"
+    ):
+        load_data(images(image_folder, augment=AugmentOptions(cutout=8)), GREY, 0)
+
+
 def test_cifar(tmp_path, monkeypatch):
     """CIFAR's own files, with ten random images in each, through timm and torchvision."""
     rng = np.random.default_rng(0)

@@ -48,3 +48,17 @@ def test_the_folder_is_checked_first(recipe, tmp_path, monkeypatch):
     for out in ("file", "file/run", "."):
         with pytest.raises(InputError, match=r"cannot be made: .*file is a file|is not empty\. Resume that run \(--resume "):
             train(recipe(), tmp_path / out)
+
+
+def test_a_linear_schedule_rises_to_the_end_of_the_warm_up_and_falls_from_there(recipe, tmp_path):
+    options = ("sched=linear", "warmup_epochs=2", "warmup_lr=0.2", "min_lr=0.1")
+    run = build_run(
+        recipe("train.epochs=5", "optimizer.lr=1.0", *(f"schedule.{each}" for each in options)), tmp_path, resumed=False
+    )
+    rates = []
+    for update in range(21):  # four an epoch
+        run.scheduler.step_update(update)
+        rates.append([group["lr"] for group in run.optimizer.param_groups])
+    rising = [0.2 + 0.1 * update for update in range(8)]
+    falling = [1.0 - 0.9 * update / 12 for update in range(12)]
+    assert rates == [[pytest.approx(rate)] * len(rates[0]) for rate in [*rising, *falling, 0.1]]
