@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import InputError
-from revzoo.invertible import compute_elementwise_alpha
+from revzoo.noise import compute_elementwise_alpha
 
 _CHUNKS = 16
 _SMALLEST_CHUNK = 2**15  # elements; smaller ones take longer
@@ -93,9 +93,9 @@ class Activation:
         return z.amin(_all_but_channels(z)) < -log(2 / sqrt(torch.finfo(z.dtype).eps))
 
     def alpha(self, y: Tensor) -> Tensor:
-        """Return how undoing changes the ratio of signal to noise, for y without what `find_lost` finds."""
+        """Return by how much undoing changes the ratio of signal to noise, apart from what `find_lost` finds."""
         if self.name == "elu":
-            y = y[y > self.slope * (sqrt(torch.finfo(y.dtype).eps) / 2 - 1)]
+            y = torch.where(y > self.slope * (sqrt(torch.finfo(y.dtype).eps) / 2 - 1), y, 0.0)
         slope = 1 / self.differentiate(torch.ones_like(y), y)
         return compute_elementwise_alpha(self.undo(y), y, slope)
 

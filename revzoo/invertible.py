@@ -13,9 +13,8 @@ A layer that treats each channel by itself may say so with `is_channelwise = Tru
 channels after the other, which takes half as much memory beside a gradient. If it has `forward_keeping`, this and `inverse`
 take an argument `channels`: a slice, the channels that the input consists of.
 
-`alpha(y, *kept)` of a layer is the factor by which its inverse reduces the ratio of signal to noise (the mean square of each):
-noise of relative size e in y is noise of relative size e / sqrt(alpha) in x. The formulas are for noise that is the same in
-all elements of y; y may be a sample of them.
+A layer may have `alpha(y, *kept)`: by how much its inverse changes the ratio of signal to noise (`revzoo/noise.py`), from a
+sample of the elements of y.
 
 Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reduction of CNN training", section 4.2.
 """
@@ -28,6 +27,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import InputError
+from revzoo.noise import compute_elementwise_alpha
 
 _ALL = slice(None)
 
@@ -211,24 +211,6 @@ class CoupledConv2d(Coupled):
             return nn.Conv2d(channels // 2, channels // 2, kernel_size, padding=kernel_size // 2, bias=False)
 
         super().__init__(conv(), conv())
-
-
-def compute_elementwise_alpha(x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
-    """Return alpha of a function of single elements that makes y of x, where dx / dy is `slope`."""
-    size_x, size_y, size_of_slope = (torch.linalg.vector_norm(each) for each in (x, y, slope))
-    ratio: Tensor = size_x / (size_y * size_of_slope)
-    return ratio.square() * slope.numel()
-
-
-def estimate_alpha_of_addition(x1: Tensor, x2: Tensor, out: Tensor, y1: Tensor) -> Tensor:
-    """Return alpha of (x1, x2) -> (x2, y1), y1 = x1 + out, out = f(x2): f amplifies noise as it amplifies x2.
-
-    Each tensor may be a sample, of the same places. The assumption holds for linear f where x2 is like noise. Trained
-    convolutions amplify signals more than noise, so that alpha is a little higher.
-    """
-    first, second, added, summed = (torch.linalg.vector_norm(each).square() for each in (x1, x2, out, y1))
-    alpha: Tensor = (first + second) / ((summed + second) * (1 + added / (2 * second)))
-    return alpha
 
 
 def halve(x: Tensor) -> tuple[Tensor, Tensor]:

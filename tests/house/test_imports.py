@@ -16,7 +16,7 @@ import revzoo
 ROOT = Path(revzoo.__file__).parent
 # Each row may import the rows above it. Names in one row never import one another.
 LAYERS = [
-    ("bounds", "errors", "file", "format"),
+    ("bounds", "errors", "file", "format", "noise"),
     ("bijection", "inplace_abn", "invertible", "registry"),
     ("spec", "runtime", "parts"),
     ("checkpoint",),
