@@ -22,6 +22,7 @@ from revzoo.runtime import (
     SpaceToBatch,
     SpaceToDepth,
     host_copy,
+    layer_update,
     lookahead,
     tripwire,
 )
@@ -645,7 +646,7 @@ class Arrived:
 
 def test_on_a_device_the_predicted_growth_is_not_read(monkeypatch):
     """Played by a CPU whose numbers nobody reads before they have been copied to the host."""
-    for module in (tripwire, host_copy):
+    for module in (tripwire, host_copy, layer_update):
         monkeypatch.setattr(module, "can_read_now", lambda x: False)
     monkeypatch.setattr(host_copy, "_record_event", lambda device: Arrived())
     judged = []
