@@ -32,6 +32,7 @@ from revzoo.errors import InputError
 from revzoo.format import format_ratio
 from revzoo.invertible import InvertibleLayer
 from revzoo.runtime.drift import ignore_error_growth
+from revzoo.runtime.layer_update import find_alpha
 from revzoo.runtime.layerwise import Layer, expand, find_layers
 from revzoo.runtime.observation import Comparison, observe_states
 from revzoo.runtime.schedule import Mode
@@ -245,7 +246,7 @@ def measure_alpha(layer: InvertibleLayer, x: Tensor) -> tuple[float, float | Non
     ratio = (x.square().sum() / error.square().sum()) / (y.square().sum() / noise.square().sum())
     if isinstance(module, Bijection):
         return float(ratio), 1.0
-    formula = getattr(module, "alpha", None)
+    formula = find_alpha(module)
     return float(ratio), None if formula is None else float(formula(y, *kept))
 
 

@@ -38,6 +38,11 @@ def call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> S
     return out
 
 
+def find_alpha(layer: nn.Module) -> Callable[..., Any] | None:
+    """Return the method by which a layer tells its alpha; None if it has none. A number of this name is another alpha."""
+    return cast(Any, layer).alpha if callable(getattr(type(layer), "alpha", None)) else None
+
+
 class Growth:
     """The factor by which the inverse of a layer is predicted to multiply relative errors.
 
@@ -46,7 +51,7 @@ class Growth:
     """
 
     def __init__(self, layer: nn.Module):
-        self._alpha: Callable[..., Any] | None = getattr(layer, "alpha", None)
+        self._alpha = find_alpha(layer)
         self._samples: list[Tensor] = []  # of the outputs, by call of the layer
         self._kept: list[tuple[Tensor, ...]] = []  # what the inverse needs, by call
         self.value: float | Tensor = 1.0

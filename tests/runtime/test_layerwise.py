@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import revzoo
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.runtime import (
@@ -600,6 +601,27 @@ def test_noise_that_drowns_the_signal_is_announced_and_no_error(dtype, depth):
     with pytest.warns(UserWarning, match=r"until the input of 0 has a signal-to-noise ratio of .*Set the mode of \d+ to"):
         loss = loss_of(net, inputs(net, WIDE, dtype))
     loss.backward()
+
+
+class Elu(nn.Module):
+    """Somebody's layer with a number that is called alpha, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha = 0.5
+
+    def forward(self, x):
+        return nn.functional.elu(x, self.alpha)
+
+    def inverse(self, y):
+        return torch.where(y > 0, y, (y / self.alpha).log1p())
+
+
+def test_a_number_called_alpha_is_no_formula(error):
+    net = LayerChain(Affine(), Elu(), CoupledConv2d(4)).double()
+    xs = inputs(net)
+    assert error(differentiate(net, xs, "invert"), differentiate(net, xs, "store")) < 1e-8
+    assert [layer.formula for layer in revzoo.measure_numerics(net, xs[0].detach()).layers] == [None] * 3
 
 
 class Unpredicted(InvertibleLeakyReLU):
