@@ -170,10 +170,9 @@ def test_layers_in_a_row_amplify_what_their_alphas_predict():
     assert all(layer.formula == pytest.approx(0.0392, rel=1e-2) for layer in leaky)
 
 
-@pytest.mark.parametrize("slope", [0.02])
-def test_noise_as_large_as_the_signal_is_measured_without_a_warning_or_an_error(slope):
+def test_noise_as_large_as_the_signal_is_measured_without_a_warning_or_an_error():
     torch.manual_seed(0)
-    chain = LayerChain(*(layer for _ in range(10) for layer in unit(4, slope)))
+    chain = LayerChain(*(layer for _ in range(10) for layer in unit(4, slope=0.02)))
     report = revzoo.measure_numerics(chain, images(4, 4, 8, 8, dtype=torch.float32))
     assert report.worst.snr < 10
     assert report.worst.predicted_snr < 10
