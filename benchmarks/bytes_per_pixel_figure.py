@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from revzoo.display.figures.base import draw_heading, new_figure, save, simplify_axes
 from revzoo.display.style import BLUE, FAINT, GREY, GRID, INK, LIGHT_BLUE, MODE_COLORS, ORANGE, PALE, RED
 
-_TERMS = {"z": ("hidden_bytes", BLUE), "g": ("gradient_bytes", ORANGE), "temporaries": ("temporary_bytes", GREY)}
+_TERMS = {"z": BLUE, "g": ORANGE, "temporaries": GREY}
 _LOOKS = {  # marker, color and size of each sum
     "twin": ("D", PALE, 4),
     "stored": ("s", MODE_COLORS["store"], 4),
@@ -58,7 +58,7 @@ def plot_pixels(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
 
 def _draw_shares(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     start = [0.0] * len(rows)
-    for term, (_, color) in _TERMS.items():
+    for term, color in _TERMS.items():
         shares = [100 * row["terms"][term] / sum(row["terms"].values()) for row in rows]
         axes.barh(range(len(rows)), shares, left=start, color=color, height=0.72, label=term)
         start = [a + b for a, b in zip(start, shares, strict=True)]

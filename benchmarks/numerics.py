@@ -1,7 +1,8 @@
 """What rounding does to layers, networks, gradients and accuracy: the figures of two papers at this machine's size.
 
-    python benchmarks/numerics.py                   about 12 minutes on one core
-    python benchmarks/numerics.py --mnist DIR       accuracies on MNIST: DIR has the four files train-images-idx3-ubyte, ...
+    python benchmarks/numerics.py                   digits: about 12 minutes on one core
+    python benchmarks/numerics.py --mnist DIR       states, ratios and accuracy on MNIST, half an hour: DIR has the four
+                                                    files train-images-idx3-ubyte, ...
     python benchmarks/numerics.py --quick           toy sizes, which learn nothing, in seconds
 
     alpha       by what factor the inverse of a layer changes the signal-to-noise ratio, measured and by formula, for
@@ -16,7 +17,8 @@ The networks are `layerwise_digits` and `revnext_digits` (hybrid) with more bloc
 error where a rebuilt state differs by more than rounding explains, is off: the networks that it protects from are what is
 shown. Accuracies are means over three seeds (one, over slopes), of the last update, on the test images; digits are tested in
 all nine positions that differ by a pixel. Trainings of stored and of rebuilt activations start from the same weights and see
-the same batches.
+the same batches. MNIST is averaged over 2x2 pixels, to 14x14, so that a training takes minutes: on 28x28 it costs three times
+as much.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -65,17 +67,19 @@ class Size:
         depths: of each network, in blocks.
         slope_depths: the depth of each network at which slopes are compared.
         slopes: of LeakyReLU.
-        updates: of a training, and of that whose angle is followed.
+        updates: of a training.
+        angle_updates: of the training whose angle is followed.
         every: n of "the angle is measured before every n-th update".
         batch: examples in a batch.
-        blocks: reversible blocks in each of the three stages of the RevNet.
+        blocks: reversible blocks in each of the three stages of the RevNet whose angle is followed.
         seeds: of the accuracies over depth; over slopes only the first.
     """
 
     depths: dict[str, tuple[int, ...]]
     slope_depths: dict[str, int]
     slopes: tuple[float, ...]
-    updates: tuple[int, int]
+    updates: int
+    angle_updates: int
     every: int
     batch: int
     blocks: int
@@ -83,16 +87,28 @@ class Size:
 
 
 FULL = Size(
-    {"layer-wise": (8, 16, 24), "hybrid": (6, 12, 24)},
-    {"layer-wise": 8, "hybrid": 6},
-    (0.05, 0.2, 0.5),
-    (150, 100),
-    5,
-    64,
-    6,
-    SEEDS,
+    depths={"layer-wise": (8, 16, 24), "hybrid": (6, 12, 24)},
+    slope_depths={"layer-wise": 8, "hybrid": 6},
+    slopes=(0.05, 0.2, 0.5),
+    updates=150,
+    angle_updates=100,
+    every=5,
+    batch=64,
+    blocks=6,
+    seeds=SEEDS,
 )
-QUICK = Size({"layer-wise": (2, 3), "hybrid": (2,)}, {"layer-wise": 2, "hybrid": 2}, (0.1, 0.5), (2, 2), 1, 8, 1, SEEDS[:1])
+MNIST = replace(FULL, updates=400, batch=32)
+QUICK = Size(
+    depths={"layer-wise": (2, 3), "hybrid": (2,)},
+    slope_depths={"layer-wise": 2, "hybrid": 2},
+    slopes=(0.1, 0.5),
+    updates=2,
+    angle_updates=2,
+    every=1,
+    batch=8,
+    blocks=1,
+    seeds=SEEDS[:1],
+)
 
 
 @dataclass(frozen=True)
@@ -132,7 +148,7 @@ class Images:
 
 
 def load_images(mnist: Path | None) -> Images:
-    """Return scikit-learn's digits, or MNIST from a folder."""
+    """Return scikit-learn's digits, or MNIST from a folder, averaged over 2x2 pixels."""
     if mnist is None:
         spec = revzoo.load_spec("revnext_digits")
         splits = [(each.padded, each.labels) for each in load_digits(DataOptions("digits", 1, shift=1), spec.input, seed=0)]
@@ -143,7 +159,7 @@ def load_images(mnist: Path | None) -> Images:
 
 def _read_mnist(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     pixels = _read_idx(folder / f"{split}-images-idx3-ubyte", 16).view(-1, 1, 28, 28)
-    images = (pixels.float() - _MEAN) / _DEVIATION
+    images = F.avg_pool2d((pixels.float() - _MEAN) / _DEVIATION, 2)
     return F.pad(images, [1] * 4, value=-_MEAN / _DEVIATION), _read_idx(folder / f"{split}-labels-idx1-ubyte", 8).long()
 
 
@@ -252,7 +268,7 @@ def _train_twice(size: Size, images: Images, network: str, depth: int, slope: fl
         torch.manual_seed(seed)
         model = create(network, depth, slope, images.side)
         model.schedule = schedule
-        row[schedule] = train(model, images, size.updates[0], size.batch, seed)
+        row[schedule] = train(model, images, size.updates, size.batch, seed)
     return row
 
 
@@ -270,7 +286,7 @@ def follow_angles(size: Size, console: Console) -> dict[str, Any]:
         overrides = [f"stages.{i}.depth={size.blocks}" for i in range(3)]
         model = revzoo.create("revnet_digits", overrides=overrides, exact=exact, dtype=dtype)
         rng = torch.Generator().manual_seed(0)
-        batches = ((x.to(dtype), labels) for x, labels in (images.draw(size.batch, rng) for _ in range(size.updates[1])))
+        batches = ((x.to(dtype), labels) for x, labels in (images.draw(size.batch, rng) for _ in range(size.angle_updates)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
         with context:
             points = list(follow_training(model, batches, optimizer, F.cross_entropy, size.every))
@@ -374,40 +390,42 @@ def _finish(axes: Axes, title: str, label: str) -> None:
     simplify_axes(axes)
 
 
+_NAMES = {"digits": "numerics", "MNIST": "numerics_mnist"}  # of the files that are written
+_FIGURES = {
+    "alpha": (draw_alpha, "layers"),
+    "states": (draw_networks, "ratios"),
+    "ratios": (draw_ratios, "ratios"),
+    "accuracy": (draw_accuracies, "accuracies"),
+    "angle": (draw_angles, "angles"),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder for numerics.json and the pictures")
-    parser.add_argument("--mnist", type=Path, metavar="DIR", help="folder with MNIST's four files, for the accuracies")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder for the JSON and the pictures")
+    parser.add_argument("--mnist", type=Path, metavar="DIR", help="folder with MNIST's four files")
     parser.add_argument("--quick", action="store_true", help="toy sizes")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    size, console, begin = QUICK if args.quick else FULL, Console(), time.perf_counter()
+    data = "digits" if args.mnist is None else "MNIST"
+    size, console, begin = QUICK if args.quick else FULL if data == "digits" else MNIST, Console(), time.perf_counter()
     args.out.mkdir(parents=True, exist_ok=True)
     images = load_images(args.mnist)
-    layers, ratios = measure_layers(), measure_states(size, images)
-    angles = follow_angles(size, console)
-    accuracies = measure_accuracies(size, images, console)
-    result = describe_environment() | {
-        "seconds": time.perf_counter() - begin,
-        "data": "digits" if args.mnist is None else "MNIST",
-        "size": asdict(size),
-        "points": POINTS,
-        "layers": layers,
-        "ratios": ratios,
-        "angles": angles,
-        "accuracies": accuracies,
-        "summary": summarise(accuracies),
-    }
+    result: dict[str, Any] = {"ratios": measure_states(size, images)}
+    if data == "digits":  # what does not depend on the images
+        result |= {"layers": measure_layers(), "angles": follow_angles(size, console)}
+    result["accuracies"] = measure_accuracies(size, images, console)
+    result["summary"] = summarise(result["accuracies"])
     for row in result["summary"]:
         console.print(
             f"{row['network']}, {row['depth']} deep: {row['store']:.2f} stored, rebuilt {row['difference']:+.2f} points"
         )
-    (args.out / "numerics.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    draw_alpha(layers, args.out / "numerics_alpha.png")
-    draw_networks(ratios, args.out / "numerics_states.png")
-    draw_ratios(ratios, args.out / "numerics_ratios.png")
-    draw_accuracies(accuracies, args.out / "numerics_accuracy.png")
-    draw_angles(angles, args.out / "numerics_angle.png")
+    facts = {"seconds": time.perf_counter() - begin, "data": data, "side": images.side, "size": asdict(size), "points": POINTS}
+    path = args.out / f"{_NAMES[data]}.json"
+    path.write_text(json.dumps(describe_environment() | facts | result, indent=1, allow_nan=False) + "\n")
+    for name, (draw, key) in _FIGURES.items():
+        if key in result:
+            draw(result[key], args.out / f"{_NAMES[data]}_{name}.png")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Write the performance section of the README from the results, so that no figure is copied by hand.
+"""Write the README's performance section and the accuracies of docs/numerics.md from the results: no figure is copied by hand.
 
     python benchmarks/readme.py
 
-A test compares the README with the results, so it fails after a measurement until this has run.
+A test compares both pages with the results, so it fails after a measurement until this has run.
 """
 
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,15 @@ METHODS = {"store": "`store`", "checkpoint": "`torch.utils.checkpoint` per block
 METHODS |= {"recompute": "`recompute`", "invert": "`invert`"}
 
 
-def write_section(readme: str) -> str:
-    """Return the README with a new section between the two comments."""
-    before, _, rest = readme.partition(BEGIN)
+def write_section(page: str, lines: Iterable[str]) -> str:
+    """Return a page with other lines between the two comments."""
+    before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{''.join(line + chr(10) for line in describe_results())}{END}{after}"
+    return f"{before}{BEGIN}{''.join(line + chr(10) for line in lines)}{END}{after}"
 
 
-def describe_results() -> Iterator[str]:
-    """Yield the lines of the section."""
+def describe_performance() -> Iterator[str]:
+    """Yield the lines of the README's section."""
     yield from describe_modes(json.loads((RESULTS / "runtime.json").read_text()))
     yield ""
     yield from describe_lookahead(json.loads((RESULTS / "lookahead.json").read_text()))
@@ -113,6 +113,31 @@ def describe_peers(results: dict[str, Any]) -> Iterator[str]:
     yield "![Memory, FLOPs and checks of every method](benchmarks/results/cpu/peers.png)"
 
 
+def describe_numerics() -> Iterator[str]:
+    """Yield the lines of the section of docs/numerics.md."""
+    files = [path for name in ("numerics", "numerics_mnist") if (path := RESULTS / f"{name}.json").exists()]
+    yield from describe_accuracies([json.loads(path.read_text()) for path in files])
+    for path in files:
+        yield ""
+        yield f"![Test accuracy over depth and slope](../benchmarks/results/cpu/{path.stem}_accuracy.png)"
+
+
+def describe_accuracies(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of accuracies with stored and with rebuilt activations, two columns for each data set."""
+    heads = [head for each in results for head in (f"{each['data']}: stored [%]", "rebuilt [%]")]
+    yield f"| {' | '.join(['network', 'depth', *heads])} |"
+    yield "|---" * (2 + len(heads)) + "|"
+    for rows in zip(*(each["summary"] for each in results), strict=True):
+        (place,) = {(row["network"], row["depth"]) for row in rows}
+        cells = [f"{row[schedule]:.1f}" for row in rows for schedule in ("store", "invert")]
+        yield f"| {' | '.join([*map(str, place), *cells])} |"
+    yield ""
+    yield from wrap(
+        f"Test accuracy, mean of {len(results[0]['size']['seeds'])} trainings on {describe_machine(results[0])}, float32, "
+        "slope 0.2, measured with `python benchmarks/numerics.py`."
+    )
+
+
 def wrap(text: str) -> list[str]:
     """Return the lines of a paragraph; code and links stay whole."""
     return textwrap.wrap(text, 127, break_long_words=False, break_on_hyphens=False)
@@ -131,10 +156,14 @@ def describe_machine(results: dict[str, Any]) -> str:
     return f"{threads} of an {hardware['cpu']}, torch {results['versions']['torch'].partition('+')[0]}"
 
 
+PAGES = {"README.md": describe_performance, "docs/numerics.md": describe_numerics}
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    readme = ROOT / "README.md"
-    readme.write_text(write_section(readme.read_text()))
+    for name, describe in PAGES.items():
+        page = ROOT / name
+        page.write_text(write_section(page.read_text(), describe()))
 
 
 if __name__ == "__main__":

@@ -200,6 +200,7 @@ def follow_training(
             value.backward()
         optimizer.step()
         optimizer.zero_grad()
+        torch.clear_autocast_cache()  # of weights as they were before the update
         if point is not None:
             snr = math.inf if point.worst is None else point.worst.snr
             yield TrainingPoint(update, float(value.detach()), snr, point.angle)

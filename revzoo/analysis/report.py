@@ -201,9 +201,8 @@ def _report_parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[Par
         new = {id(p): p.numel() for unit in units for p in model.get_submodule(unit).parameters() if id(p) not in known}
         known.update(new)
         sizes = {mode: sum(bytes_of[unit] for unit in units) for mode, bytes_of in kept.items()}
-        return PartReport(
-            name, kind, what, len(units) if kind == "stage" and model.has_streams else 0, shape, sum(new.values()), sizes
-        )
+        steps = len(units) if kind == "stage" and model.has_streams else 0
+        return PartReport(name, kind, what, steps, shape, sum(new.values()), sizes)
 
     shape = _dims(model.split)
     stem = [entry.name for entry in model.layout() if f"{entry.name}.".startswith("stem.")]

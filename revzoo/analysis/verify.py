@@ -196,12 +196,8 @@ class _InputRecorder:
     def __init__(self, model: nn.Module):
         self._in_forward = True
         self._modes = {name: mode for name, _, mode in find_steps(model)}
-        self._made_of_layers = {  # from a name within its chain to the name
-            entry.name: f"{prefix}{entry.name}"
-            for prefix, chain in find_chains(model).items()
-            for entry in chain.layout()
-            if entry.can_invert and is_made_of_layers(entry.module)
-        }
+        self._made_of_layers = {name for name, module, _ in find_steps(model) if is_made_of_layers(module)}
+        self._prefixes = [""]  # of the chains that are running, the innermost last
         self._errors: dict[str, float] = {}
         self._precision = max((p.dtype for p in model.parameters()), key=_coarseness)
         self._inputs: dict[str, list[Tensor]] = defaultdict(list)
@@ -218,8 +214,11 @@ class _InputRecorder:
         hooks = [
             step.register_forward_pre_hook(partial(self._record, name))
             for name, step, _ in find_steps(model)
-            if name not in self._made_of_layers.values()
+            if name not in self._made_of_layers
         ]
+        for prefix, chain in find_chains(model).items():
+            hooks.append(chain.register_forward_pre_hook(partial(self._enter, prefix)))
+            hooks.append(chain.register_forward_hook(self._leave, always_call=True))
         try:
             with observe_states(self._note_state):
                 yield
@@ -231,9 +230,16 @@ class _InputRecorder:
     def end_forward(self) -> None:
         self._in_forward = False
 
+    def _enter(self, prefix: str, *_: Any) -> None:
+        self._prefixes.append(prefix)
+
+    def _leave(self, *_: Any) -> None:
+        self._prefixes.pop()
+
     def _note_state(self, name: str, state: Tensor) -> Comparison | None:
         """Return what compares the rebuilt state in front of a layer, or of a step made of layers, with this one."""
-        unit = next((unit for short, unit in self._made_of_layers.items() if f"{name}.".startswith(f"{short}.")), None)
+        path = f"{self._prefixes[-1]}{name}."
+        unit = next((unit for unit in self._made_of_layers if path.startswith(f"{unit}.")), None)
         return None if unit is None else partial(self._compare_state, unit, state.clone())
 
     @torch.no_grad()

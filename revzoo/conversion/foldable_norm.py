@@ -61,6 +61,7 @@ class Origin:
     mean: Tensor
     inverse_deviation: Tensor
     version: int  # of the tensor itself
+    hooks: object  # that packed saved tensors when BatchNorm was called
     shortcut: _Term | None = None
 
 
@@ -137,7 +138,7 @@ def _is_foldable(layer: nn.BatchNorm2d, x: Tensor) -> bool:
 def _normalise(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
     x = _replace_folded(x)
     z, mean, inverse_deviation = normalise(layer, x)
-    return _mark(z, Origin(layer, _Term.note(x), mean, inverse_deviation, z._version))
+    return _mark(z, Origin(layer, _Term.note(x), mean, inverse_deviation, z._version, _get_saving_hooks()))
 
 
 def _mark(z: Tensor, origin: Origin) -> Tensor:
@@ -212,10 +213,20 @@ def _watch_gradients(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 def _fold_identity(z: NormalisedTensor) -> None:
-    """Let z be replaced, from now on, by a tensor whose graph keeps z instead of x."""
-    if _replace_folded(z) is z and (y := _fold(z, Activation("identity"), inplace=False)) is not None:
+    """Let z be replaced, from now on, by a tensor whose graph keeps z instead of x.
+
+    Not inside a checkpoint that z comes into: its second run would find z replaced, and save other tensors than the first.
+    """
+    origin = read_origin(z)
+    if origin is None or origin.hooks != _get_saving_hooks() or _replace_folded(z) is not z:
+        return
+    if (y := _fold(z, Activation("identity"), inplace=False)) is not None:
         with torch._C.DisableTorchFunctionSubclass():
             z.folded = y
+
+
+def _get_saving_hooks() -> object:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _replace_folded(value: Any) -> Any:

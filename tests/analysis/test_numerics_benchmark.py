@@ -27,13 +27,14 @@ def test_mnist_is_read(benchmark, tmp_path):
         (tmp_path / f"{split}-images-idx3-ubyte").write_bytes(bytes(16) + bytes(range(256)) * 3 + bytes(784 * count - 768))
         (tmp_path / f"{split}-labels-idx1-ubyte").write_bytes(bytes(8) + bytes(range(count)))
     images = benchmark.load_images(tmp_path)
-    assert images.side == 28
-    assert images.train[0].shape == (3, 1, 30, 30)
+    assert images.side == 14
+    assert images.train[0].shape == (3, 1, 16, 16)
     assert torch.equal(images.test[1], torch.tensor([0, 1]))
     x, labels = images.draw(4, torch.Generator().manual_seed(0))
-    assert x.shape == (4, 1, 28, 28)
+    assert x.shape == (4, 1, 14, 14)
     assert labels.max() <= 2
-    assert float(images.train[0][0, 0, 1, 2]) == pytest.approx((1 - 33.3) / 78.6)
+    mean = (2 + 3 + 30 + 31) / 4  # of the second 2x2 pixels of the first image
+    assert float(images.train[0][0, 0, 1, 2]) == pytest.approx((mean - 33.3) / 78.6)
 
 
 def test_tests_are_the_images_in_nine_positions(benchmark):

@@ -8,7 +8,7 @@ from torch import nn
 
 import revzoo
 from revzoo.errors import InputError
-from revzoo.runtime import ReversibleChain, SpaceToDepth
+from revzoo.runtime import InvertibleLeakyReLU, LayerChain, ReversibleChain, SpaceToDepth
 
 
 def mlp(width: int = 8) -> nn.Module:
@@ -130,6 +130,15 @@ def test_chains_inside_any_module_are_found():
     assert report.ok
     assert list(report.modes) == [f"first.steps.{i}" for i in range(3)] + [f"second.steps.{i}" for i in range(3)]
     assert list(report.modes.values()) == ["invert"] * 3 + ["recompute"] * 3
+
+
+def test_layers_of_two_chains_are_told_apart():
+    """With names that are those of other layers in the other chain, every layer is inverted, and its own error is stated."""
+    chains = [LayerChain(nn.Linear(4, 4), *[InvertibleLeakyReLU(0.5) for _ in range(count)]) for count in (2, 3)]
+    report = revzoo.verify(nn.Sequential(*chains), torch.randn(3, 4))
+    assert report.ok
+    assert list(report.modes) == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "1.3"]
+    assert report.reconstruction_errors.keys() == {"0.1", "0.2", "1.1", "1.2", "1.3"}
 
 
 def test_a_chain_called_twice_compares_each_call_with_its_own():

@@ -11,6 +11,7 @@ import torchvision
 from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import revzoo
 from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, NormalisedTensor
@@ -402,6 +403,28 @@ def test_a_hook_that_comes_later_sees_an_ordinary_tensor():
     model.bn.register_forward_hook(lambda module, args, output: seen.append(type(output)))
     assert_same_step(model, twin, x)
     assert seen == [torch.Tensor]
+
+
+class Blocks(nn.Sequential):
+    """Blocks of which each is run in a checkpoint."""
+
+    use_reentrant = None
+
+    def forward(self, x):
+        for block in self:
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("write", [plain, linear, linear_residual, add_two_norms], ids=lambda write: write.__name__)
+def test_blocks_may_be_checkpointed(write, use_reentrant):
+    """Also where the output of a BatchNorm goes from one block into the next."""
+    twin = randomise(Blocks(nn.Sequential(Block(linear), nn.BatchNorm2d(6)), Block(write)))
+    model = fold(copy.deepcopy(twin))
+    for each in (model, twin):  # whose running statistics see each batch twice
+        each.use_reentrant = use_reentrant
+    assert_same_step(model, twin, images())
 
 
 def test_a_network_in_eval_mode_comes_back_in_eval_mode():

@@ -1,4 +1,4 @@
-"""The README's performance section is what the results say."""
+"""Figures of the README and of docs/numerics.md are what the results say."""
 
 import importlib.util
 import sys
@@ -18,10 +18,28 @@ def readme():
     return module
 
 
-def test_it_is_what_the_results_say(readme):
-    text = (ROOT / "README.md").read_text()
-    assert readme.write_section(text) == text, "run python benchmarks/readme.py"
+@pytest.mark.parametrize("page", ["README.md", "docs/numerics.md"])
+def test_they_are_what_the_results_say(page, readme):
+    text = (ROOT / page).read_text()
+    assert readme.write_section(text, readme.PAGES[page]()) == text, "run python benchmarks/readme.py"
     assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+
+
+def test_accuracies_stand_beside_each_other(readme):
+    results = [
+        {
+            "data": data,
+            "hardware": {"cpu": "AMD EPYC", "threads": 1},
+            "versions": {"torch": "2.15.0+cpu"},
+            "size": {"seeds": [1, 2, 3]},
+            "summary": [{"network": "hybrid", "depth": 6, "store": stored, "invert": 9.25}],
+        }
+        for data, stored in (("digits", 98.32), ("MNIST", 97.0))
+    ]
+    head, _, row, _, *text = readme.describe_accuracies(results)
+    assert head == "| network | depth | digits: stored [%] | rebuilt [%] | MNIST: stored [%] | rebuilt [%] |"
+    assert row == "| hybrid | 6 | 98.3 | 9.2 | 97.0 | 9.2 |"
+    assert " ".join(text).startswith("Test accuracy, mean of 3 trainings on one thread of an AMD EPYC, torch 2.15.0, float32")
 
 
 def test_a_changed_result_changes_it(readme):
