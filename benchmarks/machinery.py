@@ -1,6 +1,6 @@
 """What the runtime's own work costs: time beyond the arithmetic that a schedule asks for, beside PyTorch's checkpointing.
 
-    python benchmarks/machinery.py --out machinery.json     about 5 minutes
+    python benchmarks/machinery.py --out machinery.json     about 7 minutes
     python benchmarks/machinery.py --quick                  the same figures in seconds, too few to mean anything
 
 On a GPU the small kernels of a step compete with Python, and on small steps it is most of the time. So each row is measured on
@@ -12,6 +12,8 @@ the CPU clock of one thread: the cases take turns, and the median over all round
     arithmetic    forward and backward of the chains of runtime.py with exact=True, or with the lost bits kept, over `invert`
     long chains   time of a step of a chain of 64 and of 6144 steps; what finds a step must not depend on their number
     tripwire      forward and backward of the transformer chain with the tripwire on, over off
+    in-place ABN  forward and backward of timm's ResNet-50 by inplace_abn_ and of resnext_101_iabn, over the same network with
+                  BatchNorm and leaky ReLU in place
 
 `checkpoint` is `torch.utils.checkpoint` around each f, `torch selective` the same with PyTorch's selective contexts, which keep
 the outputs of matrix products and attention.
@@ -21,10 +23,12 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
+import timm
 import torch
 from runtime import Figure, nets, report
 from torch import Tensor, nn
@@ -50,6 +54,7 @@ _OVERHEADS = {
 }
 _ARITHMETIC = {"transformer": {"exact": 1.03, "8 kept bits": 1.06}, "conv": {"exact": 1.03, "8 kept bits": 1.12}}
 _TRIPWIRE = 1.02
+_IN_PLACE_ABN = 1.05
 
 
 class Scale(nn.Module):
@@ -123,6 +128,31 @@ def tripwire(rounds: int, quick: bool) -> Iterator[Figure]:
     yield from ratios("time with the tripwire over without", net.name, depth, durations, "off", {"on": _TRIPWIRE})
 
 
+def in_place_abn(rounds: int, quick: bool) -> Iterator[Figure]:
+    size, batch = (32, 2) if quick else (128, 8)
+    twin = timm.create_model("resnet26" if quick else "resnet50", act_layer="leaky_relu", zero_init_last=False)
+    abn = deepcopy(twin)
+    images = torch.randn(batch, 3, size, size)
+    revzoo.inplace_abn_(abn, images)
+    yield from in_place_abn_ratios("timm ResNet", {"BatchNorm": twin, "in-place ABN": abn}, images, rounds)
+    overrides = [f"input.size=[{size}, {size}]"] + [f"stages.{i}.depth=1" for i in range(4) if quick]
+    nets = {"BatchNorm": "resnext_101_bn", "in-place ABN": "resnext_101_iabn"}
+    models = {method: revzoo.create(name, overrides=overrides) for method, name in nets.items()}
+    models["in-place ABN"].load_state_dict(models["BatchNorm"].state_dict())
+    yield from in_place_abn_ratios("ResNeXt-101", models, images[: batch // 2], rounds)
+
+
+def in_place_abn_ratios(net: str, models: Mapping[str, nn.Module], images: Tensor, rounds: int) -> Iterator[Figure]:
+    def run(model: nn.Module) -> None:
+        model.zero_grad()
+        model(images).square().mean().backward()
+
+    durations = take_turns({method: partial(run, model) for method, model in models.items()}, rounds, warm_up=1)
+    depth = sum(isinstance(module, nn.Conv2d) for module in models["BatchNorm"].modules())
+    targets = {"in-place ABN": _IN_PLACE_ABN}
+    yield from ratios("time over BatchNorm", net, depth, durations, "BatchNorm", targets)
+
+
 def loop(steps: Sequence[nn.Module], streams: Sequence[Tensor], call: Call) -> None:
     """Run the recurrence as a plain loop, and backward."""
     x1, x2 = streams
@@ -178,6 +208,7 @@ def measure(quick: bool) -> Iterator[Figure]:
     yield from arithmetic(rounds=1 if quick else 15, quick=quick)
     yield from long_chains(rounds=1 if quick else 5, quick=quick)
     yield from tripwire(rounds=1 if quick else 21, quick=quick)
+    yield from in_place_abn(rounds=1 if quick else 21, quick=quick)
 
 
 def main() -> None:

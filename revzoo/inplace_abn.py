@@ -13,14 +13,15 @@ The function is that of BatchNorm and activation, also where a weight is negativ
 would drown in the rounding of z, or ELU has flattened z, the normalised input of that channel is kept (`_find_weak_channels`).
 This reads numbers on the host, so a GPU waits once per call.
 
-Backward takes one new tensor of the size of x, and temporaries of a `_CHUNKS`-th of it, or of `_SMALLEST_CHUNK`.
+Backward takes one new tensor of the size of x, one more for the gradient of a shortcut, and three temporaries of the size of
+some channels (`_PART`). Channels are independent, so all of a part is computed while it is in the cache.
 
 Source: Rota Bulo et al. 2018, "In-Place Activated BatchNorm for Memory-Optimized Training of DNNs", section 3. Differs from it:
 there the scale is |weight| + eps, which changes the function of trained weights.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
 from math import log, sqrt
 from typing import Any, Literal, cast
 
@@ -35,8 +36,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from revzoo.errors import InputError
 from revzoo.noise import compute_elementwise_alpha
 
-_CHUNKS = 16
-_SMALLEST_CHUNK = 2**15  # elements; smaller ones take longer
+_PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
+_MOST_PARTS = 16  # on other devices, where every part starts kernels
 _TOLERANCE = 1e-4  # of xhat, where the dtype allows it
 
 
@@ -281,7 +282,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         if channels is not None:
             xhat = x.index_select(1, channels)
             xhat = (xhat - _spread(normalised.mean[channels], x)) * _spread(normalised.inverse_deviation[channels], x)
-            normalised.weak = (channels, xhat.to(x.dtype))
+            normalised.weak = (channels, xhat.to(x.dtype).contiguous(memory_format=_read_format(z)))
         ctx.activation, ctx.layer = activation, normalised.layer
         ctx.adds_shortcut, ctx.weak_channels = shortcut is not None, 0 if channels is None else len(channels)
         y = activation(z, normalised.inplace)
@@ -298,68 +299,158 @@ class InPlaceABNFunction(torch.autograd.Function):
                 "and the activation as two layers."
             )
         (gradient,) = gradients
+        activation = ctx.activation
         y, shortcut, weight, bias, inverse_deviation, channels, xhat = ctx.saved_tensors
         needs_x, needs_shortcut, *needs_parameters, _ = ctx.needs_input_grad
-        dz = ctx.activation.differentiate(gradient, y)
-        is_own = dz is not gradient and not needs_shortcut
-        del gradient, gradients
         if not (needs_x or any(needs_parameters)):
-            return None, dz, None, None, None
+            return None, activation.differentiate(gradient, y), None, None, None
         own_dtype = None if weight is None else weight.dtype
         dtype = torch.promote_types(inverse_deviation.dtype, torch.float32)
         inverse_deviation = inverse_deviation.to(dtype)
         weight = torch.ones_like(inverse_deviation) if weight is None else weight.to(dtype)
-        bias = torch.zeros_like(inverse_deviation) if bias is None else bias.to(dtype)
-        rebuild = _Rebuild(ctx.activation, weight, bias, channels, dtype)
-
-        # sums over everything but channels: of dz, which is the gradient of bias, and of dz xhat, that of weight
-        dweight, dbias = torch.zeros_like(weight), torch.zeros_like(weight)
-        for dz_part, y_part, shortcut_part, xhat_part in _split(dz, y, shortcut, xhat):
-            z = rebuild(y_part, shortcut_part, xhat_part)
-            sums = _sum_products(dz_part.to(dtype), z, bias)
-            dweight += sums[0]
-            dbias += sums[1]
-        dweight /= weight
+        shift = torch.zeros_like(inverse_deviation) if bias is None else bias.to(dtype)
+        factor = weight.reciprocal()
         if channels is not None:
-            dweight[channels] = (dz.index_select(1, channels) * xhat.to(dtype)).sum(_all_but_channels(y))
-
-        dx = None
-        if needs_x:
-            # dx = weight / deviation (dz - dbias / n - xhat dweight / n), where weight xhat = z - bias
-            dx = dz if is_own else torch.empty_like(y)
-            n = y.numel() // y.size(1)
-            scale, slope = weight * inverse_deviation, -inverse_deviation * dweight / n
-            shift = -scale * dbias / n - slope * bias
-            scale, slope, shift = (_spread(each, y) for each in (scale, slope, shift))
-            for dx_part, dz_part, y_part, shortcut_part, xhat_part in _split(dx, dz, y, shortcut, xhat):
-                z = rebuild(y_part, shortcut_part, xhat_part)
-                z = torch.addcmul(shift, z, slope, out=z)
-                if dx_part.dtype == dtype:
-                    torch.addcmul(z, dz_part, scale, out=dx_part)
-                else:
-                    dx_part.copy_(z.addcmul_(dz_part, scale))
+            shift, factor = shift.index_fill(0, channels, 0.0), factor.index_fill(0, channels, 1.0)
+        scale = weight * inverse_deviation
+        backward = _Backward(activation, gradient, y, shortcut, channels, xhat, shift, factor, scale, needs_x, needs_shortcut)
+        dx, dz, dweight, dbias = backward.run()
         if own_dtype is None:
-            return dx, dz if needs_shortcut else None, None, None, None
-        return dx, dz if needs_shortcut else None, dweight.to(own_dtype), dbias.to(own_dtype), None
+            return dx, dz, None, None, None
+        return dx, dz, dweight.to(own_dtype), dbias.to(own_dtype), None
+
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 
 
 @dataclass
-class _Rebuild:
-    """Rebuilds z in new memory from parts of y, of the shortcut, and of xhat of the weak channels."""
+class _Backward:
+    """Computes the gradient of act(BatchNorm(x) + shortcut) from y, part by part.
+
+    From z = act^-1(y) - shortcut follows xhat = (z - shift) factor. With means over everything but channels,
+
+        dx = scale (dz - mean(dz) - xhat mean(dz xhat)),   the gradient of weight: sum(dz xhat),   of bias: sum(dz)
+
+    This is the backward of a BatchNorm with input z, mean `shift` and deviation 1 / `factor`.
+
+    Args:
+        activation: act.
+        gradient: of y.
+        y: the output.
+        shortcut: what z has beside BatchNorm's output, or None.
+        channels: those whose xhat is kept, in ascending order; it takes the place of z.
+        xhat: of these channels.
+        shift: the bias of each channel; 0 where xhat is kept.
+        factor: 1 / weight of each channel; 1 where xhat is kept.
+        scale: weight / deviation of each channel.
+        needs_x: whether dx is asked for.
+        needs_shortcut: whether dz is asked for.
+    """
 
     activation: Activation
-    weight: Tensor
-    bias: Tensor
+    gradient: Tensor
+    y: Tensor
+    shortcut: Tensor | None
     channels: Tensor | None
-    dtype: torch.dtype
+    xhat: Tensor | None
+    shift: Tensor
+    factor: Tensor
+    scale: Tensor
+    needs_x: bool
+    needs_shortcut: bool
 
-    def __call__(self, y: Tensor, shortcut: Tensor | None, xhat: Tensor | None) -> Tensor:
-        z = self.activation.undo(y.to(self.dtype))
-        if shortcut is not None:
-            z -= shortcut
-        if self.channels is not None and xhat is not None:
-            bias, weight = (_spread(each[self.channels], z) for each in (self.bias, self.weight))
-            z.index_copy_(1, self.channels, torch.addcmul(bias, xhat, weight))
+    def run(self) -> _Gradients:
+        """Return dx, dz, and the gradients of weight and bias."""
+        y = self.y
+        size = _PART if y.is_cpu or y.is_meta else max(_PART, y.numel() // _MOST_PARTS)
+        if y.numel() <= size and y.dtype == self.shift.dtype:
+            dx, dz, dweight, dbias = self._run_whole()
+            return dx, dz if self.needs_shortcut else None, dweight, dbias
+        is_new = self.needs_shortcut and self.activation.name != "identity"
+        dz = torch.empty_like(y) if is_new else None
+        dx = torch.empty_like(y) if self.needs_x else None
+        if _read_format(y) is torch.contiguous_format:
+            dweight, dbias = self._run_channels(max(size * y.size(1) // y.numel(), 1), dz, dx)
+        else:
+            names = ("gradient", "y", "shortcut", "xhat")
+            lined = replace(self, **{name: _line_up(getattr(self, name)) for name in names})
+            dweight, dbias = lined._run_places(max(size // y.size(1), 1), _line_up(dz), _line_up(dx))
+        return dx, dz if is_new or not self.needs_shortcut else self.gradient, dweight, dbias
+
+    def _run_whole(self) -> _Gradients:
+        dz, z = self._rebuild()
+        weight = self.scale / self.factor
+        dx, dweight, dbias = _differentiate_norm(dz, z, weight, self.shift, self.factor, self.needs_x)
+        return dx, dz, dweight, dbias
+
+    def _run_channels(self, size: int, dz: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Take `size` channels after the other: none needs another one, so all is computed while a part is in the cache."""
+        weak = [] if self.channels is None else self.channels.tolist()
+        sums = []
+        for start in range(0, self.y.size(1), size):
+            part = slice(start, start + size)
+            few = slice(bisect_left(weak, start), bisect_left(weak, start + size))
+            dx_part, dz_part, *each = self._take_channels(part, few)._run_whole()
+            sums.append(each)
+            if dz is not None and dz_part is not None:
+                dz[:, part] = dz_part
+            if dx is not None and dx_part is not None:
+                dx[:, part] = dx_part
+            del dx_part, dz_part  # before the next ones come
+        dweight, dbias = (torch.cat(each) for each in zip(*sums, strict=True))
+        return dweight, dbias
+
+    def _run_places(self, size: int, dz: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Take `size` places of the images after the other, where channels lie side by side: first for sums, then for dx."""
+        dweight, dbias = torch.zeros_like(self.shift), torch.zeros_like(self.shift)
+        buffer = dx if dz is None else dz
+        parts = [slice(start, start + size) for start in range(0, self.y.size(2), size)]
+        for part in parts:
+            dz_part, z = self._take_places(part)._rebuild()
+            _, *sums = _differentiate_norm(dz_part, z, None, self.shift, self.factor, needs_x=False)
+            dweight += sums[0]
+            dbias += sums[1]
+            if buffer is not None:
+                buffer[:, :, part] = dz_part
+            del dz_part, z  # before the next ones come
+        if dx is not None and buffer is not None:
+            n = self.y.numel() // self.y.size(1)
+            slope = -self.scale * self.factor * dweight / n
+            shift = -self.scale * dbias / n - slope * self.shift
+            scale, slope, shift = (_spread(each, self.y) for each in (self.scale, slope, shift))
+            for part in parts:
+                z = self._take_places(part)._rebuild_z()
+                dx[:, :, part] = torch.addcmul(shift, z, slope, out=z).addcmul_(buffer[:, :, part], scale)
+                del z
+        return dweight, dbias
+
+    def _take_channels(self, part: slice, few: slice) -> "_Backward":
+        """Return the work that some channels are; those at `few` of `channels` are among them."""
+        channels = None if self.channels is None or few.start == few.stop else self.channels[few] - part.start
+        shortcut = None if self.shortcut is None else self.shortcut[:, part]
+        xhat = None if self.xhat is None else self.xhat[:, few]
+        known = self.shift[part], self.factor[part], self.scale[part], self.needs_x, self.needs_shortcut
+        return _Backward(self.activation, self.gradient[:, part], self.y[:, part], shortcut, channels, xhat, *known)
+
+    def _take_places(self, part: slice) -> "_Backward":
+        shortcut = None if self.shortcut is None else self.shortcut[:, :, part]
+        xhat = None if self.xhat is None else self.xhat[:, :, part]
+        known = self.shift, self.factor, self.scale, self.needs_x, self.needs_shortcut
+        gradient, y = self.gradient[:, :, part], self.y[:, :, part]
+        return _Backward(self.activation, gradient, y, shortcut, self.channels, xhat, *known)
+
+    def _rebuild(self) -> tuple[Tensor, Tensor]:
+        """Return dz, and z in new memory."""
+        z = self._rebuild_z()
+        dz = self.activation.differentiate(self.gradient.to(z.dtype), self.y.to(z.dtype))
+        return dz.contiguous(memory_format=_read_format(z)), z
+
+    def _rebuild_z(self) -> Tensor:
+        z = self.activation.undo(self.y.to(self.shift.dtype))
+        if self.shortcut is not None:
+            z -= self.shortcut
+        if self.channels is not None and self.xhat is not None:
+            z.index_copy_(1, self.channels, self.xhat.to(z.dtype))
         return z
 
 
@@ -378,8 +469,9 @@ def _find_weak_channels(
     if weight is not None and bias is not None:
         size = 1 + bias.abs()
         if shortcut is not None:
-            example = shortcut[0].flatten(1).float()  # one tells the size
-            size += example.square().mean(1).sqrt()
+            example = shortcut[0].flatten(1)  # one tells the size
+            dtype = torch.promote_types(example.dtype, torch.float32)
+            size += torch.linalg.vector_norm(example, dim=1, dtype=dtype) / sqrt(example.size(1))
         is_small = weight.abs() < max(2 * torch.finfo(z.dtype).eps, _TOLERANCE) * size
         is_weak = is_small if is_weak is None else is_weak | is_small
     if is_weak is None:
@@ -400,20 +492,26 @@ def _begin_batch(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None],
     return (layer.running_mean, layer.running_var), momentum
 
 
-def _sum_products(dz: Tensor, z: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each channel the sums of dz (z - bias) and of dz, in one pass and without temporaries."""
-    one, mask = torch.ones_like(bias), [False, True, True]
-    sums = torch.ops.aten.native_batch_norm_backward(dz, z, None, None, None, bias, one, True, 0.0, mask)
-    return sums[1], sums[2]
+def _differentiate_norm(
+    dz: Tensor, z: Tensor, weight: Tensor | None, mean: Tensor, factor: Tensor, needs_x: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of the input, if it is needed, of weight and of bias of the BatchNorm weight (z - mean) factor."""
+    mask = [needs_x, True, True]
+    gradients = torch.ops.aten.native_batch_norm_backward(dz, z, weight, None, None, mean, factor, True, 0.0, mask)
+    return cast(tuple[Tensor | None, Tensor, Tensor], gradients)
 
 
-def _split(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yield parts of tensors of the same batch and image size: of the batch, or of the height if the batch is small."""
-    dim = 0 if first.size(0) >= _CHUNKS // 2 else 2
-    count = min(max(first.numel() // _SMALLEST_CHUNK, 1), _CHUNKS)
-    size = -(-first.size(dim) // count)
-    parts = first.split(size, dim)
-    yield from zip(parts, *(t.split(size, dim) if t is not None else [None] * len(parts) for t in others), strict=True)
+def _read_format(y: Tensor) -> torch.memory_format:
+    is_last = y.dim() == 4 and not y.is_contiguous() and y.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if is_last else torch.contiguous_format
+
+
+def _line_up(images: Tensor | None) -> Any:
+    """Return images in channels_last as one image of one column: (B, C, H, W) -> (1, C, B H W, 1), without a copy."""
+    if images is None:
+        return None
+    places = images.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    return places.reshape(1, -1, 1, images.size(1)).permute(0, 3, 1, 2)
 
 
 def _spread(values: Tensor, x: Tensor) -> Tensor:

@@ -121,6 +121,8 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
         raise InputError(f"ReLUs become leaky with a slope > 0. Received: relu_slope={relu_slope}. Use 0.01.")
     batch = _make_batch(model) if batch is None else batch
     norms, left = _find_norms(model)
+    if not norms and any(type(module) in _FOLDABLE.values() for module in model.modules()):
+        raise InputError("inplace_abn_ has already been called with this model: its BatchNorms keep no input. Go on as it is.")
     with _in_training(model):
         before, bytes_before, _ = _run(model, batch)
         for norm in norms.values():

@@ -503,6 +503,14 @@ def test_refusals_change_nothing(model, options, message):
     assert classes == ([type(m) for m in model.modules()] if isinstance(model, nn.Module) else [])
 
 
+def test_a_second_call_is_told_of_the_first():
+    model = nn.Sequential(nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1))
+    revzoo.inplace_abn_(model, images(dtype=torch.float32))
+    with pytest.raises(InputError, match=r"has already been called with this model.* Go on as it is"):
+        revzoo.inplace_abn_(model, images(dtype=torch.float32))
+    assert type(model[1]) is FoldableBatchNorm2d
+
+
 def test_a_compiled_model_is_refused():
     model = nn.Sequential(nn.BatchNorm2d(6), nn.ELU())
     model.compile(backend="eager")

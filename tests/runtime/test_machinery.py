@@ -31,5 +31,8 @@ def test_every_row_is_measured(tmp_path):
     for net in ("transformer", "conv"):
         assert methods["time over invert", net] == {"invert [s]", "exact", "8 kept bits"}
     assert methods["time per step [us]", "product with a weight"] == {"invert"}
+    for net in ("timm ResNet", "ResNeXt-101"):
+        assert methods["time over BatchNorm", net] == {"BatchNorm [s]", "in-place ABN"}
+        assert targets[net, "in-place ABN"] == 1.05
     assert targets["LayerNorm-MLP", "invert"] == 100
     assert (targets["transformer", "8 kept bits"], targets["conv", "8 kept bits"]) == (1.06, 1.12)
