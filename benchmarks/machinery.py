@@ -129,7 +129,7 @@ def tripwire(rounds: int, quick: bool) -> Iterator[Figure]:
 
 
 def in_place_abn(rounds: int, quick: bool) -> Iterator[Figure]:
-    size, batch = (32, 2) if quick else (128, 8)
+    size, batch = (64, 4) if quick else (128, 8)
     twin = timm.create_model("resnet26" if quick else "resnet50", act_layer="leaky_relu", zero_init_last=False)
     abn = deepcopy(twin)
     images = torch.randn(batch, 3, size, size)

@@ -109,9 +109,9 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
             on it, of which no trace remains. None: random images of the size that a model of timm or revzoo says.
         relu_slope: > 0, for example 0.01. None: networks with ReLU keep what they kept.
     Raises:
-        InputError: a compiled model, no batch and no size, a slope <= 0, or nothing that can be folded.
-    Cost: one forward and backward, and another forward, of the batch. In training, backward reads y once more than that of
-        BatchNorm, and a GPU is waited for once per BatchNorm.
+        InputError: a compiled model, a second call, no batch and no size, a slope <= 0, or nothing that can be folded.
+    Cost: one forward and backward, and another forward, of the batch. In training, backward undoes the activation, and a GPU is
+        waited for once per BatchNorm.
     Source: Rota Bulo et al. 2018, "In-Place Activated BatchNorm"; differs from it as `revzoo/inplace_abn.py` says.
     """
     require_module(model)
