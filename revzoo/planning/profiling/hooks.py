@@ -1,10 +1,12 @@
 """Hooks that report how a training step proceeds: when each unit begins, forward and backward, and what it is given."""
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from revzoo.errors import InputError
 from revzoo.model.network import Model
@@ -68,6 +70,8 @@ class StepHooks:
         self._units = {id(entry.module): unit for unit, entry in enumerate(list_units(model))}
         self._listener = listener
         self._in_forward = True
+        self._waiting: set[int] = set()  # for the first gradient of what they have returned
+        self._returned_by: MutableMapping[Tensor, list[int]] = WeakIdKeyDictionary()
         self._observing = ExitStack()
 
     def __enter__(self) -> "StepHooks":
@@ -94,14 +98,17 @@ class StepHooks:
         if unit is None or not self._in_forward:
             return
         self._listener.end_forward(unit)
-        reported = False
-
-        def report_first_gradient(_: Tensor) -> None:
-            nonlocal reported
-            if not reported:
-                reported = True
-                self._listener.begin_backward(unit)
-
+        self._waiting.add(unit)
         for t in tensors_in(out):
             if t.requires_grad:
-                t.register_hook(report_first_gradient)
+                units = self._returned_by.setdefault(t, [])
+                if not units:
+                    t.register_hook(partial(self._report_first_gradient, units))
+                units.append(unit)
+
+    def _report_first_gradient(self, units: Sequence[int], _: Tensor) -> None:
+        """Report the beginning of backward of the units that returned one tensor: all but the first passed it on."""
+        for unit in reversed(units):
+            if unit in self._waiting:
+                self._waiting.remove(unit)
+                self._listener.begin_backward(unit)
