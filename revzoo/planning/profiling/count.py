@@ -142,7 +142,7 @@ def build_problem(
     states = stored.number_states()
     # Where autograd saves nothing, a unit that recomputes does not need its inputs either.
     given = [_number(inputs, states) if saved else () for inputs, saved in zip(stored.inputs, stored.saved, strict=True)]
-    made = (_number(made, inverted.number_states()) for made in _kept_outputs(inverted))
+    made = (_number(made, inverted.number_states(stored)) for made in _kept_outputs(inverted))
     kept_states = {
         "store": [_number(saved, states) for saved in stored.saved],
         "selective": [inputs + outputs for inputs, outputs in zip(given, made, strict=True)],
@@ -151,18 +151,20 @@ def build_problem(
     stored_work = _count_work(stored)
     options: list[dict[tuple[str, bool], Option]] = [{} for _ in entries]
     for traced in traces:
-        for k, option, first in _build_options(traced, kept_states, stored_work):
+        for k, option, first in _build_options(traced, traced.number_states(stored), kept_states, stored_work):
             options[k].setdefault((option.mode, first), option)
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     pairs = [_number(pair, states) for pair in stored.pairs]
     for traced in ahead:
-        for k, variant, found in _list_aheads(traced, [entry.name for entry in entries], kept_states, pairs):
+        numbers, names = traced.number_states(stored), [entry.name for entry in entries]
+        for k, variant, found in _list_aheads(traced, numbers, names, kept_states, pairs):
             option = options[k][variant]
             if option.ahead is None or option.ahead.recovery is None:
                 options[k][variant] = replace(option, ahead=found)
     inputs = [_number(given, states) for given in stored.inputs]
+    beside = [tuple(sorted(alive)) for alive in _list_states_beside(traces)]
     return Problem(
-        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs)),
+        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside)),
         sizes={number: sizes[storage] for storage, number in states.items()},
         fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
         loss_bytes=_loss_peak(stored),
@@ -171,24 +173,31 @@ def build_problem(
 
 
 def _build_unit(
-    entry: LayoutEntry, options: dict[tuple[str, bool], Option], pair: tuple[int, ...], inputs: tuple[int, ...]
+    entry: LayoutEntry,
+    options: dict[tuple[str, bool], Option],
+    pair: tuple[int, ...],
+    inputs: tuple[int, ...],
+    beside: tuple[int, ...],
 ) -> Unit:
     first = options.pop(("invert", True), None)
     if first is not None:
         options.setdefault(("invert", False), first)
-    return Unit(entry.name, pair, inputs, tuple(options.values()), first)
+    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside)
 
 
 def _build_options(
-    traced: Trace, kept_states: Mapping[str, Sequence[tuple[int, ...]]], stored_work: Sequence[tuple[int, int]]
+    traced: Trace,
+    numbers: Mapping[int, int],
+    kept_states: Mapping[str, Sequence[tuple[int, ...]]],
+    stored_work: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[int, Option, bool]]:
     """Yield for every unit its index, its option in this trace, and whether it begins a run of inverted steps there."""
     kept, work, forward = _kept_storages(traced), _count_work(traced), _forward_peaks(traced)
     backward = {unit: span for unit, *span, _ in traced.phases("backward")}
-    for k, context in enumerate(_list_contexts(traced, kept_states)):
+    for k, context in enumerate(_list_contexts(traced, numbers, kept_states)):
         peaks = [traced.peak(backward[k], without) if k in backward else 0 for without in context.without]
         flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
-        held = _number(context.held, traced.number_states())
+        held = _number(context.held, numbers)
         yield (
             k,
             Option(traced.modes[k], sum(kept[k].values()), held, forward[k], tuple(peaks), flops, made_bytes),
@@ -212,19 +221,23 @@ class _Context:
     without: list[set[int]]
 
 
-def _list_contexts(traced: Trace, kept_states: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[_Context]:
+def _list_contexts(
+    traced: Trace, numbers: Mapping[int, int], kept_states: Mapping[str, Sequence[tuple[int, ...]]]
+) -> Iterator[_Context]:
     """Yield the context of every unit."""
-    storages = {number: storage for storage, number in traced.number_states().items()}
+    storages: dict[int, set[int]] = {}
+    for storage, number in numbers.items():
+        storages.setdefault(number, set()).add(storage)
     kept = _kept_storages(traced)
     held_before, own, run = set[int](), set[int](traced.fixed), 0  # states and other storages kept by the preceding units
     for k, mode in enumerate(traced.modes):
-        given = sorted(traced.inputs[k])
-        held = set[int]() if mode == "invert" else {storages[number] for number in kept_states[mode][k]}
+        given = [storages[number] for number in _number(traced.inputs[k], numbers)]
+        held = set[int]() if mode == "invert" else set[int]().union(*(storages[number] for number in kept_states[mode][k]))
         if mode != "invert" and run:
             held_before |= traced.pairs[k]
             run = 0
-        others = own | held_before - (set(given) if mode == "invert" else held)
-        without = [others.union(s for j, s in enumerate(given) if i >> j & 1) for i in range(1 << len(given))]
+        others = own | held_before - (traced.inputs[k] if mode == "invert" else held)
+        without = [others.union(*(s for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
         yield _Context(mode == "invert" and run == 0, held, without)
         own |= kept[k].keys()
         held_before |= held
@@ -232,13 +245,17 @@ def _list_contexts(traced: Trace, kept_states: Mapping[str, Sequence[tuple[int, 
 
 
 def _list_aheads(
-    traced: Trace, names: Sequence[str], kept_states: Mapping[str, Sequence[tuple[int, ...]]], pairs: Sequence[tuple[int, ...]]
+    traced: Trace,
+    numbers: Mapping[int, int],
+    names: Sequence[str],
+    kept_states: Mapping[str, Sequence[tuple[int, ...]]],
+    pairs: Sequence[tuple[int, ...]],
 ) -> Iterator[tuple[int, tuple[Mode, bool], Ahead]]:
     """Yield the units that drop something in a trace with look-ahead: index, variant, and backward."""
     kept, index = _kept_storages(traced), {name: k for k, name in enumerate(names)}
     recoveries = {index[name]: recovered for name, recovered in traced.recoveries.items() if name in index}
     backward = {unit: span for unit, *span, _ in traced.phases("backward")}
-    for k, context in enumerate(_list_contexts(traced, kept_states)):
+    for k, context in enumerate(_list_contexts(traced, numbers, kept_states)):
         if k not in backward:
             continue
         (start, end), mode = backward[k], traced.modes[k]
@@ -278,6 +295,17 @@ def _list_released(mode: Mode, begins_run: bool, before: Sequence[int], after: S
     if mode != "invert" or (begins_run and set(before) & set(after)):
         return ()
     return tuple(state for state in after if state not in before)
+
+
+def _list_states_beside(traces: Sequence[Trace]) -> Iterator[set[int]]:
+    """Yield for every unit the states that are alive when its forward begins, in every one of the schedules, as numbers.
+
+    A unit that keeps one of them in every mode is among the preceding ones, and does so in any schedule.
+    """
+    numbers = [traced.number_states(traces[0]) for traced in traces]
+    for starts in zip(*([start for _, start, *_ in traced.phases("forward")] for traced in traces), strict=True):
+        alive = (traced.alive(start).keys() for traced, start in zip(traces, starts, strict=True))
+        yield set.intersection(*({of[s] for s in storages & of.keys()} for of, storages in zip(numbers, alive, strict=True)))
 
 
 def _kept_outputs(inverted: Trace) -> list[Storages]:
@@ -337,6 +365,6 @@ def _count_work(traced: Trace) -> list[tuple[int, int]]:
     return list(zip(flops, made, strict=True))
 
 
-def _number(storages: Storages | set[int], states: dict[int, int]) -> tuple[int, ...]:
+def _number(storages: Storages | set[int], states: Mapping[int, int]) -> tuple[int, ...]:
     """Return the numbers of those storages that are states, rising."""
-    return tuple(sorted(states[storage] for storage in storages if storage in states))
+    return tuple(sorted({states[storage] for storage in storages if storage in states}))

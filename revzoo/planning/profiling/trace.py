@@ -121,10 +121,23 @@ class Trace:
                 highest = max(highest, total)
         return highest
 
-    def number_states(self) -> dict[int, int]:
-        """Return a number for the storage of every state, in the order in which the states appear."""
-        order = dict.fromkeys(storage for pair in self.pairs for storage in sorted(pair))
-        return {storage: i for i, storage in enumerate(order)}
+    def number_states(self, stored: "Trace | None" = None) -> dict[int, int]:
+        """Return a number for the storage of every state, in the order in which the states appear.
+
+        Args:
+            stored: the trace that gives the numbers; None is this one. Where layers are inverted on halves of the channels,
+                both halves have the number of the one state that is there when everything is stored.
+        """
+        order, numbers = dict[int, int](), dict[int, int]()
+        for pair, reference in zip(self.pairs, (stored or self).pairs, strict=True):
+            first = len(order)
+            for storage in sorted(reference):
+                order.setdefault(storage, len(order))
+            new = [order[storage] for storage in sorted(reference) if order[storage] >= first]
+            for i, storage in enumerate(sorted(pair - numbers.keys())):
+                if new:
+                    numbers[storage] = new[min(i, len(new) - 1)]
+        return numbers
 
 
 def trace(

@@ -86,10 +86,11 @@ class Unit:
 
     Args:
         name: as in `model.units`.
-        pair: states alive while its forward runs (its input and the older stream), each listed once.
+        pair: its input and the older stream, each listed once.
         inputs: states passed to it, each listed once, at most two.
         options: its modes, one option each. The option of "invert" is the one inside a run of inverted steps.
         first: the option of "invert" for a step that begins a run; None if this unit cannot begin one.
+        beside: states alive while its forward runs, whatever the schedule: the pair, and what a chain was called with.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Unit:
     inputs: tuple[int, ...]
     options: tuple[Option, ...]
     first: Option | None = None
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
         edge = Edge(
             mode=option.mode,
             cost=option.cost,
-            forward_bytes=closed_bytes + problem.bytes_of(unit.pair, held_before) + option.forward_bytes,
+            forward_bytes=closed_bytes + problem.bytes_of(unit.beside or unit.pair, held_before) + option.forward_bytes,
             backward_bytes=_count_backward(problem, unit, held, closed, option.backward_bytes),
             kept_bytes=closed_bytes + option.kept_bytes + problem.bytes_of(option.kept_states, held_before),
             after=before._replace(run=run + 1 if inverted else 0, held=held_before.union(option.kept_states)),

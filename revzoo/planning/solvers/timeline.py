@@ -97,7 +97,7 @@ def _reach_search_states(problem: Problem, budget: int) -> list[dict[Place, _Nod
     longest = problem.max_invert_run
     used_later = [frozenset(problem.pair_after)]  # for each unit, from the last: the states that it or a later one refers to
     for unit in reversed(problem.units):
-        used_later.append(used_later[-1].union(unit.pair, unit.inputs, *(option.kept_states for option in unit.options)))
+        used_later.append(used_later[-1].union(unit.pair, unit.beside, unit.inputs, *(option.kept_states for option in unit.options)))
     used_later.pop()
     layers = [{Place(): _Node(problem.fixed_bytes)}]
     for k in range(len(problem.units)):
