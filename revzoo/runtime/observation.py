@@ -1,4 +1,4 @@
-"""Show a forward to whoever looks on: its calls, and its states, each of these once more as inversion rebuilds it.
+"""Show a forward to whoever looks on: its calls, and its states, each of these once more as inversion rebuilds it; and inversions.
 
 Hooks of the modules would not do for the calls: a layer may be called through `forward_keeping`, and an f made of layers layer
 by layer, unless it has hooks.
@@ -50,6 +50,7 @@ class _Place(Generic[T]):
 
 _states: _Place[StateObserver] = _Place()
 _calls: _Place[CallObserver] = _Place()
+_inversions: _Place[Callable[[str], None]] = _Place()
 
 
 def observe_states(observer: StateObserver) -> AbstractContextManager[None]:
@@ -64,6 +65,14 @@ def observe_states(observer: StateObserver) -> AbstractContextManager[None]:
 def observe_calls(observer: CallObserver) -> AbstractContextManager[None]:
     """Tell the observer of every call of a step, layer or node in the forwards inside."""
     return _calls.take(observer)
+
+
+def observe_inversions(report: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Call `report` with the name of every call that is undone only to get in front of it: its own gradient is over.
+
+    That happens when backward asks for the call before it, and belongs to neither of them alone.
+    """
+    return _inversions.take(report)
 
 
 def note_state(name: str, state: Tensor) -> Comparison | None:
@@ -81,3 +90,9 @@ def end_call(module: Any, out: Any) -> None:
     """Tell the observer, if there is one, what a module has returned."""
     if _calls.observer is not None:
         _calls.observer.end_call(module, out)
+
+
+def note_inversion(name: str) -> None:
+    """Report that the call of this name has been undone."""
+    if _inversions.observer is not None:
+        _inversions.observer(name)

@@ -33,6 +33,7 @@ from revzoo.runtime.observation import Comparison, note_state
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
+from revzoo.runtime.observation import note_inversion
 
 
 class State:
@@ -214,7 +215,10 @@ class InvertedSegment:
         if self._origin is not None and (self._kept is None or self._at < goal):
             self._origin.recover(ahead=ahead)
         while self._at > goal + 1:
+            passed = self._items[self._at - 1].call
             self._invert(refill=False)
+            if passed is not None:
+                note_inversion(passed.name)
         while self._at < goal:
             self._advance()
         self._refill(goal, call)

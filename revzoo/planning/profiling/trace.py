@@ -18,12 +18,13 @@ from torch import Tensor
 from revzoo.analysis.dry_run import call, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
-from revzoo.planning.profiling.hooks import PlannableModel, StepHooks
+from revzoo.planning.profiling.hooks import PlannableModel, StepHooks, list_units
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.lookahead import Recoverable, observe_recoveries
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.runtime.schedule import Mode
+from revzoo.runtime.observation import observe_inversions
 
 LossFunction = Callable[[Any], Tensor]
 Phase = Literal["forward", "loss", "backward", "end"]
@@ -155,12 +156,13 @@ def trace(
     model.schedule = list(modes)
     model.lookahead = lookahead
     traced, flops, live = Trace(list(modes)), FlopCounter(), LiveBytes()
-    recorder = _Recorder(traced, flops, live)
+    recorder = _Recorder(traced, flops, live, [entry.name for entry in list_units(model)])
     with (
         flops,
         live,
         StepHooks(model, recorder) as hooks,
         observe_recoveries(recorder.begin_recovery, recorder.end_recovery),
+        observe_inversions(recorder.note_inversion),
     ):
         fixed = live.watch([*model.parameters(), *model.buffers()]) | live.watch(batch)
         outputs = call(model, batch)
@@ -195,13 +197,27 @@ def compute_loss(loss: LossFunction | None, outputs: Any) -> Tensor:
 class _Recorder:
     """The listener that fills a trace."""
 
-    def __init__(self, traced: Trace, flops: FlopCounter, live: LiveBytes):
+    def __init__(self, traced: Trace, flops: FlopCounter, live: LiveBytes, names: Sequence[str]):
         self._trace, self._flops, self._live = traced, flops, live
+        self._index = {name: unit for unit, name in enumerate(names)}
         self._saving = ExitStack()
 
     def mark(self, phase: Phase, unit: int) -> None:
         flops = self._flops.forward + self._flops.backward
         self._trace.marks.append(Mark(phase, unit, self._live.now(), flops))
+
+    def note_inversion(self, name: str) -> None:
+        """Let the backward of an inverted unit begin when the one behind it has been undone: that belongs to the latter."""
+        unit, mark = self._find_unit(name), self._trace.marks[-1]
+        if mark.phase == "backward" and unit > mark.unit:
+            del self._trace.marks[-1]
+            self.mark("backward", mark.unit)
+
+    def _find_unit(self, name: str) -> int:
+        """Return the index of the unit that a call is, or is a part of."""
+        while name not in self._index:
+            name = name.rpartition(".")[0]
+        return self._index[name]
 
     def begin_forward(self, unit: int, inputs: Any, pair: Any) -> None:
         self._trace.inputs.append(inputs)
