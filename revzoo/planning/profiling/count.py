@@ -18,7 +18,7 @@ pair of streams, where the first steps are inverted alone or all steps are store
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any, Literal
 
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -27,7 +27,7 @@ from revzoo.analysis.dry_run import isolated, preserve_schedules
 from revzoo.errors import InputError, join_names
 from revzoo.planning.profiling.hooks import PlannableModel, list_units
 from revzoo.planning.profiling.trace import LossFunction, Recovered, Trace, trace
-from revzoo.planning.solvers.problem import Ahead, Option, Problem, Recovery, Unit
+from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layerwise import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
@@ -37,6 +37,7 @@ from revzoo.runtime.schedule import MODES, Mode
 _FEW_FLOPS = 4 * 10**9  # a CPU runs a step of so many in less time than Python takes for the same step in FakeTensors
 _FEW_BYTES = 2**28  # small enough to allocate without asking
 _NONE: Storages = frozenset()
+_RUNS_OF_LAYERS = (2, 4)  # in networks of convolution, norm and activation, these show all that changes what a layer takes
 _ALTERNATING: tuple[tuple[Mode, Mode], ...] = (("invert", "recompute"), ("recompute", "invert"))
 
 
@@ -85,16 +86,31 @@ def count(
 
 
 def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
-    """Yield the six schedules that are traced; the first stores everything, the fourth inverts every step."""
+    """Yield the schedules that are traced: six, and with layers more; the first stores everything, the fourth inverts."""
     for mode in MODES:
         yield [mode if entry.can_invert or mode != "invert" else "selective" for entry in entries]
     for pair in _ALTERNATING:
         yield [pair[k % 2] if entry.can_invert else "store" for k, entry in enumerate(entries)]
+    yield from _list_runs_of_layers(entries)
+
+
+def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
+    """Return schedules with runs of a few inverted layers, in which every layer has every place in turn."""
+    near = [entry.can_invert and "layer" in (entry.kind, before.kind) for before, entry in pairwise([entries[0], *entries])]
+    schedules: list[list[Mode]] = []
+    for length, shift in ((length, shift) for length in _RUNS_OF_LAYERS for shift in range(length + 1)):
+        modes: list[Mode] = [
+            ("invert" if (k + shift) % (length + 1) and is_near else "recompute") if entry.can_invert else "store"
+            for k, (entry, is_near) in enumerate(zip(entries, near, strict=True))
+        ]
+        if any(near) and modes not in schedules:
+            schedules.append(modes)
+    return schedules
 
 
 def list_schedules_ahead(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
-    """Yield the five schedules that are traced with look-ahead: those that store nothing."""
-    for modes in list(list_traced_schedules(entries))[1:]:
+    """Yield the five schedules that are traced with look-ahead: the first six without the one that stores."""
+    for modes in list(list_traced_schedules(entries))[1:6]:
         yield ["recompute" if mode == "store" else mode for mode in modes]
 
 
@@ -150,9 +166,12 @@ def build_problem(
     }
     stored_work = _count_work(stored)
     options: list[dict[tuple[str, bool], Option]] = [{} for _ in entries]
+    in_run: list[dict[InRun, Option]] = [{} for _ in entries]
     for traced in traces:
-        for k, option, first in _build_options(traced, traced.number_states(stored), kept_states, stored_work):
-            options[k].setdefault((option.mode, first), option)
+        for k, option, context in _build_options(traced, traced.number_states(stored), kept_states, stored_work):
+            options[k].setdefault((option.mode, context.begins_run), option)
+            if option.mode == "invert" and entries[k].kind == "layer":
+                in_run[k].setdefault(context.in_run, option)
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     pairs = [_number(pair, states) for pair in stored.pairs]
     for traced in ahead:
@@ -164,7 +183,7 @@ def build_problem(
     inputs = [_number(given, states) for given in stored.inputs]
     beside = [tuple(sorted(alive)) for alive in _list_states_beside(traces)]
     return Problem(
-        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside)),
+        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside, map(_complete, in_run))),
         sizes={number: sizes[storage] for storage, number in states.items()},
         fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
         loss_bytes=_loss_peak(stored),
@@ -178,11 +197,26 @@ def _build_unit(
     pair: tuple[int, ...],
     inputs: tuple[int, ...],
     beside: tuple[int, ...],
+    in_run: dict[InRun, Option],
 ) -> Unit:
     first = options.pop(("invert", True), None)
     if first is not None:
         options.setdefault(("invert", False), first)
-    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside)
+    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside, in_run)
+
+
+def _complete(in_run: dict[InRun, Option]) -> dict[InRun, Option]:
+    """Return the options of an inverted layer with those that no schedule has shown: the nearest that takes most."""
+
+    def find(place: InRun) -> Option:
+        def rate(other: InRun) -> tuple[int, int]:
+            agreement = 4 * (place.halved == other.halved) + 2 * (place.ends == other.ends) + (place.begins == other.begins)
+            return agreement, max(in_run[other].backward_bytes)
+
+        return in_run[max(in_run, key=rate)]
+
+    places = [InRun(*place) for place in product((False, True), repeat=3) if not (place[0] and place[2])]
+    return {place: in_run.get(place) or find(place) for place in places} if in_run else {}
 
 
 def _build_options(
@@ -190,35 +224,39 @@ def _build_options(
     numbers: Mapping[int, int],
     kept_states: Mapping[str, Sequence[tuple[int, ...]]],
     stored_work: Sequence[tuple[int, int]],
-) -> Iterator[tuple[int, Option, bool]]:
-    """Yield for every unit its index, its option in this trace, and whether it begins a run of inverted steps there."""
+) -> Iterator[tuple[int, Option, "_Context"]]:
+    """Yield for every unit its index, its option in this trace, and what precedes it there."""
     kept, work, forward = _kept_storages(traced), _count_work(traced), _forward_peaks(traced)
     backward = {unit: span for unit, *span, _ in traced.phases("backward")}
     for k, context in enumerate(_list_contexts(traced, numbers, kept_states)):
         peaks = [traced.peak(backward[k], without) if k in backward else 0 for without in context.without]
         flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
         held = _number(context.held, numbers)
-        yield (
-            k,
-            Option(traced.modes[k], sum(kept[k].values()), held, forward[k], tuple(peaks), flops, made_bytes),
-            context.begins_run,
-        )
+        option = Option(traced.modes[k], sum(kept[k].values()), held, forward[k], tuple(peaks), flops, made_bytes)
+        yield k, replace(option, leaves_halves=context.leaves_halves), context
 
 
 @dataclass(frozen=True)
 class _Context:
-    """What precedes a unit in a trace.
+    """What surrounds a unit in a trace.
 
     Args:
-        begins_run: whether the unit begins a run of inverted steps.
+        in_run: where it is in a run of inverted units.
+        leaves_halves: whether the next unit gets the state in halves.
         held: storages of the states that the unit itself keeps.
         without: for every subset of the unit's inputs that preceding units may keep, all storages that do not count in its
             backward, as in `Option.backward_bytes`.
     """
 
-    begins_run: bool
+    in_run: InRun
+    leaves_halves: bool
     held: set[int]
     without: list[set[int]]
+
+    @property
+    def begins_run(self) -> bool:
+        """Whether it begins a run of inverted units."""
+        return self.in_run.begins
 
 
 def _list_contexts(
@@ -229,6 +267,7 @@ def _list_contexts(
     for storage, number in numbers.items():
         storages.setdefault(number, set()).add(storage)
     kept = _kept_storages(traced)
+    halved = [len(given) > len(_number(given, numbers)) for given in traced.inputs]
     held_before, own, run = set[int](), set[int](traced.fixed), 0  # states and other storages kept by the preceding units
     for k, mode in enumerate(traced.modes):
         given = [storages[number] for number in _number(traced.inputs[k], numbers)]
@@ -238,7 +277,9 @@ def _list_contexts(
             run = 0
         others = own | held_before - (traced.inputs[k] if mode == "invert" else held)
         without = [others.union(*(s for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
-        yield _Context(mode == "invert" and run == 0, held, without)
+        inverted, following = mode == "invert", traced.modes[k + 1 : k + 2] == ["invert"]
+        place = InRun(inverted and run == 0, inverted and not following, halved[k])
+        yield _Context(place, following and halved[k + 1], held, without)
         own |= kept[k].keys()
         held_before |= held
         run = run + 1 if mode == "invert" else 0

@@ -15,7 +15,7 @@ recovered before its backward is in use during all of it. The unit that backward
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 
@@ -68,6 +68,7 @@ class Option:
         cost: extra work over storing [nanoseconds or FLOPs], at least 0.
         made_bytes: bytes allocated in backward beyond those that storing allocates there.
         ahead: its backward with look-ahead; None if the unit drops nothing in this mode, or this was not counted.
+        leaves_halves: whether an inverted layer leaves its output in halves to the next layer of its run.
     """
 
     mode: str
@@ -78,6 +79,21 @@ class Option:
     cost: int
     made_bytes: int = 0
     ahead: Ahead | None = None
+    leaves_halves: bool = False
+
+
+class InRun(NamedTuple):
+    """Where an inverted layer is in its run of inverted units.
+
+    Args:
+        begins: whether it is the first.
+        ends: whether it is the last, whose output is kept.
+        halved: whether its input is in two halves of the channels.
+    """
+
+    begins: bool
+    ends: bool
+    halved: bool
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,7 @@ class Unit:
         options: its modes, one option each. The option of "invert" is the one inside a run of inverted steps.
         first: the option of "invert" for a step that begins a run; None if this unit cannot begin one.
         beside: states alive while its forward runs, whatever the schedule: the pair, and what a chain was called with.
+        in_run: of a layer, the options of "invert" that take the place of those two.
     """
 
     name: str
@@ -99,6 +116,7 @@ class Unit:
     options: tuple[Option, ...]
     first: Option | None = None
     beside: tuple[int, ...] = ()
+    in_run: Mapping[InRun, Option] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,7 +162,11 @@ def reprice(problem: Problem, price: Callable[[int, str, Option], int]) -> Probl
     def reprice_unit(k: int, unit: Unit) -> Unit:
         options = tuple(replace(option, cost=price(k, option.mode, option)) for option in unit.options)
         first = None if unit.first is None else replace(unit.first, cost=price(k, "first", unit.first))
-        return replace(unit, options=options, first=first)
+        in_run = {
+            place: replace(option, cost=price(k, "first" if place.begins else "invert", option))
+            for place, option in unit.in_run.items()
+        }
+        return replace(unit, options=options, first=first, in_run=in_run)
 
     return replace(problem, units=tuple(reprice_unit(k, unit) for k, unit in enumerate(problem.units)))
 
@@ -172,12 +194,16 @@ class Place(NamedTuple):
         held: states kept by the preceding units.
         awaited: with look-ahead, the recovery of a preceding unit that the next unit which drops something begins.
         is_over: with look-ahead, whether all units from here on drop nothing.
+        goes_on: after an inverted layer, whether the next unit is inverted too; None if it may be or not.
+        halved: whether the state in the run is in two halves.
     """
 
     run: int = 0
     held: frozenset[int] = frozenset()
     awaited: Recovery | None = None
     is_over: bool = False
+    goes_on: bool | None = None
+    halved: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,19 +233,18 @@ class Edge:
 
 
 def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
-    """Yield an edge for each mode that unit k can have; with look-ahead two, where it may be the last that drops something.
+    """Yield an edge for each mode that unit k can have.
+
+    There are two where it may be the last that drops something, with look-ahead, and for an inverted layer that may be the last
+    of its run.
 
     Args:
         k: index of the unit.
         before: the place before it.
     """
     unit, run, held = problem.units[k], before.run, before.held
-    for option in unit.options:
+    for option, goes_on in _list_options(unit, before):
         inverted = option.mode == "invert"
-        if inverted and not run:
-            if unit.first is None:
-                continue
-            option = unit.first
         closed = unit.pair if run and not inverted else ()  # the run ends before this unit and keeps its pair
         closed_bytes, held_before = problem.bytes_of(closed, held), held.union(closed)
         edge = Edge(
@@ -228,7 +253,12 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
             forward_bytes=closed_bytes + problem.bytes_of(unit.beside or unit.pair, held_before) + option.forward_bytes,
             backward_bytes=_count_backward(problem, unit, held, closed, option.backward_bytes),
             kept_bytes=closed_bytes + option.kept_bytes + problem.bytes_of(option.kept_states, held_before),
-            after=before._replace(run=run + 1 if inverted else 0, held=held_before.union(option.kept_states)),
+            after=before._replace(
+                run=run + 1 if inverted else 0,
+                held=held_before.union(option.kept_states),
+                goes_on=goes_on,
+                halved=bool(goes_on) and option.leaves_halves,
+            ),
         )
         if not problem.lookahead:
             yield edge
@@ -236,6 +266,24 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
             yield _pass_by(problem, unit, option, before, closed, edge)
         elif not before.is_over:
             yield from _look_ahead(problem, unit, option.ahead, before, closed, edge)
+
+
+def _list_options(unit: Unit, before: Place) -> Iterator[tuple[Option, bool | None]]:
+    """Yield the options that a unit has at a place, and whether the next unit is then inverted too."""
+    for option in unit.options:
+        inverted = option.mode == "invert"
+        if before.goes_on is not None and before.goes_on != inverted:
+            continue
+        if not inverted:
+            yield option, None
+        elif unit.in_run:
+            for (begins, ends, halved), choice in unit.in_run.items():
+                if (begins, halved) == (before.run == 0, before.halved):
+                    yield choice, not ends
+        elif before.run:
+            yield option, None
+        elif unit.first is not None:
+            yield unit.first, None
 
 
 def _count_backward(
@@ -286,10 +334,14 @@ def follow_schedule(problem: Problem, modes: Sequence[str]) -> Iterator[Edge]:
     """Yield the edges of a schedule, in the order of forward. Raises as `peak` does."""
     if len(modes) != len(problem.units):
         raise ValueError(f"A schedule has one mode per unit: {len(problem.units)}. Received: {len(modes)}.")
+    modes = list(modes)
     place, last = Place(), _find_last_dropping(problem, modes)
     for k, (unit, mode) in enumerate(zip(problem.units, modes, strict=True)):
+        is_over, goes_on = last is not None and k >= last, modes[k + 1 : k + 2] == ["invert"]
         edges = {
-            edge.mode: edge for edge in list_edges(problem, k, place) if edge.after.is_over == (last is not None and k >= last)
+            edge.mode: edge
+            for edge in list_edges(problem, k, place)
+            if edge.after.is_over == is_over and edge.after.goes_on in (None, goes_on)
         }
         if mode not in edges:
             raise ValueError(f"Unit {unit.name!r} has the modes {', '.join(edges)} here. Received: {mode!r}.")

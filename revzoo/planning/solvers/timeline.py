@@ -5,8 +5,8 @@ units keep costs almost nothing. Choosing the modes is thus a multiple-choice kn
 is weakly NP-hard. The additive knapsack of `knapsack.py` is the special case in which only the total counts.
 
 The search is dynamic programming. A *search state* before a unit is all that this unit and the following ones must know: the
-length of the run of inverted steps that ends there, and the states (tensors) that the preceding units keep; with look-ahead
-also what the recovery of the unit before takes, and whether all units from here on drop nothing. A forward pass finds the
+length of the run of inverted steps that ends there, and the states (tensors) that the preceding units keep; after an inverted
+layer, whether the run goes on; with look-ahead also what the recovery of the unit before takes, and whether all units from here on drop nothing. A forward pass finds the
 search states that can be reached within the budget, and the fewest bytes that a schedule keeps on arrival. A backward pass,
 from the last unit to the first, finds the partial solutions of every search state: assignments of modes to all units after it,
 as pairs (bytes, cost), where bytes is the peak of these units if the preceding ones keep nothing. An edge that needs d bytes
@@ -97,7 +97,8 @@ def _reach_search_states(problem: Problem, budget: int) -> list[dict[Place, _Nod
     longest = problem.max_invert_run
     used_later = [frozenset(problem.pair_after)]  # for each unit, from the last: the states that it or a later one refers to
     for unit in reversed(problem.units):
-        used_later.append(used_later[-1].union(unit.pair, unit.beside, unit.inputs, *(option.kept_states for option in unit.options)))
+        kept_states = (option.kept_states for option in unit.options)
+        used_later.append(used_later[-1].union(unit.pair, unit.beside, unit.inputs, *kept_states))
     used_later.pop()
     layers = [{Place(): _Node(problem.fixed_bytes)}]
     for k in range(len(problem.units)):
@@ -119,7 +120,8 @@ def _reach_search_states(problem: Problem, budget: int) -> list[dict[Place, _Nod
 
 
 def _need_at_the_end(problem: Problem, place: Place) -> int:
-    return _ANY + 1 if place.awaited else loss_need_bytes(problem, place.held)  # an awaited recovery has to be begun
+    is_open = place.awaited or place.goes_on  # a recovery that has to be begun, or a run that has to go on
+    return _ANY + 1 if is_open else loss_need_bytes(problem, place.held)
 
 
 def _end_partial(need: int, room: int) -> _Partials:
