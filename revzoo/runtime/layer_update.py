@@ -137,6 +137,11 @@ class LayerCall(RecordedCall):
             )
         return x
 
+    def free_kept(self) -> None:
+        super().free_kept()
+        self._kept = ()
+        self._growth.kept.clear()
+
     def _call(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
         with put_name_in_front(self.name):

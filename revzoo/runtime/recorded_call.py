@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ class RecordedCall:
         self._requires_grad: list[bool] = []
         self.place: int | None = None  # among the items of its segment
         self.outer: RecordedCall | None = None  # the call that may have to run again for this one's input
+        self._find_handle: Callable[[], _Handle | None] | None = None
 
     def first_run(self, recoverer: "Recoverer", *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
         """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call.
@@ -104,6 +106,7 @@ class RecordedCall:
             return slot
 
         handle = _Handle(self, recoverer, lookahead)
+        self._find_handle = ref(handle)
 
         def run() -> Any:
             with torch.autograd.graph.saved_tensors_hooks(pack, handle.unpack):
@@ -237,6 +240,15 @@ class RecordedCall:
     def free_refilled(self) -> None:
         """Free the refilled tensors that were not unpacked; they can be recovered again."""
         self._refilled.clear()
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether backward may ask for this call again. One that has dropped nothing is never asked for."""
+        return not self._dropped or (self._find_handle is not None and self._find_handle() is not None)
+
+    def free_kept(self) -> None:
+        """Free what forward has kept beside the inputs; the call cannot be recovered any more."""
+        self._sources = None
 
     @property
     def replay(self) -> Replay:

@@ -165,6 +165,7 @@ class InvertedSegment:
         self._kept: tuple[State, ...] | None = None
         self._has_ended = False
         self._at = 0  # the boundary that the states belong to
+        self._needed = 0  # how many items inversion may go over again
         self._in_use: list[RecordedCall] = []  # the calls recovered last
         self._watch = Watch()
         self._rounding: Rounding | None = None  # of the states rebuilt; none before the first
@@ -197,6 +198,7 @@ class InvertedSegment:
     def end(self, states: States) -> None:
         """Keep the states after the last item, from which recovery will start."""
         self._kept, self._at, self._has_ended = tuple(map(State, states)), len(self._items), True
+        self._needed = len(self._items)
         self._watch, self._rounding, self._growth = Watch(), None, 1.0
 
     def free_states(self) -> None:
@@ -219,6 +221,7 @@ class InvertedSegment:
             self._invert(refill=False)
             if passed is not None:
                 note_inversion(passed.name)
+        self._free_passed()
         while self._at < goal:
             self._advance()
         self._refill(goal, call)
@@ -243,6 +246,19 @@ class InvertedSegment:
             return self._origin.get_sources()
         passed = self._items[call.place or 0 : self._at]
         return *(self._states() if self._kept else ()), *(bits for item in passed for bits in item.update.kept_bits)
+
+    def _free_passed(self) -> None:
+        """Free what the inversion of calls needs that have been undone, once the graph has freed what they saved.
+
+        Then no second backward can come by. With an origin, one that has been interrupted may start again at the end.
+        """
+        while self._origin is None and self._needed > self._at:
+            call = self._items[self._needed - 1].call
+            if call is not None:
+                if call.is_in_graph:
+                    return
+                call.free_kept()
+            self._needed -= 1
 
     def _free_unused(self, call: RecordedCall, ahead: bool) -> None:
         """Free what backward has not taken of other calls; where `call` is recovered ahead, not of the one before it."""

@@ -19,6 +19,7 @@ pair of streams, where the first steps are inverted alone or all steps are store
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
+from operator import attrgetter
 from typing import Any, Literal
 
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -171,7 +172,8 @@ def build_problem(
         for k, option, context in _build_options(traced, traced.number_states(stored), kept_states, stored_work):
             options[k].setdefault((option.mode, context.begins_run), option)
             if option.mode == "invert" and entries[k].kind == "layer":
-                in_run[k].setdefault(context.in_run, option)
+                shown = in_run[k].setdefault(context.in_run, option)
+                in_run[k][context.in_run] = max(shown, option, key=attrgetter("backward_bytes"))  # of long runs a few bytes more
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     pairs = [_number(pair, states) for pair in stored.pairs]
     for traced in ahead:
