@@ -167,6 +167,7 @@ class Model(nn.Module):
             require_exact(self.coupling)
             Grid(next(self.parameters()).dtype)  # raises for a dtype without a grid
         self._exact = exact
+        self._store_what_rounds()
 
     @property
     def lookahead(self) -> LookaheadOption:
@@ -204,6 +205,7 @@ class Model(nn.Module):
         if self._exact:
             require_exact(coupling)
         self.spec, self.coupling = spec, coupling
+        self._store_what_rounds()
 
     def reset_head(self, num_outputs: int) -> None:
         """Replace the last linear layer by a new one with random weights and `num_outputs` outputs, in the spec too.
@@ -328,13 +330,19 @@ class Model(nn.Module):
 
     def _list_layers(self, name: str, module: nn.Module, stage: int | None = None) -> list[LayoutEntry]:
         """Return the entries of a module that is called with one tensor."""
-        return [LayoutEntry(path, layer, kind, stage) for path, layer, kind in list_layers(name, module)]
+        is_exact = self._exact or self.coupling.is_exact
+        return [LayoutEntry(path, layer, kind, stage, is_exact) for path, layer, kind in list_layers(name, module)]
 
     def _modes(self, layout: Sequence[LayoutEntry]) -> dict[str, Mode]:
-        """Return the mode of every unit by its name. In exact arithmetic layers are stored: their inverses round."""
-        modes = zip([entry for entry in layout if entry.is_unit], self._schedule, strict=True)
-        stores = self.exact or self.coupling.is_exact
-        return {e.name: "store" if stores and e.kind == "layer" and mode == "invert" else mode for e, mode in modes}
+        """Return the mode of every unit by its name."""
+        return dict(zip([entry.name for entry in layout if entry.is_unit], self._schedule, strict=True))
+
+    def _store_what_rounds(self) -> None:
+        """Let the schedule say that in exact arithmetic layers are stored: their inverses round."""
+        units = [entry for entry in self.layout() if entry.is_unit]
+        self._schedule = [
+            mode if mode != "invert" or unit.can_invert else "store" for mode, unit in zip(self._schedule, units, strict=True)
+        ]
 
     def _chain_item(self, entry: LayoutEntry, modes: dict[str, Mode]) -> Step | Bijection:
         """Return a step or a bijection as an item of a chain."""

@@ -90,7 +90,7 @@ class LayerChain(nn.Sequential):
                 "after layers have been added or removed."
             )
         modes = iter(self._schedule)
-        return [Layer(module, name, next(modes) if kind == "layer" else "invert") for name, module, kind, _ in layout]
+        return [Layer(module, name, next(modes) if kind == "layer" else "invert") for name, module, kind, *_ in layout]
 
 
 def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None = None) -> Tensor:

@@ -17,12 +17,14 @@ class LayoutEntry(NamedTuple):
         module: the module itself.
         kind: its role.
         stage: index of the stage it belongs to, None outside of stages.
+        is_exact: whether the model computes exactly. Then a layer is not inverted, because its inverse rounds.
     """
 
     name: str
     module: nn.Module
     kind: Literal["step", "layer", "node", "split", "bijection"]
     stage: int | None = None
+    is_exact: bool = False
 
     @property
     def is_unit(self) -> bool:
@@ -32,4 +34,4 @@ class LayoutEntry(NamedTuple):
     @property
     def can_invert(self) -> bool:
         """Whether its mode may be `invert`."""
-        return self.kind in ("step", "layer")
+        return self.kind == "step" or (self.kind == "layer" and not self.is_exact)

@@ -99,9 +99,9 @@ def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
     """Return schedules with runs of a few inverted layers, in which every layer has every place in turn."""
     near = [entry.can_invert and "layer" in (entry.kind, before.kind) for before, entry in pairwise([entries[0], *entries])]
     schedules: list[list[Mode]] = []
-    for length, shift in ((length, shift) for length in _RUNS_OF_LAYERS for shift in range(length + 1)):
+    for period, shift in ((most + 1, shift) for most in _RUNS_OF_LAYERS for shift in range(most + 1)):
         modes: list[Mode] = [
-            ("invert" if (k + shift) % (length + 1) and is_near else "recompute") if entry.can_invert else "store"
+            ("invert" if (k + shift) % period and is_near else "recompute") if entry.can_invert else "store"
             for k, (entry, is_near) in enumerate(zip(entries, near, strict=True))
         ]
         if any(near) and modes not in schedules:
@@ -172,8 +172,8 @@ def build_problem(
         for k, option, context in _build_options(traced, traced.number_states(stored), kept_states, stored_work):
             options[k].setdefault((option.mode, context.begins_run), option)
             if option.mode == "invert" and entries[k].kind == "layer":
-                shown = in_run[k].setdefault(context.in_run, option)
-                in_run[k][context.in_run] = max(shown, option, key=attrgetter("backward_bytes"))  # of long runs a few bytes more
+                shown = in_run[k].get(context.in_run, option)  # a longer run takes a few bytes more
+                in_run[k][context.in_run] = max(shown, option, key=attrgetter("backward_bytes"))
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     pairs = [_number(pair, states) for pair in stored.pairs]
     for traced in ahead:

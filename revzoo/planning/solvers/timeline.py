@@ -6,8 +6,9 @@ is weakly NP-hard. The additive knapsack of `knapsack.py` is the special case in
 
 The search is dynamic programming. A *search state* before a unit is all that this unit and the following ones must know: the
 length of the run of inverted steps that ends there, and the states (tensors) that the preceding units keep; after an inverted
-layer, whether the run goes on; with look-ahead also what the recovery of the unit before takes, and whether all units from here on drop nothing. A forward pass finds the
-search states that can be reached within the budget, and the fewest bytes that a schedule keeps on arrival. A backward pass,
+layer, whether the run goes on, and in halves; with look-ahead also what the recovery of the unit before takes, and whether all
+units from here on drop nothing. A forward pass finds the search states that can be
+reached within the budget, and the fewest bytes that a schedule keeps on arrival. A backward pass,
 from the last unit to the first, finds the partial solutions of every search state: assignments of modes to all units after it,
 as pairs (bytes, cost), where bytes is the peak of these units if the preceding ones keep nothing. An edge that needs d bytes
 and keeps m extends a pair (b, c) to (max(d, m + b), c + its cost). Both entries grow with those of the pair that was extended.
