@@ -37,7 +37,7 @@ def plan(
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
     Args:
-        model: a `revzoo.Model` or a `ReversibleChain`, in the state in which it will be trained.
+        model: a `revzoo.Model`, a `ReversibleChain` or a `LayerChain`, in the state in which it will be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         budget: limit for the peak of all memory together, as for `revzoo.solve`.
         solver: "timeline" or "knapsack", as for `revzoo.solve`.

@@ -50,7 +50,7 @@ def count(
     Steps that are small and on a CPU are run after all: that is faster, and the bytes are the same.
 
     Args:
-        model: a `revzoo.Model` or a `ReversibleChain`.
+        model: a `revzoo.Model`, a `ReversibleChain` or a `LayerChain`.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         other_bytes: other memory that is alive during the whole training step, such as optimizer state and averaged weights.

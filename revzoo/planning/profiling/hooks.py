@@ -11,22 +11,37 @@ from torch.utils.weak import WeakIdKeyDictionary
 from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
+from revzoo.runtime.layer_chain import LayerChain
+from revzoo.runtime.layerwise import has_inverse, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.observation import observe_calls
 
-PlannableModel = Model | ReversibleChain
+PlannableModel = Model | ReversibleChain | LayerChain
 
 
 def read_layout(model: nn.Module) -> list[LayoutEntry]:
-    """Return the layout of a model that can be planned.
+    """Return the layout of a model that can be planned. Layers that a chain of layers only ever stores are nodes.
 
     Raises:
-        InputError: neither a `revzoo.Model` nor a `ReversibleChain`.
+        InputError: no `revzoo.Model`, `ReversibleChain` or `LayerChain`; or a chain of layers that is inverted inside of one.
     """
+    if isinstance(model, LayerChain):
+        return [_read_layer(entry) for entry in model.layout()]
     if isinstance(model, PlannableModel):
         return model.layout()
-    raise InputError(f"A revzoo.Model or a ReversibleChain can be planned. Received: {type(model).__name__}.")
+    raise InputError(f"A revzoo.Model, a ReversibleChain or a LayerChain can be planned. Received: {type(model).__name__}.")
+
+
+def _read_layer(entry: LayoutEntry) -> LayoutEntry:
+    if entry.kind != "layer" or has_inverse(entry.module):
+        return entry
+    if is_made_of_layers(entry.module):
+        raise InputError(
+            f"A layer of a planned chain has one mode. Received: layer {entry.name}, a {type(entry.module).__name__} of layers "
+            "that are inverted one by one. Give LayerChain these layers themselves."
+        )
+    return entry._replace(kind="node")
 
 
 def list_units(model: nn.Module) -> list[LayoutEntry]:

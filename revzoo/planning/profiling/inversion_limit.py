@@ -13,6 +13,7 @@ from revzoo.errors import RecoveryError
 from revzoo.model.network import Model
 from revzoo.planning.profiling.hooks import PlannableModel, list_units
 from revzoo.runtime.drift import count_invertible_steps
+from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.nested import map_tensors
 from revzoo.runtime.schedule import Mode, limit_inverted_runs
@@ -44,7 +45,12 @@ def measure_inversion_limit(model: PlannableModel, batch: Any) -> int | None:
 
 
 def predict_inversion_limit(model: PlannableModel) -> int | None:
-    """Return the longest run of inverted steps that the couplings allow in the model's dtype; None is any number."""
+    """Return the longest run of inverted steps that the couplings allow in the model's dtype; None is any number.
+
+    Layers have no couplings: how far errors grow there is predicted from their statistics, and warned of.
+    """
+    if isinstance(model, LayerChain):
+        return None
     couplings = [model.coupling] * len(model.steps) if isinstance(model, Model) else model.couplings
     return count_invertible_steps(couplings, next(model.parameters()).dtype)
 

@@ -69,8 +69,8 @@ def profile(
     their samples. The model is left as it was.
 
     Args:
-        model: a `revzoo.Model` or a `ReversibleChain`, in the state in which it will be trained. On the meta device only
-            bytes and FLOPs are counted.
+        model: a `revzoo.Model`, a `ReversibleChain` or a `LayerChain`, in the state in which it will be trained. On the meta
+            device only bytes and FLOPs are counted.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         optimizer: its state is part of every peak, at full size even before the first optimizer step.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.

@@ -20,6 +20,7 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
 from revzoo.planning.profiling.hooks import PlannableModel, StepHooks, list_units
 from revzoo.runtime.chain import ReversibleChain
+from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.lookahead import Recoverable, observe_recoveries
 from revzoo.runtime.lookahead_setting import LookaheadOption
@@ -166,7 +167,7 @@ def trace(
     ):
         fixed = live.watch([*model.parameters(), *model.buffers()]) | live.watch(batch)
         outputs = call(model, batch)
-        after = live.watch(outputs) if isinstance(model, ReversibleChain) else frozenset()
+        after = live.watch(outputs) if isinstance(model, ReversibleChain | LayerChain) else frozenset()
         recorder.mark("loss", len(modes))
         total = compute_loss(loss, outputs)
         del outputs
