@@ -1,0 +1,139 @@
+"""Plans of networks on one tensor, and of chains of layers: what is counted from a few schedules holds for every other one."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revzoo
+from revzoo.analysis.flops import FlopCounter
+from revzoo.errors import InputError
+from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
+from revzoo.planning.profiling.count import count, list_traced_schedules
+from revzoo.planning.profiling.hooks import list_units
+from revzoo.planning.solvers.problem import cost, list_phase_peaks, peak
+from revzoo.runtime import LayerChain, SpaceToDepth
+
+NETWORKS = {
+    "layerwise_digits": [],
+    "resnext_digits": ["stages.1.depth=1", "stages.2.depth=1"],
+    "revnext_digits": ["stages.1.depth=1"],
+}
+
+
+def measure(model: nn.Module, batch: Tensor, modes: object) -> tuple[int, int]:
+    """Return the bytes at the peak and the FLOPs of a step that is run."""
+    model.schedule = modes
+    with FlopCounter() as flops:
+        report = revzoo.measure_memory(model, batch)
+    return report.peak_bytes, flops.forward + flops.backward
+
+
+def agrees(model: nn.Module, batch: Tensor, drawn: list[list[str]]) -> None:
+    """Assert that the peak and the FLOPs of these schedules are counted as they are measured."""
+    problem, (_, stored) = count(model, batch), measure(model, batch, "store")
+    for modes in drawn:
+        assert measure(model, batch, modes) == (peak(problem, modes), stored + cost(problem, modes)), modes
+
+
+@pytest.fixture
+def chain() -> LayerChain:
+    """Return a chain in which every kind of layer comes before and behind every other."""
+    return LayerChain(
+        CoupledConv2d(8, 3),
+        InvertibleBatchNorm2d(8),
+        InvertibleLeakyReLU(0.5),
+        SpaceToDepth(2),
+        CoupledConv2d(32, 3),
+        InvertibleBatchNorm2d(32),
+        nn.Conv2d(32, 32, 3, padding=1),
+        InvertibleBatchNorm2d(32),
+        InvertibleLeakyReLU(0.5),
+        CoupledConv2d(32, 3),
+    )
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("batch", "number"), [(8, 6), pytest.param(32, 30, marks=pytest.mark.slow)])
+def test_networks_have_what_random_schedules_take(name, batch, number, schedules):
+    model = revzoo.create(name, overrides=NETWORKS[name])
+    inverted = ["invert" if unit.can_invert else "store" for unit in list_units(model)]
+    agrees(model, model.example_input(batch), [*schedules(model, number), inverted, ["store"] * len(inverted)])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_have_what_plans_promise_at_any_budget(name):
+    model = revzoo.create(name, overrides=NETWORKS[name])
+    x = model.example_input(8)
+    profile = revzoo.profile(model, x, run=False)
+    loosest = peak(profile.memory, ["store"] * len(profile.memory.units))
+    least = revzoo.solve(profile, loosest).min_peak_bytes
+    plans = [revzoo.solve(profile, least + (loosest - least) * share // 4) for share in range(5)]
+    assert plans[0].peak_bytes == least < plans[-1].peak_bytes == loosest
+    for plan in plans:
+        model.schedule = plan
+        assert revzoo.measure_memory(model, x).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+        terms = revzoo.bytes_per_pixel(model, x)  # counts the same training step, without what lasts
+        assert terms.counted_bytes == revzoo.measure_memory(model, x).activation_bytes
+        assert terms.stages[terms.peak_stage].total_bytes == terms.counted_bytes
+
+
+def test_no_phase_takes_more_than_is_counted(schedules):
+    """Where an inverted layer frees its input in forward, that is not counted: its backward takes more in any case."""
+    model = revzoo.create("layerwise_digits")
+    x = model.example_input(8)
+    problem = count(model, x)
+    for modes in schedules(model, 6):
+        model.schedule = modes
+        phases = list_phase_peaks(problem, modes)
+        assert revzoo.measure_memory(model, x).peak_bytes == max(phase.bytes for phase in phases if phase.phase == "backward")
+
+
+def test_a_unit_that_passes_its_input_on_has_a_backward_of_its_own():
+    model = revzoo.create("resnext_digits", overrides=NETWORKS["resnext_digits"])
+    problem = count(model, model.example_input(2))
+    fuse, last = problem.units[-2], problem.units[-3]
+    assert fuse.name == "fuse" and {option.cost for option in fuse.options} == {0}
+    assert [option.mode for option in last.options if option.cost] == ["recompute"]
+
+
+def test_a_chain_of_layers_has_what_schedules_take_and_plans_promise(chain, schedules):
+    x = torch.randn(4, 8, 8, 8)
+    assert [unit.name for unit in list_units(chain) if not unit.can_invert] == ["6"]  # has no inverse
+    agrees(chain, x, schedules(chain, 8))
+    profile = revzoo.profile(chain, x, run=False)
+    loosest = peak(profile.memory, ["store"] * 9)
+    least = revzoo.solve(profile, loosest).min_peak_bytes
+    plans = [revzoo.solve(profile, least + (loosest - least) * share // 4) for share in range(5)]
+    assert "invert" in plans[0].schedule and plans[0].peak_bytes < loosest
+    for plan in plans:
+        chain.schedule = plan
+        assert revzoo.measure_memory(chain, x).peak_bytes == plan.peak_bytes <= plan.budget_bytes
+
+
+def test_a_chain_of_layers_in_a_chain_of_layers_cannot_be_planned(chain):
+    nested = LayerChain(nn.Sequential(*chain), nn.Flatten())
+    with pytest.raises(InputError, match=r"has one mode. Received: layer 0, a Sequential of layers .* these layers themselves"):
+        revzoo.profile(nested, torch.randn(4, 8, 8, 8))
+
+
+def test_every_layer_is_traced_at_every_place_of_a_run():
+    entries = list_units(revzoo.create("layerwise_digits"))
+    traced = [*list_traced_schedules(entries)]
+    assert len(traced) == 6 + 3 + 5
+    layers = [k for k, entry in enumerate(entries) if entry.can_invert]
+    for before, k, after in zip(layers, layers[1:], layers[2:], strict=False):
+        places = {(modes[before] == "invert", modes[after] == "invert") for modes in traced if modes[k] == "invert"}
+        assert len(places) == 4
+    assert len([*list_traced_schedules(list_units(revzoo.create("revnet_digits")))]) == 6
+
+
+def test_exact_models_say_that_layers_are_stored(schedules):
+    model = revzoo.create("revnext_digits", overrides=NETWORKS["revnext_digits"])
+    assert model.schedule[:4] == ["store", "invert", "invert", "invert"]
+    model.exact = True
+    assert model.schedule[:4] == ["store", "store", "store", "invert"]
+    model.schedule = "invert"
+    assert model.schedule[:4] == ["store", "store", "store", "invert"]
+    with pytest.raises(revzoo.errors.ScheduleError, match=r"for stem.norm. Received: 'invert'.* Allowed: store, selective, rec"):
+        model.schedule = ["store", *["invert"] * 6, "store", "store"]
+    agrees(model, model.example_input(8), schedules(model, 3))
