@@ -219,6 +219,7 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
             backward_bytes=tuple(map(line.bytes, a.backward_bytes, b.backward_bytes)),
             cost=line.bytes(a.cost, b.cost),
             made_bytes=line.bytes(a.made_bytes, b.made_bytes),
+            freed_bytes=line.bytes(a.freed_bytes, b.freed_bytes),
             ahead=None if a.ahead is None or b.ahead is None else ahead(a.ahead, b.ahead),
         )
 

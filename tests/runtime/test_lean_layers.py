@@ -1,6 +1,7 @@
 """What layer-wise recovery does not do: run again what is at hand, take memory twice, change what somebody else holds."""
 
 from collections import Counter
+from weakref import ref
 
 import pytest
 import torch
@@ -327,6 +328,41 @@ def test_a_state_changed_in_place_is_not_taken_for_the_right_one_after_an_error(
     wrong.factor = 1.0
     with pytest.raises(RecoveryError, match="An earlier backward through this graph has failed. Run the forward again"):
         loss.backward()
+
+
+ALL = slice(None)
+
+
+class Statistics(InvertibleBatchNorm2d):
+    """Notes the statistics that its inverse is told."""
+
+    known = ()
+
+    def forward_keeping(self, x, channels=ALL):
+        y, *kept = super().forward_keeping(x, channels)
+        self.known.append(ref(kept[0]))
+        return y, *kept
+
+    def inverse(self, y, *kept, **channels):
+        return super().inverse(y, *kept, **channels)
+
+
+@pytest.mark.parametrize(("retains", "left"), [(False, 1), (True, 5)])
+def test_statistics_are_freed_as_soon_as_no_backward_can_ask_for_them(monkeypatch, retains, left):
+    monkeypatch.setattr(Statistics, "known", [])
+    net = LayerChain(*(layer for _ in range(5) for layer in (Statistics(4), InvertibleLeakyReLU(0.5)))).double()
+    x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
+    alive = []
+    x.register_hook(lambda _: alive.append(sum(statistics() is not None for statistics in Statistics.known)))
+    y = net(x)
+    assert sum(statistics() is not None for statistics in Statistics.known) == 5
+    loss = y.sin().sum()
+    first = torch.autograd.grad(loss, [x, *net.parameters()], retain_graph=retains)
+    assert alive == [left]  # the first layer has not been passed
+    if retains:
+        second = torch.autograd.grad(loss, [x, *net.parameters()])
+        torch.testing.assert_close(second, first, rtol=1e-9, atol=1e-12)  # from a state that was computed again
+        assert alive == [5, 1]
 
 
 # The paper's widths: a convolution to 32 channels, then channel pools to 128 and 512, which keep the numbers of a state.

@@ -166,15 +166,21 @@ def build_problem(
         "recompute": given,
     }
     stored_work = _count_work(stored)
+    sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
+    sizes_of_states = {number: sizes[storage] for storage, number in states.items()}
+    beside = [tuple(sorted(alive)) for alive in _list_states_beside(traces)]
     options: list[dict[tuple[str, bool], Option]] = [{} for _ in entries]
     in_run: list[dict[InRun, Option]] = [{} for _ in entries]
     for traced in traces:
-        for k, option, context in _build_options(traced, traced.number_states(stored), kept_states, stored_work):
+        numbers, forward = traced.number_states(stored), {unit: span for unit, *span, _ in traced.phases("forward")}
+        for k, option, context in _build_options(traced, numbers, kept_states, stored_work):
             options[k].setdefault((option.mode, context.begins_run), option)
             if option.mode == "invert" and entries[k].kind == "layer":
+                not_kept = {numbers[storage] for storage in numbers.keys() - context.preceding}.intersection(beside[k])
+                counted = option.forward_bytes + sum(sizes_of_states[number] for number in not_kept)
+                option = replace(option, freed_bytes=counted - traced.peak(forward[k], context.preceding))
                 shown = in_run[k].get(context.in_run, option)  # a longer run takes a few bytes more
                 in_run[k][context.in_run] = max(shown, option, key=attrgetter("backward_bytes"))
-    sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     pairs = [_number(pair, states) for pair in stored.pairs]
     for traced in ahead:
         numbers, names = traced.number_states(stored), [entry.name for entry in entries]
@@ -183,10 +189,9 @@ def build_problem(
             if option.ahead is None or option.ahead.recovery is None:
                 options[k][variant] = replace(option, ahead=found)
     inputs = [_number(given, states) for given in stored.inputs]
-    beside = [tuple(sorted(alive)) for alive in _list_states_beside(traces)]
     return Problem(
         units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside, map(_complete, in_run))),
-        sizes={number: sizes[storage] for storage, number in states.items()},
+        sizes=sizes_of_states,
         fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
         loss_bytes=_loss_peak(stored),
         pair_after=pairs[-1],
@@ -245,6 +250,7 @@ class _Context:
     Args:
         in_run: where it is in a run of inverted units.
         leaves_halves: whether the next unit gets the state in halves.
+        preceding: storages that the preceding units keep, and fixed ones.
         held: storages of the states that the unit itself keeps.
         without: for every subset of the unit's inputs that preceding units may keep, all storages that do not count in its
             backward, as in `Option.backward_bytes`.
@@ -252,6 +258,7 @@ class _Context:
 
     in_run: InRun
     leaves_halves: bool
+    preceding: set[int]
     held: set[int]
     without: list[set[int]]
 
@@ -281,7 +288,7 @@ def _list_contexts(
         without = [others.union(*(s for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
         inverted, following = mode == "invert", traced.modes[k + 1 : k + 2] == ["invert"]
         place = InRun(inverted and run == 0, inverted and not following, halved[k])
-        yield _Context(place, following and halved[k + 1], held, without)
+        yield _Context(place, following and halved[k + 1], own | held_before, held, without)
         own |= kept[k].keys()
         held_before |= held
         run = run + 1 if mode == "invert" else 0

@@ -69,6 +69,7 @@ class Option:
         made_bytes: bytes allocated in backward beyond those that storing allocates there.
         ahead: its backward with look-ahead; None if the unit drops nothing in this mode, or this was not counted.
         leaves_halves: whether an inverted layer leaves its output in halves to the next layer of its run.
+        freed_bytes: by how much its forward takes less because it frees its input, unless a preceding unit keeps that.
     """
 
     mode: str
@@ -80,6 +81,7 @@ class Option:
     made_bytes: int = 0
     ahead: Ahead | None = None
     leaves_halves: bool = False
+    freed_bytes: int = 0
 
 
 class InRun(NamedTuple):
@@ -247,10 +249,13 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
         inverted = option.mode == "invert"
         closed = unit.pair if run and not inverted else ()  # the run ends before this unit and keeps its pair
         closed_bytes, held_before = problem.bytes_of(closed, held), held.union(closed)
+        beside_bytes = problem.bytes_of(unit.beside or unit.pair, held_before)
+        if option.freed_bytes and held_before.isdisjoint(unit.inputs):
+            beside_bytes -= option.freed_bytes
         edge = Edge(
             mode=option.mode,
             cost=option.cost,
-            forward_bytes=closed_bytes + problem.bytes_of(unit.beside or unit.pair, held_before) + option.forward_bytes,
+            forward_bytes=closed_bytes + beside_bytes + option.forward_bytes,
             backward_bytes=_count_backward(problem, unit, held, closed, option.backward_bytes),
             kept_bytes=closed_bytes + option.kept_bytes + problem.bytes_of(option.kept_states, held_before),
             after=before._replace(
