@@ -239,8 +239,9 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
 
     def unit(a: Unit, b: Unit) -> Unit:
         first = None if a.first is None or b.first is None else option(a.first, b.first)
-        in_run = {place: option(a.in_run[place], b.in_run[place]) for place in a.in_run.keys() & b.in_run.keys()}
-        return replace(a, options=tuple(map(option, a.options, b.options)), first=first, in_run=in_run)
+        others = {each.in_run: each for each in b.in_runs}
+        in_runs = tuple(option(each, others[each.in_run]) for each in a.in_runs)
+        return replace(a, options=tuple(map(option, a.options, b.options)), first=first, in_runs=in_runs)
 
     return replace(
         low,

@@ -178,7 +178,8 @@ def build_problem(
             if option.mode == "invert" and entries[k].kind == "layer":
                 not_kept = {numbers[storage] for storage in numbers.keys() - context.preceding}.intersection(beside[k])
                 counted = option.forward_bytes + sum(sizes_of_states[number] for number in not_kept)
-                option = replace(option, freed_bytes=counted - traced.peak(forward[k], context.preceding))
+                freed_bytes = counted - traced.peak(forward[k], context.preceding)
+                option = replace(option, in_run=context.in_run, freed_bytes=freed_bytes)
                 shown = in_run[k].get(context.in_run, option)  # a longer run takes a few bytes more
                 in_run[k][context.in_run] = max(shown, option, key=attrgetter("backward_bytes"))
     pairs = [_number(pair, states) for pair in stored.pairs]
@@ -204,26 +205,26 @@ def _build_unit(
     pair: tuple[int, ...],
     inputs: tuple[int, ...],
     beside: tuple[int, ...],
-    in_run: dict[InRun, Option],
+    in_runs: tuple[Option, ...],
 ) -> Unit:
     first = options.pop(("invert", True), None)
     if first is not None:
         options.setdefault(("invert", False), first)
-    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside, in_run)
+    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside, in_runs)
 
 
-def _complete(in_run: dict[InRun, Option]) -> dict[InRun, Option]:
-    """Return the options of an inverted layer with those that no schedule has shown: the nearest that takes most."""
+def _complete(in_run: dict[InRun, Option]) -> tuple[Option, ...]:
+    """Return the options of an inverted layer at every place, where no schedule has shown it the nearest that takes most."""
 
     def find(place: InRun) -> Option:
         def rate(other: InRun) -> tuple[int, int]:
             agreement = 4 * (place.halved == other.halved) + 2 * (place.ends == other.ends) + (place.begins == other.begins)
             return agreement, max(in_run[other].backward_bytes)
 
-        return in_run[max(in_run, key=rate)]
+        return replace(in_run[max(in_run, key=rate)], in_run=place)
 
-    places = [InRun(*place) for place in product((False, True), repeat=3) if not (place[0] and place[2])]
-    return {place: in_run.get(place) or find(place) for place in places} if in_run else {}
+    places = [InRun(*place) for place in product((False, True), repeat=3)] if in_run else []
+    return tuple(in_run.get(place) or find(place) for place in places if not (place.begins and place.halved))
 
 
 def _build_options(

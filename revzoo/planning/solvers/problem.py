@@ -15,8 +15,8 @@ recovered before its backward is in use during all of it. The unit that backward
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, cast
 
 
 @dataclass(frozen=True)
@@ -54,36 +54,6 @@ class Ahead:
     recovery: Recovery | None
 
 
-@dataclass(frozen=True)
-class Option:
-    """One unit in one mode.
-
-    Args:
-        mode: "store", "selective", "recompute" or "invert".
-        kept_bytes: bytes of its own, states not included, that the unit keeps from its forward until its backward.
-        kept_states: states that the unit keeps as well, from its inputs or its outputs.
-        forward_bytes: peak of what the unit allocates during its forward; the states before it are not counted.
-        backward_bytes: peak of its backward above what the preceding units keep, one number for each subset of the unit's
-            inputs: bit j of the index says that a preceding unit keeps `inputs[j]`, which is then not counted here.
-        cost: extra work over storing [nanoseconds or FLOPs], at least 0.
-        made_bytes: bytes allocated in backward beyond those that storing allocates there.
-        ahead: its backward with look-ahead; None if the unit drops nothing in this mode, or this was not counted.
-        leaves_halves: whether an inverted layer leaves its output in halves to the next layer of its run.
-        freed_bytes: by how much its forward takes less because it frees its input, unless a preceding unit keeps that.
-    """
-
-    mode: str
-    kept_bytes: int
-    kept_states: tuple[int, ...]
-    forward_bytes: int
-    backward_bytes: tuple[int, ...]
-    cost: int
-    made_bytes: int = 0
-    ahead: Ahead | None = None
-    leaves_halves: bool = False
-    freed_bytes: int = 0
-
-
 class InRun(NamedTuple):
     """Where an inverted layer is in its run of inverted units.
 
@@ -99,6 +69,38 @@ class InRun(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Option:
+    """One unit in one mode.
+
+    Args:
+        mode: "store", "selective", "recompute" or "invert".
+        kept_bytes: bytes of its own, states not included, that the unit keeps from its forward until its backward.
+        kept_states: states that the unit keeps as well, from its inputs or its outputs.
+        forward_bytes: peak of what the unit allocates during its forward; the states before it are not counted.
+        backward_bytes: peak of its backward above what the preceding units keep, one number for each subset of the unit's
+            inputs: bit j of the index says that a preceding unit keeps `inputs[j]`, which is then not counted here.
+        cost: extra work over storing [nanoseconds or FLOPs], at least 0.
+        made_bytes: bytes allocated in backward beyond those that storing allocates there.
+        ahead: its backward with look-ahead; None if the unit drops nothing in this mode, or this was not counted.
+        in_run: where an inverted layer is in its run; None of everything else.
+        leaves_halves: whether an inverted layer leaves its output in halves to the next layer of its run.
+        freed_bytes: by how much its forward takes less because it frees its input, unless a preceding unit keeps that.
+    """
+
+    mode: str
+    kept_bytes: int
+    kept_states: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: tuple[int, ...]
+    cost: int
+    made_bytes: int = 0
+    ahead: Ahead | None = None
+    in_run: InRun | None = None
+    leaves_halves: bool = False
+    freed_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Unit:
     """A reversible step or a node, and its modes.
 
@@ -109,7 +111,7 @@ class Unit:
         options: its modes, one option each. The option of "invert" is the one inside a run of inverted steps.
         first: the option of "invert" for a step that begins a run; None if this unit cannot begin one.
         beside: states alive while its forward runs, whatever the schedule: the pair, and what a chain was called with.
-        in_run: of a layer, the options of "invert" that take the place of those two.
+        in_runs: of a layer, the options of "invert" that take the place of those two.
     """
 
     name: str
@@ -118,7 +120,7 @@ class Unit:
     options: tuple[Option, ...]
     first: Option | None = None
     beside: tuple[int, ...] = ()
-    in_run: Mapping[InRun, Option] = field(default_factory=dict)
+    in_runs: tuple[Option, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,11 @@ def reprice(problem: Problem, price: Callable[[int, str, Option], int]) -> Probl
     def reprice_unit(k: int, unit: Unit) -> Unit:
         options = tuple(replace(option, cost=price(k, option.mode, option)) for option in unit.options)
         first = None if unit.first is None else replace(unit.first, cost=price(k, "first", unit.first))
-        in_run = {
-            place: replace(option, cost=price(k, "first" if place.begins else "invert", option))
-            for place, option in unit.in_run.items()
-        }
-        return replace(unit, options=options, first=first, in_run=in_run)
+        in_runs = tuple(
+            replace(option, cost=price(k, "first" if option.in_run and option.in_run.begins else "invert", option))
+            for option in unit.in_runs
+        )
+        return replace(unit, options=options, first=first, in_runs=in_runs)
 
     return replace(problem, units=tuple(reprice_unit(k, unit) for k, unit in enumerate(problem.units)))
 
@@ -281,10 +283,11 @@ def _list_options(unit: Unit, before: Place) -> Iterator[tuple[Option, bool | No
             continue
         if not inverted:
             yield option, None
-        elif unit.in_run:
-            for (begins, ends, halved), choice in unit.in_run.items():
-                if (begins, halved) == (before.run == 0, before.halved):
-                    yield choice, not ends
+        elif unit.in_runs:
+            for choice in unit.in_runs:
+                place = cast(InRun, choice.in_run)
+                if (place.begins, place.halved) == (before.run == 0, before.halved):
+                    yield choice, not place.ends
         elif before.run:
             yield option, None
         elif unit.first is not None:
