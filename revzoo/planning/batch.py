@@ -239,8 +239,7 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
 
     def unit(a: Unit, b: Unit) -> Unit:
         first = None if a.first is None or b.first is None else option(a.first, b.first)
-        others = {each.in_run: each for each in b.in_runs}
-        in_runs = tuple(option(each, others[each.in_run]) for each in a.in_runs)
+        in_runs = tuple(map(option, a.in_runs, b.in_runs))
         return replace(a, options=tuple(map(option, a.options, b.options)), first=first, in_runs=in_runs)
 
     return replace(

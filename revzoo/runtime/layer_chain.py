@@ -164,10 +164,12 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
     for is_inverted, run in groupby(expand(layers), key=lambda layer: layer.is_inverted):
         if is_inverted:
             inverted = list(run)
+            begin_call(inverted[0].module, (x,))
             recording = Recording(InvertedSegment(exact=False), x, inverted, settings, lookahead)
             del x  # freed as soon as it is not needed
             for layer in inverted:
-                begin_call(layer.module, recording.states)
+                if layer is not inverted[0]:
+                    begin_call(layer.module, recording.states)
                 recording.run(layer)
                 end_call(layer.module, recording.states)
             continue

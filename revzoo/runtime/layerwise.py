@@ -165,13 +165,13 @@ def run_without_storing(layers: Sequence[Layer], x: Tensor) -> Tensor:
         states: States = halve(x) if _start_in_halves(layers, x) else (x,)
         del x
         for module in [layer.module for layer in layers]:
-            if _is_coupled(module):
+            if is_coupled(module):
                 states = states if len(states) == 2 else halve(*states)
                 for f in (module.f, module.g):
                     out = f(states[1].detach())  # not the state itself, which is changed in place unless f holds on to it
                     states = states[1], add(states[0], out, in_place=is_held_alone(states[0]))
                     del out
-            elif len(states) == 2 and _is_channelwise(module):
+            elif len(states) == 2 and is_channelwise(module):
                 for channels in _slice_halves(states):
                     states = states[1], call_layer(module, states[0], channels)[0].detach()
             else:
@@ -191,12 +191,12 @@ def _slice_halves(states: States) -> tuple[slice, slice]:
     return slice(0, channels), slice(channels, 2 * channels)
 
 
-def _is_coupled(module: nn.Module) -> TypeGuard[Coupled]:
+def is_coupled(module: nn.Module) -> TypeGuard[Coupled]:
     """Return whether a module is a coupling of halves, and not something else made of one."""
     return isinstance(module, Coupled) and _find_definer(type(module), "forward", "inverse") is Coupled and _is_own(module)
 
 
-def _is_channelwise(module: nn.Module) -> bool:
+def is_channelwise(module: nn.Module) -> bool:
     """Return whether a layer says that it treats each channel by itself, and nothing has been overridden since."""
     definer = _find_definer(type(module), "is_channelwise", "forward", "forward_keeping", "inverse")
     if "is_channelwise" not in vars(definer) or not getattr(definer, "is_channelwise", False) or not _is_own(module):
@@ -207,8 +207,8 @@ def _is_channelwise(module: nn.Module) -> bool:
 
 def _start_in_halves(layers: Iterable[Layer], x: Tensor) -> bool:
     """Return whether the first layers take x in halves because a coupled one behind them needs halves anyway."""
-    first = next((layer.module for layer in layers if not _is_channelwise(layer.module)), None)
-    return first is not None and _is_coupled(first) and x.dim() > 1 and x.size(1) % 2 == 0
+    first = next((layer.module for layer in layers if not is_channelwise(layer.module)), None)
+    return first is not None and is_coupled(first) and x.dim() > 1 and x.size(1) % 2 == 0
 
 
 def _find_definer(kind: type, *names: str) -> type:
@@ -392,19 +392,19 @@ class Recording:
         """Run the layer on the output of the one before."""
         module, name = layer.module, layer.name
         if isinstance(module, Bijection):
-            if not _is_channelwise(module):
+            if not is_channelwise(module):
                 self.join()
             with put_name_in_front(name):
                 for _ in self.states:
                     self._run_bijection(module)
-        elif _is_coupled(module):
+        elif is_coupled(module):
             with put_name_in_front(name):
                 self._halve()
             growth_of_both = self._run_addition(module.f, f"{name}.f") * self._run_addition(module.g, f"{name}.g")
             self._growths.append((module, name, growth_of_both))
         else:
             growth = Growth(module)
-            if len(self.states) == 2 and _is_channelwise(module):
+            if len(self.states) == 2 and is_channelwise(module):
                 first, second = _slice_halves(self.states)
                 self._run_layer(LayerCall(module, name, self._settings, growth, first))
                 self._run_layer(LayerCall(module, name, self._settings, growth, second), growth)

@@ -26,11 +26,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from revzoo.analysis.dry_run import isolated, preserve_schedules
 from revzoo.errors import InputError, join_names
-from revzoo.planning.profiling.hooks import PlannableModel, list_units
+from revzoo.planning.profiling.hooks import PlannableModel, list_units, read_layout
 from revzoo.planning.profiling.trace import LossFunction, Recovered, Trace, trace
 from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit
 from revzoo.runtime.drift import ignore_error_growth
-from revzoo.runtime.layerwise import is_made_of_layers
+from revzoo.runtime.layerwise import is_channelwise, is_coupled, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import Storages
 from revzoo.runtime.schedule import MODES, Mode
@@ -83,7 +83,7 @@ def count(
             traces += [_trace_apart(model, batch, modes, loss, fake) for modes in others]
             schedules = list_schedules_ahead(entries) if lookahead else ()
             ahead = [_trace_apart(model, batch, modes, loss, fake, lookahead=1) for modes in schedules]
-    return build_problem(entries, traces, other_bytes, ahead)
+    return build_problem(read_layout(model), traces, other_bytes, ahead)
 
 
 def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
@@ -101,7 +101,11 @@ def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
     schedules: list[list[Mode]] = []
     for period, shift in ((most + 1, shift) for most in _RUNS_OF_LAYERS for shift in range(most + 1)):
         modes: list[Mode] = [
-            ("invert" if (k + shift) % period and is_near else "recompute") if entry.can_invert else "store"
+            "invert"
+            if entry.can_invert and is_near and (k + shift) % period
+            else "store"
+            if shift % 2 and not entry.can_invert
+            else "recompute"
             for k, (entry, is_near) in enumerate(zip(entries, near, strict=True))
         ]
         if any(near) and modes not in schedules:
@@ -152,9 +156,10 @@ def _step_peak(traced: Trace) -> int:
 
 
 def build_problem(
-    entries: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0, ahead: Sequence[Trace] = ()
+    layout: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0, ahead: Sequence[Trace] = ()
 ) -> Problem:
     """Return the problem that the traces of `list_traced_schedules` describe, and with look-ahead `list_schedules_ahead`."""
+    entries = [entry for entry in layout if entry.is_unit]
     stored, inverted = traces[0], traces[3]
     states = stored.number_states()
     # Where autograd saves nothing, a unit that recomputes does not need its inputs either.
@@ -165,16 +170,18 @@ def build_problem(
         "selective": [inputs + outputs for inputs, outputs in zip(given, made, strict=True)],
         "recompute": given,
     }
-    stored_work = _count_work(stored)
+    stored_work, coupled = _count_work(stored), _list_coupled(entries, layout)
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     sizes_of_states = {number: sizes[storage] for storage, number in states.items()}
     beside = [tuple(sorted(alive)) for alive in _list_states_beside(traces)]
     options: list[dict[tuple[str, bool], Option]] = [{} for _ in entries]
     in_run: list[dict[InRun, Option]] = [{} for _ in entries]
+    halved: list[dict[str, Option]] = [{} for _ in entries]  # of nodes that get both halves of the channels
     for traced in traces:
         numbers, forward = traced.number_states(stored), {unit: span for unit, *span, _ in traced.phases("forward")}
-        for k, option, context in _build_options(traced, numbers, kept_states, stored_work):
-            options[k].setdefault((option.mode, context.begins_run), option)
+        for k, option, context in _build_options(traced, numbers, kept_states, stored_work, coupled):
+            if option.mode == "invert" or not context.in_run.halved:
+                options[k].setdefault((option.mode, context.begins_run), option)
             if option.mode == "invert" and entries[k].kind == "layer":
                 not_kept = {numbers[storage] for storage in numbers.keys() - context.preceding}.intersection(beside[k])
                 counted = option.forward_bytes + sum(sizes_of_states[number] for number in not_kept)
@@ -182,6 +189,8 @@ def build_problem(
                 option = replace(option, in_run=context.in_run, freed_bytes=freed_bytes)
                 shown = in_run[k].get(context.in_run, option)  # a longer run takes a few bytes more
                 in_run[k][context.in_run] = max(shown, option, key=attrgetter("backward_bytes"))
+            elif context.in_run.halved:
+                halved[k].setdefault(option.mode, replace(option, in_run=context.in_run))
     pairs = [_number(pair, states) for pair in stored.pairs]
     for traced in ahead:
         numbers, names = traced.number_states(stored), [entry.name for entry in entries]
@@ -190,8 +199,9 @@ def build_problem(
             if option.ahead is None or option.ahead.recovery is None:
                 options[k][variant] = replace(option, ahead=found)
     inputs = [_number(given, states) for given in stored.inputs]
+    in_runs = [(*_complete(layer), *node.values()) for layer, node in zip(in_run, halved, strict=True)]
     return Problem(
-        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside, map(_complete, in_run))),
+        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside, in_runs, coupled)),
         sizes=sizes_of_states,
         fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
         loss_bytes=_loss_peak(stored),
@@ -206,11 +216,28 @@ def _build_unit(
     inputs: tuple[int, ...],
     beside: tuple[int, ...],
     in_runs: tuple[Option, ...],
+    coupled: int | None,
 ) -> Unit:
     first = options.pop(("invert", True), None)
     if first is not None:
         options.setdefault(("invert", False), first)
-    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside, in_runs)
+    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside, in_runs, coupled)
+
+
+def _list_coupled(entries: Sequence[LayoutEntry], layout: Sequence[LayoutEntry]) -> list[int | None]:
+    """Return for every layer the index of the coupled one that it is, or that follows behind layers of single channels."""
+    index, found = {entry.name: k for k, entry in enumerate(entries)}, list[int | None]([None] * len(entries))
+    coupled: int | None = None
+    for entry in reversed(layout):
+        if entry.kind == "split":  # between layers it does nothing, and a step behind it is not coupled
+            continue
+        if is_coupled(entry.module) and entry.can_invert:
+            coupled = index[entry.name]
+        elif not is_channelwise(entry.module) or (entry.is_unit and not entry.can_invert):
+            coupled = None
+        if entry.kind == "layer":
+            found[index[entry.name]] = coupled
+    return found
 
 
 def _complete(in_run: dict[InRun, Option]) -> tuple[Option, ...]:
@@ -224,7 +251,7 @@ def _complete(in_run: dict[InRun, Option]) -> tuple[Option, ...]:
         return replace(in_run[max(in_run, key=rate)], in_run=place)
 
     places = [InRun(*place) for place in product((False, True), repeat=3)] if in_run else []
-    return tuple(in_run.get(place) or find(place) for place in places if not (place.begins and place.halved))
+    return tuple(in_run.get(place) or find(place) for place in places)
 
 
 def _build_options(
@@ -232,11 +259,12 @@ def _build_options(
     numbers: Mapping[int, int],
     kept_states: Mapping[str, Sequence[tuple[int, ...]]],
     stored_work: Sequence[tuple[int, int]],
+    coupled: Sequence[int | None],
 ) -> Iterator[tuple[int, Option, "_Context"]]:
     """Yield for every unit its index, its option in this trace, and what precedes it there."""
     kept, work, forward = _kept_storages(traced), _count_work(traced), _forward_peaks(traced)
     backward = {unit: span for unit, *span, _ in traced.phases("backward")}
-    for k, context in enumerate(_list_contexts(traced, numbers, kept_states)):
+    for k, context in enumerate(_list_contexts(traced, numbers, kept_states, coupled)):
         peaks = [traced.peak(backward[k], without) if k in backward else 0 for without in context.without]
         flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
         held = _number(context.held, numbers)
@@ -270,14 +298,21 @@ class _Context:
 
 
 def _list_contexts(
-    traced: Trace, numbers: Mapping[int, int], kept_states: Mapping[str, Sequence[tuple[int, ...]]]
+    traced: Trace,
+    numbers: Mapping[int, int],
+    kept_states: Mapping[str, Sequence[tuple[int, ...]]],
+    coupled: Sequence[int | None] = (),
 ) -> Iterator[_Context]:
     """Yield the context of every unit."""
     storages: dict[int, set[int]] = {}
     for storage, number in numbers.items():
         storages.setdefault(number, set()).add(storage)
     kept = _kept_storages(traced)
-    halved = [len(given) > len(_number(given, numbers)) for given in traced.inputs]
+    halved = [*(len(given) > len(_number(given, numbers)) for given in traced.inputs), False]
+    for k, reached in enumerate(coupled):
+        begins = reached is not None and traced.modes[max(k - 1, 0) : k + 1] != ["invert", "invert"]
+        if begins and set(traced.modes[k : reached + 1]) == {"invert"}:
+            halved[k] = True
     held_before, own, run = set[int](), set[int](traced.fixed), 0  # states and other storages kept by the preceding units
     for k, mode in enumerate(traced.modes):
         given = [storages[number] for number in _number(traced.inputs[k], numbers)]
@@ -289,7 +324,7 @@ def _list_contexts(
         without = [others.union(*(s for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
         inverted, following = mode == "invert", traced.modes[k + 1 : k + 2] == ["invert"]
         place = InRun(inverted and run == 0, inverted and not following, halved[k])
-        yield _Context(place, following and halved[k + 1], own | held_before, held, without)
+        yield _Context(place, halved[k + 1], own | held_before, held, without)
         own |= kept[k].keys()
         held_before |= held
         run = run + 1 if mode == "invert" else 0

@@ -60,7 +60,7 @@ class InRun(NamedTuple):
     Args:
         begins: whether it is the first.
         ends: whether it is the last, whose output is kept.
-        halved: whether its input is in two halves of the channels.
+        halved: whether its input is in two halves of the channels. Of a node behind a run, only this is given.
     """
 
     begins: bool
@@ -82,7 +82,7 @@ class Option:
         cost: extra work over storing [nanoseconds or FLOPs], at least 0.
         made_bytes: bytes allocated in backward beyond those that storing allocates there.
         ahead: its backward with look-ahead; None if the unit drops nothing in this mode, or this was not counted.
-        in_run: where an inverted layer is in its run; None of everything else.
+        in_run: where an inverted layer is in its run, or that a node behind a run gets halves; None of everything else.
         leaves_halves: whether an inverted layer leaves its output in halves to the next layer of its run.
         freed_bytes: by how much its forward takes less because it frees its input, unless a preceding unit keeps that.
     """
@@ -111,7 +111,8 @@ class Unit:
         options: its modes, one option each. The option of "invert" is the one inside a run of inverted steps.
         first: the option of "invert" for a step that begins a run; None if this unit cannot begin one.
         beside: states alive while its forward runs, whatever the schedule: the pair, and what a chain was called with.
-        in_runs: of a layer, the options of "invert" that take the place of those two.
+        in_runs: of a layer, the options of "invert" that take the place of those two; of a node, those for an input in halves.
+        coupled: of a layer, the index of the coupled one that it hands halves to if both are in the run that it begins.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Unit:
     first: Option | None = None
     beside: tuple[int, ...] = ()
     in_runs: tuple[Option, ...] = ()
+    coupled: int | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ class Place(NamedTuple):
         is_over: with look-ahead, whether all units from here on drop nothing.
         goes_on: after an inverted layer, whether the next unit is inverted too; None if it may be or not.
         halved: whether the state in the run is in two halves.
+        coupled: the layer because of which it is in halves, or because of which the run has to end if it is not.
     """
 
     run: int = 0
@@ -208,6 +211,7 @@ class Place(NamedTuple):
     is_over: bool = False
     goes_on: bool | None = None
     halved: bool = False
+    coupled: int | None = None
 
 
 @dataclass(frozen=True)
@@ -247,7 +251,7 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
         before: the place before it.
     """
     unit, run, held = problem.units[k], before.run, before.held
-    for option, goes_on in _list_options(unit, before):
+    for option, goes_on in _list_options(unit, k, before):
         inverted = option.mode == "invert"
         closed = unit.pair if run and not inverted else ()  # the run ends before this unit and keeps its pair
         closed_bytes, held_before = problem.bytes_of(closed, held), held.union(closed)
@@ -264,7 +268,8 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
                 run=run + 1 if inverted else 0,
                 held=held_before.union(option.kept_states),
                 goes_on=goes_on,
-                halved=bool(goes_on) and option.leaves_halves,
+                halved=option.leaves_halves,
+                coupled=_find_coupled(unit, k, before) if goes_on else None,
             ),
         )
         if not problem.lookahead:
@@ -275,23 +280,34 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
             yield from _look_ahead(problem, unit, option.ahead, before, closed, edge)
 
 
-def _list_options(unit: Unit, before: Place) -> Iterator[tuple[Option, bool | None]]:
-    """Yield the options that a unit has at a place, and whether the next unit is then inverted too."""
+def _list_options(unit: Unit, k: int, before: Place) -> Iterator[tuple[Option, bool | None]]:
+    """Yield the options that unit k has at a place, and whether the next unit is then inverted too."""
     for option in unit.options:
         inverted = option.mode == "invert"
         if before.goes_on is not None and before.goes_on != inverted:
             continue
         if not inverted:
-            yield option, None
+            choices = (each for each in unit.in_runs if before.halved and each.mode == option.mode)
+            yield next(choices, option), None
         elif unit.in_runs:
+            coupled = _find_coupled(unit, k, before)
             for choice in unit.in_runs:
-                place = cast(InRun, choice.in_run)
-                if (place.begins, place.halved) == (before.run == 0, before.halved):
-                    yield choice, not place.ends
+                begins, ends, halved = cast(InRun, choice.in_run)
+                fits = halved == before.halved if before.run else halved == (unit.coupled is not None) or coupled is not None
+                if begins != (before.run == 0) or not fits:
+                    continue
+                if coupled is None or (not ends if halved else ends or k + 1 < coupled):
+                    yield choice, not ends
         elif before.run:
             yield option, None
         elif unit.first is not None:
             yield unit.first, None
+
+
+def _find_coupled(unit: Unit, k: int, before: Place) -> int | None:
+    """Return the layer behind unit k that decides whether the states of its run are in halves until there, if there is one."""
+    coupled = before.coupled if before.run else unit.coupled
+    return coupled if coupled is not None and coupled > k else None
 
 
 def _count_backward(
@@ -349,7 +365,9 @@ def follow_schedule(problem: Problem, modes: Sequence[str]) -> Iterator[Edge]:
         edges = {
             edge.mode: edge
             for edge in list_edges(problem, k, place)
-            if edge.after.is_over == is_over and edge.after.goes_on in (None, goes_on)
+            if edge.after.is_over == is_over
+            and edge.after.goes_on in (None, goes_on)
+            and (edge.after.coupled is None or edge.after.halved == ({*modes[k : edge.after.coupled + 1]} == {"invert"}))
         }
         if mode not in edges:
             raise ValueError(f"Unit {unit.name!r} has the modes {', '.join(edges)} here. Received: {mode!r}.")
