@@ -310,8 +310,8 @@ def _list_contexts(
     kept = _kept_storages(traced)
     halved = [*(len(given) > len(_number(given, numbers)) for given in traced.inputs), False]
     for k, reached in enumerate(coupled):
-        begins = reached is not None and traced.modes[max(k - 1, 0) : k + 1] != ["invert", "invert"]
-        if begins and set(traced.modes[k : reached + 1]) == {"invert"}:
+        begins = traced.modes[max(k - 1, 0) : k + 1] != ["invert", "invert"]
+        if reached is not None and begins and set(traced.modes[k : reached + 1]) == {"invert"}:
             halved[k] = True
     held_before, own, run = set[int](), set[int](traced.fixed), 0  # states and other storages kept by the preceding units
     for k, mode in enumerate(traced.modes):
@@ -419,16 +419,15 @@ def _kept_storages(traced: Trace) -> list[dict[int, int]]:
 
 
 def _forward_peaks(traced: Trace) -> list[int]:
-    """Return for every unit the peak of the storages that appear in its forward."""
+    """Return for every unit the peak of its forward, without the states and what other units keep that was there before.
+
+    What earlier forwards have left and no backward needs is counted: on a grid, the streams before they were rounded.
+    """
     known, peaks = {storage for storage, _ in traced.log[: traced.marks[0].position]}, []
+    lasting = known.union(traced.number_states(), *_kept_storages(traced))
     for _, start, end, _ in traced.phases("forward"):
-        total = highest = 0
-        for storage, change in traced.log[start:end]:
-            if storage not in known:
-                total += change
-                highest = max(highest, total)
+        peaks.append(traced.peak((start, end), known & lasting))
         known |= {storage for storage, _ in traced.log[start:end]}
-        peaks.append(highest)
     return peaks
 
 
