@@ -1,4 +1,4 @@
-"""Derive each unit's memory and FLOPs in every mode from six traced schedules.
+"""Derive each unit's memory and FLOPs in every mode from six traced schedules, and for inverted layers from some more.
 
 In four of the schedules all units have the same mode (nodes, which cannot invert, are selective where steps invert). In the
 other two, inverted steps alternate with recomputed ones, because the first step of an inverted run is recovered like a
@@ -6,7 +6,7 @@ recomputed one. From each log follows, for every unit in the mode that it had th
 
     kept_bytes          storages that appeared in its forward and are alive between forward and backward, without states
     kept_states         the states that it keeps
-    forward_bytes       peak of the storages that appeared in its forward
+    forward_bytes       peak of the storages that appeared in its forward, and of what earlier ones have left
     backward_bytes      peak of its backward above what the preceding units keep
     cost, made_bytes    FLOPs, and bytes allocated in backward, beyond those that storing needs
 
@@ -14,6 +14,12 @@ At the same place of the training step, two schedules differ only in what the pr
 for every schedule, exactly for the zoo's models (`tests/planning/test_count.py` counts random schedules). With look-ahead a
 backward has three parts (`Ahead`), which follow from five schedules more. Known to come out too high: bare chains, by at most a
 pair of streams, where the first steps are inverted alone or all steps are stored; and a mask that no unit keeps.
+
+What an inverted layer takes also depends on its place in the run (`InRun`): whether it is the first, or the last, whose output
+is kept, and whether its input is in halves of the channels. Short runs of layers at every place show that. A run that begins
+with layers of single channels is in halves from its beginning if it reaches the coupled layer behind them (`Unit.coupled`). Going
+back over a layer is part of its own backward, although it happens when the layer before is asked for. Known to come out too high:
+inverted layers in front of a long run, by 8 bytes, the predicted growth of errors and what it explains.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
