@@ -17,9 +17,9 @@ pair of streams, where the first steps are inverted alone or all steps are store
 
 What an inverted layer takes also depends on its place in the run (`InRun`): whether it is the first, or the last, whose output
 is kept, and whether its input is in halves of the channels. Short runs of layers at every place show that. A run that begins
-with layers of single channels is in halves from its beginning if it reaches the coupled layer behind them (`Unit.coupled`). Going
-back over a layer is part of its own backward, although it happens when the layer before is asked for. Known to come out too high:
-inverted layers in front of a long run, by 8 bytes, the predicted growth of errors and what it explains.
+with layers of single channels is in halves from its beginning if it reaches the coupled layer behind them (`Unit.coupled`).
+Going back over a layer is part of its own backward, although it happens when the layer before is asked for. Known to come out
+too high: inverted layers in front of a long run, by 8 bytes, the predicted growth of errors and what it explains.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
