@@ -140,7 +140,6 @@ class LayerCall(RecordedCall):
     def free_kept(self) -> None:
         super().free_kept()
         self._kept = ()
-        self._growth.kept.clear()
 
     def _call(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs

@@ -1,4 +1,4 @@
-"""Show a forward to whoever looks on: its calls, and its states, each of these once more as inversion rebuilds it; and inversions.
+"""Show a forward to whoever looks on: its calls and states, each state once more when it has been rebuilt; and inversions.
 
 Hooks of the modules would not do for the calls: a layer may be called through `forward_keeping`, and an f made of layers layer
 by layer, unless it has hooks.

@@ -29,11 +29,10 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.drift import Rounding
-from revzoo.runtime.observation import Comparison, note_state
+from revzoo.runtime.observation import Comparison, note_inversion, note_state
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
-from revzoo.runtime.observation import note_inversion
 
 
 class State:

@@ -24,8 +24,8 @@ from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.lookahead import Recoverable, observe_recoveries
 from revzoo.runtime.lookahead_setting import LookaheadOption
-from revzoo.runtime.schedule import Mode
 from revzoo.runtime.observation import observe_inversions
+from revzoo.runtime.schedule import Mode
 
 LossFunction = Callable[[Any], Tensor]
 Phase = Literal["forward", "loss", "backward", "end"]
