@@ -1,0 +1,467 @@
+"""Running a captured graph so that backward recovers what it needs span by span.
+
+The calls of the graph run as ordinary autograd code under `saved_tensors_hooks`. Of what autograd saves, the pack hook keeps
+parameters, inputs of the graph and what the plan names; it drops the rest and leaves a `_Slot`. Unpacking the first dropped slot
+of a span in backward recovers the whole span: the atoms that are needed run again, from what was kept, and refill its slots.
+
+References point one way: autograd's graph holds slots, a slot its span's record, and that the kept tensors which the recovery
+starts from. So everything is freed with autograd's graph, a span's tensors with the last of its slots.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import RLock
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from revzoo.errors import RecoveryError
+from revzoo.runtime.compiling import exclude_from_compilation
+from revzoo.runtime.graph.atoms import Atom, bind_inputs, call_node, find_last_uses, list_statistics
+from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.random_state import RandomState
+from revzoo.runtime.refill_hooks import detach
+from revzoo.runtime.settings import Settings
+from revzoo.runtime.transforms import must_store, refuse_to_drop
+from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
+
+_SMALL = 64  # what an atom saves besides its inputs and results is kept where it is so many times smaller than they are
+_LARGEST_DIFFERENCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Spans:
+    """How the activations of a graph are recovered.
+
+    Args:
+        atoms: all atoms of the graph, in order.
+        ends: of the spans, as numbers of atoms: span i is atoms[ends[i - 1]:ends[i]].
+        kept: nodes whose results are kept from forward to backward, if autograd saves them or a recovery starts from them.
+        kept_inside: numbers of atoms of which everything else that autograd saves in them is kept too, such as masks.
+    """
+
+    atoms: Sequence[Atom]
+    ends: Sequence[int]
+    kept: frozenset[Node]
+    kept_inside: frozenset[int]
+
+
+class Observer(Protocol):
+    """Hears what a run of a graph does, for those who count it."""
+
+    def begin(self, atom: int) -> None: ...
+
+    def end(self, atom: int, saved: Sequence["Slot"]) -> None: ...
+
+    def unpack(self, slot: "Slot") -> None: ...
+
+
+class SpannedGraph:
+    """A captured graph whose calls keep what a plan names, callable as the graph is.
+
+    Args:
+        graph: as captured.
+        spans: what is kept, and what is recovered together.
+        observer: hears what happens.
+    """
+
+    def __init__(self, graph: GraphModule, spans: Spans, observer: Observer | None = None):
+        self.graph = graph
+        self.spans = spans
+        self.observer = observer
+        self.recipes: dict[int, Recipe] = {}  # by span, from the first call on
+        last = find_last_uses(graph)
+        self._output = next(node for node in graph.graph.nodes if node.op == "output")
+        number = {node: i for i, atom in enumerate(spans.atoms) for node in atom.nodes}
+        self.dead_after: list[list[Node]] = [[] for _ in spans.atoms]  # results that no later atom uses
+        for node, user in last.items():
+            if user in number and node in number:
+                self.dead_after[number[user]].append(node)
+        for node, i in number.items():
+            if node not in last:
+                self.dead_after[i].append(node)
+
+    @exclude_from_compilation
+    def __call__(self, *inputs: Any) -> Any:
+        if not torch.is_grad_enabled() or must_store():
+            return self.graph.forward(*inputs)
+        refuse_to_drop("the planned module")
+        send_comparisons()
+        judge_arrived()
+        return _Run(self, inputs).forward(self._output)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a span is recovered.
+
+    Args:
+        atoms: numbers of those that run again, in order.
+        starts: results kept from forward that they start from, or that slots are refilled from.
+        inputs: inputs of the graph that they use.
+        dead_after: by place in `atoms`: results that no later one and no slot needs.
+    """
+
+    atoms: tuple[int, ...]
+    starts: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    dead_after: tuple[tuple[Node, ...], ...]
+
+
+class _Kept:
+    """A tensor kept for backward, detached so that it holds no graph, with a check that nobody changes it in place."""
+
+    __slots__ = ("_tensor", "_version", "requires_grad")
+
+    def __init__(self, tensor: Tensor):
+        self._tensor = detach(tensor)
+        self._version = tensor._version
+        self.requires_grad = tensor.requires_grad
+
+    def get(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RecoveryError(
+                f"A tensor {tuple(self._tensor.shape)} that backward needs was modified in place after forward: an input or "
+                "output of the planned module, or a parameter (optimizer.step before backward). Replace the in-place operation "
+                "(x += y, relu_) by x = x + y, or call revzoo.release(module)."
+            )
+        return self._tensor
+
+
+class Slot:
+    """What autograd's graph holds in place of a saved tensor.
+
+    Attributes:
+        atom: number of the atom in which it was saved.
+        source: the node whose result it is, or lies in; None for an input of the graph, or what the atom saves besides.
+        tensor: until the atom has ended.
+    """
+
+    __slots__ = ("__weakref__", "atom", "geometry", "kept", "place", "record", "source", "tensor")
+
+    def __init__(self, tensor: Tensor, record: "_Record", atom: int, place: int):
+        self.tensor: Tensor | None = tensor
+        self.record: _Record | None = record
+        self.atom = atom
+        self.place = place  # among what is saved in the atom
+        self.source: Node | None = None
+        self.geometry: tuple[Sequence[int], Sequence[int], int] | None = None  # in the result of the source
+        self.kept: _Kept | None = None
+
+    def keep(self) -> None:
+        assert self.tensor is not None
+        self.kept, self.tensor, self.record = _Kept(self.tensor), None, None
+
+
+class _Record:
+    """What one call remembers of one span."""
+
+    def __init__(self, number: int, run: "_Run"):
+        self.number = number
+        self.lock = run.lock
+        self.starts: dict[Node, _Kept | Any] = {}
+        self.slots: list[tuple[int, int, Node | None, Any]] = []  # atom, place, source, geometry of every dropped slot
+        self.refilled: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self.fingerprint: tuple[tuple[int, int], Fingerprint] | None = None
+        self.latest: Slot | None = None
+        self.shared = run.shared
+
+
+class _Shared:
+    """What the recoveries of all spans of one call share."""
+
+    def __init__(self, program: SpannedGraph):
+        self.program = program
+        self.random: dict[int, RandomState] = {}
+        self.grad_modes: list[bool] = []
+        self.settings: list[Settings] = []
+        self.flags: dict[Node, Any] = {}
+
+
+class _Run:
+    """One call of a graph."""
+
+    def __init__(self, program: SpannedGraph, inputs: Sequence[Any]):
+        self._program = program
+        self._env: dict[Node, Any] = dict(bind_inputs(program.graph, inputs))
+        self._inputs = dict(self._env)
+        self.lock = RLock()
+        self.shared = _Shared(program)
+        self._held: dict[Node, Any] = {}
+        self._makers = _Makers()
+        for node, value in self._env.items():
+            self._makers.note(value, node)
+        self._saved: list[Slot] = []
+        self._atom = 0
+
+    def forward(self, output: Node) -> Any:
+        program, spans = self._program, self._program.spans
+        records = [_Record(i, self) for i in range(len(spans.ends))]
+        device = next((t.device for t in tensors_in(list(self._inputs.values()))), torch.device("cpu"))
+        settings = Settings(device)
+        start = 0
+        for record, end in zip(records, spans.ends, strict=True):
+            with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, record), partial(_unpack, program.observer)):
+                for i in range(start, end):
+                    self.shared.settings.append(settings)
+                    self.shared.grad_modes.append(torch.is_grad_enabled())
+                    self._run_atom(i, record)
+                    if not spans.atoms[i].is_repeatable:
+                        settings = Settings(device)  # it may have entered autocast
+            start = end
+        for record in records:
+            self._prepare(record)
+        (results,) = output.args
+        return torch.fx.node.map_arg(results, self._env.__getitem__)
+
+    def _run_atom(self, i: int, record: _Record) -> None:
+        program, env = self._program, self._env
+        atom = program.spans.atoms[i]
+        self._atom = i
+        if program.observer is not None:
+            program.observer.begin(i)
+        random = None
+        if atom.draws:
+            random = RandomState({t.device for each in atom.reads for t in tensors_in(env[each])})
+        for node in atom.nodes:
+            env[node] = call_node(program.graph, node, env)
+        if random is not None:
+            random.end_first_run()
+            self.shared.random[i] = random
+        self._settle(i, record)
+        for node in program.dead_after[i]:
+            del env[node]
+
+    def _pack(self, record: _Record, tensor: Tensor) -> Slot:
+        slot = Slot(tensor, record, self._atom, len(self._saved))
+        self._saved.append(slot)
+        return slot
+
+    def _settle(self, i: int, record: _Record) -> None:
+        """Decide what becomes of all that was saved in atom i, whose results are known now."""
+        program = self._program
+        spans, env, makers = program.spans, self._env, self._makers
+        atom = spans.atoms[i]
+        for node in atom.makes:
+            value = env[node]
+            if node in spans.kept:
+                self._held[node] = map_tensors(_Kept, value)
+            if isinstance(value, Tensor):
+                makers.note(value, node)
+        largest = max((t.nbytes for node in (*atom.makes, *atom.reads) if node in env for t in tensors_in(env[node])), default=0)
+        saved, self._saved = self._saved, []
+        for slot in saved:
+            tensor = slot.tensor
+            assert tensor is not None
+            maker = makers.find(tensor)
+            is_input = maker in self._inputs
+            slot.source = None if is_input else maker
+            if (
+                is_input
+                or not atom.is_repeatable
+                or (slot.source is not None and slot.source in spans.kept)
+                or (slot.source is None and (i in spans.kept_inside or tensor.nbytes * _SMALL <= largest))
+            ):
+                slot.keep()
+                continue
+            if slot.source is not None:
+                slot.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+            record.slots.append((i, slot.place, slot.source, slot.geometry))
+            record.latest = slot
+        if record.latest is not None and record.latest.tensor is not None:
+            if is_watching() and (taken := take_fingerprint(record.latest.tensor)) is not None:
+                record.fingerprint = (record.latest.atom, record.latest.place), taken
+        if program.observer is not None:
+            program.observer.end(i, saved)
+        for slot in saved:
+            slot.tensor = None
+
+    def _prepare(self, record: _Record) -> None:
+        """Give a span what its recovery starts from."""
+        recipe = self._program.recipes.get(record.number)
+        if recipe is None:
+            recipe = self._program.recipes[record.number] = find_recipe(self._program.spans, record.slots)
+        if record.slots:
+            record.starts = {node: self._held[node] for node in recipe.starts}
+            record.starts |= {node: map_tensors(_Kept, self._inputs[node]) for node in recipe.inputs}
+
+
+def find_recipe(spans: Spans, slots: Iterable[tuple[int, int, Node | None, Any]]) -> Recipe:
+    """Return how the dropped slots of a span are refilled with the fewest atoms run again.
+
+    Args:
+        spans: of the graph.
+        slots: atom, place, source and geometry of each.
+    Raises:
+        RecoveryError: an atom that would have to run again changes something else.
+    """
+    maker = {node: i for i, atom in enumerate(spans.atoms) for node in atom.makes}
+    again, starts, inputs = set[int](), dict[Node, None](), dict[Node, None]()
+    wanted = [source for _, _, source, _ in slots if source is not None]
+    waiting = [i for i, _, source, _ in slots if source is None]
+    values = list(dict.fromkeys(wanted))
+    while waiting or values:
+        while values:
+            node = values.pop()
+            if node not in maker:
+                inputs[node] = None
+            elif node in spans.kept:
+                starts[node] = None
+            else:
+                waiting.append(maker[node])
+        i = waiting.pop() if waiting else None
+        if i is not None and i not in again:
+            if not spans.atoms[i].is_repeatable:
+                raise RecoveryError(f"{spans.atoms[i].name} changes a tensor or setting of others and cannot run again.")
+            again.add(i)
+            values += spans.atoms[i].reads
+    order = sorted(again)
+    last = {node: k for k, i in enumerate(order) for node in (*spans.atoms[i].reads, *spans.atoms[i].makes)}
+    refills = set(wanted)
+    dead = tuple(tuple(n for n, at in last.items() if at == k and n not in refills) for k in range(len(order)))
+    return Recipe(tuple(order), tuple(starts), tuple(inputs), dead)
+
+
+def _unpack(observer: Observer | None, slot: Slot) -> Tensor:
+    if observer is not None:
+        observer.unpack(slot)
+    if slot.kept is not None:
+        return slot.kept.get()
+    record = slot.record
+    assert record is not None
+    key = (slot.atom, slot.place)
+    while True:
+        tensor, version = record.refilled.pop(key, (None, 0))
+        if tensor is not None:
+            if tensor._version != version:
+                raise RecoveryError(f"An operation changed a tensor {tuple(tensor.shape)} in place that its gradient needs.")
+            return tensor
+        _recover(record)
+
+
+@exclude_from_compilation
+def _recover(record: _Record) -> None:
+    with record.lock:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                _Recovery(record).run()
+        else:
+            _Recovery(record).run()
+    send_comparisons()
+
+
+class _Recovery:
+    """The second run of one span."""
+
+    def __init__(self, record: _Record):
+        judge_arrived()
+        self._record = record
+        self._shared = record.shared
+        self._program = record.shared.program
+        self._recipe = self._program.recipes[record.number]
+        self._env: dict[Node, Any] = {node: _restore(kept) for node, kept in record.starts.items()}
+        self._places: dict[int, int] = {}
+        self._wanted: set[tuple[int, int]] = {(i, place) for i, place, source, _ in record.slots if source is None}
+        self._sources: dict[Node, list[tuple[tuple[int, int], Any]]] = {}
+        for i, place, source, geometry in record.slots:
+            if source is not None:
+                self._sources.setdefault(source, []).append(((i, place), geometry))
+
+    def run(self) -> None:
+        recipe = self._recipe
+        for node in list(self._env):
+            self._refill_from(node)
+        for k, i in enumerate(recipe.atoms):
+            random = self._shared.random.get(i)
+            states = None if random is None else random.rewind()
+            try:
+                self._shared.settings[i].run(partial(self._run_atom, i))
+            finally:
+                if random is not None and states is not None:
+                    random.restore(states)
+            for node in recipe.dead_after[k]:
+                self._env.pop(node, None)
+        self._env.clear()
+        self._compare()
+
+    def _run_atom(self, i: int) -> None:
+        atom, env = self._program.spans.atoms[i], self._env
+        count = 0
+        refilled, wanted = self._record.refilled, self._wanted
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal count
+            if (i, count) in wanted:
+                refilled[i, count] = detach(tensor), tensor._version
+            count += 1
+
+        with torch.set_grad_enabled(self._shared.grad_modes[i]), torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
+            local = {node: env[node] for node in atom.reads}
+            for node in atom.nodes:
+                copies = {each: local[each].clone() for each in list_statistics(node)}  # they move once, in forward
+                local[node] = call_node(self._program.graph, node, local | copies if copies else local)
+        for node in atom.makes:
+            env[node] = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), local[node])
+        del local
+        for node in atom.makes:
+            self._refill_from(node)
+
+    def _refill_from(self, node: Node) -> None:
+        for key, (size, stride, offset) in self._sources.pop(node, ()):
+            value = self._env[node]
+            tensor = detach(value)
+            if (tensor.size(), tensor.stride(), tensor.storage_offset()) != (size, stride, offset):
+                with torch.no_grad():
+                    tensor = tensor.as_strided(size, stride, offset)
+            self._record.refilled[key] = tensor, tensor._version
+
+    def _compare(self) -> None:
+        """Compare the tensor that was saved last with that of the first run."""
+        if self._record.fingerprint is None:
+            return
+        key, expected = self._record.fingerprint
+        tensor, _ = self._record.refilled.get(key, (None, 0))
+        if tensor is not None:
+            name = self._program.spans.atoms[key[0]].name
+            Watch().compare(name, expected, tensor, _LARGEST_DIFFERENCE, of_state=False)
+
+
+def _restore(kept: Any) -> Any:
+    """Return a kept value as the first run saw it."""
+
+    def restore(each: Any) -> Any:
+        if not isinstance(each, _Kept):
+            return each
+        tensor = each.get()
+        return tensor.detach().requires_grad_(each.requires_grad) if each.requires_grad else tensor
+
+    if isinstance(kept, list | tuple):
+        return type(kept)(map(restore, kept))
+    return restore(kept)
+
+
+def _refuse(_: None) -> Tensor:
+    raise RecoveryError("The planned module differentiates inside its own forward. Call revzoo.release(module).")
+
+
+class _Makers:
+    """Which input or call has made a storage. Addresses are used again, so that a storage has to be alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Node, ref[torch.UntypedStorage]]] = {}
+
+    def note(self, value: Any, node: Node) -> None:
+        """Note the storages of a value, unless they are known as those of an earlier one."""
+        for tensor in tensors_in(value):
+            if self.find(tensor) is None:
+                storage = tensor.untyped_storage()
+                self._known[id(storage)] = node, ref(storage)
+
+    def find(self, tensor: Tensor) -> Node | None:
+        storage = tensor.untyped_storage()
+        node, known = self._known.get(id(storage), (None, None))
+        return node if known is not None and known() is storage else None
