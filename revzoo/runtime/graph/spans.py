@@ -8,11 +8,11 @@ References point one way: autograd's graph holds slots, a slot its span's record
 starts from. So everything is freed with autograd's graph, a span's tensors with the last of its slots.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
@@ -29,7 +29,7 @@ from revzoo.runtime.settings import Settings
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
 
-_SMALL = 64  # what an atom saves besides its inputs and results is kept where it is so many times smaller than they are
+SMALL = 64  # what an atom saves besides its inputs and results is kept where it is so many times smaller than they are
 _LARGEST_DIFFERENCE = 1e-2
 
 
@@ -55,7 +55,7 @@ class Observer(Protocol):
 
     def begin(self, atom: int) -> None: ...
 
-    def end(self, atom: int, saved: Sequence["Slot"]) -> None: ...
+    def end(self, atom: int, saved: Sequence["Slot"], made: Mapping[Node, Any]) -> None: ...
 
     def unpack(self, slot: "Slot") -> None: ...
 
@@ -115,7 +115,7 @@ class Recipe:
 class _Kept:
     """A tensor kept for backward, detached so that it holds no graph, with a check that nobody changes it in place."""
 
-    __slots__ = ("_tensor", "_version", "requires_grad")
+    __slots__ = ("__weakref__", "_tensor", "_version", "requires_grad")
 
     def __init__(self, tensor: Tensor):
         self._tensor = detach(tensor)
@@ -141,7 +141,7 @@ class Slot:
         tensor: until the atom has ended.
     """
 
-    __slots__ = ("__weakref__", "atom", "geometry", "kept", "place", "record", "source", "tensor")
+    __slots__ = ("__weakref__", "atom", "geometry", "holder", "kept", "place", "record", "source", "tensor")
 
     def __init__(self, tensor: Tensor, record: "_Record", atom: int, place: int):
         self.tensor: Tensor | None = tensor
@@ -151,10 +151,11 @@ class Slot:
         self.source: Node | None = None
         self.geometry: tuple[Sequence[int], Sequence[int], int] | None = None  # in the result of the source
         self.kept: _Kept | None = None
+        self.holder: Any = None  # of the result of the source, from which recoveries may start
 
-    def keep(self) -> None:
+    def keep(self, holder: Any = None) -> None:
         assert self.tensor is not None
-        self.kept, self.tensor, self.record = _Kept(self.tensor), None, None
+        self.kept, self.tensor, self.record, self.holder = _Kept(self.tensor), None, None, holder
 
 
 class _Record:
@@ -164,6 +165,7 @@ class _Record:
         self.number = number
         self.lock = run.lock
         self.starts: dict[Node, _Kept | Any] = {}
+        self.held_by_slots: set[Node] = set()
         self.slots: list[tuple[int, int, Node | None, Any]] = []  # atom, place, source, geometry of every dropped slot
         self.refilled: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self.fingerprint: tuple[tuple[int, int], Fingerprint] | None = None
@@ -182,6 +184,25 @@ class _Shared:
         self.flags: dict[Node, Any] = {}
 
 
+class _Packed:
+    """What autograd saves in one atom. The hooks live as long as autograd's graph, so they hold this and no more."""
+
+    def __init__(self) -> None:
+        self.atom = 0
+        self.record: _Record | None = None
+        self._slots: list[Slot] = []
+
+    def pack(self, tensor: Tensor) -> Slot:
+        assert self.record is not None
+        slot = Slot(tensor, self.record, self.atom, len(self._slots))
+        self._slots.append(slot)
+        return slot
+
+    def take(self) -> list[Slot]:
+        slots, self._slots, self.record = self._slots, [], None
+        return slots
+
+
 class _Run:
     """One call of a graph."""
 
@@ -192,11 +213,12 @@ class _Run:
         self.lock = RLock()
         self.shared = _Shared(program)
         self._held: dict[Node, Any] = {}
+        self._held_by_slots = set[Node]()  # those that live as long as a slot in autograd's graph
         self._makers = _Makers()
         for node, value in self._env.items():
             self._makers.note(value, node)
-        self._saved: list[Slot] = []
-        self._atom = 0
+        self._packed = _Packed()
+        self._unpack = _unpack if program.observer is None else partial(_unpack, observer=program.observer)
 
     def forward(self, output: Node) -> Any:
         program, spans = self._program, self._program.spans
@@ -205,13 +227,12 @@ class _Run:
         settings = Settings(device)
         start = 0
         for record, end in zip(records, spans.ends, strict=True):
-            with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, record), partial(_unpack, program.observer)):
-                for i in range(start, end):
-                    self.shared.settings.append(settings)
-                    self.shared.grad_modes.append(torch.is_grad_enabled())
-                    self._run_atom(i, record)
-                    if not spans.atoms[i].is_repeatable:
-                        settings = Settings(device)  # it may have entered autocast
+            for i in range(start, end):
+                self.shared.settings.append(settings)
+                self.shared.grad_modes.append(torch.is_grad_enabled())
+                self._run_atom(i, record)
+                if not spans.atoms[i].is_repeatable:
+                    settings = Settings(device)  # it may have entered autocast
             start = end
         for record in records:
             self._prepare(record)
@@ -221,25 +242,21 @@ class _Run:
     def _run_atom(self, i: int, record: _Record) -> None:
         program, env = self._program, self._env
         atom = program.spans.atoms[i]
-        self._atom = i
         if program.observer is not None:
             program.observer.begin(i)
         random = None
         if atom.draws:
             random = RandomState({t.device for each in atom.reads for t in tensors_in(env[each])})
-        for node in atom.nodes:
-            env[node] = call_node(program.graph, node, env)
+        self._packed.atom, self._packed.record = i, record
+        with torch.autograd.graph.saved_tensors_hooks(self._packed.pack, self._unpack):
+            for node in atom.nodes:
+                env[node] = call_node(program.graph, node, env)
         if random is not None:
             random.end_first_run()
             self.shared.random[i] = random
         self._settle(i, record)
         for node in program.dead_after[i]:
             del env[node]
-
-    def _pack(self, record: _Record, tensor: Tensor) -> Slot:
-        slot = Slot(tensor, record, self._atom, len(self._saved))
-        self._saved.append(slot)
-        return slot
 
     def _settle(self, i: int, record: _Record) -> None:
         """Decide what becomes of all that was saved in atom i, whose results are known now."""
@@ -253,7 +270,7 @@ class _Run:
             if isinstance(value, Tensor):
                 makers.note(value, node)
         largest = max((t.nbytes for node in (*atom.makes, *atom.reads) if node in env for t in tensors_in(env[node])), default=0)
-        saved, self._saved = self._saved, []
+        saved = self._packed.take()
         for slot in saved:
             tensor = slot.tensor
             assert tensor is not None
@@ -264,9 +281,12 @@ class _Run:
                 is_input
                 or not atom.is_repeatable
                 or (slot.source is not None and slot.source in spans.kept)
-                or (slot.source is None and (i in spans.kept_inside or tensor.nbytes * _SMALL <= largest))
+                or (slot.source is None and (i in spans.kept_inside or tensor.nbytes * SMALL <= largest))
             ):
-                slot.keep()
+                holder = None if is_input or slot.source is None else self._held.get(slot.source)
+                slot.keep(holder)
+                if isinstance(holder, _Kept):
+                    self._held_by_slots.add(cast(Node, slot.source))
                 continue
             if slot.source is not None:
                 slot.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -276,7 +296,7 @@ class _Run:
             if is_watching() and (taken := take_fingerprint(record.latest.tensor)) is not None:
                 record.fingerprint = (record.latest.atom, record.latest.place), taken
         if program.observer is not None:
-            program.observer.end(i, saved)
+            program.observer.end(i, saved, {node: env[node] for node in atom.makes})
         for slot in saved:
             slot.tensor = None
 
@@ -287,6 +307,7 @@ class _Run:
             recipe = self._program.recipes[record.number] = find_recipe(self._program.spans, record.slots)
         if record.slots:
             record.starts = {node: self._held[node] for node in recipe.starts}
+            record.held_by_slots = self._held_by_slots.intersection(recipe.starts)
             record.starts |= {node: map_tensors(_Kept, self._inputs[node]) for node in recipe.inputs}
 
 
@@ -326,7 +347,7 @@ def find_recipe(spans: Spans, slots: Iterable[tuple[int, int, Node | None, Any]]
     return Recipe(tuple(order), tuple(starts), tuple(inputs), dead)
 
 
-def _unpack(observer: Observer | None, slot: Slot) -> Tensor:
+def _unpack(slot: Slot, observer: Observer | None = None) -> Tensor:
     if observer is not None:
         observer.unpack(slot)
     if slot.kept is not None:
@@ -364,6 +385,10 @@ class _Recovery:
         self._program = record.shared.program
         self._recipe = self._program.recipes[record.number]
         self._env: dict[Node, Any] = {node: _restore(kept) for node, kept in record.starts.items()}
+        # From here on, autograd's graph alone decides how long these live; a retained graph has them for another recovery.
+        for node in record.held_by_slots:
+            if isinstance(kept := record.starts[node], _Kept):
+                record.starts[node] = ref(kept)
         self._places: dict[int, int] = {}
         self._wanted: set[tuple[int, int]] = {(i, place) for i, place, source, _ in record.slots if source is None}
         self._sources: dict[Node, list[tuple[tuple[int, int], Any]]] = {}
@@ -434,6 +459,9 @@ def _restore(kept: Any) -> Any:
     """Return a kept value as the first run saw it."""
 
     def restore(each: Any) -> Any:
+        if isinstance(each, ref):
+            each = each()
+            assert each is not None, "a slot holds it"
         if not isinstance(each, _Kept):
             return each
         tensor = each.get()
