@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -68,8 +69,14 @@ def capture(module: nn.Module, batch: Any) -> Capture:
 
             return run
 
-        with _disable_current_modes():
-            outputs = call(capture_calls(module, run_and_note), fake_batch)
+        try:
+            with _disable_current_modes():
+                outputs = call(capture_calls(module, run_and_note), fake_batch)
+        except DataDependentOutputException as error:
+            raise InputError(
+                f"The forward of {type(module).__name__} reads the values of tensors ({error}), by which it may decide what to "
+                "compute, and without values it cannot be captured. Plan a submodule that does not."
+            ) from error
         if len(found) != 1:
             raise InputError(
                 f"The forward of {type(module).__name__} is {len(found)} graphs for torch.compile, and one can be planned. "

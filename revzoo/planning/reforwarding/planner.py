@@ -130,7 +130,7 @@ class _Step:
             budget_bytes=budget,
             extra_flops=flops - self.record.total_flops,
             total_flops=self.record.total_flops,
-            min_peak_bytes=self.least_peak,
+            min_peak_bytes=min(self.least_peak, peak),
             no_recompute_peak_bytes=self.stored_peak,
             setting=setting,
             notes=notes,
