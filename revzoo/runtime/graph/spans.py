@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import exclude_from_compilation
-from revzoo.runtime.graph.atoms import Atom, bind_inputs, call_node, find_last_uses, list_statistics
+from revzoo.runtime.graph.atoms import Atom, bind_inputs, call_node, find_last_uses
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.refill_hooks import detach
@@ -181,7 +181,7 @@ class _Shared:
         self.random: dict[int, RandomState] = {}
         self.grad_modes: list[bool] = []
         self.settings: list[Settings] = []
-        self.flags: dict[Node, Any] = {}
+        self.statistics: dict[Node, Tensor] = {}  # whose values no result depends on
 
 
 class _Packed:
@@ -254,6 +254,8 @@ class _Run:
         if random is not None:
             random.end_first_run()
             self.shared.random[i] = random
+        for node in atom.statistics:
+            self.shared.statistics[node] = detach(env[node])
         self._settle(i, record)
         for node in program.dead_after[i]:
             del env[node]
@@ -269,7 +271,9 @@ class _Run:
                 self._held[node] = map_tensors(_Kept, value)
             if isinstance(value, Tensor):
                 makers.note(value, node)
-        largest = max((t.nbytes for node in (*atom.makes, *atom.reads) if node in env for t in tensors_in(env[node])), default=0)
+        largest = max(
+            (t.nbytes for node in (*atom.makes, *atom.reads) if node in env for t in tensors_in(env[node])), default=0
+        )
         saved = self._packed.take()
         for slot in saved:
             tensor = slot.tensor
@@ -302,6 +306,7 @@ class _Run:
 
     def _prepare(self, record: _Record) -> None:
         """Give a span what its recovery starts from."""
+        record.latest = None  # a slot holds its record
         recipe = self._program.recipes.get(record.number)
         if recipe is None:
             recipe = self._program.recipes[record.number] = find_recipe(self._program.spans, record.slots)
@@ -426,9 +431,10 @@ class _Recovery:
 
         with torch.set_grad_enabled(self._shared.grad_modes[i]), torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
             local = {node: env[node] for node in atom.reads}
+            for node in atom.statistics:
+                local[node] = self._shared.statistics[node].clone()  # they move once, in forward
             for node in atom.nodes:
-                copies = {each: local[each].clone() for each in list_statistics(node)}  # they move once, in forward
-                local[node] = call_node(self._program.graph, node, local | copies if copies else local)
+                local[node] = call_node(self._program.graph, node, local)
         for node in atom.makes:
             env[node] = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), local[node])
         del local
