@@ -7,7 +7,7 @@ has returned.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -75,15 +75,42 @@ def list_inputs(graph: GraphModule) -> list[Node]:
     return [node for node in graph.graph.nodes if node.op in _INPUTS]
 
 
-def call_node(graph: GraphModule, node: Node, env: dict[Node, Any]) -> Any:
-    """Run one call of a graph, with the results of others at hand."""
-    args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+def prepare_call(graph: GraphModule, node: Node) -> Callable[[Mapping[Node, Any]], Any]:
+    """Return what runs one call of a graph, given the results of others."""
+    function = _find_function(graph, node)
+    constants = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, Node)]
+    inside: list[Node] = []
+    map_arg(constants, inside.append)
+    if inside:  # in a list or slice
+
+        def call_nested(env: Mapping[Node, Any]) -> Any:
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+            return function(*args, **kwargs)
+
+        return call_nested
+    args, kwargs = list(node.args), dict(node.kwargs)
+    positions = [(i, a) for i, a in enumerate(args) if isinstance(a, Node)]
+    names = [(name, a) for name, a in kwargs.items() if isinstance(a, Node)]
+
+    def call(env: Mapping[Node, Any]) -> Any:
+        given: list[Any] = args.copy()
+        for i, each in positions:
+            given[i] = env[each]
+        if not names:
+            return function(*given, **kwargs)
+        return function(*given, **(kwargs | {name: env[each] for name, each in names}))
+
+    return call
+
+
+def _find_function(graph: GraphModule, node: Node) -> Callable[..., Any]:
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        name = str(node.target)
+        return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
     if node.op == "call_module":
-        return graph.get_submodule(str(node.target))(*args, **kwargs)
+        return graph.get_submodule(str(node.target))
     assert callable(node.target)
-    return node.target(*args, **kwargs)
+    return node.target
 
 
 def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
@@ -195,7 +222,7 @@ class _Follower:
         before = [t._version for t in given]
         grad_mode = torch.is_grad_enabled()
         with _Drawing() as drawing:
-            out = self._env[node] = call_node(self._graph, node, self._env)
+            out = self._env[node] = prepare_call(self._graph, node)(self._env)
         torch.set_grad_enabled(grad_mode)
         changed = {self._makers[_key(t)] for t, version in zip(given, before, strict=True) if t._version != version}
         for t in tensors_in(out):
@@ -285,7 +312,8 @@ def _get_attribute(graph: GraphModule, path: str) -> Any:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class _Drawing(TorchDispatchMode):
