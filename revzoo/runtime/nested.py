@@ -32,6 +32,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     Collections keep their type, except for mappings that PyTorch's pytrees do not know: they become dictionaries. Iterables
     that are neither, such as generators, are returned as they are.
     """
+    if isinstance(tree, Tensor):  # nearly every call, as above
+        return function(tree)
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -15,6 +15,7 @@ from revzoo.errors import PlanError
 from revzoo.format import format_bytes
 from revzoo.planning.reforwarding.graph_plan import GraphPlan, compute_digest
 from revzoo.planning.setting import Setting, read_setting
+from revzoo.runtime.graph.atoms import inline_checkpoints
 from revzoo.runtime.graph.captured_call import Runner, replace_call, restore_call
 from revzoo.runtime.graph.spans import SpannedGraph
 
@@ -118,6 +119,7 @@ class _PlannedRunner:
         self._has_warned = False
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
+        inline_checkpoints(graph)
         if compute_digest(graph, inputs) == self._plan.graph.digest:
             return SpannedGraph(graph, self._plan.graph.bind(graph))
         if torch.is_grad_enabled() and not self._has_warned:

@@ -6,13 +6,16 @@ belongs to the same atom as the one that made the tensor, and with all calls in 
 has returned.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.operations import describe
 
-_STATISTICS = (F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)  # they take running statistics
+# What takes running statistics: their first position, and whether they move where the sixth argument does not say it.
+_STATISTICS = {
+    F.batch_norm: (1, False),
+    torch.batch_norm: (3, False),
+    F.instance_norm: (1, True),
+    torch.instance_norm: (3, True),
+}
+_ROOT = re.compile(r"^\w\['\w+'\]\.?")  # how the compiler calls the captured module
+_INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
 _INPUTS = ("placeholder", "get_attr")
 
 
@@ -31,14 +42,17 @@ class Atom:
     Args:
         nodes: the calls.
         makes: those of them whose results are used by others.
-        reads: the nodes outside whose results it uses, inputs of the graph among them.
+        reads: the nodes outside whose results it uses, inputs of the graph among them, but for `statistics`.
+        statistics: inputs of the graph that it moves and on which its results do not depend.
         draws: whether it may draw random numbers.
-        is_repeatable: whether it may run again: it changes no tensor that it has not made, and no setting.
+        is_repeatable: whether it may run again: it changes no tensor that it has not made, and no setting, and reads no input
+            that the graph changes later.
     """
 
     nodes: tuple[Node, ...]
     makes: tuple[Node, ...]
     reads: tuple[Node, ...]
+    statistics: tuple[Node, ...]
     draws: bool
     is_repeatable: bool
 
@@ -47,13 +61,25 @@ class Atom:
         """Return the atom of these calls, in order."""
         inside = set(nodes)
         makes = tuple(node for node in nodes if any(user not in inside for user in node.users))
-        reads = tuple(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
-        return cls(tuple(nodes), makes, reads, draws, is_repeatable)
+        statistics, reads = dict[Node, None](), dict[Node, None]()
+        for node in nodes:
+            moved = dict.fromkeys(_list_moved_inputs(node))
+            statistics |= moved
+            reads |= dict.fromkeys(each for each in node.all_input_nodes if each not in moved and each not in inside)
+        return cls(tuple(nodes), makes, tuple(reads), tuple(statistics), draws, is_repeatable)
 
     @property
     def name(self) -> str:
-        """The name of its last call."""
-        return self.nodes[-1].name
+        """Its last call in the user's words: the path of the submodule that makes it, and the function."""
+        return name_call(self.nodes[-1])
+
+
+def name_call(node: Node) -> str:
+    """Return the path of the submodule that makes a call, and the function: `blocks.3.mlp.fc1 (linear)`."""
+    function = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    path = _INDEX.sub(r".\1", _ROOT.sub("", paths[-1])).lstrip(".") if paths else ""
+    return f"{path} ({function})" if path else function
 
 
 def list_inputs(graph: GraphModule) -> list[Node]:
@@ -61,24 +87,52 @@ def list_inputs(graph: GraphModule) -> list[Node]:
     return [node for node in graph.graph.nodes if node.op in _INPUTS]
 
 
-def call_node(graph: GraphModule, node: Node, env: dict[Node, Any]) -> Any:
-    """Run one call of a graph, with the results of others at hand."""
-    args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+def prepare_call(graph: GraphModule, node: Node) -> Callable[[Mapping[Node, Any]], Any]:
+    """Return what runs one call of a graph, given the results of others."""
+    function = _find_function(graph, node)
+    constants = [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, Node)]
+    inside: list[Node] = []
+    map_arg(constants, inside.append)
+    if inside:  # in a list or slice
+
+        def call_nested(env: Mapping[Node, Any]) -> Any:
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+            return function(*args, **kwargs)
+
+        return call_nested
+    args, kwargs = list(node.args), dict(node.kwargs)
+    positions = [(i, a) for i, a in enumerate(args) if isinstance(a, Node)]
+    names = [(name, a) for name, a in kwargs.items() if isinstance(a, Node)]
+
+    def call(env: Mapping[Node, Any]) -> Any:
+        given: list[Any] = args.copy()
+        for i, each in positions:
+            given[i] = env[each]
+        if not names:
+            return function(*given, **kwargs)
+        return function(*given, **(kwargs | {name: env[each] for name, each in names}))
+
+    return call
+
+
+def _find_function(graph: GraphModule, node: Node) -> Callable[..., Any]:
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        name = str(node.target)
+        return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
     if node.op == "call_module":
-        return graph.get_submodule(str(node.target))(*args, **kwargs)
+        return graph.get_submodule(str(node.target))
     assert callable(node.target)
-    return node.target(*args, **kwargs)
+    return node.target
 
 
 def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
     """Return the atoms of a graph, in an order in which they can run.
 
     Args:
-        graph: as captured.
+        graph: as captured. The bodies of checkpoints in it become calls of the graph itself.
         inputs: what it is called with, FakeTensors in place of tensors. They are changed as the graph changes them.
     """
+    inline_checkpoints(graph)
     follower = _Follower(graph, inputs)
     calls = [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
     place = {call.node: i for i, call in enumerate(calls)}
@@ -86,10 +140,16 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
     for i, call in enumerate(calls):
         if call.changes:
             _join(calls, group, min(place[node] for node in call.changes), i)
+    changed_later = set[Node]()
+    stale = set[Node]()  # calls that would read something else the second time
+    for call in reversed(calls):
+        if not changed_later.isdisjoint(call.reads_inputs):
+            stale.add(call.node)
+        changed_later |= call.changes_inputs
     members: dict[int, list[_Call]] = {}
     for i, last in enumerate(group):
         members.setdefault(last, []).append(calls[i])
-    return [_make_atom(members[last]) for last in sorted(members)]
+    return [_make_atom(members[last], stale) for last in sorted(members)]
 
 
 def _join(calls: Sequence["_Call"], group: list[int], first: int, last: int) -> None:
@@ -99,17 +159,19 @@ def _join(calls: Sequence["_Call"], group: list[int], first: int, last: int) -> 
         inside = [j for j in range(len(calls)) if group[j] in joined and j <= last]
         nodes = {calls[j].node for j in inside} | {calls[last].node}
         shared = {each for j in (*inside, last) for each in calls[j].changes_inputs}
+        read = {each for j in (*inside, last) for each in calls[j].reads_inputs}
         draws = any(calls[j].draws for j in (*inside, last))
+        changes_setting = any(calls[j].changes_setting for j in range(min(inside), last))  # nothing may move across it
         more = {
             group[j]
             for j in range(min(inside), last)
             if group[j] not in joined
             and (
-                not nodes.isdisjoint(calls[j].node.all_input_nodes)
-                or not shared.isdisjoint(calls[j].node.all_input_nodes)
-                or not calls[j].changes_inputs.isdisjoint(each for node in nodes for each in node.all_input_nodes)
+                changes_setting
+                or not nodes.isdisjoint(calls[j].node.all_input_nodes)
+                or not shared.isdisjoint(calls[j].reads_inputs | calls[j].changes_inputs)
+                or not calls[j].changes_inputs.isdisjoint(read)
                 or (draws and calls[j].draws)
-                or calls[j].changes_setting
             )
         }
         if not more:
@@ -120,9 +182,11 @@ def _join(calls: Sequence["_Call"], group: list[int], first: int, last: int) -> 
             group[j] = last
 
 
-def _make_atom(calls: Sequence["_Call"]) -> Atom:
+def _make_atom(calls: Sequence["_Call"], stale: set[Node]) -> Atom:
+    nodes = [call.node for call in calls]
     changes_others = any(call.changes_setting or call.changes_inputs - call.statistics for call in calls)
-    return Atom.of([call.node for call in calls], draws=any(call.draws for call in calls), is_repeatable=not changes_others)
+    is_repeatable = not changes_others and stale.isdisjoint(nodes)
+    return Atom.of(nodes, draws=any(call.draws for call in calls), is_repeatable=is_repeatable)
 
 
 @dataclass(frozen=True)
@@ -131,6 +195,8 @@ class _Call:
 
     Args:
         node: the call.
+        reads: the nodes whose results it uses, but for `statistics`.
+        reads_inputs: inputs of the graph in whose memory these lie.
         changes: calls whose results it changes in place.
         changes_inputs: inputs of the graph that it changes.
         statistics: those of them that its result does not depend on.
@@ -139,6 +205,8 @@ class _Call:
     """
 
     node: Node
+    reads: tuple[Node, ...]
+    reads_inputs: frozenset[Node]
     changes: frozenset[Node]
     changes_inputs: frozenset[Node]
     statistics: frozenset[Node]
@@ -162,15 +230,23 @@ class _Follower:
         before = [t._version for t in given]
         grad_mode = torch.is_grad_enabled()
         with _Drawing() as drawing:
-            out = self._env[node] = call_node(self._graph, node, self._env)
+            out = self._env[node] = prepare_call(self._graph, node)(self._env)
         torch.set_grad_enabled(grad_mode)
         changed = {self._makers[_key(t)] for t, version in zip(given, before, strict=True) if t._version != version}
         for t in tensors_in(out):
             self._makers.setdefault(_key(t), node)
-        statistics = frozenset(list_statistics(node))
-        inputs = frozenset(each for each in changed if each.op in _INPUTS) | statistics
+        moved = list_statistics(node)
+        changed.update(moved)
+        statistics = frozenset(_list_moved_inputs(node))
+        inputs = frozenset(each for each in changed if each.op in _INPUTS)
+        reads = tuple(each for each in node.all_input_nodes if each not in statistics)
+        makers = {self._makers[_key(t)] for each in reads for t in tensors_in(self._env[each])}
+        reads_inputs = frozenset(each for each in makers if each.op in _INPUTS)
         computes = bool(changed) or isinstance(out, Tensor | tuple | list | int | float | bool)
-        return _Call(node, frozenset(changed) - inputs, inputs, statistics, not computes, drawing.has_drawn)
+        changes_setting = not computes
+        return _Call(
+            node, reads, reads_inputs, frozenset(changed) - inputs, inputs, statistics, changes_setting, drawing.has_drawn
+        )
 
 
 def find_last_uses(graph: GraphModule) -> dict[Node, Node]:
@@ -190,11 +266,54 @@ def bind_inputs(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[Nod
 
 
 def list_statistics(node: Node) -> list[Node]:
-    """Return the running statistics that a call may change without showing it. Its result does not depend on them then."""
-    if node.target not in _STATISTICS:
+    """Return the running statistics that a call moves, perhaps without showing it. Its result does not depend on them then."""
+    if node.op != "call_function" or node.target not in _STATISTICS:
         return []
-    given = [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
-    return [each for each in given if isinstance(each, Node)]
+    first, moves = _STATISTICS[node.target]
+    moves = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", node.kwargs.get("use_input_stats", moves))
+    given = [*node.args[first : first + 2], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+    return [each for each in given if isinstance(each, Node)] if moves else []
+
+
+def _list_moved_inputs(node: Node) -> list[Node]:
+    return [each for each in list_statistics(node) if each.op in _INPUTS]
+
+
+def inline_checkpoints(graph: GraphModule) -> None:
+    """Replace checkpoints by their bodies: what is kept is for a plan to say.
+
+    Besides, PyTorch 2.15 runs a checkpoint in a graph without rewinding the random stream.
+    """
+    waiting = [node for node in graph.graph.nodes if _is_checkpoint(node)]
+    numbers = count()
+    while waiting:
+        node = waiting.pop()
+        body, *given = node.args
+        inner = _get_attribute(graph, str(body.target))
+        values: dict[Node, Any] = {}
+        arguments = iter(given)
+        with graph.graph.inserting_before(node):
+            for each in inner.graph.nodes:
+                if each.op == "placeholder":
+                    values[each] = next(arguments)
+                elif each.op == "output":
+                    (results,) = map_arg(each.args, values.__getitem__)
+                else:
+                    values[each] = copied = graph.graph.node_copy(each, values.__getitem__)
+                    if each.op in ("get_attr", "call_module"):
+                        copied.target = f"_checkpointed_{next(numbers)}"
+                        setattr(graph, copied.target, _get_attribute(inner, str(each.target)))
+                    if _is_checkpoint(copied):
+                        waiting.append(copied)
+        for user in list(node.users):  # they pick single results
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _is_checkpoint(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
 
 
 def _get_attribute(graph: GraphModule, path: str) -> Any:
@@ -205,7 +324,8 @@ def _get_attribute(graph: GraphModule, path: str) -> Any:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class _Drawing(TorchDispatchMode):
@@ -216,5 +336,6 @@ class _Drawing(TorchDispatchMode):
         self.has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.has_drawn |= describe(func).draws(args, kwargs or {})
+        # A higher-order operation does not show what it calls.
+        self.has_drawn |= isinstance(func, HigherOrderOperator) or describe(func).draws(args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """Running a captured graph so that backward recovers what it needs span by span.
 
 The calls of the graph run as ordinary autograd code under `saved_tensors_hooks`. Of what autograd saves, the pack hook keeps
-parameters, inputs of the graph and what the plan names; it drops the rest and leaves a `_Slot`. Unpacking the first dropped slot
+parameters, inputs of the graph and what the plan names; it drops the rest and leaves a `Slot`. Unpacking the first dropped slot
 of a span in backward recovers the whole span: the atoms that are needed run again, from what was kept, and refill its slots.
 
 References point one way: autograd's graph holds slots, a slot its span's record, and that the kept tensors which the recovery
@@ -11,6 +11,7 @@ starts from. So everything is freed with autograd's graph, a span's tensors with
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from threading import RLock
 from typing import Any, Protocol, cast
 from weakref import ref
@@ -21,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import exclude_from_compilation
-from revzoo.runtime.graph.atoms import Atom, bind_inputs, call_node, find_last_uses, list_statistics
+from revzoo.runtime.graph.atoms import Atom, bind_inputs, find_last_uses, prepare_call
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.refill_hooks import detach
@@ -29,6 +30,7 @@ from revzoo.runtime.settings import Settings
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
 
+Geometry = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset in the storage
 SMALL = 64  # what an atom saves besides its inputs and results is kept where it is so many times smaller than they are
 _LARGEST_DIFFERENCE = 1e-2
 
@@ -74,6 +76,7 @@ class SpannedGraph:
         self.spans = spans
         self.observer = observer
         self.recipes: dict[int, Recipe] = {}  # by span, from the first call on
+        self.calls = [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in spans.atoms]
         last = find_last_uses(graph)
         self._output = next(node for node in graph.graph.nodes if node.op == "output")
         number = {node: i for i, atom in enumerate(spans.atoms) for node in atom.nodes}
@@ -149,7 +152,7 @@ class Slot:
         self.atom = atom
         self.place = place  # among what is saved in the atom
         self.source: Node | None = None
-        self.geometry: tuple[Sequence[int], Sequence[int], int] | None = None  # in the result of the source
+        self.geometry: Geometry | None = None  # in the result of the source
         self.kept: _Kept | None = None
         self.holder: Any = None  # of the result of the source, from which recoveries may start
 
@@ -181,7 +184,7 @@ class _Shared:
         self.random: dict[int, RandomState] = {}
         self.grad_modes: list[bool] = []
         self.settings: list[Settings] = []
-        self.flags: dict[Node, Any] = {}
+        self.statistics: dict[Node, Tensor] = {}  # whose values no result depends on
 
 
 class _Packed:
@@ -221,19 +224,20 @@ class _Run:
         self._unpack = _unpack if program.observer is None else partial(_unpack, observer=program.observer)
 
     def forward(self, output: Node) -> Any:
-        program, spans = self._program, self._program.spans
+        spans = self._program.spans
         records = [_Record(i, self) for i in range(len(spans.ends))]
         device = next((t.device for t in tensors_in(list(self._inputs.values()))), torch.device("cpu"))
         settings = Settings(device)
         start = 0
-        for record, end in zip(records, spans.ends, strict=True):
-            for i in range(start, end):
-                self.shared.settings.append(settings)
-                self.shared.grad_modes.append(torch.is_grad_enabled())
-                self._run_atom(i, record)
-                if not spans.atoms[i].is_repeatable:
-                    settings = Settings(device)  # it may have entered autocast
-            start = end
+        with torch.autograd.graph.saved_tensors_hooks(self._packed.pack, self._unpack):
+            for record, end in zip(records, spans.ends, strict=True):
+                for i in range(start, end):
+                    self.shared.settings.append(settings)
+                    self.shared.grad_modes.append(torch.is_grad_enabled())
+                    self._run_atom(i, record)
+                    if not spans.atoms[i].is_repeatable:
+                        settings = Settings(device)  # it may have entered autocast
+                start = end
         for record in records:
             self._prepare(record)
         (results,) = output.args
@@ -248,12 +252,13 @@ class _Run:
         if atom.draws:
             random = RandomState({t.device for each in atom.reads for t in tensors_in(env[each])})
         self._packed.atom, self._packed.record = i, record
-        with torch.autograd.graph.saved_tensors_hooks(self._packed.pack, self._unpack):
-            for node in atom.nodes:
-                env[node] = call_node(program.graph, node, env)
+        for node, call in program.calls[i]:
+            env[node] = call(env)
         if random is not None:
             random.end_first_run()
             self.shared.random[i] = random
+        for node in atom.statistics:
+            self.shared.statistics[node] = detach(env[node])
         self._settle(i, record)
         for node in program.dead_after[i]:
             del env[node]
@@ -269,9 +274,6 @@ class _Run:
                 self._held[node] = map_tensors(_Kept, value)
             if isinstance(value, Tensor):
                 makers.note(value, node)
-        largest = max(
-            (t.nbytes for node in (*atom.makes, *atom.reads) if node in env for t in tensors_in(env[node])), default=0
-        )
         saved = self._packed.take()
         for slot in saved:
             tensor = slot.tensor
@@ -283,7 +285,7 @@ class _Run:
                 is_input
                 or not atom.is_repeatable
                 or (slot.source is not None and slot.source in spans.kept)
-                or (slot.source is None and (i in spans.kept_inside or tensor.nbytes * SMALL <= largest))
+                or (slot.source is None and (i in spans.kept_inside or self._is_small(tensor, atom)))
             ):
                 holder = None if is_input or slot.source is None else self._held.get(slot.source)
                 slot.keep(holder)
@@ -291,19 +293,25 @@ class _Run:
                     self._held_by_slots.add(cast(Node, slot.source))
                 continue
             if slot.source is not None:
-                slot.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+                slot.geometry = _read_geometry(tensor)
             record.slots.append((i, slot.place, slot.source, slot.geometry))
             record.latest = slot
-        if record.latest is not None and record.latest.tensor is not None:
-            if is_watching() and (taken := take_fingerprint(record.latest.tensor)) is not None:
-                record.fingerprint = (record.latest.atom, record.latest.place), taken
+        latest = record.latest
+        if latest is not None and latest.tensor is not None and is_watching():
+            taken = take_fingerprint(latest.tensor)
+            record.fingerprint = None if taken is None else ((latest.atom, latest.place), taken)
         if program.observer is not None:
             program.observer.end(i, saved, {node: env[node] for node in atom.makes})
         for slot in saved:
             slot.tensor = None
 
+    def _is_small(self, tensor: Tensor, atom: Atom) -> bool:
+        around = (t for node in (*atom.makes, *atom.reads) for t in tensors_in(self._env[node]))
+        return tensor.nbytes * SMALL <= max((t.nbytes for t in around), default=0)
+
     def _prepare(self, record: _Record) -> None:
         """Give a span what its recovery starts from."""
+        record.latest = None  # a slot holds its record
         recipe = self._program.recipes.get(record.number)
         if recipe is None:
             recipe = self._program.recipes[record.number] = find_recipe(self._program.spans, record.slots)
@@ -391,7 +399,7 @@ class _Recovery:
         for node in record.held_by_slots:
             if isinstance(kept := record.starts[node], _Kept):
                 record.starts[node] = ref(kept)
-        self._places: dict[int, int] = {}
+        self._atom = self._place = 0  # of what autograd saves next
         self._wanted: set[tuple[int, int]] = {(i, place) for i, place, source, _ in record.slots if source is None}
         self._sources: dict[Node, list[tuple[tuple[int, int], Any]]] = {}
         for i, place, source, geometry in record.slots:
@@ -399,51 +407,60 @@ class _Recovery:
                 self._sources.setdefault(source, []).append(((i, place), geometry))
 
     def run(self) -> None:
-        recipe = self._recipe
         for node in list(self._env):
             self._refill_from(node)
-        for k, i in enumerate(recipe.atoms):
-            random = self._shared.random.get(i)
-            states = None if random is None else random.rewind()
-            try:
-                self._shared.settings[i].run(partial(self._run_atom, i))
-            finally:
-                if random is not None and states is not None:
-                    random.restore(states)
-            for node in recipe.dead_after[k]:
-                self._env.pop(node, None)
+        shared = self._shared
+        under = groupby(
+            enumerate(self._recipe.atoms), key=lambda each: (id(shared.settings[each[1]]), shared.grad_modes[each[1]])
+        )
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse):
+            for (_, grad_mode), atoms in under:
+                first = list(atoms)
+                shared.settings[first[0][1]].run(partial(self._run_atoms, first, grad_mode))
         self._env.clear()
         self._compare()
 
+    def _run_atoms(self, atoms: Sequence[tuple[int, int]], grad_mode: bool) -> None:
+        """Run atoms, given with their places in the recipe."""
+        with torch.set_grad_enabled(grad_mode):
+            for k, i in atoms:
+                random = self._shared.random.get(i)
+                states = None if random is None else random.rewind()
+                try:
+                    self._run_atom(i)
+                finally:
+                    if random is not None and states is not None:
+                        random.restore(states)
+                for node in self._recipe.dead_after[k]:
+                    self._env.pop(node, None)
+
     def _run_atom(self, i: int) -> None:
         atom, env = self._program.spans.atoms[i], self._env
-        count = 0
-        refilled, wanted = self._record.refilled, self._wanted
-
-        def pack(tensor: Tensor) -> None:
-            nonlocal count
-            if (i, count) in wanted:
-                refilled[i, count] = detach(tensor), tensor._version
-            count += 1
-
-        with torch.set_grad_enabled(self._shared.grad_modes[i]), torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
-            local = {node: env[node] for node in atom.reads}
-            for node in atom.nodes:
-                copies = {each: local[each].clone() for each in list_statistics(node)}  # they move once, in forward
-                local[node] = call_node(self._program.graph, node, local | copies if copies else local)
+        self._atom, self._place = i, 0
+        local = {node: env[node] for node in atom.reads}
+        for node in atom.statistics:
+            local[node] = self._shared.statistics[node].clone()  # they move once, in forward
+        for node, call in self._program.calls[i]:
+            local[node] = call(local)
         for node in atom.makes:
-            env[node] = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), local[node])
+            env[node] = map_tensors(_cut, local[node])
         del local
         for node in atom.makes:
-            self._refill_from(node)
+            if node in self._sources:
+                self._refill_from(node)
+
+    def _pack(self, tensor: Tensor) -> None:
+        key = self._atom, self._place
+        self._place += 1
+        if key in self._wanted:
+            self._record.refilled[key] = detach(tensor), tensor._version
 
     def _refill_from(self, node: Node) -> None:
-        for key, (size, stride, offset) in self._sources.pop(node, ()):
-            value = self._env[node]
-            tensor = detach(value)
-            if (tensor.size(), tensor.stride(), tensor.storage_offset()) != (size, stride, offset):
+        for key, geometry in self._sources.pop(node, ()):
+            tensor = detach(self._env[node])
+            if _read_geometry(tensor) != geometry:
                 with torch.no_grad():
-                    tensor = tensor.as_strided(size, stride, offset)
+                    tensor = tensor.as_strided(*geometry)
             self._record.refilled[key] = tensor, tensor._version
 
     def _compare(self) -> None:
@@ -455,6 +472,15 @@ class _Recovery:
         if tensor is not None:
             name = self._program.spans.atoms[key[0]].name
             Watch().compare(name, expected, tensor, _LARGEST_DIFFERENCE, of_state=False)
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """Return a result as a leaf, so that the graph of the atom that has made it is freed."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _read_geometry(tensor: Tensor) -> Geometry:
+    return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 def _restore(kept: Any) -> Any:
