@@ -1,7 +1,7 @@
 """What one training step of a captured graph allocates, saves and computes, atom by atom.
 
-The step is run once in FakeTensors with everything kept. From its log of live bytes follows the memory of every plan: in forward,
-a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what forward has
+The step is run once in FakeTensors with everything kept. From its log of live bytes follows the memory of every plan: in
+forward, a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what forward has
 made is freed when the last slot that holds it is.
 """
 
@@ -104,7 +104,7 @@ class _Recorder:
             self.made[node] = self.live.find(value)
         self.flops[atom] += self.counter.forward
         for slot in saved:
-            assert slot.tensor is None and slot.kept is not None
+            assert slot.kept is not None
             (storage,) = self.live.find(slot.kept.get())
             number = len(self.saved)
             self.saved.append((atom, slot.source, storage, number))
