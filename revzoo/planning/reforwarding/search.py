@@ -72,7 +72,9 @@ class Choices:
         self._always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed
         self.borders = self._list_borders()
         self.options: list[list[Option]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
-        self.end_bytes = record.result_bytes + int(self._gradient[: max(1, min(at for at in record.first_unpack if at >= 0))].max())
+        self.end_bytes = record.result_bytes + int(
+            self._gradient[: max(1, min(at for at in record.first_unpack if at >= 0))].max()
+        )
 
     def _list_borders(self) -> list[int]:
         record = self.record
@@ -252,6 +254,14 @@ class Front:
             chosen.append(option)
             border, column = self._choices.borders.index(option.end), int(following)
         return chosen
+
+    def choose_least(self, most_flops: int) -> list[Option]:
+        """Return the spans with the smallest peak among those that run at most so many FLOPs again."""
+        for peak, _ in self.list_points():
+            chosen = self.choose(peak)
+            if chosen is not None and sum(option.flops for option in chosen) <= most_flops:
+                return chosen
+        raise AssertionError("the last point runs nothing again")
 
     def make_spans(self, chosen: Sequence[Option]) -> Spans:
         """Return chosen spans as they are run."""

@@ -43,6 +43,14 @@ class Atom:
     draws: bool
     is_repeatable: bool
 
+    @classmethod
+    def of(cls, nodes: Sequence[Node], *, draws: bool, is_repeatable: bool) -> "Atom":
+        """Return the atom of these calls, in order."""
+        inside = set(nodes)
+        makes = tuple(node for node in nodes if any(user not in inside for user in node.users))
+        reads = tuple(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
+        return cls(tuple(nodes), makes, reads, draws, is_repeatable)
+
     @property
     def name(self) -> str:
         """The name of its last call."""
@@ -114,12 +122,8 @@ def _join(calls: Sequence["_Call"], group: list[int], first: int, last: int) -> 
 
 
 def _make_atom(calls: Sequence["_Call"]) -> Atom:
-    nodes = tuple(call.node for call in calls)
-    inside = set(nodes)
-    makes = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    reads = tuple(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside))
     changes_others = any(call.changes_setting or call.changes_inputs - call.statistics for call in calls)
-    return Atom(nodes, makes, reads, any(call.draws for call in calls), not changes_others)
+    return Atom.of([call.node for call in calls], draws=any(call.draws for call in calls), is_repeatable=not changes_others)
 
 
 @dataclass(frozen=True)

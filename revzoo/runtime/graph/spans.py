@@ -269,7 +269,9 @@ class _Run:
                 self._held[node] = map_tensors(_Kept, value)
             if isinstance(value, Tensor):
                 makers.note(value, node)
-        largest = max((t.nbytes for node in (*atom.makes, *atom.reads) if node in env for t in tensors_in(env[node])), default=0)
+        largest = max(
+            (t.nbytes for node in (*atom.makes, *atom.reads) if node in env for t in tensors_in(env[node])), default=0
+        )
         saved = self._packed.take()
         for slot in saved:
             tensor = slot.tensor
