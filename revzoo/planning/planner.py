@@ -84,7 +84,7 @@ def plan(
     require_module(model)
     if solver != "timeline" or lookahead != 0:
         raise InputError(
-            f"{type(model).__name__} is no model of the zoo and no chain: it is planned with solver='timeline' and lookahead=0. "
+            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' and lookahead=0. "
             f"Received: solver={solver!r}, lookahead={lookahead!r}."
         )
     return plan_module(model, batch, budget, optimizer=optimizer, loss=loss)

@@ -233,16 +233,16 @@ def _list_storages(
         last_use = max((number.get(user, len(atoms)) for user in node.users), default=number[node])
         for storage in own - fixed:
             if storage not in found:
-                found[storage] = Storage(sizes[storage], born[storage], node, last_use)
+                found[storage] = Storage(sizes.get(storage, 0), born.get(storage, number[node]), node, last_use)
             found[storage].nodes.append(node)
             found[storage].last_use = max(found[storage].last_use, last_use)
     for atom, source, storage, slot in recorder.saved:
         if storage in fixed:
             continue
         if storage not in found:
-            found[storage] = Storage(sizes[storage], born[storage], None, atom)
+            found[storage] = Storage(sizes.get(storage, 0), born.get(storage, atom), None, atom)
         found[storage].saved_by.add(atom)
         found[storage].released = max(found[storage].released, recorder.released.get(slot, -1))
         largest = max((found[s].bytes for node in atoms[atom].makes for s in recorder.made[node] if s in found), default=0)
-        found[storage].is_small |= source is None and sizes[storage] * SMALL <= largest
+        found[storage].is_small |= source is None and found[storage].bytes * SMALL <= largest
     return found
