@@ -7,13 +7,16 @@ import torch
 from timm.models.resnet import Bottleneck, ResNet
 from torch import nn
 
+import revzoo
 from revzoo.analysis.dry_run import linear_loss
+from revzoo.errors import BudgetError, InputError
 from revzoo.planning.reforwarding.capture import capture
 from revzoo.planning.reforwarding.planner import count_step
 from revzoo.planning.reforwarding.published import choose_published, make_graph, make_spans
 from revzoo.planning.reforwarding.record import record
 from revzoo.planning.solvers.closed_set import divide
 from revzoo.planning.solvers.reforwarding import split
+from revzoo.runtime import ReversibleChain
 from revzoo.runtime.graph.captured_call import replace_call
 from revzoo.runtime.graph.spans import SpannedGraph
 
@@ -119,3 +122,24 @@ def test_no_part_is_recovered_twice(in_place, num_spans):
     _, flops = count_step(captured, spans, captured.compute_loss(linear_loss))
     assert len(spans.ends) == num_spans
     assert flops - step.total_flops == 3 * 2 * (2 * 8 * 8 * 4) * 4 * 9
+
+
+def test_the_front_door():
+    module, batch = make_vgg(), torch.empty(*BATCHES["vgg"])
+    plan = revzoo.plan(module, batch, "1MiB", solver="reforwarding")
+    assert (plan.peak_bytes, plan.extra_flops) == (109_336, 811_008)
+    assert plan.notes == ("Re-forwarding as published, which counts 42.1 KiB of activations (equation 1).",)
+    with pytest.raises(
+        BudgetError, match="knows no budget, and its plan takes 106.8 KiB, more than 97.7 KiB. Try solver='timeline'"
+    ):
+        revzoo.plan(module, batch, 100_000, solver="reforwarding")
+    with pytest.raises(InputError, match="solver='timeline' or 'reforwarding', and lookahead=0. Received: solver='knapsack'"):
+        revzoo.plan(module, batch, "1MiB", solver="knapsack")
+
+
+def test_models_of_the_zoo_are_refused():
+    chain = ReversibleChain([nn.Linear(4, 4)])
+    with pytest.raises(
+        InputError, match="plans modules without reversible steps. Received: ReversibleChain. Try solver='timeline'"
+    ):
+        revzoo.plan(chain, torch.empty(2, 8), "1MiB", solver="reforwarding")

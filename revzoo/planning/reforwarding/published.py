@@ -42,9 +42,11 @@ def make_graph(record: Record) -> tuple[Graph, list[int]]:
 def make_spans(record: Record, makers: Sequence[int], chosen: Split) -> Spans:
     """Return a split of a graph as it is run: what is stored is kept, and every part is recovered by itself.
 
-    A span is a run of atoms: those of a part, and stored ones whose gradients need some of it. Parts of which a stored atom needs
-    some at the same time become one span, or one of them would have to be recovered twice; equation 1 does not know this. So do
-    parts whose atoms take turns, as in branches that a module computes side by side. What is kept under every plan is kept here too: what is small, and what atoms make or read that may not run again.
+    A span is a run of atoms: those of a part, and stored ones whose gradients need some of it. Two parts become one span if the
+    gradient of a stored atom needs something of the first, and the second is computed before that atom; the first would have to
+    be recovered twice otherwise, which equation 1 does not know. So do parts whose atoms take turns, as in branches that a
+    module computes side by side. What every plan keeps is kept here too: small tensors, and what is made or read by atoms that
+    may not run again.
 
     Args:
         record: of the graph.
