@@ -38,9 +38,10 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "--solver",
-        choices=("timeline", "knapsack"),
+        choices=("timeline", "knapsack", "reforwarding"),
         default="timeline",
-        help="timeline is exact; knapsack is the published additive model, for comparison (default: timeline)",
+        help="timeline is exact; for comparison, published methods: knapsack for models of the zoo, reforwarding for other "
+        "modules (default: timeline)",
     )
     parser.add_argument(
         "--lookahead",
@@ -63,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if is_any_module(arguments.name):
         return _plan_any_module(arguments)
+    if arguments.solver == "reforwarding":
+        raise InputError(f"--solver reforwarding is for modules that are not of the zoo. Received: {arguments.name}.")
     model = create_model(arguments)
     parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
     plan = (_plan_batches if isinstance(arguments.batch, tuple) else _plan_batch)(arguments, model)
@@ -79,7 +82,7 @@ def _plan_any_module(arguments: argparse.Namespace) -> int:
 
     given = {"--plot": arguments.plot, "--estimate": arguments.estimate or None, "--device": arguments.device}
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
-    given |= {"--solver": arguments.solver if arguments.solver != "timeline" else None}
+    given |= {"--solver knapsack": arguments.solver if arguments.solver == "knapsack" else None}
     if unused := [option for option, value in given.items() if value is not None]:
         raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {arguments.name}.")
     if isinstance(arguments.batch, tuple):
@@ -88,7 +91,8 @@ def _plan_any_module(arguments: argparse.Namespace) -> int:
 
     torch.manual_seed(0)
     module, batch = create_any_module(arguments.name, arguments.batch)
-    plan = plan_module(module, batch, arguments.budget, optimizer=create_optimizer(arguments.optimizer, module))
+    optimizer = create_optimizer(arguments.optimizer, module)
+    plan = plan_module(module, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer)
     if arguments.out is not None:
         plan.save(arguments.out)
     if arguments.json:

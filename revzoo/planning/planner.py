@@ -19,7 +19,7 @@ from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import measure_step_seconds, memory_errors
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.reforwarding.module_plan import ModulePlan
-from revzoo.planning.reforwarding.planner import plan_module
+from revzoo.planning.reforwarding.planner import ModuleSolver, plan_module
 from revzoo.planning.setting import Setting
 from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
@@ -45,7 +45,7 @@ def plan(
     batch: Any,
     budget: str | int,
     *,
-    solver: Solver = ...,
+    solver: ModuleSolver = ...,
     optimizer: torch.optim.Optimizer | None = ...,
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
@@ -55,7 +55,7 @@ def plan(
     batch: Any,
     budget: str | int,
     *,
-    solver: Solver = "timeline",
+    solver: Solver | ModuleSolver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
@@ -69,7 +69,8 @@ def plan(
         model: any module, in the state in which it will be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         budget: limit for the peak of all memory together, as for `revzoo.solve`.
-        solver: "timeline" or "knapsack", as for `revzoo.solve`. Any other module has "timeline" alone.
+        solver: "timeline" or "knapsack", as for `revzoo.solve`. For any other module, "timeline", or
+            "reforwarding": the published plan of its graph, which knows no budget, for comparison.
         optimizer: its state is part of every peak.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
@@ -80,14 +81,19 @@ def plan(
         RecoveryError: a step does not return the same output when it runs again.
     """
     if isinstance(model, PlannableModel):
+        if solver == "reforwarding":
+            raise InputError(
+                f"Re-forwarding as published plans modules without reversible steps. Received: {type(model).__name__}. Try "
+                "solver='timeline'."
+            )
         return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
     require_module(model)
-    if solver != "timeline" or lookahead != 0:
+    if solver not in ("timeline", "reforwarding") or lookahead != 0:
         raise InputError(
-            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' and lookahead=0. "
-            f"Received: solver={solver!r}, lookahead={lookahead!r}."
+            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' or 'reforwarding', "
+            f"and lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
         )
-    return plan_module(model, batch, budget, optimizer=optimizer, loss=loss)
+    return plan_module(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss)
 
 
 def profile_and_plan(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,14 @@ from revzoo.planning.profiling.profile import count_model_bytes
 from revzoo.planning.reforwarding.capture import Capture, capture
 from revzoo.planning.reforwarding.graph_plan import GraphPlan
 from revzoo.planning.reforwarding.module_plan import ModulePlan
+from revzoo.planning.reforwarding.published import choose_published
 from revzoo.planning.reforwarding.record import make_fake, record, require_fake_mode
 from revzoo.planning.reforwarding.search import Choices, Front
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.graph.spans import SpannedGraph, Spans
 from revzoo.runtime.live_bytes import LiveBytes
+
+ModuleSolver = Literal["timeline", "reforwarding"]
 
 
 def plan_module(
@@ -29,6 +32,7 @@ def plan_module(
     batch: Any,
     budget: str | int | None,
     *,
+    solver: ModuleSolver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> ModulePlan:
@@ -39,6 +43,8 @@ def plan_module(
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         budget: limit for the peak of all memory together, as for `revzoo.solve`; None is the smallest peak that is reached
             with at most one more forward.
+        solver: "timeline" looks for the least work within the budget. "reforwarding" is the published plan, for comparison: it
+            takes what it takes, and the budget can only refuse it.
         optimizer: its state is part of every peak.
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
     Raises:
@@ -51,6 +57,8 @@ def plan_module(
         budget = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
     captured = capture(module, batch)
     step = _Step(captured, captured.other_bytes + optimizer_bytes, captured.compute_loss(loss or linear_loss))
+    if solver == "reforwarding":
+        return _plan_published(step, budget, setting)
     if budget is not None and step.stored_peak <= budget:
         note = f"Everything is stored: the budget is above the {format_bytes(step.stored_peak)} that this takes."
         return step.make_plan(None, step.stored_peak, step.record.total_flops, budget, setting, (note,))
@@ -80,6 +88,18 @@ def reforward(
     """
     plan_module(module, batch, budget, optimizer=optimizer, loss=loss).apply(module, batch)
     return module
+
+
+def _plan_published(step: "_Step", budget: int | None, setting: Setting) -> ModulePlan:
+    spans, chosen = choose_published(step.record)
+    peak, flops = step.count(spans)
+    if budget is not None and peak > budget:
+        raise BudgetError(
+            f"Re-forwarding as published knows no budget, and its plan takes {format_bytes(peak)}, more than "
+            f"{format_bytes(budget)}. Try solver='timeline', or a larger budget."
+        )
+    note = f"Re-forwarding as published, which counts {format_bytes(chosen.cost)} of activations (equation 1)."
+    return step.make_plan(spans, peak, flops, peak if budget is None else budget, setting, (note,))
 
 
 class _Step:
