@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from revzoo.runtime.graph.atoms import Atom
-from revzoo.runtime.graph.spans import Spans
+from revzoo.runtime.graph.spans import Nest, Spans
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class GraphPlan:
         ends: of the spans, as numbers of atoms; none where everything is stored.
         kept: names of the calls whose results are kept.
         kept_inside: numbers of the atoms of which all is kept that autograd saves besides, such as masks.
+        nests: of the spans that are recovered in two levels: the first, the one behind the last, and names of the calls whose
+            results are handed to them.
     """
 
     digest: str
@@ -33,6 +35,7 @@ class GraphPlan:
     ends: tuple[int, ...]
     kept: tuple[str, ...]
     kept_inside: tuple[int, ...]
+    nests: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
 
     @classmethod
     def of(cls, graph: GraphModule, inputs: Sequence[Any], spans: Spans) -> "GraphPlan":
@@ -45,6 +48,7 @@ class GraphPlan:
             ends=tuple(spans.ends),
             kept=tuple(sorted(node.name for node in spans.kept)),
             kept_inside=tuple(sorted(spans.kept_inside)),
+            nests=tuple((nest.first, nest.end, tuple(sorted(node.name for node in nest.handed))) for nest in spans.nests),
         )
 
     def bind(self, graph: GraphModule) -> Spans:
@@ -54,7 +58,9 @@ class GraphPlan:
             Atom.of([nodes[name] for name in names], draws=i in self.drawing, is_repeatable=i not in self.fixed)
             for i, names in enumerate(self.atoms)
         ]
-        return Spans(atoms, self.ends, frozenset(nodes[name] for name in self.kept), frozenset(self.kept_inside))
+        nests = [Nest(first, end, frozenset(nodes[name] for name in handed)) for first, end, handed in self.nests]
+        kept = frozenset(nodes[name] for name in self.kept)
+        return Spans(atoms, self.ends, kept, frozenset(self.kept_inside), nests)
 
 
 def compute_digest(graph: GraphModule, inputs: Sequence[Any]) -> str:
