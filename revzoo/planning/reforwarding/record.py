@@ -1,8 +1,8 @@
 """What one training step of a captured graph allocates, saves and computes, atom by atom.
 
 The step is run once in FakeTensors with everything kept. From its log of live bytes follows the memory of every plan: in
-forward, a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what forward has
-made is freed when the last slot that holds it is.
+forward, a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what
+forward has made is freed when the last slot that holds it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
