@@ -317,6 +317,14 @@ class Front:
             border, column = self._choices.borders.index(option.end), int(following)
         return chosen
 
+    def choose_least(self, most_flops: int) -> list[Option]:
+        """Return the spans with the smallest peak among those that run at most so many FLOPs again."""
+        for peak, _ in self.list_points():
+            chosen = self.choose(peak)
+            if chosen is not None and sum(option.flops for option in chosen) <= most_flops:
+                return chosen
+        raise AssertionError("the last point runs nothing again")
+
     def make_spans(self, chosen: Sequence[Option]) -> Spans:
         """Return chosen spans as they are run."""
         storages = self._choices.record.storages

@@ -1,0 +1,82 @@
+"""What spans keep and compute, to the byte, and when it is freed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+
+from revzoo.runtime.graph.spans import Slot, SpannedGraph, Spans
+from revzoo.runtime.live_bytes import LiveBytes
+
+UNIT = 4 * 100  # bytes of the only shape
+DEPTH = 8
+
+
+class Listener:
+    """Notes how many units are alive as backward asks for each slot."""
+
+    def __init__(self, live: LiveBytes):
+        self.live, self.without = live, frozenset[int]()
+        self.alive: list[tuple[int, float]] = []
+
+    def begin(self, atom: int) -> None:
+        pass
+
+    def end(self, atom: int, saved: Sequence[Slot], made: Mapping[Node, Any]) -> None:
+        pass
+
+    def unpack(self, slot: Slot) -> None:
+        self.alive.append((slot.atom, self.live.alive(self.without) / UNIT))
+
+
+def run_chain(
+    capture: Callable[..., Any], ends: Sequence[int], kept: Sequence[int]
+) -> tuple[float, list[tuple[int, float]], float]:
+    """Return units alive after the forward of a chain of sines, at each slot in backward, and at the end."""
+    torch._dynamo.reset()
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(DEPTH):
+            x = x.sin()  # autograd saves its input
+        return x
+
+    captured = capture(chain)
+    captured(torch.randn(100))
+    (program,) = captured.programs
+    atoms = program.spans.atoms
+    assert len(atoms) == DEPTH
+    live = LiveBytes()
+    listener = Listener(live)
+    spans = Spans(atoms, ends, frozenset(node for i in kept for node in atoms[i].makes), frozenset())
+    with FakeTensorMode(), live:
+        x = torch.empty(100, requires_grad=True)
+        listener.without = live.watch(x)
+        (out,) = SpannedGraph(program.graph, spans, listener)(x)
+        after_forward = live.alive(listener.without) / UNIT
+        gradient = torch.empty(100)
+        listener.without |= live.watch(gradient)
+        out.backward(gradient)
+        del out
+        listener.without |= live.watch(x.grad)
+        return after_forward, listener.alive, live.alive(listener.without) / UNIT
+
+
+def test_kept_results_die_as_backward_passes(capture: Callable[..., Any]):
+    after_forward, alive, at_end = run_chain(capture, [4, 8], [3])
+    assert after_forward == 1 + 1  # the border between the spans, and the result
+    # The result, the gradient from atom 6 on, and: the border; what the second span refills, the border among it; the same for
+    # the first span, whose last result the border was.
+    assert alive == [(7, 1 + 1), (6, 2 + 3), (5, 2 + 2), (4, 2 + 1), (3, 2), (2, 2 + 2), (1, 2 + 1), (0, 2)]
+    assert at_end == 0
+
+
+@pytest.mark.parametrize("kept", [[], [1, 3, 5], [0, 1, 2, 3, 4, 5, 6]])
+def test_what_is_kept_and_what_is_refilled_die_alike(kept: list[int], capture: Callable[..., Any]):
+    after_forward, alive, at_end = run_chain(capture, [8], kept)
+    assert after_forward == 1 + len(kept)
+    assert alive == [(7, 1 + len(kept)), *((atom, 2 + atom) for atom in range(6, -1, -1))]
+    assert at_end == 0
