@@ -5,7 +5,8 @@
     python benchmarks/reforwarding.py --only resnet50
 
 Bytes and FLOPs are counted in FakeTensors: the same everywhere, and nothing is computed. A point of a front is the peak of one
-training step without parameter gradients, as a fraction of that of the stored step, and its FLOPs over those of the stored step.
+training step above weights, buffers and batch, as a fraction of that of the stored step, and its FLOPs over those of the stored
+step. Parameter gradients that exist at the peak count.
 Writes reforwarding.json and a picture for each network.
 
 The rivals' points are constants: `torch.utils.checkpoint` around every block and `activation_memory_budget` of torch 2.15,
