@@ -33,7 +33,7 @@ class _Inner:
         run_bytes: the peak of the nest's recovery in it.
         flops: what that runs again.
         made_bytes: what that allocates.
-        gradient_bytes: those when its own recovery begins; -1 if it drops nothing.
+        gradient_bytes: the most before its own recovery begins; -1 if it drops nothing.
     """
 
     option: Option
@@ -161,8 +161,7 @@ class _Nests:
         option = Option(start, end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
         _, flops, made, again = span.measure(stays, handed)
         run = span.peak_of_recovery(stays, again, handed)
-        at = span.find_recovery(kept)
-        return _Inner(option, run, flops, made, -1 if at is None else int(choices.gradient[max(0, at - 1)]))
+        return _Inner(option, run, flops, made, span.find_gradients(kept))
 
     def list_spans(self, border: int, column: int) -> list[Option]:
         """Return the spans of a column of a border's front."""

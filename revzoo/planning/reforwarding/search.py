@@ -8,6 +8,7 @@ the cheapest sequence of spans is found by dynamic programming from the last bor
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, cast
 
 import numpy as np
@@ -80,6 +81,8 @@ class Choices:
         self.reads = [sorted({of_node[each] for each in atom.reads if each in of_node}) for atom in atoms]
         self.made = [sum(self.sizes[k] for k in born) for born in self.born]
         self.gradient = np.array(record.gradient_bytes, np.int64)
+        later = (at if at >= 0 else len(self.gradient) for at in record.first_unpack)
+        self.following = [len(self.gradient), *accumulate(later, min)]  # by atom: when backward first asks for one before it
         fixed = {k for i, atom in enumerate(atoms) if not atom.is_repeatable for k in (*self.born[i], *self.reads[i])}
         self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed
         self.borders = self._list_borders()
@@ -194,7 +197,7 @@ class Span:
         asked = [record.first_unpack[i] for i in range(self._start, self._end) if record.first_unpack[i] >= 0]
         held = [k for k in self.own if k in kept and storages[k].released >= 0]
         dropped = [k for k in self.saved if k not in kept]
-        if not asked or not (held or dropped):
+        if not asked:
             return 0
         begin = min(asked)
         if not dropped:
@@ -218,12 +221,22 @@ class Span:
         inside = (i for k in dropped for i in record.storages[k].saved_by if self._start <= i < self._end)
         return min((record.first_unpack[i] for i in inside), default=None)
 
+    def find_gradients(self, kept: Collection[int]) -> int:
+        """Return the most bytes of gradients from its first unpacking to its recovery; -1 if nothing is dropped."""
+        at = self.find_recovery(kept)
+        if at is None:
+            return -1
+        first = self._choices.record.first_unpack
+        begin = min(first[i] for i in range(self._start, self._end) if first[i] >= 0)
+        return int(self._choices.gradient[max(0, begin - 1) : max(1, at)].max())
+
     def _highest(self, begin: int, lives: Sequence[tuple[int, int, int]]) -> int:
         """Return the most bytes of gradients and storages from a position in the log on, given when storages appear and end."""
         gradient = self._choices.gradient
-        sizes, appear, ends = (np.array(each, np.int64) for each in zip(*lives, strict=True))
+        following = self._choices.following[self._start]  # until then backward is here, though it may need nothing more
+        sizes, appear, ends = np.array(lives, np.int64).reshape(-1, 3).T
         sizes = self._choices.array[sizes]
-        end = max(begin, int(ends.max()))
+        end = max(begin, following - 1, *ends)
         cuts = np.unique(np.concatenate([ends + 1, appear, [begin]]))
         cuts = cuts[(cuts >= begin) & (cuts <= end)]
         highest = np.maximum.reduceat(gradient[: end + 1], cuts)
