@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from revzoo.planning.plan import Plan
     from revzoo.planning.planner import plan, solve
     from revzoo.planning.profiling.profile import Profile, profile
+    from revzoo.planning.reforwarding.module_plan import ModulePlan, release
+    from revzoo.planning.reforwarding.planner import reforward
     from revzoo.spec import Spec, list_models, load_spec
 
 __version__ = "0.1.0"
@@ -28,6 +30,7 @@ _HOMES = {
     "ConvertReport": "revzoo.conversion.report",
     "MemoryReport": "revzoo.analysis.memory_report",
     "Model": "revzoo.model.network",
+    "ModulePlan": "revzoo.planning.reforwarding.module_plan",
     "NumericsReport": "revzoo.analysis.numerics",
     "PixelReport": "revzoo.analysis.bytes_per_pixel",
     "Plan": "revzoo.planning.plan",
@@ -47,6 +50,8 @@ _HOMES = {
     "measure_numerics": "revzoo.analysis.numerics",
     "plan": "revzoo.planning.planner",
     "profile": "revzoo.planning.profiling.profile",
+    "reforward": "revzoo.planning.reforwarding.planner",
+    "release": "revzoo.planning.reforwarding.module_plan",
     "solve": "revzoo.planning.planner",
     "verify": "revzoo.analysis.verify",
 }
@@ -55,6 +60,7 @@ __all__ = [
     "ConvertReport",
     "MemoryReport",
     "Model",
+    "ModulePlan",
     "NumericsReport",
     "PixelReport",
     "Plan",
@@ -74,6 +80,8 @@ __all__ = [
     "measure_numerics",
     "plan",
     "profile",
+    "reforward",
+    "release",
     "solve",
     "verify",
 ]

@@ -78,7 +78,7 @@ def require_module(model: object) -> None:
         raise InputError(f"The model must be a torch.nn.Module. Received: {type(model).__name__}.")
 
 
-def call(model: nn.Module, batch: Any) -> Any:
+def call(model: Callable[..., Any], batch: Any) -> Any:
     """Call the model with a batch: a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping."""
     if isinstance(batch, Mapping):
         return model(**batch)

@@ -16,7 +16,8 @@ from revzoo.analysis.dry_run import call, find_chains, isolated, linear_loss, pr
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.runtime.drift import ignore_error_growth
-from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.runtime.graph.captured_call import is_replaced
+from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
 from revzoo.runtime.observation import observe_calls
 from revzoo.runtime.schedule import MODES
 
@@ -113,7 +114,7 @@ def run_and_measure(
         optimizer_bytes: bytes of the optimizer's state, part of the peak.
         units: names of submodules, in the order of their calls.
     """
-    live = LiveBytes()
+    live = LiveBytesOfReplacedCalls() if any(map(is_replaced, model.modules())) else LiveBytes()
     weights = live.watch(model.parameters())
     buffers = live.watch(model.buffers()) - weights
     inputs = live.watch(batch) - weights - buffers

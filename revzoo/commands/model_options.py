@@ -8,7 +8,7 @@ from revzoo.commands.parser import DTYPE_HELP, DTYPES, NAME_HELP, Parser
 from revzoo.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from revzoo.model.network import Model
@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 BATCH_HELP = "examples in a batch (default: 32 images, or 8 texts)"
 
 
-def declare_model(parser: Parser, batch: Callable[[str], object], metavar: str, batch_help: str) -> None:
+def declare_model(
+    parser: Parser, batch: Callable[[str], object], metavar: str, batch_help: str, name_help: str = NAME_HELP
+) -> None:
     """Add the arguments that say what to profile.
 
     Args:
         batch: type of --batch.
         metavar: what --batch takes, in the help.
+        batch_help: help of --batch.
+        name_help: what may be profiled.
     """
-    parser.add_argument("name", help=NAME_HELP)
+    parser.add_argument("name", help=name_help)
     parser.add_argument("--batch", type=batch, metavar=metavar, help=batch_help)
     parser.add_argument("--device", metavar="D", help="where to run (default: cuda if available, else cpu)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=DTYPE_HELP)
@@ -60,7 +64,7 @@ def create_batch(model: "Model", size: int | None) -> "Tensor":
     return model.example_input(size or default_batch_size(model.spec.input))
 
 
-def create_optimizer(name: str | None, model: "Model") -> "Optimizer | None":
+def create_optimizer(name: str | None, model: "nn.Module") -> "Optimizer | None":
     """Return timm's optimizer of that name for the model, or None without a name."""
     if name is None:
         return None

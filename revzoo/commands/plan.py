@@ -6,9 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from revzoo.commands.any_module import NAMES_HELP, create_any_module, is_any_module
 from revzoo.commands.model_options import BATCH_HELP, create_batch, create_model, create_optimizer, declare_model
-from revzoo.commands.parser import Parser, batch_or_range, require_png, require_writable
-from revzoo.errors import InputError
+from revzoo.commands.parser import NAME_HELP, Parser, batch_or_range, require_png, require_writable
+from revzoo.errors import InputError, join_names
 
 if TYPE_CHECKING:
     from revzoo.model.network import Model
@@ -28,7 +29,7 @@ def declare(parser: Parser) -> None:
         "the batch sizes."
     )
     batch_help = f"{BATCH_HELP}, or a range to search for the most samples per second, such as auto:16-256"
-    declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help)
+    declare_model(parser, batch_or_range, "N|auto:LOW-HIGH", batch_help, f"{NAME_HELP}, {NAMES_HELP}")
     parser.add_argument(
         "--budget",
         required=True,
@@ -37,9 +38,10 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "--solver",
-        choices=("timeline", "knapsack"),
+        choices=("timeline", "knapsack", "reforwarding"),
         default="timeline",
-        help="timeline is exact; knapsack is the published additive model, for comparison (default: timeline)",
+        help="timeline is exact; for comparison, published methods: knapsack for models of the zoo, reforwarding for other "
+        "modules (default: timeline)",
     )
     parser.add_argument(
         "--lookahead",
@@ -60,6 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         require_writable(arguments.out)
     from revzoo.planning.budget import parse_budget
 
+    if is_any_module(arguments.name):
+        return _plan_any_module(arguments)
+    if arguments.solver == "reforwarding":
+        raise InputError(f"--solver reforwarding is for modules that are not of the zoo. Received: {arguments.name}.")
     model = create_model(arguments)
     parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
     plan = (_plan_batches if isinstance(arguments.batch, tuple) else _plan_batch)(arguments, model)
@@ -67,6 +73,37 @@ def run(arguments: argparse.Namespace) -> int:
         plan.save(arguments.out)
         if not arguments.json:
             print(f"{arguments.out}: give it to a model with revzoo.Plan.load({str(arguments.out)!r}).apply(model).")
+    return 0
+
+
+def _plan_any_module(arguments: argparse.Namespace) -> int:
+    """Plan a module that is not the zoo's; print and save the plan."""
+    from revzoo.planning.reforwarding.planner import plan_module
+
+    given = {"--plot": arguments.plot, "--estimate": arguments.estimate or None, "--device": arguments.device}
+    given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
+    given |= {"--solver knapsack": arguments.solver if arguments.solver == "knapsack" else None}
+    if unused := [option for option, value in given.items() if value is not None]:
+        raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {arguments.name}.")
+    if isinstance(arguments.batch, tuple):
+        raise InputError(f"A range of batch sizes is for models of the zoo. Received: {arguments.name}. Give one size.")
+    import torch
+
+    torch.manual_seed(0)
+    module, batch = create_any_module(arguments.name, arguments.batch)
+    optimizer = create_optimizer(arguments.optimizer, module)
+    plan = plan_module(module, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer)
+    if arguments.out is not None:
+        plan.save(arguments.out)
+    if arguments.json:
+        print(json.dumps({"plan": asdict(plan)}, indent=2))
+    else:
+        from revzoo.display.console import print_renderable
+        from revzoo.display.tables.module_plan import tabulate_module_plan
+
+        print_renderable(tabulate_module_plan(plan))
+        if arguments.out is not None:
+            print(f"{arguments.out}: give it to the module with revzoo.ModulePlan.load({str(arguments.out)!r}).apply(module).")
     return 0
 
 

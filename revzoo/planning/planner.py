@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
+from torch import nn
 
+from revzoo.analysis.dry_run import require_module
 from revzoo.errors import BudgetError, InputError, UnknownNameError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
@@ -16,6 +18,8 @@ from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import measure_step_seconds, memory_errors
 from revzoo.planning.profiling.trace import LossFunction
+from revzoo.planning.reforwarding.module_plan import ModulePlan
+from revzoo.planning.reforwarding.planner import ModuleSolver, plan_module
 from revzoo.planning.setting import Setting
 from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
@@ -24,32 +28,72 @@ from revzoo.runtime.lookahead_setting import LARGEST_RATIO, LookaheadOption, Loo
 from revzoo.runtime.schedule import Mode
 
 
+@overload
 def plan(
     model: PlannableModel,
     batch: Any,
     budget: str | int,
     *,
-    solver: Solver = "timeline",
+    solver: Solver = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    loss: LossFunction | None = ...,
+    lookahead: LookaheadOption = ...,
+) -> Plan: ...
+@overload
+def plan(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int,
+    *,
+    solver: ModuleSolver = ...,
+    optimizer: torch.optim.Optimizer | None = ...,
+    loss: LossFunction | None = ...,
+    lookahead: LookaheadOption = ...,
+) -> ModulePlan: ...
+def plan(
+    model: nn.Module,
+    batch: Any,
+    budget: str | int,
+    *,
+    solver: Solver | ModuleSolver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
-) -> Plan:
+) -> Plan | ModulePlan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
+    A model of the zoo or a chain gets a schedule of its steps and nodes. Any other module gets a plan of its captured graph:
+    which results to keep, and what to run again together.
+
     Args:
-        model: a `revzoo.Model`, a `ReversibleChain` or a `LayerChain`, in the state in which it will be trained.
+        model: any module, in the state in which it will be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         budget: limit for the peak of all memory together, as for `revzoo.solve`.
-        solver: "timeline" or "knapsack", as for `revzoo.solve`.
+        solver: "timeline" or "knapsack", as for `revzoo.solve`. For any other module, "timeline", or
+            "reforwarding": the published plan of its graph, which knows no budget, for comparison.
         optimizer: its state is part of every peak.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
-        lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster.
+        lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
+            for any other module.
     Raises:
         InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
         BudgetError: no schedule fits; names the smallest budget that would.
         RecoveryError: a step does not return the same output when it runs again.
     """
-    return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
+    if isinstance(model, PlannableModel):
+        if solver == "reforwarding":
+            raise InputError(
+                f"Re-forwarding as published plans modules without reversible steps. Received: {type(model).__name__}. Try "
+                "solver='timeline'."
+            )
+        return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
+    require_module(model)
+    if solver not in ("timeline", "reforwarding") or lookahead != 0:
+        raise InputError(
+            f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' or 'reforwarding', "
+            f"and lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
+        )
+    return plan_module(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss)
 
 
 def profile_and_plan(

@@ -157,6 +157,17 @@ class LiveBytes(TorchDispatchMode):
             self.log.append((number, change))
 
 
+class LiveBytesOfReplacedCalls(LiveBytes):
+    """The same for modules whose calls `graph/captured_call.py` replaces: without it, the compiler steps aside under the mode.
+
+    The backend there runs each torch call as it is, so that this sees all of them.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 def _adds_up_gradients(args: tuple[Any, ...]) -> bool:
     """Return whether autograd adds two gradients of one tensor, and would do so in place without a dispatch mode.
 

@@ -1,8 +1,8 @@
 """What one training step of a captured graph allocates, saves and computes, atom by atom.
 
-The step is run once in FakeTensors with everything kept. From its log of live bytes follows the memory of every plan: in forward,
-a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what forward has
-made is freed when the last slot that holds it is.
+The step is run once in FakeTensors with everything kept. From its log of live bytes follows the memory of every plan: in
+forward, a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what
+forward has made is freed when the last slot that holds it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +12,15 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from revzoo.analysis.dry_run import linear_loss
+from revzoo.analysis.dry_run import find_fake_mode, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.runtime.graph.atoms import Atom, split_into_atoms
 from revzoo.runtime.graph.spans import SMALL, Slot, SpannedGraph, Spans
 from revzoo.runtime.live_bytes import LiveBytes, Storages
-from revzoo.runtime.nested import map_tensors
+from revzoo.runtime.nested import map_tensors, tensors_in
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _Recorder:
             self.made[node] = self.live.find(value)
         self.flops[atom] += self.counter.forward
         for slot in saved:
-            assert slot.tensor is None and slot.kept is not None
+            assert slot.kept is not None
             (storage,) = self.live.find(slot.kept.get())
             number = len(self.saved)
             self.saved.append((atom, slot.source, storage, number))
@@ -127,9 +127,10 @@ def record(graph: GraphModule, inputs: Sequence[Any], loss: Callable[[Any], Tens
         inputs: what it was called with; tensors are replaced by FakeTensors, so nothing of them is read or changed.
         loss: computes the loss from what the graph returns.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
-        atoms = split_into_atoms(graph, [_make_fake(each, mode) for each in inputs])
-        given = [_make_fake(each, mode) for each in inputs]
+    mode = require_fake_mode(inputs)
+    with mode, torch.enable_grad():
+        atoms = split_into_atoms(graph, [make_fake(each, mode) for each in inputs])
+        given = [make_fake(each, mode) for each in inputs]
         live, flops = LiveBytes(), FlopCounter()
         recorder = _Recorder(live, flops, len(atoms))
         everything = Spans(atoms, [len(atoms)], frozenset(n for a in atoms for n in a.makes), frozenset(range(len(atoms))))
@@ -148,8 +149,21 @@ def record(graph: GraphModule, inputs: Sequence[Any], loss: Callable[[Any], Tens
         return _summarise(graph, atoms, recorder, fixed, fixed_bytes, result_storages, forward_end, backward_start)
 
 
-def _make_fake(value: Any, mode: FakeTensorMode) -> Any:
-    return map_tensors(lambda t: mode.from_tensor(t.detach()).requires_grad_(t.requires_grad), value)
+def require_fake_mode(inputs: Sequence[Any]) -> FakeTensorMode:
+    """Return the mode of the FakeTensors among the inputs, or a new one."""
+    mode = find_fake_mode(list(tensors_in(list(inputs))), always=True)
+    assert mode is not None
+    return mode
+
+
+def make_fake(value: Any, mode: FakeTensorMode) -> Any:
+    """Return the tensors of a value as FakeTensors of their own, so that none has a gradient of an earlier run."""
+
+    def convert(t: Tensor) -> Tensor:
+        fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
+        return fake.requires_grad_(t.requires_grad)
+
+    return map_tensors(convert, value)
 
 
 def _summarise(
@@ -190,8 +204,8 @@ def _summarise(
             at = recorder.unpacked[number] - forward_end
             first[atom] = at if first[atom] < 0 else min(first[atom], at)
             last[atom] = max(last[atom], recorder.released.get(number, at) - forward_end)
-    for storage in storages.values():
-        storage.released -= forward_end if storage.released >= 0 else 0
+    for each in storages.values():
+        each.released -= forward_end if each.released >= 0 else 0
     unsaved = [s for s in results if s not in fixed and s in storages and not storages[s].saved_by]
     return Record(
         graph=graph,
@@ -219,16 +233,16 @@ def _list_storages(
         last_use = max((number.get(user, len(atoms)) for user in node.users), default=number[node])
         for storage in own - fixed:
             if storage not in found:
-                found[storage] = Storage(sizes[storage], born[storage], node, last_use)
+                found[storage] = Storage(sizes.get(storage, 0), born.get(storage, number[node]), node, last_use)
             found[storage].nodes.append(node)
             found[storage].last_use = max(found[storage].last_use, last_use)
     for atom, source, storage, slot in recorder.saved:
         if storage in fixed:
             continue
         if storage not in found:
-            found[storage] = Storage(sizes[storage], born[storage], None, atom)
+            found[storage] = Storage(sizes.get(storage, 0), born.get(storage, atom), None, atom)
         found[storage].saved_by.add(atom)
         found[storage].released = max(found[storage].released, recorder.released.get(slot, -1))
         largest = max((found[s].bytes for node in atoms[atom].makes for s in recorder.made[node] if s in found), default=0)
-        found[storage].is_small |= source is None and sizes[storage] * SMALL <= largest
+        found[storage].is_small |= source is None and found[storage].bytes * SMALL <= largest
     return found

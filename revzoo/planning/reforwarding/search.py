@@ -8,13 +8,14 @@ the cheapest sequence of spans is found by dynamic programming from the last bor
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.fx import Node
 
 from revzoo.planning.reforwarding.record import Record
-from revzoo.runtime.graph.spans import Spans
+from revzoo.runtime.graph.spans import Nest, Spans
 
 _LONGEST = 24  # leaves in a span
 _SUBSETS = 8  # of what a span may keep
@@ -33,6 +34,7 @@ class Option:
         need_bytes: the larger peak of its forward and its backward, above what the spans before it keep.
         flops: of what runs again.
         made_bytes: what that allocates.
+        inside: where to find the spans of a nest; None for a span.
     """
 
     start: int
@@ -42,6 +44,15 @@ class Option:
     need_bytes: int
     flops: int
     made_bytes: int
+    inside: "Inside | None" = None
+
+
+class Inside(Protocol):
+    """The spans of a nest."""
+
+    def list_spans(self) -> list[Option]:
+        """Return them in order. What they keep is handed to them, unless the nest keeps it."""
+        ...
 
 
 class Choices:
@@ -58,31 +69,34 @@ class Choices:
         atoms, count = record.atoms, len(record.atoms)
         number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
         of_node = _find_storages(record, number)
-        self._bytes = [s.bytes for s in record.storages]
-        self._born: list[list[int]] = [[] for _ in range(count)]
+        self.sizes = [s.bytes for s in record.storages]
+        self.array = np.array(self.sizes, np.int64)
+        self.born: list[list[int]] = [[] for _ in range(count)]
         self._dead: list[list[int]] = [[] for _ in range(count)]
         for k, storage in enumerate(record.storages):
-            self._born[storage.born].append(k)
+            self.born[storage.born].append(k)
             if storage.maker is not None and storage.last_use < count:
                 self._dead[storage.last_use].append(k)
-        self._reads = [sorted({of_node[each] for each in atom.reads if each in of_node}) for atom in atoms]
-        self._made = [sum(self._bytes[k] for k in born) for born in self._born]
-        self._gradient = np.array(record.gradient_bytes, np.int64)
-        fixed = {k for i, atom in enumerate(atoms) if not atom.is_repeatable for k in (*self._born[i], *self._reads[i])}
-        self._always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed
+        self.reads = [sorted({of_node[each] for each in atom.reads if each in of_node}) for atom in atoms]
+        self.made = [sum(self.sizes[k] for k in born) for born in self.born]
+        self.gradient = np.array(record.gradient_bytes, np.int64)
+        fixed = {k for i, atom in enumerate(atoms) if not atom.is_repeatable for k in (*self.born[i], *self.reads[i])}
+        self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed
         self.borders = self._list_borders()
         self.options: list[list[Option]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
-        self.end_bytes = record.result_bytes + int(self._gradient[: max(1, min(at for at in record.first_unpack if at >= 0))].max())
+        self.end_bytes = record.result_bytes + int(
+            self.gradient[: max(1, min(at for at in record.first_unpack if at >= 0))].max()
+        )
 
     def _list_borders(self) -> list[int]:
         record = self.record
-        inside = [i + 1 for i in range(len(record.atoms) - 1) if record.flops[i] or (len(self._reads[i]) > 1 and self._born[i])]
+        inside = [i + 1 for i in range(len(record.atoms) - 1) if record.flops[i] or (len(self.reads[i]) > 1 and self.born[i])]
         return [0, *inside, len(record.atoms)]
 
     def _list_options(self, border: int) -> Iterator[Option]:
         start = self.borders[border]
         for end in self.borders[border + 1 : border + 1 + _LONGEST]:
-            span = _Span(self, start, end)
+            span = Span(self, start, end)
             yield from span.list_options()
 
     def price(self, flops: int, made_bytes: int) -> int:
@@ -95,32 +109,32 @@ def _find_storages(record: Record, number: dict[Node, int]) -> dict[Node, int]:
     return {node: k for k, storage in enumerate(record.storages) for node in storage.nodes}
 
 
-class _Span:
+class Span:
     """One span, before it is chosen what it keeps."""
 
     def __init__(self, choices: Choices, start: int, end: int):
         self._choices, self._start, self._end = choices, start, end
         storages = choices.record.storages
-        self._own = [k for i in range(start, end) for k in choices._born[i]]
-        self._forced = frozenset(
-            k for k in self._own if storages[k].last_use >= end or (k in choices._always and (storages[k].saved_by or True))
+        self.own = [k for i in range(start, end) for k in choices.born[i]]
+        self.forced = frozenset(
+            k for k in self.own if storages[k].last_use >= end or (k in choices.always and (storages[k].saved_by or True))
         )
-        self._saved = [k for k in self._own if storages[k].saved_by]
+        self.saved = [k for k in self.own if storages[k].saved_by]
 
     def list_options(self) -> Iterator[Option]:
         """Yield the subsets that are worth keeping, from nothing to all that is saved."""
-        choices, forced = self._choices, self._forced
-        candidates = [k for k in self._saved if k not in forced]
-        dropped_all = self._measure(forced)
+        choices, forced = self._choices, self.forced
+        candidates = [k for k in self.saved if k not in forced]
+        dropped_all = self.measure(forced)
         gains = []
         for k in candidates:
-            gain = dropped_all[0] - self._measure(forced | {k})[0]
-            gains.append((gain / max(1, choices._bytes[k]), k))
+            gain = dropped_all[0] - self.measure(forced | {k})[0]
+            gains.append((gain / max(1, choices.sizes[k]), k))
         gains.sort(reverse=True)
         path, kept = [(forced, dropped_all)], forced
         for _, k in gains:
             kept = kept | {k}
-            measured = self._measure(kept)
+            measured = self.measure(kept)
             if measured[0] < path[-1][1][0]:
                 path.append((kept, measured))
         if len(path) > _SUBSETS:
@@ -129,12 +143,17 @@ class _Span:
         for kept, (_, flops, made, again) in path:
             yield self._make_option(kept, flops, made, again)
 
-    def _measure(self, kept: frozenset[int]) -> tuple[int, int, int, list[int]]:
-        """Return work, FLOPs and bytes of what runs again, and which atoms."""
+    def measure(self, kept: frozenset[int], wanted: Collection[int] | None = None) -> tuple[int, int, int, list[int]]:
+        """Return work, FLOPs and bytes of what runs again, and which atoms.
+
+        Args:
+            kept: storages.
+            wanted: those to be made; None for all that is saved and not kept.
+        """
         choices, start = self._choices, self._start
-        storages, reads = choices.record.storages, choices._reads
+        storages, reads = choices.record.storages, choices.reads
         need = bytearray(self._end - start)
-        for k in self._saved:
+        for k in self.saved if wanted is None else wanted:
             if k not in kept:
                 need[storages[k].born - start] = 1
         again, flops, made = [], 0, 0
@@ -142,7 +161,7 @@ class _Span:
             if need[i - start]:
                 again.append(i)
                 flops += choices.record.flops[i]
-                made += choices._made[i]
+                made += choices.made[i]
                 for k in reads[i]:
                     if k not in kept and storages[k].born >= start:
                         need[storages[k].born - start] = 1
@@ -150,64 +169,96 @@ class _Span:
         return choices.price(flops, made), flops, made, again
 
     def _make_option(self, kept: frozenset[int], flops: int, made: int, again: Sequence[int]) -> Option:
-        size = self._choices._bytes
-        need = max(self._peak_of_forward(kept), self._peak_of_backward(kept, again))
+        size = self._choices.sizes
+        need = max(self.peak_of_forward(kept), self.peak_of_backward(kept, again))
         return Option(self._start, self._end, tuple(sorted(kept)), sum(size[k] for k in kept), need, flops, made)
 
-    def _peak_of_forward(self, kept: Collection[int]) -> int:
+    def peak_of_forward(self, kept: Collection[int]) -> int:
         choices = self._choices
         storages, inner = choices.record.storages, choices.record.inner_bytes
         total = highest = 0
         for i in range(self._start, self._end):
             highest = max(highest, total + inner[i])
-            for k in choices._born[i]:
+            for k in choices.born[i]:
                 if k in kept or (storages[k].maker is not None and storages[k].last_use > i):
-                    total += choices._bytes[k]
+                    total += choices.sizes[k]
             for k in choices._dead[i]:
                 if k not in kept and storages[k].born >= self._start and storages[k].born < i:
-                    total -= choices._bytes[k]
+                    total -= choices.sizes[k]
         return max(highest, total)
 
-    def _peak_of_backward(self, kept: Collection[int], again: Sequence[int]) -> int:
+    def peak_of_backward(self, kept: Collection[int], again: Sequence[int]) -> int:
         choices = self._choices
-        record, size = choices.record, choices._bytes
-        storages, gradient = record.storages, choices._gradient
+        record, size = choices.record, choices.sizes
+        storages, gradient = record.storages, choices.gradient
         asked = [record.first_unpack[i] for i in range(self._start, self._end) if record.first_unpack[i] >= 0]
-        held = [k for k in self._own if k in kept and storages[k].released >= 0]
-        dropped = [k for k in self._saved if k not in kept]
+        held = [k for k in self.own if k in kept and storages[k].released >= 0]
+        dropped = [k for k in self.saved if k not in kept]
         if not asked or not (held or dropped):
             return 0
         begin = min(asked)
-        end = max(begin, *(storages[k].released for k in (*held, *dropped)))
-        recovery, at = 0, begin
-        if dropped:
-            at = min(record.first_unpack[i] for k in dropped for i in storages[k].saved_by if self._start <= i < self._end)
-            alive = sum(size[k] for k in held if storages[k].released >= at)
-            recovery = int(gradient[at - 1]) + alive + self._peak_of_recovery(kept, again)
-        starts = [k for k in self._own if k in kept and storages[k].released < 0]
-        times = np.array([storages[k].released for k in held] + [storages[k].released for k in dropped], np.int64)
-        sizes = np.array([size[k] for k in held] + [size[k] for k in dropped], np.int64)
-        appears = np.array([-1] * len(held) + [at] * len(dropped), np.int64)
-        cuts = np.unique(np.concatenate([times + 1, [begin, at]]))
+        if not dropped:
+            return self._highest(begin, [(k, -1, storages[k].released) for k in held])
+        at = cast(int, self.find_recovery(kept))
+        # What the recovery starts from lives until then, and what no slot holds until the last slot is free.
+        last = max(storages[k].released for k in dropped)
+        starts = {k for i in again for k in choices.reads[i] if k in kept and storages[k].born >= self._start}
+        lives = [(k, -1, max(storages[k].released, at - 1 if k in starts else -1)) for k in held]
+        lives += [(k, -1, last) for k in starts if storages[k].released < 0]
+        lives += [(k, at, storages[k].released) for k in dropped]
+        alive = sum(size[k] for k, appears, end in lives if appears < 0 and end >= at)
+        passing = {k for k in starts if 0 <= storages[k].released < at}
+        recovery = int(gradient[max(0, at - 1)]) + alive + self.peak_of_recovery(kept, again, passing=passing)
+        return max(recovery, self._highest(begin, lives))
+
+    def find_recovery(self, kept: Collection[int]) -> int | None:
+        """Return when backward first asks for what is not kept, as a position in the log; None if it never does."""
+        record = self._choices.record
+        dropped = [k for k in self.saved if k not in kept]
+        inside = (i for k in dropped for i in record.storages[k].saved_by if self._start <= i < self._end)
+        return min((record.first_unpack[i] for i in inside), default=None)
+
+    def _highest(self, begin: int, lives: Sequence[tuple[int, int, int]]) -> int:
+        """Return the most bytes of gradients and storages from a position in the log on, given when storages appear and end."""
+        gradient = self._choices.gradient
+        sizes, appear, ends = (np.array(each, np.int64) for each in zip(*lives, strict=True))
+        sizes = self._choices.array[sizes]
+        end = max(begin, int(ends.max()))
+        cuts = np.unique(np.concatenate([ends + 1, appear, [begin]]))
         cuts = cuts[(cuts >= begin) & (cuts <= end)]
         highest = np.maximum.reduceat(gradient[: end + 1], cuts)
-        alive_at = ((times[None, :] >= cuts[:, None]) & (appears[None, :] <= cuts[:, None])) @ sizes
-        return max(recovery, int((alive_at + highest).max()) + sum(size[k] for k in starts))
+        alive = ((ends[None, :] >= cuts[:, None]) & (appear[None, :] <= cuts[:, None])) @ sizes
+        return int((alive + highest).max())
 
-    def _peak_of_recovery(self, kept: Collection[int], again: Sequence[int]) -> int:
+    def peak_of_recovery(
+        self,
+        kept: Collection[int],
+        again: Sequence[int],
+        wanted: Collection[int] | None = None,
+        passing: Collection[int] = (),
+    ) -> int:
+        """Return the most bytes while atoms run again.
+
+        Args:
+            kept: storages that are not made.
+            again: the atoms.
+            wanted: what they make and does not die; None for all that is saved and not kept.
+            passing: what is kept and dies when the last of the atoms has read it.
+        """
         choices = self._choices
         storages, inner = choices.record.storages, choices.record.inner_bytes
-        last = {k: i for i in again for k in choices._reads[i]}
-        total = highest = 0
+        last = {k: i for i in again for k in choices.reads[i]}
+        stays = {k for k in self.own if storages[k].saved_by} if wanted is None else set(wanted)
+        total = highest = sum(choices.sizes[k] for k in passing)
         for i in again:
             highest = max(highest, total + inner[i])
-            for k in choices._born[i]:
-                if k not in kept and (storages[k].saved_by or last.get(k, -1) > i):
-                    total += choices._bytes[k]
-            for k in choices._reads[i]:
-                own = storages[k].born >= self._start and k not in kept
-                if own and last[k] == i and not storages[k].saved_by:
-                    total -= choices._bytes[k]
+            for k in choices.born[i]:
+                if k not in kept and (k in stays or last.get(k, -1) > i):
+                    total += choices.sizes[k]
+            for k in choices.reads[i]:
+                own = storages[k].born >= self._start and k not in kept and k not in stays
+                if (own or k in passing) and last[k] == i:
+                    total -= choices.sizes[k]
         return max(highest, total)
 
 
@@ -231,7 +282,7 @@ class Front:
                 cost = choices.price(option.flops, option.made_bytes)
                 need = np.maximum(option.need_bytes, option.kept_bytes + rest[0])
                 columns.append(np.stack([need, rest[1] + cost, np.full_like(need, number), np.arange(need.size)]))
-            fronts.append(_prune(np.concatenate(columns, axis=1)))
+            fronts.append(prune(np.concatenate(columns, axis=1)))
         self._fronts = fronts[::-1]
 
     def list_points(self) -> list[tuple[int, int]]:
@@ -253,22 +304,40 @@ class Front:
             border, column = self._choices.borders.index(option.end), int(following)
         return chosen
 
+    def choose_least(self, most_flops: int) -> list[Option]:
+        """Return the spans with the smallest peak among those that run at most so many FLOPs again."""
+        for peak, _ in self.list_points():
+            chosen = self.choose(peak)
+            if chosen is not None and sum(option.flops for option in chosen) <= most_flops:
+                return chosen
+        raise AssertionError("the last point runs nothing again")
+
     def make_spans(self, chosen: Sequence[Option]) -> Spans:
         """Return chosen spans as they are run."""
         storages = self._choices.record.storages
         kept = [storages[k] for option in chosen for k in option.kept]
+        makers = frozenset(storage.maker for storage in kept if storage.maker is not None)
+        ends: list[int] = []
+        nests = []
+        for option in chosen:
+            spans = [option] if option.inside is None else option.inside.list_spans()
+            if option.inside is not None:
+                results = {storages[k].maker for span in spans for k in span.kept} - makers - {None}
+                nests.append(Nest(len(ends), len(ends) + len(spans), frozenset(cast(set[Node], results))))
+            ends += [span.end for span in spans]
         return Spans(
             atoms=self._choices.record.atoms,
-            ends=[option.end for option in chosen],
-            kept=frozenset(storage.maker for storage in kept if storage.maker is not None),
+            ends=ends,
+            kept=makers,
             kept_inside=frozenset(storage.born for storage in kept if storage.maker is None and not storage.is_small),
+            nests=nests,
         )
 
 
-def _prune(columns: NDArray[np.int64]) -> NDArray[np.int64]:
+def prune(columns: NDArray[np.int64], most: int = _POINTS) -> NDArray[np.int64]:
     """Return the columns that no other beats in bytes and work, by rising bytes; of very many, those far enough apart."""
     columns = columns[:, np.lexsort((columns[1], columns[0]))]
     columns = columns[:, np.diff(np.minimum.accumulate(columns[1]), prepend=np.iinfo(np.int64).max) < 0]
-    if columns.shape[1] > _POINTS:
-        columns = columns[:, np.unique(np.linspace(0, columns.shape[1] - 1, _POINTS).round().astype(int))]
+    if columns.shape[1] > most:
+        columns = columns[:, np.unique(np.linspace(0, columns.shape[1] - 1, most).round().astype(int))]
     return columns

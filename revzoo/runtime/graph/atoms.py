@@ -56,6 +56,18 @@ class Atom:
     draws: bool
     is_repeatable: bool
 
+    @classmethod
+    def of(cls, nodes: Sequence[Node], *, draws: bool, is_repeatable: bool) -> "Atom":
+        """Return the atom of these calls, in order."""
+        inside = set(nodes)
+        makes = tuple(node for node in nodes if any(user not in inside for user in node.users))
+        statistics, reads = dict[Node, None](), dict[Node, None]()
+        for node in nodes:
+            moved = dict.fromkeys(_list_moved_inputs(node))
+            statistics |= moved
+            reads |= dict.fromkeys(each for each in node.all_input_nodes if each not in moved and each not in inside)
+        return cls(tuple(nodes), makes, tuple(reads), tuple(statistics), draws, is_repeatable)
+
     @property
     def name(self) -> str:
         """Its last call in the user's words: the path of the submodule that makes it, and the function."""
@@ -120,7 +132,7 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
         graph: as captured. The bodies of checkpoints in it become calls of the graph itself.
         inputs: what it is called with, FakeTensors in place of tensors. They are changed as the graph changes them.
     """
-    _inline_checkpoints(graph)
+    inline_checkpoints(graph)
     follower = _Follower(graph, inputs)
     calls = [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
     place = {call.node: i for i, call in enumerate(calls)}
@@ -171,14 +183,10 @@ def _join(calls: Sequence["_Call"], group: list[int], first: int, last: int) -> 
 
 
 def _make_atom(calls: Sequence["_Call"], stale: set[Node]) -> Atom:
-    nodes = tuple(call.node for call in calls)
-    inside = set(nodes)
-    makes = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    reads = dict.fromkeys(each for call in calls for each in call.reads if each not in inside)
-    statistics = dict.fromkeys(each for call in calls for each in call.statistics)
+    nodes = [call.node for call in calls]
     changes_others = any(call.changes_setting or call.changes_inputs - call.statistics for call in calls)
     is_repeatable = not changes_others and stale.isdisjoint(nodes)
-    return Atom(nodes, makes, tuple(reads), tuple(statistics), any(call.draws for call in calls), is_repeatable)
+    return Atom.of(nodes, draws=any(call.draws for call in calls), is_repeatable=is_repeatable)
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,7 @@ class _Follower:
             self._makers.setdefault(_key(t), node)
         moved = list_statistics(node)
         changed.update(moved)
-        statistics = frozenset(each for each in moved if each.op in _INPUTS)
+        statistics = frozenset(_list_moved_inputs(node))
         inputs = frozenset(each for each in changed if each.op in _INPUTS)
         reads = tuple(each for each in node.all_input_nodes if each not in statistics)
         makers = {self._makers[_key(t)] for each in reads for t in tensors_in(self._env[each])}
@@ -267,7 +275,11 @@ def list_statistics(node: Node) -> list[Node]:
     return [each for each in given if isinstance(each, Node)] if moves else []
 
 
-def _inline_checkpoints(graph: GraphModule) -> None:
+def _list_moved_inputs(node: Node) -> list[Node]:
+    return [each for each in list_statistics(node) if each.op in _INPUTS]
+
+
+def inline_checkpoints(graph: GraphModule) -> None:
     """Replace checkpoints by their bodies: what is kept is for a plan to say.
 
     Besides, PyTorch 2.15 runs a checkpoint in a graph without rewinding the random stream.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
@@ -37,6 +37,20 @@ _LARGEST_DIFFERENCE = 1e-2
 
 
 @dataclass(frozen=True)
+class Nest:
+    """Consecutive spans whose starts are not kept, but made again when backward reaches the last of them.
+
+    Args:
+        first, end: the spans, as numbers.
+        handed: nodes whose results the nest's own recovery hands to its spans.
+    """
+
+    first: int
+    end: int
+    handed: frozenset[Node]
+
+
+@dataclass(frozen=True)
 class Spans:
     """How the activations of a graph are recovered.
 
@@ -45,12 +59,14 @@ class Spans:
         ends: of the spans, as numbers of atoms: span i is atoms[ends[i - 1]:ends[i]].
         kept: nodes whose results are kept from forward to backward, if autograd saves them or a recovery starts from them.
         kept_inside: numbers of atoms of which everything else that autograd saves in them is kept too, such as masks.
+        nests: spans that are recovered in two levels.
     """
 
     atoms: Sequence[Atom]
     ends: Sequence[int]
     kept: frozenset[Node]
     kept_inside: frozenset[int]
+    nests: Sequence[Nest] = ()
 
 
 class Observer(Protocol):
@@ -163,7 +179,7 @@ class Slot:
 
 
 class _Record:
-    """What one call remembers of one span."""
+    """What one call remembers of one span, or of a nest of spans."""
 
     def __init__(self, number: int, run: "_Run"):
         self.number = number
@@ -175,6 +191,19 @@ class _Record:
         self.fingerprint: tuple[tuple[int, int], Fingerprint] | None = None
         self.latest: Slot | None = None
         self.shared = run.shared
+        self.nest: _Record | None = None  # in which the span lies
+        self.handed: dict[Node, Any] | None = None  # by the nest's recovery, until that of the span
+        self.handed_slots: list[tuple[int, int, Node | None, Any]] = []  # those that the nest's recovery refills
+        self.inside: list[ref[_Record]] = []  # spans of a nest. They hold the nest's record
+
+    def hand_on(self, env: Mapping[Node, Any]) -> None:
+        """Give the spans of a nest what they start from, and refill their slots that its recovery can refill."""
+        for each in self.inside:
+            if (record := each()) is not None:
+                starts = self.shared.program.recipes[record.number].starts
+                record.handed = {node: map_tensors(_Kept, env[node]) for node in starts if node in env}
+                for i, place, source, geometry in record.handed_slots:
+                    record.refilled[i, place] = _take_view(env[cast(Node, source)], geometry)
 
 
 class _Shared:
@@ -240,8 +269,16 @@ class _Run:
                     if not spans.atoms[i].is_repeatable:
                         settings = Settings(device)  # it may have entered autocast
                 start = end
-        for record in records:
-            self._prepare(record)
+        nest_of = {i: (number, nest) for number, nest in enumerate(spans.nests) for i in range(nest.first, nest.end)}
+        nests = [_Record(-1 - number, self) for number in range(len(spans.nests))]
+        for i, record in enumerate(records):
+            number, nest = nest_of.get(i, (0, None))
+            self._prepare(record, frozenset() if nest is None else nest.handed)
+            if nest is not None and (record.slots or record.handed_slots):
+                record.nest = nests[number]
+                nests[number].inside.append(ref(record))
+        for number, nest in enumerate(spans.nests):
+            self._prepare_nest(nests[number], nest)
         (results,) = output.args
         return torch.fx.node.map_arg(results, self._env.__getitem__)
 
@@ -311,24 +348,49 @@ class _Run:
         around = (t for node in (*atom.makes, *atom.reads) for t in tensors_in(self._env[node]))
         return tensor.untyped_storage().nbytes() * SMALL <= max((t.nbytes for t in around), default=0)
 
-    def _prepare(self, record: _Record) -> None:
-        """Give a span what its recovery starts from."""
+    def _prepare(self, record: _Record, handed: frozenset[Node]) -> None:
+        """Give a span what its recovery starts from.
+
+        Args:
+            record: of the span.
+            handed: what the nest's recovery makes.
+        """
+        record.handed_slots = [slot for slot in record.slots if slot[2] in handed]
+        record.slots = [slot for slot in record.slots if slot[2] not in handed]
         record.latest = None  # a slot holds its record
         recipe = self._program.recipes.get(record.number)
         if recipe is None:
-            recipe = self._program.recipes[record.number] = find_recipe(self._program.spans, record.slots)
+            recipe = self._program.recipes[record.number] = find_recipe(self._program.spans, record.slots, handed)
         if record.slots:
-            record.starts = {node: self._held[node] for node in recipe.starts}
-            record.held_by_slots = self._held_by_slots.intersection(recipe.starts)
-            record.starts |= {node: map_tensors(_Kept, self._inputs[node]) for node in recipe.inputs}
+            self._hold_starts(record, recipe, handed)
+
+    def _prepare_nest(self, record: _Record, nest: Nest) -> None:
+        """Give a nest what its own recovery starts from."""
+        recipes, spans = self._program.recipes, self._program.spans
+        recipe = recipes.get(record.number)
+        if recipe is None:
+            inside = [each for link in record.inside if (each := link()) is not None]
+            starts = (node for each in inside for node in recipes[each.number].starts if node in nest.handed)
+            refilled = (source for each in inside for _, _, source, _ in each.handed_slots)
+            wanted = dict.fromkeys([*starts, *refilled])
+            recipe = recipes[record.number] = find_recipe(spans, [(0, 0, node, None) for node in wanted])
+        self._hold_starts(record, recipe)
+
+    def _hold_starts(self, record: _Record, recipe: Recipe, handed: frozenset[Node] = frozenset()) -> None:
+        record.starts = {node: self._held[node] for node in recipe.starts if node not in handed}
+        record.held_by_slots = self._held_by_slots.intersection(record.starts)
+        record.starts |= {node: map_tensors(_Kept, self._inputs[node]) for node in recipe.inputs}
 
 
-def find_recipe(spans: Spans, slots: Iterable[tuple[int, int, Node | None, Any]]) -> Recipe:
+def find_recipe(
+    spans: Spans, slots: Iterable[tuple[int, int, Node | None, Any]], handed: frozenset[Node] = frozenset()
+) -> Recipe:
     """Return how the dropped slots of a span are refilled with the fewest atoms run again.
 
     Args:
         spans: of the graph.
         slots: atom, place, source and geometry of each.
+        handed: what the recovery of the nest hands to this one.
     Raises:
         RecoveryError: an atom that would have to run again changes something else.
     """
@@ -342,7 +404,7 @@ def find_recipe(spans: Spans, slots: Iterable[tuple[int, int, Node | None, Any]]
             node = values.pop()
             if node not in maker:
                 inputs[node] = None
-            elif node in spans.kept:
+            elif node in spans.kept or node in handed:
                 starts[node] = None
             else:
                 waiting.append(maker[node])
@@ -373,14 +435,21 @@ def _unpack(slot: Slot, observer: Observer | None = None) -> Tensor:
             if tensor._version != version:
                 raise RecoveryError(f"An operation changed a tensor {tuple(tensor.shape)} in place that its gradient needs.")
             return tensor
-        _recover(record)
+        _recover(record, key)
     name = record.shared.program.spans.atoms[slot.atom].name
     raise RecoveryError(f"{name} saved other tensors in this call than in the first. Call revzoo.release(module).")
 
 
 @exclude_from_compilation
-def _recover(record: _Record) -> None:
+def _recover(record: _Record, key: tuple[int, int] | None = None) -> None:
+    """Refill the slots of a span; if it lies in a nest, those that the nest's recovery refills apart from the others."""
     with record.lock:
+        if record.nest is not None:
+            is_handed = any(key == slot[:2] for slot in record.handed_slots)
+            if is_handed or record.handed is None:
+                _recover(record.nest)
+            if is_handed:
+                return
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 _Recovery(record).run()
@@ -399,6 +468,8 @@ class _Recovery:
         self._program = record.shared.program
         self._recipe = self._program.recipes[record.number]
         self._env: dict[Node, Any] = {node: _restore(kept) for node, kept in record.starts.items()}
+        self._env |= {node: _restore(kept) for node, kept in (record.handed or {}).items()}
+        record.handed = None
         # From here on, autograd's graph alone decides how long these live; a retained graph has them for another recovery.
         for node in record.held_by_slots:
             if isinstance(kept := record.starts[node], _Kept):
@@ -421,6 +492,7 @@ class _Recovery:
             for (_, grad_mode), atoms in under:
                 first = list(atoms)
                 shared.settings[first[0][1]].run(partial(self._run_atoms, first, grad_mode))
+        self._record.hand_on(self._env)
         self._env.clear()
         self._compare()
 
@@ -461,11 +533,7 @@ class _Recovery:
 
     def _refill_from(self, node: Node) -> None:
         for key, geometry in self._sources.pop(node, ()):
-            tensor = detach(self._env[node])
-            if _read_geometry(tensor) != geometry:
-                with torch.no_grad():
-                    tensor = tensor.as_strided(*geometry)
-            self._record.refilled[key] = tensor, tensor._version
+            self._record.refilled[key] = _take_view(self._env[node], geometry)
 
     def _compare(self) -> None:
         """Compare the tensor that was saved last with that of the first run."""
@@ -485,6 +553,15 @@ def _cut(tensor: Tensor) -> Tensor:
 
 def _read_geometry(tensor: Tensor) -> Geometry:
     return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def _take_view(value: Tensor, geometry: tuple[Sequence[int], Sequence[int], int]) -> tuple[Tensor, int]:
+    """Return what a slot had saved of a result, and its version."""
+    tensor = detach(value)
+    if _read_geometry(tensor) != geometry:
+        with torch.no_grad():
+            tensor = tensor.as_strided(*geometry)
+    return tensor, tensor._version
 
 
 def _restore(kept: Any) -> Any:

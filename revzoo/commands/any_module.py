@@ -1,0 +1,85 @@
+"""Modules that are not the zoo's, as they are named on a command line."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from revzoo.errors import InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NAMES_HELP = "or timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
+_LONGEST_TEXT = 512
+
+
+def is_any_module(name: str) -> bool:
+    """Return whether a name stands for a module that is not the zoo's."""
+    return ":" in name or (Path(name) / "config.json").is_file()
+
+
+def create_any_module(name: str, size: int | None) -> "tuple[nn.Module, Any]":
+    """Return a module with random weights, and a random batch for it.
+
+    Args:
+        name: "timm:NAME"; a folder with the config.json of a Transformers model; or "package.module:function", a function of
+            yours that returns a module and a batch. It is looked for from the present folder, too.
+        size: examples in the batch; None is 32 images or 8 texts. A function of yours makes its own batch.
+    Raises:
+        InputError: no such module.
+    """
+    if name.startswith("timm:"):
+        return _create_timm(name.removeprefix("timm:"), size or 32)
+    if ":" not in name:
+        return _create_transformers(Path(name), size or 8)
+    return _call_function(name, size)
+
+
+def _create_timm(name: str, size: int) -> "tuple[nn.Module, Any]":
+    import timm
+    import torch
+
+    if name not in timm.list_models():
+        raise UnknownNameError("timm model", name, timm.list_models())
+    model = timm.create_model(name)
+    input_size: tuple[int, ...] = cast(Any, model).pretrained_cfg["input_size"]
+    return model, torch.randn(size, *input_size)
+
+
+def _create_transformers(folder: Path, size: int) -> "tuple[nn.Module, Any]":
+    import torch
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(f"A folder with a config.json needs the package transformers. Received: {folder}.") from error
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    model = transformers.AutoModel.from_config(config) if architecture is None else architecture(config)
+    model.train()
+    if model.main_input_name == "pixel_values":
+        side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        return model, {"pixel_values": torch.randn(size, config.num_channels, side, side)}
+    length = min(_LONGEST_TEXT, getattr(config, "max_position_embeddings", _LONGEST_TEXT))
+    return model, {model.main_input_name: torch.randint(config.vocab_size, (size, length))}
+
+
+def _call_function(name: str, size: int | None) -> "tuple[nn.Module, Any]":
+    from torch import nn
+
+    module_name, function_name = name.rsplit(":", 1)
+    if size is not None:
+        raise InputError(f"{name} makes its own batch. Received: --batch {size}. Leave it out.")
+    sys.path.insert(0, "")
+    try:
+        made = getattr(import_module(module_name), function_name)()
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"{name} cannot be called ({error}). It is package.module:function, seen from the present folder."
+        ) from error
+    finally:
+        sys.path.remove("")
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise InputError(f"{name} returns a module and a batch. Received: {type(made).__name__}.")
+    return made

@@ -1,0 +1,172 @@
+"""From any module and a budget to a plan: capture its graph, record a step, choose spans, and count the planned step."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.analysis.dry_run import linear_loss
+from revzoo.analysis.flops import FlopCounter
+from revzoo.analysis.memory_report import count_optimizer_bytes
+from revzoo.errors import BudgetError
+from revzoo.format import format_bytes
+from revzoo.planning.budget import parse_budget
+from revzoo.planning.profiling.profile import count_model_bytes
+from revzoo.planning.reforwarding.capture import Capture, capture
+from revzoo.planning.reforwarding.graph_plan import GraphPlan
+from revzoo.planning.reforwarding.module_plan import ModulePlan
+from revzoo.planning.reforwarding.published import choose_published
+from revzoo.planning.reforwarding.record import make_fake, record, require_fake_mode
+from revzoo.planning.reforwarding.search import Choices, Front
+from revzoo.planning.setting import Setting, read_setting
+from revzoo.runtime.graph.spans import SpannedGraph, Spans
+from revzoo.runtime.live_bytes import LiveBytes
+
+ModuleSolver = Literal["timeline", "reforwarding"]
+
+
+def plan_module(
+    module: nn.Module,
+    batch: Any,
+    budget: str | int | None,
+    *,
+    solver: ModuleSolver = "timeline",
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> ModulePlan:
+    """Return the plan with the least work whose counted peak is within the budget. Nothing is computed or allocated.
+
+    Args:
+        module: any, in the state in which it will be trained.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        budget: limit for the peak of all memory together, as for `revzoo.solve`; None is the smallest peak that is reached
+            with at most one more forward.
+        solver: "timeline" looks for the least work within the budget. "reforwarding" is the published plan, for comparison: it
+            takes what it takes, and the budget can only refuse it.
+        optimizer: its state is part of every peak.
+        loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
+    Raises:
+        InputError: a module, batch, optimizer or budget that cannot be used.
+        BudgetError: no plan fits; names the smallest budget that would.
+    """
+    setting, optimizer_bytes = read_setting(module, batch), count_optimizer_bytes(module, optimizer)
+    if budget is not None:
+        device = next(module.parameters()).device
+        budget = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
+    captured = capture(module, batch)
+    step = _Step(captured, captured.other_bytes + optimizer_bytes, captured.compute_loss(loss or linear_loss))
+    if solver == "reforwarding":
+        return _plan_published(step, budget, setting)
+    if budget is not None and step.stored_peak <= budget:
+        note = f"Everything is stored: the budget is above the {format_bytes(step.stored_peak)} that this takes."
+        return step.make_plan(None, step.stored_peak, step.record.total_flops, budget, setting, (note,))
+    if budget is None:
+        spans = step.front.make_spans(step.front.choose_least(sum(step.record.flops)))
+        peak, flops = step.count(spans)
+        return step.make_plan(spans, peak, flops, peak, setting)
+    return step.make_plan(*step.fit(budget), budget, setting)
+
+
+def reforward(
+    module: nn.Module,
+    batch: Any,
+    budget: str | int | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> nn.Module:
+    """Plan a module and apply the plan; return the module.
+
+    Example:
+        model = timm.create_model("resnet50")
+        revzoo.reforward(model, images)  # trains as before, in a fraction of the memory
+
+    Args: as for `revzoo.plan`; without a budget, the smallest peak that is reached with at most one more forward.
+    Raises: as `revzoo.plan` does.
+    """
+    plan_module(module, batch, budget, optimizer=optimizer, loss=loss).apply(module, batch)
+    return module
+
+
+def _plan_published(step: "_Step", budget: int | None, setting: Setting) -> ModulePlan:
+    spans, chosen = choose_published(step.record)
+    peak, flops = step.count(spans)
+    if budget is not None and peak > budget:
+        raise BudgetError(
+            f"Re-forwarding as published knows no budget, and its plan takes {format_bytes(peak)}, more than "
+            f"{format_bytes(budget)}. Try solver='timeline', or a larger budget."
+        )
+    note = f"Re-forwarding as published, which counts {format_bytes(chosen.cost)} of activations (equation 1)."
+    return step.make_plan(spans, peak, flops, peak if budget is None else budget, setting, (note,))
+
+
+class _Step:
+    """A training step of a captured module, recorded, with the front of its plans."""
+
+    def __init__(self, captured: Capture, other_bytes: int, loss: Callable[[Any], Tensor]):
+        self._captured, self._other_bytes, self._loss = captured, other_bytes, loss
+        self.record = record(captured.graph, captured.inputs, loss)
+        self.stored_peak = self.record.peak_bytes + other_bytes
+
+    @cached_property
+    def front(self) -> Front:
+        return Front(Choices(self.record))
+
+    @property
+    def least_peak(self) -> int:
+        return self.front.list_points()[0][0] + self._other_bytes
+
+    def count(self, spans: Spans) -> tuple[int, int]:
+        """Return the counted peak and the FLOPs of the step with these spans."""
+        peak, flops = count_step(self._captured, spans, self._loss)
+        return peak + self._other_bytes, flops
+
+    def fit(self, budget: int) -> tuple[Spans, int, int]:
+        """Return the spans with the least work whose counted peak is within the budget, that peak, and all FLOPs."""
+        room = budget
+        while (chosen := self.front.choose(room - self._other_bytes)) is not None:
+            spans = self.front.make_spans(chosen)
+            peak, flops = self.count(spans)
+            if peak <= budget:
+                return spans, peak, flops
+            room -= peak - budget
+        fixed = format_bytes(self.record.fixed_bytes + self._other_bytes)
+        raise BudgetError(
+            f"No plan fits {format_bytes(budget)}: at least {format_bytes(self.least_peak)} ({self.least_peak} bytes) are "
+            f"needed. Of these {fixed} are weights, optimizer state and batch. Try a smaller batch, autocast, or an optimizer "
+            "of less state."
+        )
+
+    def make_plan(
+        self, spans: Spans | None, peak: int, flops: int, budget: int, setting: Setting, notes: tuple[str, ...] = ()
+    ) -> ModulePlan:
+        """Return the plan that these spans are; None stores everything."""
+        everything = Spans(self.record.atoms, (), frozenset(), frozenset())
+        return ModulePlan(
+            graph=GraphPlan.of(self._captured.graph, self._captured.inputs, spans or everything),
+            peak_bytes=peak,
+            budget_bytes=budget,
+            extra_flops=flops - self.record.total_flops,
+            total_flops=self.record.total_flops,
+            min_peak_bytes=min(self.least_peak, peak),
+            no_recompute_peak_bytes=self.stored_peak,
+            setting=setting,
+            notes=notes,
+        )
+
+
+def count_step(captured: Capture, spans: Spans, loss: Callable[[Any], Tensor]) -> tuple[int, int]:
+    """Return peak bytes and FLOPs of a training step of a captured graph with these spans, counted without computing it."""
+    mode = require_fake_mode(captured.inputs)
+    with mode, torch.enable_grad():
+        inputs = [make_fake(each, mode) for each in captured.inputs]
+        live, flops = LiveBytes(), FlopCounter()
+        with flops, live:
+            live.watch(inputs)
+            results = SpannedGraph(captured.graph, spans)(*inputs)
+            total = loss(results)
+            del results
+            total.backward()
+        return live.peak(), flops.forward + flops.backward

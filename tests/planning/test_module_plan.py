@@ -1,0 +1,222 @@
+"""Plans for any module: gradients to the bit, the promised bytes, and a module that stays what it is."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import revzoo
+from revzoo.errors import BudgetError, InputError, PlanError
+
+
+class Residual(nn.Module):
+    """A block as they are usually written: in-place activations, a sum in place, dropout."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        y = self.norm2(self.conv2(self.drop(F.relu(self.norm1(self.conv1(x)), inplace=True))))
+        y += x
+        return F.relu(y, inplace=True)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 4, width: int = 8):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.Sequential(*(Residual(width) for _ in range(blocks)))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().train()
+
+
+IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def budget_between(module, batch, share: float, **options) -> int:
+    """Return a budget between the smallest peak that is found and that of storing everything."""
+    plan = revzoo.plan(module, batch, "1TB", **options)
+    return plan.min_peak_bytes + round(share * (plan.no_recompute_peak_bytes - plan.min_peak_bytes))
+
+
+def step(module, batch, loss=lambda out: out.square().sum()):
+    """Return the output, all gradients and buffers, and the random state after a training step."""
+    torch.manual_seed(1)
+    out = module(**batch) if isinstance(batch, dict) else module(batch)
+    total = loss(out)
+    total.backward()
+    gradients = [p.grad for p in module.parameters()]
+    return [total.detach(), *gradients, *module.buffers(), torch.random.get_rng_state()]
+
+
+def assert_equal(left, right):
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_planned_step_is_the_plain_one_in_the_promised_bytes(net, share):
+    plain = copy.deepcopy(net)
+    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, share))
+    assert plan.min_peak_bytes <= plan.peak_bytes <= plan.budget_bytes < plan.no_recompute_peak_bytes
+    assert revzoo.measure_memory(net, IMAGES).peak_bytes == plan.no_recompute_peak_bytes
+    plan.apply(net, IMAGES)
+    assert revzoo.measure_memory(net, IMAGES).peak_bytes == plan.peak_bytes
+    assert_equal(step(net, IMAGES), step(plain, IMAGES))
+    revzoo.release(net)
+    assert revzoo.measure_memory(net, IMAGES).peak_bytes == plan.no_recompute_peak_bytes
+
+
+def test_planning_leaves_the_module_as_it_was(net):
+    before = copy.deepcopy(net.state_dict())
+    state = torch.random.get_rng_state()
+    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, 0.5))
+    plan.apply(net)
+    assert type(net) is Net
+    assert_equal(list(net.state_dict().values()), list(before.values()))
+    assert list(net.state_dict()) == list(before)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_smaller_budget_runs_more_again(net):
+    plans = [revzoo.plan(net, IMAGES, budget_between(net, IMAGES, share)) for share in (0.6, 0.3, 0.0)]
+    assert plans[0].extra_flops <= plans[1].extra_flops <= plans[2].extra_flops
+    assert 0 < plans[2].extra_flops <= plans[2].total_flops / 3
+
+
+def test_the_optimizer_is_part_of_the_peak(net):
+    without = revzoo.plan(net, IMAGES, "1TB")
+    with_adam = revzoo.plan(net, IMAGES, "1TB", optimizer=torch.optim.AdamW(net.parameters()))
+    steps = sum(4 for _ in net.parameters())
+    assert with_adam.peak_bytes - without.peak_bytes == 2 * sum(p.nbytes for p in net.parameters()) + steps
+
+
+def test_hooks_and_evaluation_go_on(net):
+    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, 0.5))
+    plan.apply(net)
+    seen = []
+    net.head.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    plain = copy.deepcopy(net)  # a copy has no plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a hook makes another graph, which stores everything
+        assert_equal(step(net, IMAGES), step(plain, IMAGES))
+    assert seen == [(4, 10), (4, 10)]
+    with torch.no_grad():
+        assert torch.equal(net.eval()(IMAGES[:1]), plain.eval()(IMAGES[:1]))
+
+
+def test_another_batch_is_stored_and_that_is_said(net):
+    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, 0.5))
+    plain = copy.deepcopy(net)
+    plan.apply(net)
+    with pytest.warns(UserWarning, match="differs from the one that was planned.*stores everything"):
+        assert_equal(step(net, IMAGES[:2]), step(plain, IMAGES[:2]))
+
+
+def test_a_saved_plan_is_the_same(net, tmp_path):
+    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, 0.3))
+    plan.save(tmp_path / "plan.json")
+    loaded = revzoo.ModulePlan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    plain, again = copy.deepcopy(net), copy.deepcopy(net)
+    loaded.apply(again)
+    assert_equal(step(again, IMAGES), step(plain, IMAGES))
+    with pytest.raises(PlanError, match="training mode: True in the plan, False now"):
+        loaded.apply(net.eval())
+    with pytest.raises(PlanError, match="no saved plan|not a saved plan"):
+        revzoo.ModulePlan.load(tmp_path / "none.json")
+
+
+def test_reforward_plans_and_applies(net):
+    plain = copy.deepcopy(net)
+    stored = revzoo.measure_memory(net, IMAGES).activation_bytes
+    assert revzoo.reforward(net, IMAGES) is net
+    assert revzoo.measure_memory(net, IMAGES).activation_bytes < 0.5 * stored
+    assert_equal(step(net, IMAGES), step(plain, IMAGES))
+
+
+def test_keyword_arguments_and_a_loss_of_ones_own(net):
+    class Labelled(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, images, labels=None):
+            logits = self.net(images)
+            return {"logits": logits, "loss": F.cross_entropy(logits, labels)}
+
+    module = Labelled(net)
+    batch = {"images": IMAGES, "labels": torch.tensor([0, 1, 2, 3])}
+    budget = budget_between(module, batch, 0.4, loss=lambda out: out["loss"])
+    plain = copy.deepcopy(module)
+    plan = revzoo.plan(module, batch, budget, loss=lambda out: out["loss"])
+    plan.apply(module)
+    assert_equal(step(module, batch, lambda out: out["loss"]), step(plain, batch, lambda out: out["loss"]))
+
+
+def test_everything_is_stored_where_it_fits(net):
+    plan = revzoo.plan(net, IMAGES, "1GiB")
+    assert (plan.extra_flops, plan.graph.ends) == (0, ())
+    assert "everything stored" in str(plan)
+    plan.apply(net)
+    assert net._compiled_call_impl is None
+
+
+def test_nothing_is_computed_on_the_meta_device():
+    with torch.device("meta"):
+        net = Net()
+    images = torch.empty(4, 3, 16, 16, device="meta")
+    plan = revzoo.plan(net, images, budget_between(net, images, 0.5))
+    assert plan.no_recompute_peak_bytes == revzoo.plan(Net(), IMAGES, "1TB").no_recompute_peak_bytes
+    assert plan.peak_bytes <= plan.budget_bytes
+
+
+def test_what_cannot_be_planned_is_named(net):
+    with pytest.raises(BudgetError, match=r"No plan fits 97\.7 KiB: at least .* are weights"):
+        revzoo.plan(net, IMAGES, 100_000)
+    with pytest.raises(InputError, match="lookahead=0"):
+        revzoo.plan(net, IMAGES, "1GiB", lookahead=1)
+    with pytest.raises(InputError, match=r"must be a torch\.nn\.Module"):
+        revzoo.plan(len, IMAGES, "1GiB")
+    compiled = copy.deepcopy(net)
+    compiled.blocks.compile()
+    with pytest.raises(InputError, match="compiled blocks.*release"):
+        revzoo.plan(compiled, IMAGES, "1GiB")
+    planned = copy.deepcopy(net)
+    revzoo.reforward(planned, IMAGES)
+    with pytest.raises(InputError, match="compiled the module.*release"):
+        revzoo.plan(planned, IMAGES, "1GiB")
+
+    class Breaks(Net):
+        def forward(self, x):
+            if super().forward(x).sum() > 0:
+                return super().forward(x)
+            return -super().forward(x)
+
+    with pytest.raises(InputError, match="reads the values of tensors"):
+        revzoo.plan(Breaks(), IMAGES, "1GiB")
+
+    class Prints(Net):
+        def forward(self, x):
+            x = self.stem(x)
+            torch._dynamo.graph_break()
+            return self.head(self.blocks(x).mean((2, 3)))
+
+    with pytest.raises(InputError, match="is 2 graphs for torch.compile"):
+        revzoo.plan(Prints(), IMAGES, "1GiB")
