@@ -269,8 +269,8 @@ def list_statistics(node: Node) -> list[Node]:
     """Return the running statistics that a call moves, perhaps without showing it. Its result does not depend on them then."""
     if node.op != "call_function" or node.target not in _STATISTICS:
         return []
-    first, moves = _STATISTICS[node.target]
-    moves = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", node.kwargs.get("use_input_stats", moves))
+    first, default = _STATISTICS[node.target]
+    moves = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", node.kwargs.get("use_input_stats", default))
     given = [*node.args[first : first + 2], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
     return [each for each in given if isinstance(each, Node)] if moves else []
 

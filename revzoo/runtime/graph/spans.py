@@ -31,6 +31,7 @@ from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
 
 Geometry = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset in the storage
+_Kind = tuple[torch.dtype, bool, bool]  # dtype, whether it is a conjugate or negative view
 SMALL = 64  # what an atom saves besides its inputs and results is kept where it is so many times smaller than they are
 _LARGEST_DIFFERENCE = 1e-2
 
@@ -255,7 +256,8 @@ class _Run:
     def forward(self, output: Node) -> Any:
         spans = self._program.spans
         records = [_Record(i, self) for i in range(len(spans.ends))]
-        device = next((t.device for t in tensors_in(list(self._inputs.values()))), torch.device("cpu"))
+        devices = {t.device for t in tensors_in(list(self._inputs.values()))}
+        device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         settings = Settings(device)
         start = 0
         with torch.autograd.graph.saved_tensors_hooks(self._packed.pack, self._unpack):
@@ -317,17 +319,17 @@ class _Run:
             assert tensor is not None
             maker = makers.find(tensor)
             is_input = maker in self._inputs
-            slot.source = None if is_input else maker
+            slot.source = None if is_input or not makers.can_lie_in(tensor) else maker
             if (
                 is_input
                 or not atom.is_repeatable
-                or (slot.source is not None and slot.source in spans.kept)
+                or maker in spans.kept
                 or (slot.source is None and (i in spans.kept_inside or self._is_small(tensor, atom)))
             ):
-                holder = None if is_input or slot.source is None else self._held.get(slot.source)
+                holder = None if is_input or maker is None else self._held.get(maker)
                 slot.keep(holder)
-                if isinstance(holder, _Kept):
-                    self._held_by_slots.add(cast(Node, slot.source))
+                if maker is not None and isinstance(holder, _Kept):
+                    self._held_by_slots.add(maker)
                 continue
             if slot.source is not None:
                 slot.geometry = _read_geometry(tensor)
@@ -344,7 +346,7 @@ class _Run:
 
     def _is_small(self, tensor: Tensor, atom: Atom) -> bool:
         around = (t for node in (*atom.makes, *atom.reads) for t in tensors_in(self._env[node]))
-        return tensor.nbytes * SMALL <= max((t.nbytes for t in around), default=0)
+        return tensor.untyped_storage().nbytes() * SMALL <= max((t.nbytes for t in around), default=0)
 
     def _prepare(self, record: _Record, handed: frozenset[Node]) -> None:
         """Give a span what its recovery starts from.
@@ -427,13 +429,15 @@ def _unpack(slot: Slot, observer: Observer | None = None) -> Tensor:
     record = slot.record
     assert record is not None
     key = (slot.atom, slot.place)
-    while True:
+    for _ in range(2):
         tensor, version = record.refilled.pop(key, (None, 0))
         if tensor is not None:
             if tensor._version != version:
                 raise RecoveryError(f"An operation changed a tensor {tuple(tensor.shape)} in place that its gradient needs.")
             return tensor
         _recover(record, key)
+    name = record.shared.program.spans.atoms[slot.atom].name
+    raise RecoveryError(f"{name} saved other tensors in this call than in the first. Call revzoo.release(module).")
 
 
 @exclude_from_compilation
@@ -585,16 +589,25 @@ class _Makers:
     """Which input or call has made a storage. Addresses are used again, so that a storage has to be alive."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Node, ref[torch.UntypedStorage]]] = {}
+        self._known: dict[int, tuple[Node, ref[torch.UntypedStorage], _Kind]] = {}
 
     def note(self, value: Any, node: Node) -> None:
         """Note the storages of a value, unless they are known as those of an earlier one."""
         for tensor in tensors_in(value):
             if self.find(tensor) is None:
                 storage = tensor.untyped_storage()
-                self._known[id(storage)] = node, ref(storage)
+                self._known[id(storage)] = node, ref(storage), _read_kind(tensor)
 
     def find(self, tensor: Tensor) -> Node | None:
         storage = tensor.untyped_storage()
-        node, known = self._known.get(id(storage), (None, None))
+        node, known, _ = self._known.get(id(storage), (None, None, None))
         return node if known is not None and known() is storage else None
+
+    def can_lie_in(self, tensor: Tensor) -> bool:
+        """Return whether size and strides suffice to find a tensor in its maker's result: no other dtype, no conjugate."""
+        _, _, kind = self._known.get(id(tensor.untyped_storage()), (None, None, None))
+        return kind == _read_kind(tensor)
+
+
+def _read_kind(tensor: Tensor) -> _Kind:
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.errors import RecoveryError
+from revzoo.runtime.graph.spans import Recipe
 from revzoo.runtime.nested import tensors_in
 
 
@@ -277,6 +278,15 @@ def test_a_changed_output_that_was_dropped_is_recovered(pair: Pair):
 
     pair[1].use("one span")
     compare(pair, use)
+
+
+def test_slots_that_no_recovery_refills_are_an_error(capture: Callable[..., Any]):
+    captured = capture(lambda x: x.sin().sin())
+    captured(make_input())
+    (program,) = captured.programs
+    program.recipes[0] = Recipe((), (), (), ())
+    with pytest.raises(RecoveryError, match=r"^sin saved other tensors in this call than in the first"):
+        captured(make_input()).sum().backward()
 
 
 @pytest.mark.parametrize("way", ["backward", "deleted", "retained", "failed"])
