@@ -30,7 +30,6 @@ from revzoo.analysis.dry_run import call, find_chains, isolated, preserve_schedu
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError
 from revzoo.format import format_ratio
-from revzoo.invertible import InvertibleLayer
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layer_update import find_alpha
 from revzoo.runtime.layerwise import Layer, expand, find_layers
@@ -113,11 +112,11 @@ class NumericsReport:
         return min(self.states, key=lambda state: state.snr, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, which has no infinite numbers: they are None."""
+        """Return plain data for JSON. It has no infinite numbers and no NaN: they are None."""
         states = [asdict(state) | {"snr": state.snr} for state in self.states]
         rows = {"states": states, "layers": [asdict(layer) for layer in self.layers]}
-        plain: dict[str, Any] = {key: [_drop_infinite(row) for row in each] for key, each in rows.items()}
-        return plain | _drop_infinite({"angle": self.angle})
+        plain: dict[str, Any] = {key: [_replace_non_finite(row) for row in each] for key, each in rows.items()}
+        return plain | _replace_non_finite({"angle": self.angle})
 
     def __str__(self) -> str:
         if self.worst is None:
@@ -148,8 +147,8 @@ class TrainingPoint:
     angle: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, which has no infinite numbers: they are None."""
-        return _drop_infinite(asdict(self))
+        """Return plain data for JSON. It has no infinite numbers and no NaN: they are None."""
+        return _replace_non_finite(asdict(self))
 
 
 def measure_numerics(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> NumericsReport:
@@ -228,16 +227,16 @@ def measure_angle(gradients: Gradients, others: Gradients) -> float:
 
 
 @torch.no_grad()
-def measure_alpha(layer: InvertibleLayer, x: Tensor) -> tuple[float, float | None]:
+def measure_alpha(layer: nn.Module, x: Tensor) -> tuple[float, float | None]:
     """Return by which factor a layer's inverse changes the signal-to-noise ratio: measured on x, and from its `alpha`.
 
     Computed in float64 on a copy of the layer, with noise that is the same in all elements.
 
     Args:
-        layer: to be measured; None is returned for the formula if it has none.
+        layer: a layer with an inverse; None is returned for the formula if it has none.
         x: the layer's input.
     """
-    module, x = copy.deepcopy(cast(nn.Module, layer)).double(), x.detach().double()
+    module, x = copy.deepcopy(layer).double(), x.detach().double()
     keep = getattr(module, "forward_keeping", None)
     y, *kept = (module(x),) if keep is None else keep(x)
     inverse: Callable[..., Tensor] = cast(Any, module).inverse
@@ -334,7 +333,7 @@ def _measure_layers(model: nn.Module, batch: Any) -> Iterator[LayerAlpha]:
             for hook in hooks:
                 hook.remove()
     for name, (layer, x) in inputs.items():
-        measured, formula = measure_alpha(cast(InvertibleLayer, layer), x)
+        measured, formula = measure_alpha(layer, x)
         yield LayerAlpha(name, type(layer).__name__, measured, formula)
 
 
@@ -352,5 +351,5 @@ def _find_invertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                         yield f"{prefix}{layer.name}", layer.module
 
 
-def _drop_infinite(row: dict[str, Any]) -> dict[str, Any]:
+def _replace_non_finite(row: dict[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
