@@ -28,7 +28,7 @@ from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.registry import couplings
 from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
-from revzoo.runtime.drift import HALF, Drift, Growth
+from revzoo.runtime.drift import HALF, ChainGrowth, Drift
 from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.layerwise import LayerwiseCall, find_layers
 from revzoo.runtime.layout import LayoutEntry
@@ -298,13 +298,13 @@ def _record(step: Step, settings: Settings, side: Any, grid: Grid | None, watche
 
 def _refuse_growing_errors(links: Sequence[Step | Bijection], dtype: torch.dtype) -> None:
     """Raise RecoveryError if a run of inverted steps would leave only rounding errors of its first state."""
-    growth = Growth()
+    growth = ChainGrowth()
     for link in links:
         if isinstance(link, Step):
             if link.mode == "invert":
                 growth.add(link.coupling, link.name, dtype)
             else:
-                growth = Growth()
+                growth = ChainGrowth()
 
 
 def _pending_drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift | None:

@@ -43,7 +43,7 @@ def find_alpha(layer: nn.Module) -> Callable[..., Any] | None:
     return cast(Any, layer).alpha if callable(getattr(type(layer), "alpha", None)) else None
 
 
-class Growth:
+class LayerGrowth:
     """The factor by which the inverse of a layer is predicted to multiply relative errors.
 
     Args:
@@ -111,7 +111,7 @@ class LayerCall(RecordedCall):
         channels: those that its input consists of; None is all.
     """
 
-    def __init__(self, layer: nn.Module, name: str, settings: Settings, growth: Growth, channels: slice | None = None):
+    def __init__(self, layer: nn.Module, name: str, settings: Settings, growth: LayerGrowth, channels: slice | None = None):
         super().__init__(layer, name, settings, watched=False)
         self._growth = growth
         self._channels = channels

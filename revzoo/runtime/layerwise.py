@@ -44,10 +44,10 @@ from revzoo.runtime.exact import has_value
 from revzoo.runtime.layer_update import (
     AdditionUpdate,
     BijectionUpdate,
-    Growth,
     HalveUpdate,
     JoinUpdate,
     LayerCall,
+    LayerGrowth,
     LayerUpdate,
     StreamsUpdate,
     call_layer,
@@ -403,7 +403,7 @@ class Recording:
             growth_of_both = self._run_addition(module.f, f"{name}.f") * self._run_addition(module.g, f"{name}.g")
             self._growths.append((module, name, growth_of_both))
         else:
-            growth = Growth(module)
+            growth = LayerGrowth(module)
             if len(self.states) == 2 and is_channelwise(module):
                 first, second = _slice_halves(self.states)
                 self._run_layer(LayerCall(module, name, self._settings, growth, first))
@@ -424,7 +424,7 @@ class Recording:
         self.states = update.advance(states, None)
         self.segment.append(update, None, states)
 
-    def _run_layer(self, call: LayerCall, growth: Growth | None = None) -> None:
+    def _run_layer(self, call: LayerCall, growth: LayerGrowth | None = None) -> None:
         """Run a layer on the state, or on the first of two. Of two calls, the latter grows errors for both."""
         states = self.states
         y = self._run_call(call, states[0])
