@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from revzoo.analysis.dry_run import call, find_chains, isolated, preserve_schedules, require_module, select_differentiable
+from revzoo.analysis.dry_run import (
+    Paths,
+    call,
+    find_chains,
+    isolated,
+    preserve_schedules,
+    require_module,
+    select_differentiable,
+)
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError
 from revzoo.format import format_ratio
@@ -52,7 +60,7 @@ class RebuiltState:
     """A state of forward and what inversion made of it.
 
     Args:
-        name: of the step or layer whose inversion gave it. It is the state in front of it, the older one of a pair.
+        name: path of the step or layer whose inversion gave it. It is the state in front of it, the older one of a pair.
         of_layer: whether it is the input of a layer that is inverted by itself, or half of it (f and g of a coupled layer), and
             not a state between steps.
         signal: mean square of the state.
@@ -255,7 +263,8 @@ class _StateRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         layouts = (chain.layout() for chain in find_chains(model).values())
-        self._steps = {entry.name for layout in layouts for entry in layout if entry.kind == "step"}
+        self._steps = {id(entry.module) for layout in layouts for entry in layout if entry.kind == "step"}
+        self._paths = Paths(model)
         self._count = 0
         self._rebuilt: dict[int, RebuiltState] = {}
 
@@ -265,16 +274,19 @@ class _StateRecorder:
         same_layer = groupby(in_order, key=lambda state: state.name if state.of_layer else id(state))
         return [_join_halves(list(rows)) for _, rows in same_layer]
 
-    def note(self, name: str, state: Tensor) -> Comparison:
+    def note(self, module: nn.Module, name: str, state: Tensor) -> Comparison:
         self._count += 1
-        return partial(self._compare, self._count, name, state.clone())
+        path, of_layer = self._paths.find(module, name), id(module) not in self._steps
+        return partial(self._compare, self._count, path, of_layer, state.clone())
 
-    def _compare(self, index: int, name: str, state: Tensor, rebuilt: Tensor, predicted_error: float | Tensor) -> None:
+    def _compare(
+        self, index: int, path: str, of_layer: bool, state: Tensor, rebuilt: Tensor, predicted_error: float | Tensor
+    ) -> None:
         signal, noise = (float(x.square().mean()) for x in (state.double(), rebuilt.double() - state.double()))
         error = float(predicted_error)
         self._rebuilt[index] = RebuiltState(
-            name,
-            of_layer=name not in self._steps,
+            path,
+            of_layer,
             signal=signal,
             noise=noise if math.isfinite(noise) else math.inf,
             predicted_snr=error**-2 if error else math.inf,

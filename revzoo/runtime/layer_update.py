@@ -125,7 +125,7 @@ class LayerCall(RecordedCall):
 
         def run() -> Tensor:
             with torch.no_grad():
-                x: Tensor = cast(Any, self._f).inverse(y, *kept, **channels)
+                x: Tensor = cast(Any, self.f).inverse(y, *kept, **channels)
                 return x
 
         x = self._replay.run_again(run, check_draws=False)
@@ -144,7 +144,7 @@ class LayerCall(RecordedCall):
     def _call(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
         with put_name_in_front(self.name):
-            y, *kept = call_layer(cast(nn.Module, self._f), x, self._channels)
+            y, *kept = call_layer(cast(nn.Module, self.f), x, self._channels)
         if self._kept is None:  # in the first run; a second one is on a rebuilt input
             self._kept = tuple(kept)
             self._growth.note(y, self._kept)

@@ -191,7 +191,7 @@ class InvertedSegment:
             # The state before the first step is not rebuilt.
             if (update.inverts_first or call.place > self._first) and is_watching():
                 fingerprint = take_fingerprint(before[0], bits=self._exact)
-            show = note_state(call.name, before[0])
+            show = note_state(call.f, call.name, before[0])
         self._items.append(_Item(update, call, fingerprint, show))
 
     def end(self, states: States) -> None:

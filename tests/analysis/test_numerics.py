@@ -200,7 +200,7 @@ def test_noise_as_large_as_the_signal_is_measured_without_a_warning_or_an_error(
 def test_states_of_two_chains_are_not_taken_for_one():
     chains = nn.Sequential(*(Pair(ReversibleChain([nn.Linear(3, 3), nn.Linear(3, 3)])) for _ in range(2)))
     report = revzoo.measure_numerics(chains, images(2, 6, dtype=torch.float32))
-    assert [state.name for state in report.states] == ["steps.1", "steps.1"]
+    assert [state.name for state in report.states] == ["0.chain.steps.1", "1.chain.steps.1"]
 
 
 def test_what_is_stored_or_kept_is_not_rebuilt():
