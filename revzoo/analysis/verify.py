@@ -17,7 +17,7 @@ from revzoo.analysis.leftover import measure_leftovers
 from revzoo.analysis.trial import Gradients, Outcome, Trial
 from revzoo.errors import InputError, RecoveryError, join_names
 from revzoo.format import format_bytes, format_dtype, format_ratio
-from revzoo.runtime.layerwise import is_made_of_layers
+from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.observation import Comparison, observe_states
 from revzoo.runtime.schedule import Mode
 

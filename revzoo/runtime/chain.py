@@ -30,7 +30,8 @@ from revzoo.runtime.compiling import exclude_from_compilation, find_function_com
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, ChainGrowth, Drift
 from revzoo.runtime.exact import Grid, has_value, require_exact
-from revzoo.runtime.layerwise import LayerwiseCall, find_layers
+from revzoo.runtime.layer_rules import find_layers
+from revzoo.runtime.layerwise import LayerwiseCall
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting

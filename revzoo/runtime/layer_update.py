@@ -30,7 +30,7 @@ _SMALL = 16  # what a layer saves is kept where this many such tensors are no la
 
 
 def call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> Sequence[Tensor]:
-    """Return what a layer makes of x or of some channels of it, and what its inverse needs besides."""
+    """Return y, what a layer makes of x or of some channels of it, and behind it what its inverse needs besides."""
     forward_keeping = getattr(module, "forward_keeping", None)
     if forward_keeping is None:
         return (module(x),)

@@ -28,7 +28,7 @@ from revzoo.runtime import (
     tripwire,
 )
 from revzoo.runtime.drift import Seen
-from revzoo.runtime.layerwise import find_layers, has_inverse
+from revzoo.runtime.layer_rules import find_layers, has_inverse
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.tape import InvertedSegment
 from revzoo.runtime.tripwire import Watch, take_fingerprint

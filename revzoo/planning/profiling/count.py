@@ -36,7 +36,7 @@ from revzoo.planning.profiling.hooks import PlannableModel, list_units, read_lay
 from revzoo.planning.profiling.trace import LossFunction, Recovered, Trace, trace
 from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit
 from revzoo.runtime.drift import ignore_error_growth
-from revzoo.runtime.layerwise import is_channelwise, is_coupled, is_made_of_layers
+from revzoo.runtime.layer_rules import is_channelwise, is_coupled, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import Storages
 from revzoo.runtime.schedule import MODES, Mode

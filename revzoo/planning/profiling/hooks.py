@@ -12,7 +12,7 @@ from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
-from revzoo.runtime.layerwise import has_inverse, is_made_of_layers
+from revzoo.runtime.layer_rules import has_inverse, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.observation import observe_calls
