@@ -12,7 +12,7 @@ from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLe
 from revzoo.planning.profiling.count import count, list_traced_schedules
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import trace
-from revzoo.planning.solvers.problem import cost, list_phase_peaks, peak
+from revzoo.planning.solvers.problem import cost, list_phase_peaks, peak, reprice
 from revzoo.runtime import LayerChain, SpaceToDepth
 
 NETWORKS = {
@@ -129,10 +129,15 @@ def test_every_layer_is_traced_at_every_place_of_a_run():
     model = revzoo.create("layerwise_digits")
     entries = list_units(model)
     assert len([*list_traced_schedules(entries)]) == 6 + 3 + 5
-    units = count(model, model.example_input(2)).units
+    problem = count(model, model.example_input(2))
+    units = problem.units
     assert [unit.coupled for unit in units] == [None, 3, 3, 3, None, None, 6, 9, 9, 9, None, None, None, None]
     assert [len({option.in_run for option in unit.in_runs}) for unit in units] == [0, *[8] * 11, 1, 0]
     assert len([*list_traced_schedules(list_units(revzoo.create("revnet_digits")))]) == 6
+    prices = {"store": 0, "selective": 1, "recompute": 2, "invert": 3, "first": 4}
+    priced = reprice(problem, lambda _, variant, __: prices[variant]).units
+    assert {(option.in_run.begins, option.cost) for unit in priced[1:-2] for option in unit.in_runs} == {(False, 3), (True, 4)}
+    assert {option.mode: option.cost for option in priced[-2].in_runs} == {"store": 0, "selective": 1, "recompute": 2}
 
 
 def test_exact_models_say_that_layers_are_stored(schedules):
