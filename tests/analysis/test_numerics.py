@@ -165,7 +165,7 @@ def test_layers_in_a_row_amplify_what_their_alphas_predict():
     report = revzoo.measure_numerics(chain, images(8, 8, 16, 16, dtype=torch.float32))
     assert report.worst.name == "0.0.g"
     assert report.worst.snr < report.states[-1].snr / 1e5
-    assert 0.5 < report.worst.snr / report.worst.predicted_snr < 300
+    assert 30 < report.worst.snr / report.worst.predicted_snr < 150  # the error is a tenth of what is predicted
     leaky = [layer for layer in report.layers if layer.kind == "InvertibleLeakyReLU"]
     assert len(leaky) == 6
     assert all(layer.formula == pytest.approx(layer.measured, rel=0.1) for layer in leaky)
