@@ -40,7 +40,7 @@ class _Place(Generic[T]):
 
 _states: _Place[StateObserver] = _Place()
 _calls: _Place[tuple[BeginObserver, EndObserver | None]] = _Place()
-_inversions: _Place[Callable[[str], None]] = _Place()
+_inversions: _Place[Callable[[nn.Module], None]] = _Place()
 
 
 def observe_states(observer: StateObserver) -> AbstractContextManager[None]:
@@ -58,8 +58,8 @@ def observe_calls(begin: BeginObserver, end: EndObserver | None = None) -> Abstr
     return _calls.take((begin, end))
 
 
-def observe_inversions(report: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Call `report` with the name of every call that is undone only to get in front of it: its own gradient is over.
+def observe_inversions(report: Callable[[nn.Module], None]) -> AbstractContextManager[None]:
+    """Call `report` with every step or layer whose call is undone only to get in front of it: its own gradient is over.
 
     That happens when backward asks for the call before it, and belongs to neither of them alone.
     """
@@ -84,7 +84,7 @@ def end_call(module: Any, out: Any) -> None:
         end(module, out)
 
 
-def note_inversion(name: str) -> None:
-    """Report that the call of this name has been undone."""
+def note_inversion(module: Any) -> None:
+    """Report that a call of this module has been undone."""
     if _inversions.observer is not None:
-        _inversions.observer(name)
+        _inversions.observer(module)

@@ -219,7 +219,7 @@ class InvertedSegment:
             passed = self._items[self._at - 1].call
             self._invert(refill=False)
             if passed is not None:
-                note_inversion(passed.name)
+                note_inversion(passed.f)
         self._free_passed()
         while self._at < goal:
             self._advance()

@@ -1,8 +1,10 @@
 """Plans of networks on one tensor, and of chains of layers: what is counted from a few schedules holds for every other one."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import revzoo
 from revzoo.analysis.dry_run import isolated
@@ -13,7 +15,7 @@ from revzoo.planning.profiling.count import count, list_traced_schedules
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import trace
 from revzoo.planning.solvers.problem import cost, list_phase_peaks, peak, reprice
-from revzoo.runtime import LayerChain, SpaceToDepth
+from revzoo.runtime import LayerChain, ReversibleChain, SpaceToDepth
 
 NETWORKS = {
     "layerwise_digits": [],
@@ -22,7 +24,7 @@ NETWORKS = {
 }
 
 
-def measure(model: nn.Module, batch: Tensor, modes: object) -> tuple[int, int]:
+def measure(model: nn.Module, batch: Any, modes: object) -> tuple[int, int]:
     """Return the bytes at the peak and the FLOPs of a step that is run."""
     model.schedule = modes
     with FlopCounter() as flops:
@@ -30,7 +32,7 @@ def measure(model: nn.Module, batch: Tensor, modes: object) -> tuple[int, int]:
     return report.peak_bytes, flops.forward + flops.backward
 
 
-def agrees(model: nn.Module, batch: Tensor, drawn: list[list[str]]) -> None:
+def agrees(model: nn.Module, batch: Any, drawn: list[list[str]]) -> None:
     """Assert that the peak and the FLOPs of these schedules are counted as they are measured."""
     problem, (_, stored) = count(model, batch), measure(model, batch, "store")
     for modes in drawn:
@@ -123,6 +125,14 @@ def test_a_chain_of_layers_in_a_chain_of_layers_cannot_be_planned(chain):
     nested = LayerChain(nn.Sequential(*chain), nn.Flatten())
     with pytest.raises(InputError, match=r"has one mode. Received: layer 0, a Sequential of layers .* these layers themselves"):
         revzoo.profile(nested, torch.randn(4, 8, 8, 8))
+
+
+def test_steps_made_of_a_chain_of_layers_have_what_schedules_take(schedules):
+    def unit() -> LayerChain:
+        return LayerChain(CoupledConv2d(8), InvertibleBatchNorm2d(8), InvertibleLeakyReLU(0.5))
+
+    steps = ReversibleChain([unit(), unit(), unit()])
+    agrees(steps, (torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8)), schedules(steps, 3))
 
 
 def test_every_layer_is_traced_at_every_place_of_a_run():
