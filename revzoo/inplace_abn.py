@@ -22,7 +22,7 @@ there the scale is |weight| + eps, which changes the function of trained weights
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from math import log, sqrt
+from math import sqrt
 from typing import Any, Literal, cast
 
 import torch
@@ -33,72 +33,14 @@ from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
+from revzoo.activation import Activation
 from revzoo.errors import InputError
-from revzoo.noise import compute_elementwise_alpha
+from revzoo.invertible import make_eval_mode_error, refuse_one_value
+from revzoo.noise import compute_norm_alpha
 
 _PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
 _MOST_PARTS = 16  # on other devices, where every part starts kernels
 _TOLERANCE = 1e-4  # of xhat, where the dtype allows it
-
-
-@dataclass(frozen=True)
-class Activation:
-    """A function of single elements that can be undone.
-
-    Args:
-        name: leaky_relu, elu or identity.
-        slope: of leaky ReLU's negative side; for ELU its alpha; both > 0.
-    Raises:
-        InputError: a slope <= 0, which cannot be undone.
-    """
-
-    name: Literal["leaky_relu", "elu", "identity"]
-    slope: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.name not in ("leaky_relu", "elu", "identity"):
-            raise InputError(f"The activation is leaky_relu, elu or identity. Received: {self.name!r}.")
-        if not self.slope > 0:
-            raise InputError(
-                f"An activation with a slope <= 0 cannot be undone. Received: {self.name} with {self.slope}. Use 0.01, or "
-                "nn.BatchNorm2d and the activation as two layers."
-            )
-
-    def __call__(self, z: Tensor, inplace: bool = False) -> Tensor:
-        """Return act(z)."""
-        if self.name == "leaky_relu":
-            return F.leaky_relu(z, self.slope, inplace)
-        return F.elu(z, self.slope, inplace) if self.name == "elu" else z
-
-    def undo(self, y: Tensor) -> Tensor:
-        """Return z in new memory."""
-        if self.name == "leaky_relu":
-            return F.leaky_relu(y, 1 / self.slope)
-        if self.name == "elu":
-            negative = (y / self.slope).clamp_(torch.finfo(y.dtype).eps - 1, 0).log1p_()
-            return negative.add_(y.clamp(min=0))
-        return y.clone()
-
-    def differentiate(self, gradient: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient of z in new memory; of identity, the gradient itself."""
-        if self.name == "leaky_relu":
-            return cast(Tensor, torch.ops.aten.leaky_relu_backward(gradient, y, self.slope, True))
-        if self.name == "elu":
-            return cast(Tensor, torch.ops.aten.elu_backward(gradient, self.slope, 1, 1, True, y))
-        return gradient
-
-    def find_lost(self, z: Tensor) -> Tensor | None:
-        """Return for each channel whether half of the digits of some z are lost in y; None if they never are."""
-        if self.name != "elu":
-            return None
-        return z.amin(_all_but_channels(z)) < -log(2 / sqrt(torch.finfo(z.dtype).eps))
-
-    def alpha(self, y: Tensor) -> Tensor:
-        """Return by how much undoing changes the ratio of signal to noise, apart from what `find_lost` finds."""
-        if self.name == "elu":
-            y = torch.where(y > self.slope * (sqrt(torch.finfo(y.dtype).eps) / 2 - 1), y, 0.0)
-        slope = 1 / self.differentiate(torch.ones_like(y), y)
-        return compute_elementwise_alpha(self.undo(y), y, slope)
 
 
 @dataclass
@@ -168,10 +110,7 @@ class InPlaceABN2d(_NormBase):
     def forward_keeping(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return y, mean and 1 / sqrt(var + eps) of each channel, and the channels whose normalised input is kept, with it."""
         if not uses_batch(self):
-            raise InputError(
-                "BatchNorm in eval mode does not use the statistics of the batch, and its input is not rebuilt. Call "
-                "model.train(), use torch.no_grad() for inference, or set the schedule of this layer or step to 'store'."
-            )
+            raise make_eval_mode_error()
         y, normalised = self._activate(x)
         return y, normalised.mean, normalised.inverse_deviation, *normalised.weak
 
@@ -192,19 +131,12 @@ class InPlaceABN2d(_NormBase):
         return x
 
     def alpha(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor, *weak: Tensor) -> Tensor:
-        """Return the product of BatchNorm's alpha, as of `InvertibleBatchNorm2d`, and that of the activation.
-
-        Channels whose normalised input is kept bring no noise.
-        """
-        variance = inverse_deviation.square().reciprocal()
-        square, bias = torch.ones_like(variance), torch.zeros_like(variance)
+        """Return the product of BatchNorm's alpha and that of the activation."""
+        scale, bias = torch.ones_like(mean), torch.zeros_like(mean)
         if self.weight is not None:
-            square, bias = self.weight.detach().square(), self.bias.detach()
-        noise = variance / square
-        if weak:
-            noise = noise.index_fill(0, weak[0], 0.0)
-        signals = (variance + mean.square()).sum() / (square + bias.square()).sum()
-        return self.num_features * signals / noise.sum() * self.activation.alpha(y)
+            scale, bias = self.weight.detach(), self.bias.detach()
+        alpha = compute_norm_alpha(mean, inverse_deviation, scale, bias, noiseless=weak[0] if weak else None)
+        return alpha * self.activation.alpha(y)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation.name}, slope={self.activation.slope:g}"
@@ -244,11 +176,7 @@ def normalise(layer: _NormBase, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         InputError: one value per channel.
     """
-    if x.numel() == x.size(1):
-        raise InputError(
-            f"BatchNorm needs more than one value per channel in training. Received: {tuple(x.shape)}. Use a larger batch, or "
-            "larger images."
-        )
+    refuse_one_value(x)
     statistics, momentum = _begin_batch(layer)
     z, mean, inverse_deviation = torch.native_batch_norm(x, layer.weight, layer.bias, *statistics, True, momentum, layer.eps)
     return z, mean, inverse_deviation
@@ -517,7 +445,3 @@ def _line_up(images: Tensor | None) -> Any:
 def _spread(values: Tensor, x: Tensor) -> Tensor:
     """Return values of channels in the shape that multiplies x."""
     return values.view(1, -1, *[1] * (x.dim() - 2))
-
-
-def _all_but_channels(x: Tensor) -> tuple[int, ...]:
-    return (0, *range(2, x.dim()))

@@ -19,25 +19,15 @@ sample of the elements of y.
 Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reduction of CNN training", section 4.2.
 """
 
-from typing import Protocol, runtime_checkable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import InputError
-from revzoo.noise import compute_elementwise_alpha
+from revzoo.noise import compute_elementwise_alpha, compute_norm_alpha
 
 _ALL = slice(None)
-
-
-@runtime_checkable
-class InvertibleLayer(Protocol):
-    """A module that can rebuild its input."""
-
-    def inverse(self, y: Tensor, /, *kept: Tensor) -> Tensor:
-        """Return x such that the layer makes y of it, up to rounding."""
 
 
 class InvertibleLeakyReLU(nn.Module):
@@ -112,10 +102,7 @@ class InvertibleBatchNorm2d(_NormBase):
     def forward_keeping(self, x: Tensor, channels: slice = _ALL) -> tuple[Tensor, Tensor, Tensor]:
         """Return y, and mean and 1 / sqrt(var + eps) of each channel of the batch."""
         if not self.training:
-            raise InputError(
-                "BatchNorm in eval mode does not use the statistics of the batch, and its input is not rebuilt. Call "
-                "model.train(), use torch.no_grad() for inference, or set the schedule of this layer or step to 'store'."
-            )
+            raise make_eval_mode_error()
         # Reading a number would wait for a device; there, what inversion makes of it is noticed in backward.
         if self.eps_i == 0 and self.weight.is_cpu and not self.weight.all():
             zeros = int((self.weight == 0).sum())
@@ -134,10 +121,8 @@ class InvertibleBatchNorm2d(_NormBase):
         return torch.addcmul(shift, y, factor)  # in one pass
 
     def alpha(self, y: Tensor, mean: Tensor, inverse_deviation: Tensor) -> Tensor:
-        """Return C sum(v_i + mu_i^2) / (sum(v_i / g_i^2) sum(g_i^2 + beta_i^2)), where g is the scale and beta the bias."""
-        square, variance = self._scale().detach().square(), inverse_deviation.square().reciprocal()
-        signals = (variance + mean.square()).sum() / (square + self.bias.detach().square()).sum()
-        return self.num_features * signals / (variance / square).sum()
+        """Return `compute_norm_alpha`."""
+        return compute_norm_alpha(mean, inverse_deviation, self._scale().detach(), self.bias.detach())
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps_i={self.eps_i:g}, eps={self.eps:g}, momentum={self.momentum:g}"
@@ -146,11 +131,7 @@ class InvertibleBatchNorm2d(_NormBase):
         return _pick(self.weight, channels).abs() + self.eps_i
 
     def _normalise(self, x: Tensor, channels: slice = _ALL) -> tuple[Tensor, Tensor, Tensor]:
-        if x.numel() == x.size(1):
-            raise InputError(
-                f"BatchNorm needs more than one value per channel in training. Received: {tuple(x.shape)}. Use a larger "
-                "batch, or larger images."
-            )
+        refuse_one_value(x)
         if not channels.start:
             self.num_batches_tracked.add_(1)
         bias, mean, var = (_pick(each, channels) for each in (self.bias, self.running_mean, self.running_var))
@@ -163,8 +144,25 @@ class InvertibleBatchNorm2d(_NormBase):
         pass
 
 
-def _pick(each: Tensor, channels: slice) -> Tensor:
-    return each if channels is _ALL else each[channels]
+def refuse_one_value(x: Tensor) -> None:
+    """Raise InputError if a BatchNorm in training has one value per channel, whose variance is 0."""
+    if x.numel() == x.size(1):
+        raise InputError(
+            f"BatchNorm needs more than one value per channel in training. Received: {tuple(x.shape)}. Use a larger batch, or "
+            "larger images."
+        )
+
+
+def make_eval_mode_error() -> InputError:
+    """Return the error for a BatchNorm that is to be inverted in eval mode."""
+    return InputError(
+        "BatchNorm in eval mode does not use the statistics of the batch, and its input is not rebuilt. Call "
+        "model.train(), use torch.no_grad() for inference, or set the schedule of this layer or step to 'store'."
+    )
+
+
+def _pick(values: Tensor, channels: slice) -> Tensor:
+    return values if channels is _ALL else values[channels]
 
 
 class Coupled(nn.Module):
@@ -216,6 +214,7 @@ class CoupledConv2d(Coupled):
 def halve(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return copies of both halves of the channels: a view would keep the other half alive.
 
+    Shapes: x: (B, C, ...), C even; returns two of (B, C / 2, ...).
     Raises:
         InputError: an odd number of channels.
     """
@@ -226,7 +225,10 @@ def halve(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(x1: Tensor, x2: Tensor) -> Tensor:
-    """Return one tensor from its halves."""
+    """Return one tensor from its halves.
+
+    Shapes: x1, x2: (B, C / 2, ...); returns (B, C, ...).
+    """
     return torch.cat((x1, x2), 1)
 
 

@@ -160,6 +160,19 @@ def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
     return mode.from_tensor(t.detach())
 
 
+class Paths:
+    """Where the steps and layers of a model are, which are called by their names within a chain."""
+
+    def __init__(self, model: nn.Module):
+        self._paths: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(module), []).append(path)
+
+    def find(self, module: nn.Module, name: str) -> str:
+        """Return the path of the module in the model; of one in several places, the first path that ends with this name."""
+        return next((path for path in self._paths.get(id(module), ()) if f".{path}".endswith(f".{name}")), name)
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:

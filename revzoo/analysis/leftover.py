@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, find_chains, find_steps, isolated
 from revzoo.runtime.compiling import is_compiled
-from revzoo.runtime.layerwise import is_made_of_layers
+from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.nested import tensors_in
 

@@ -146,22 +146,14 @@ def run_and_measure(
 @contextmanager
 def _record_starts(model: nn.Module, units: Sequence[str], live: LiveBytes) -> Iterator[dict[str, int]]:
     """Yield a mapping to which each unit adds, when it is called, its position in the log of `live`."""
-    recorder = _StartRecorder({id(model.get_submodule(unit)): unit for unit in units}, live)
-    with observe_calls(recorder):
-        yield recorder.starts
+    names, starts = {id(model.get_submodule(unit)): unit for unit in units}, dict[str, int]()
 
+    def begin_call(module: nn.Module, *_: Any) -> None:
+        if (unit := names.get(id(module))) is not None:
+            starts[unit] = live.now()
 
-class _StartRecorder:
-    def __init__(self, names: dict[int, str], live: LiveBytes):
-        self.starts: dict[str, int] = {}
-        self._names = names
-        self._live = live
-
-    def begin_call(self, module: nn.Module, *_: Any) -> None:
-        if (unit := self._names.get(id(module))) is not None:
-            self.starts[unit] = self._live.now()
-
-    def end_call(self, module: nn.Module, out: Any) -> None: ...
+    with observe_calls(begin_call):
+        yield starts
 
 
 def measure_modes(

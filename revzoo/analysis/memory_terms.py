@@ -86,31 +86,22 @@ def run_and_split(model: nn.Module, batch: Any, units: Sequence[Unit]) -> tuple[
     return log.find_peaks(lasting), log.peak(without=lasting)
 
 
-class _UnitObserver:
-    """Calls `report` with a unit before the forward of each module in it.
+@contextmanager
+def _report_calls(units: Sequence[Unit], report: Callable[[Unit], None]) -> Iterator[None]:
+    """Call `report` with a unit before the forward of each module in it.
 
     A hook sees the modules of any network, but no layer that is called by another method than `forward`; of those the runtime
     reports the calls. The hook is a global one, because a layer with a hook of its own is not inverted.
     """
+    owners = {id(module): unit for unit in units for module in unit.module.modules()}
 
-    def __init__(self, units: Sequence[Unit], report: Callable[[Unit], None]):
-        self._owners = {id(module): unit for unit in units for module in unit.module.modules()}
-        self._report = report
+    def begin_call(module: nn.Module, *_: Any) -> None:
+        if id(module) in owners:
+            report(owners[id(module)])
 
-    def begin_call(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._owners:
-            self._report(self._owners[id(module)])
-
-    def end_call(self, module: nn.Module, out: Any) -> None:
-        pass
-
-
-@contextmanager
-def _report_calls(units: Sequence[Unit], report: Callable[[Unit], None]) -> Iterator[None]:
-    observer = _UnitObserver(units, report)
-    handle = register_module_forward_pre_hook(observer.begin_call)
+    handle = register_module_forward_pre_hook(begin_call)
     try:
-        with observe_calls(observer):
+        with observe_calls(begin_call):
             yield
     finally:
         handle.remove()

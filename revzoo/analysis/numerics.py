@@ -26,14 +26,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from revzoo.analysis.dry_run import call, find_chains, isolated, preserve_schedules, require_module, select_differentiable
+from revzoo.analysis.dry_run import (
+    Paths,
+    call,
+    find_chains,
+    isolated,
+    preserve_schedules,
+    require_module,
+    select_differentiable,
+)
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError
 from revzoo.format import format_ratio
-from revzoo.invertible import InvertibleLayer
 from revzoo.runtime.drift import ignore_error_growth
+from revzoo.runtime.layer_rules import Layer, expand, find_layers
 from revzoo.runtime.layer_update import find_alpha
-from revzoo.runtime.layerwise import Layer, expand, find_layers
 from revzoo.runtime.observation import Comparison, observe_states
 from revzoo.runtime.schedule import Mode
 from revzoo.runtime.tripwire import set_tripwire
@@ -53,7 +60,7 @@ class RebuiltState:
     """A state of forward and what inversion made of it.
 
     Args:
-        name: of the step or layer whose inversion gave it. It is the state in front of it, the older one of a pair.
+        name: path of the step or layer whose inversion gave it. It is the state in front of it, the older one of a pair.
         of_layer: whether it is the input of a layer that is inverted by itself, or half of it (f and g of a coupled layer), and
             not a state between steps.
         signal: mean square of the state.
@@ -113,11 +120,11 @@ class NumericsReport:
         return min(self.states, key=lambda state: state.snr, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, which has no infinite numbers: they are None."""
+        """Return plain data for JSON. It has no infinite numbers and no NaN: they are None."""
         states = [asdict(state) | {"snr": state.snr} for state in self.states]
         rows = {"states": states, "layers": [asdict(layer) for layer in self.layers]}
-        plain: dict[str, Any] = {key: [_drop_infinite(row) for row in each] for key, each in rows.items()}
-        return plain | _drop_infinite({"angle": self.angle})
+        plain: dict[str, Any] = {key: [_replace_non_finite(row) for row in each] for key, each in rows.items()}
+        return plain | _replace_non_finite({"angle": self.angle})
 
     def __str__(self) -> str:
         if self.worst is None:
@@ -148,8 +155,8 @@ class TrainingPoint:
     angle: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, which has no infinite numbers: they are None."""
-        return _drop_infinite(asdict(self))
+        """Return plain data for JSON. It has no infinite numbers and no NaN: they are None."""
+        return _replace_non_finite(asdict(self))
 
 
 def measure_numerics(model: nn.Module, batch: Any, *, loss: Loss | None = None) -> NumericsReport:
@@ -228,16 +235,16 @@ def measure_angle(gradients: Gradients, others: Gradients) -> float:
 
 
 @torch.no_grad()
-def measure_alpha(layer: InvertibleLayer, x: Tensor) -> tuple[float, float | None]:
+def measure_alpha(layer: nn.Module, x: Tensor) -> tuple[float, float | None]:
     """Return by which factor a layer's inverse changes the signal-to-noise ratio: measured on x, and from its `alpha`.
 
     Computed in float64 on a copy of the layer, with noise that is the same in all elements.
 
     Args:
-        layer: to be measured; None is returned for the formula if it has none.
+        layer: a layer with an inverse; None is returned for the formula if it has none.
         x: the layer's input.
     """
-    module, x = copy.deepcopy(cast(nn.Module, layer)).double(), x.detach().double()
+    module, x = copy.deepcopy(layer).double(), x.detach().double()
     keep = getattr(module, "forward_keeping", None)
     y, *kept = (module(x),) if keep is None else keep(x)
     inverse: Callable[..., Tensor] = cast(Any, module).inverse
@@ -256,7 +263,8 @@ class _StateRecorder:
 
     def __init__(self, model: nn.Module) -> None:
         layouts = (chain.layout() for chain in find_chains(model).values())
-        self._steps = {entry.name for layout in layouts for entry in layout if entry.kind == "step"}
+        self._steps = {id(entry.module) for layout in layouts for entry in layout if entry.kind == "step"}
+        self._paths = Paths(model)
         self._count = 0
         self._rebuilt: dict[int, RebuiltState] = {}
 
@@ -266,16 +274,19 @@ class _StateRecorder:
         same_layer = groupby(in_order, key=lambda state: state.name if state.of_layer else id(state))
         return [_join_halves(list(rows)) for _, rows in same_layer]
 
-    def note(self, name: str, state: Tensor) -> Comparison:
+    def note(self, module: nn.Module, name: str, state: Tensor) -> Comparison:
         self._count += 1
-        return partial(self._compare, self._count, name, state.clone())
+        path, of_layer = self._paths.find(module, name), id(module) not in self._steps
+        return partial(self._compare, self._count, path, of_layer, state.clone())
 
-    def _compare(self, index: int, name: str, state: Tensor, rebuilt: Tensor, predicted_error: float | Tensor) -> None:
+    def _compare(
+        self, index: int, path: str, of_layer: bool, state: Tensor, rebuilt: Tensor, predicted_error: float | Tensor
+    ) -> None:
         signal, noise = (float(x.square().mean()) for x in (state.double(), rebuilt.double() - state.double()))
         error = float(predicted_error)
         self._rebuilt[index] = RebuiltState(
-            name,
-            of_layer=name not in self._steps,
+            path,
+            of_layer,
             signal=signal,
             noise=noise if math.isfinite(noise) else math.inf,
             predicted_snr=error**-2 if error else math.inf,
@@ -334,7 +345,7 @@ def _measure_layers(model: nn.Module, batch: Any) -> Iterator[LayerAlpha]:
             for hook in hooks:
                 hook.remove()
     for name, (layer, x) in inputs.items():
-        measured, formula = measure_alpha(cast(InvertibleLayer, layer), x)
+        measured, formula = measure_alpha(layer, x)
         yield LayerAlpha(name, type(layer).__name__, measured, formula)
 
 
@@ -352,5 +363,5 @@ def _find_invertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                         yield f"{prefix}{layer.name}", layer.module
 
 
-def _drop_infinite(row: dict[str, Any]) -> dict[str, Any]:
+def _replace_non_finite(row: dict[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.dry_run import find_chains, find_steps, require_module
+from revzoo.analysis.dry_run import Paths, find_chains, find_steps, require_module
 from revzoo.analysis.leftover import measure_leftovers
 from revzoo.analysis.trial import Gradients, Outcome, Trial
 from revzoo.errors import InputError, RecoveryError, join_names
 from revzoo.format import format_bytes, format_dtype, format_ratio
-from revzoo.runtime.layerwise import is_made_of_layers
+from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.observation import Comparison, observe_states
 from revzoo.runtime.schedule import Mode
 
@@ -197,7 +197,6 @@ class _InputRecorder:
         self._in_forward = True
         self._modes = {name: mode for name, _, mode in find_steps(model)}
         self._made_of_layers = {name for name, module, _ in find_steps(model) if is_made_of_layers(module)}
-        self._prefixes = [""]  # of the chains that are running, the innermost last
         self._errors: dict[str, float] = {}
         self._precision = max((p.dtype for p in model.parameters()), key=_coarseness)
         self._inputs: dict[str, list[Tensor]] = defaultdict(list)
@@ -216,11 +215,8 @@ class _InputRecorder:
             for name, step, _ in find_steps(model)
             if name not in self._made_of_layers
         ]
-        for prefix, chain in find_chains(model).items():
-            hooks.append(chain.register_forward_pre_hook(partial(self._enter, prefix)))
-            hooks.append(chain.register_forward_hook(self._leave, always_call=True))
         try:
-            with observe_states(self._note_state):
+            with observe_states(partial(self._note_state, Paths(model))):
                 yield
         finally:
             for hook in hooks:
@@ -230,15 +226,9 @@ class _InputRecorder:
     def end_forward(self) -> None:
         self._in_forward = False
 
-    def _enter(self, prefix: str, *_: Any) -> None:
-        self._prefixes.append(prefix)
-
-    def _leave(self, *_: Any) -> None:
-        self._prefixes.pop()
-
-    def _note_state(self, name: str, state: Tensor) -> Comparison | None:
+    def _note_state(self, paths: Paths, module: nn.Module, name: str, state: Tensor) -> Comparison | None:
         """Return what compares the rebuilt state in front of a layer, or of a step made of layers, with this one."""
-        path = f"{self._prefixes[-1]}{name}."
+        path = f"{paths.find(module, name)}."
         unit = next((unit for unit in self._made_of_layers if path.startswith(f"{unit}.")), None)
         return None if unit is None else partial(self._compare_state, unit, state.clone())
 

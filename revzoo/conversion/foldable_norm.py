@@ -24,8 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 from torch.nn import functional as F
 
+from revzoo.activation import Activation
 from revzoo.errors import InputError, RecoveryError
-from revzoo.inplace_abn import Activation, Normalised, activate, can_keep_output, normalise
+from revzoo.inplace_abn import Normalised, activate, can_keep_output, normalise
 
 # Functions that keep their input for backward, or come before one that does: the squeeze before an excitation.
 _KEEPERS = (F.conv2d, Tensor.__mul__, Tensor.mul, torch.mul, Tensor.mean, torch.mean, F.adaptive_avg_pool2d)
@@ -44,7 +45,7 @@ class _Term:
     version: int
 
     @classmethod
-    def note(cls, tensor: Tensor) -> "_Term":
+    def of(cls, tensor: Tensor) -> "_Term":
         return cls(tensor, tensor._version)
 
     @property
@@ -102,6 +103,7 @@ class FoldableBatchNorm2d(nn.BatchNorm2d):
     """`nn.BatchNorm2d` whose input is not kept where its output can be rebuilt from that of the activation after it."""
 
     def forward(self, input: Tensor) -> Tensor:
+        _refuse_tracing(self, input)
         return _normalise(self, input) if _is_foldable(self, input) else super().forward(input)
 
 
@@ -109,6 +111,7 @@ class FoldableBatchNormAct2d(BatchNormAct2d):
     """timm's BatchNorm with an activation, whose input is not kept where it can be rebuilt from the output."""
 
     def forward(self, x: Tensor) -> Tensor:
+        _refuse_tracing(self, x)
         y: Tensor = self.act(self.drop(_normalise(self, x))) if _is_foldable(self, x) else super().forward(x)
         return y
 
@@ -124,13 +127,16 @@ def read_origin(z: object) -> Origin | None:
         return origin if origin.shortcut is None or origin.shortcut.is_unchanged else None
 
 
-def _is_foldable(layer: nn.BatchNorm2d, x: Tensor) -> bool:
+def _refuse_tracing(layer: nn.BatchNorm2d, x: object) -> None:
     if isinstance(x, Proxy):
         raise InputError(
             "torch.fx cannot look into a BatchNorm of inplace_abn_. Trace the model first, for example by "
             "create_feature_extractor, and call inplace_abn_ on what it returns; or trace with "
             f"leaf_modules=[{type(layer).__name__}]."
         )
+
+
+def _is_foldable(layer: nn.BatchNorm2d, x: Tensor) -> bool:
     is_plain = type(x) in (Tensor, nn.Parameter, FakeTensor) or isinstance(x, NormalisedTensor)
     return is_plain and can_keep_output(layer, x) and x.dim() == 4 and not layer._forward_hooks  # hooks see the output
 
@@ -138,7 +144,7 @@ def _is_foldable(layer: nn.BatchNorm2d, x: Tensor) -> bool:
 def _normalise(layer: nn.BatchNorm2d, x: Tensor) -> Tensor:
     x = _replace_folded(x)
     z, mean, inverse_deviation = normalise(layer, x)
-    return _mark(z, Origin(layer, _Term.note(x), mean, inverse_deviation, z._version, _get_saving_hooks()))
+    return _mark(z, Origin(layer, _Term.of(x), mean, inverse_deviation, z._version, _get_saving_hooks()))
 
 
 def _mark(z: Tensor, origin: Origin) -> Tensor:
@@ -157,15 +163,17 @@ def _mark(z: Tensor, origin: Origin) -> Tensor:
 def _read_activation(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Activation, bool] | None:
     """Return the activation that a call computes, and whether in place; None if it cannot be undone."""
     if func is F.leaky_relu:
-        slope, inplace = _bind(("negative_slope", 0.01), ("inplace", False), args, kwargs)
+        slope, inplace = _read_arguments(("negative_slope", 0.01), ("inplace", False), args, kwargs)
         return (Activation("leaky_relu", slope), inplace) if slope > 0 else None
     if func is F.elu:
-        alpha, inplace = _bind(("alpha", 1.0), ("inplace", False), args, kwargs)
+        alpha, inplace = _read_arguments(("alpha", 1.0), ("inplace", False), args, kwargs)
         return (Activation("elu", alpha), inplace) if alpha > 0 else None
     return None
 
 
-def _bind(first: tuple[str, Any], second: tuple[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _read_arguments(
+    first: tuple[str, Any], second: tuple[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
     given = {**dict(zip((first[0], second[0]), args, strict=False)), **kwargs}
     return [given.get(*each) for each in (first, second)]
 
@@ -245,10 +253,10 @@ def _add(func: Callable[..., Any], first: Any, second: Any) -> Tensor:
     origin, shortcut = read_origin(z), _replace_folded(shortcut)
     with torch._C.DisableTorchFunctionSubclass():
         out: Tensor = func(z, shortcut)
-        if origin is None or origin.shortcut is not None or shortcut is z or not _is_alike(shortcut, z):
+        if origin is None or origin.shortcut is not None or shortcut is z or not _has_same_form(shortcut, z):
             _forget_if_changed(out)
             return out
-        return _mark(out, replace(origin, shortcut=_Term.note(shortcut), version=out._version))
+        return _mark(out, replace(origin, shortcut=_Term.of(shortcut), version=out._version))
 
 
 def _forget_if_changed(out: Any) -> None:
@@ -258,7 +266,7 @@ def _forget_if_changed(out: Any) -> None:
         out.origin = None
 
 
-def _is_alike(shortcut: object, z: Tensor) -> bool:
+def _has_same_form(shortcut: object, z: Tensor) -> bool:
     return isinstance(shortcut, Tensor) and (shortcut.shape, shortcut.dtype) == (z.shape, z.dtype)
 
 

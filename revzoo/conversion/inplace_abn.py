@@ -78,12 +78,14 @@ class InPlaceABNReport:
         joins = sum(norm.adds_shortcut for norm in self.folded)
         weak, channels = sum(norm.weak_channels for norm in self.folded), sum(norm.channels for norm in self.folded)
         lines = [
-            f"{len(self.folded)} BatchNorms keep no input, {joins} of them at the end of a residual block",
+            f"BatchNorms that keep no input: {len(self.folded)}, {joins} of them at the end of a residual block",
             f"kept for backward on this batch: {format_bytes(self.bytes_before)}, now {format_bytes(self.bytes_after)} "
             f"({1 - self.bytes_after / self.bytes_before:.0%} less)",
         ]
         if self.replaced_relus:
-            lines.append(f"{len(self.replaced_relus)} ReLUs are now leaky with slope {self.relu_slope:g}: another function")
+            lines.append(
+                f"ReLUs that are now leaky with slope {self.relu_slope:g}, another function: {len(self.replaced_relus)}"
+            )
         if self.difference is not None:
             lines.append(f"outputs differ by at most {self.difference:.1e} of the largest, in training mode on this batch")
         lines.append(
@@ -129,37 +131,23 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
             norm.__class__ = _FOLDABLE[type(norm)]
         relus: dict[str, nn.Module] = {}
         try:
-            called, relus, followed = _watch(model, batch, norms.values())
-            if relu_slope is None:
-                relus = {}
+            trial = _try(model, batch, norms.values())
+            relus = {} if relu_slope is None else trial.relus
             for relu in relus.values():
                 _make_leaky(relu, relu_slope)
             after, bytes_after, nodes = _run(model, batch, backward=True)
         except BaseException:
             _restore(norms.values(), relus.values())
             raise
-    folded: list[FoldedNorm] = []
-    for name, norm in norms.items():
-        if (node := nodes.get(norm)) is not None:
-            folded.append(
-                FoldedNorm(
-                    name, node.activation, node.adds_shortcut, cast(nn.BatchNorm2d, norm).num_features, node.weak_channels
-                )
-            )
-            continue
-        _restore([norm], [])
-        if norm not in called:
-            left[name] = "not called in training mode"
-        elif norm in followed and relu_slope is None:
-            left[name] = "followed by ReLU, which cannot be undone: relu_slope=0.01 makes it leaky"
-        else:
-            left[name] = "what follows cannot be undone, or keeps nothing"
+    folded = tuple(nodes[norm].describe(name, norm) for name, norm in norms.items() if norm in nodes)
+    ordinary = {name: norm for name, norm in norms.items() if norm not in nodes}
+    left |= {name: trial.explain(norm, relu_slope) for name, norm in ordinary.items()}
+    _restore(ordinary.values(), () if folded else relus.values())
     if not folded:
-        _restore([], relus.values())
         reasons = "; ".join(sorted(set(left.values()))) or "the model has no BatchNorm2d"
-        raise InputError(f"No BatchNorm is followed by an activation that can be undone. Received: {reasons}.")
+        raise InputError(f"No BatchNorm can keep its output in place of its input. Received: {reasons}.")
     return InPlaceABNReport(
-        tuple(folded), tuple(left.items()), tuple(relus), relu_slope, _compare(before, after), bytes_before, bytes_after
+        folded, tuple(left.items()), tuple(relus), relu_slope, _compare(before, after), bytes_before, bytes_after
     )
 
 
@@ -216,6 +204,34 @@ class _Node:
     adds_shortcut: bool
     weak_channels: int
 
+    def describe(self, name: str, norm: nn.Module) -> FoldedNorm:
+        """Return it for the report."""
+        channels = cast(nn.BatchNorm2d, norm).num_features
+        return FoldedNorm(name, self.activation, self.adds_shortcut, channels, self.weak_channels)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What a forward with foldable BatchNorms has shown.
+
+    Args:
+        called: the BatchNorms that were called.
+        relus: the ReLUs that were called with the output of one, by name.
+        before_relu: these BatchNorms.
+    """
+
+    called: set[nn.Module]
+    relus: dict[str, nn.Module]
+    before_relu: set[nn.Module]
+
+    def explain(self, norm: nn.Module, relu_slope: float | None) -> str:
+        """Return why a BatchNorm was not folded."""
+        if norm not in self.called:
+            return "not called in training mode"
+        if norm in self.before_relu and relu_slope is None:
+            return "followed by ReLU, which cannot be undone: relu_slope=0.01 makes it leaky"
+        return "what follows cannot be undone, or keeps nothing"
+
 
 def _run(model: nn.Module, batch: Any, backward: bool = False) -> tuple[list[Tensor], int, dict[nn.Module, _Node]]:
     """Return the outputs in training mode, the bytes kept for backward, and the folded BatchNorms."""
@@ -259,24 +275,17 @@ def _find_nodes(outputs: list[Tensor]) -> dict[nn.Module, _Node]:
     return nodes
 
 
-def _watch(
-    model: nn.Module, batch: Any, norms: Iterable[nn.Module]
-) -> tuple[set[nn.Module], dict[str, nn.Module], set[nn.Module]]:
-    """Run a model with foldable BatchNorms.
-
-    Returns: the BatchNorms that were called; the ReLUs that were called with the output of one, by name; and these BatchNorms.
-    """
-    called: set[nn.Module] = set()
-    relus: dict[str, nn.Module] = {}
-    followed: set[nn.Module] = set()
+def _try(model: nn.Module, batch: Any, norms: Iterable[nn.Module]) -> _Trial:
+    """Run a model with foldable BatchNorms, and look on."""
+    trial = _Trial(set(), {}, set())
 
     def see_norm(norm: nn.Module, _: Any) -> None:
-        called.add(norm)
+        trial.called.add(norm)
 
     def see_relu(relu: nn.Module, args: tuple[Any, ...]) -> None:
         if args and (origin := read_origin(args[0])) is not None:
-            relus[names[relu]] = relu
-            followed.add(origin.layer)
+            trial.relus[names[relu]] = relu
+            trial.before_relu.add(origin.layer)
 
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if type(module) is nn.ReLU}
     hooks = [norm.register_forward_pre_hook(see_norm) for norm in norms]
@@ -287,7 +296,7 @@ def _watch(
     finally:
         for hook in hooks:
             hook.remove()
-    return called, relus, followed
+    return trial
 
 
 def _make_leaky(relu: nn.Module, slope: float | None) -> None:

@@ -14,7 +14,7 @@ from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.layer_chain import run_layers, run_layers_apart, run_layers_before
-from revzoo.runtime.layerwise import Layer, has_inverse, list_layers
+from revzoo.runtime.layer_rules import Layer, has_inverse, list_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting

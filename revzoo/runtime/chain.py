@@ -28,9 +28,10 @@ from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.registry import couplings
 from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
-from revzoo.runtime.drift import HALF, Drift, Growth
+from revzoo.runtime.drift import HALF, ChainGrowth, Drift
 from revzoo.runtime.exact import Grid, has_value, require_exact
-from revzoo.runtime.layerwise import LayerwiseCall, find_layers
+from revzoo.runtime.layer_rules import find_layers
+from revzoo.runtime.layerwise import LayerwiseCall
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
@@ -298,13 +299,13 @@ def _record(step: Step, settings: Settings, side: Any, grid: Grid | None, watche
 
 def _refuse_growing_errors(links: Sequence[Step | Bijection], dtype: torch.dtype) -> None:
     """Raise RecoveryError if a run of inverted steps would leave only rounding errors of its first state."""
-    growth = Growth()
+    growth = ChainGrowth()
     for link in links:
         if isinstance(link, Step):
             if link.mode == "invert":
                 growth.add(link.coupling, link.name, dtype)
             else:
-                growth = Growth()
+                growth = ChainGrowth()
 
 
 def _pending_drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift | None:

@@ -7,10 +7,11 @@ is measured in the first forward, and a warning reports it once.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -21,8 +22,27 @@ from revzoo.runtime.coupling import Coupling
 HALF = (torch.float16, torch.bfloat16)
 _LARGEST_ERROR = 0.1  # largest relative error of a rebuilt state, in the worst case; usually it is a tenth of that
 _checks_growth = ContextVar("checks_growth", default=True)
-_checked: set[tuple[Any, ...]] = set()  # layers whose noise has been looked at
-_reported: set[tuple[Any, ...]] = set()  # chains already warned about, as `warnings` does for source lines
+
+
+class Seen:
+    """Networks for which something has been done, as `warnings` remembers source lines; for as long as they exist."""
+
+    def __init__(self) -> None:
+        self._keys: MutableMapping[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._keys.values()))
+
+    def add(self, dtype: torch.dtype, modules: Sequence[Any]) -> None:
+        """Remember the modules of a chain or of a part of it, with the dtype of the states."""
+        self._keys.setdefault(modules[0], set()).add((dtype, *map(ref, modules)))
+
+    def has(self, dtype: torch.dtype, modules: Sequence[Any]) -> bool:
+        return (dtype, *map(ref, modules)) in self._keys.get(modules[0], ())
+
+
+_checked = Seen()  # layers whose noise has been looked at
+_reported = Seen()  # chains already warned about
 
 
 @contextmanager
@@ -54,7 +74,7 @@ def count_invertible_steps(couplings: Sequence[Coupling], dtype: torch.dtype, er
     return int(math.log(error / torch.finfo(dtype).eps, largest))
 
 
-class Growth:
+class ChainGrowth:
     """The factor by which a run of inverted steps multiplies rounding errors, step by step."""
 
     def __init__(self) -> None:
@@ -128,10 +148,9 @@ class Noise:
     """
 
     def __init__(self, dtype: torch.dtype, layers: Sequence[Any]):
-        self._key = (dtype, *map(id, layers))
-        self._dtype = dtype
-        self.is_new = self._key not in _checked
-        _checked.add(self._key)
+        self._dtype, self._layers = dtype, layers
+        self.is_new = not _checked.has(dtype, layers)
+        _checked.add(dtype, layers)
 
     def check(self, growths: Sequence[tuple[str, float]], step: str | None) -> None:
         """Warn if what is rebuilt is predicted to differ by more than 10 % of its size.
@@ -140,29 +159,38 @@ class Noise:
             growths: names of the layers, and the factors by which their inverses multiply relative errors.
             step: name of the step that the layers are f of, if they are.
         """
-        if self._key in _reported or not _checks_growth.get():
+        if _reported.has(self._dtype, self._layers) or not _checks_growth.get():
             return
-        start = torch.finfo(self._dtype).eps
-        anchors, error, error_from_anchor, worst = [], start, start, (start, "")
+        error = least = torch.finfo(self._dtype).eps
+        worst = (error, "")
         for name, growth in reversed(growths):
-            error, error_from_anchor = max(start, error * growth), max(start, error_from_anchor * growth)
+            error = max(least, error * growth)
             worst = max(worst, (error, name))
-            if error_from_anchor > _LARGEST_ERROR:
-                anchors.append(name)
-                error_from_anchor = start
-        if not anchors:
+        if not worst[0] > _LARGEST_ERROR:
             return
-        _reported.add(self._key)
+        _reported.add(self._dtype, self._layers)
         if step is None:
-            remedy = f"Set the mode of {join_names(anchors[::-1])} to 'recompute': it keeps its input, where noise starts anew"
+            anchors = join_names(_place_anchors(growths, least))
+            remedy = f"Set the mode of {anchors} to 'recompute': it keeps its input, where noise starts anew"
         else:
             remedy = f"Set the schedule of {step} to 'recompute', or make several steps of its layers"
         warnings.warn(
             f"Rebuilding {len(growths)} layers in {self._dtype}, one by one from the output of {growths[-1][0]}, is predicted "
             f"to amplify rounding until the input of {worst[1]} has a signal-to-noise ratio of {worst[0] ** -2:.0e} (the "
-            f"product of each alpha). {remedy}. Larger slopes and norms with a larger eps_i amplify less.",
+            f"product of the alphas). {remedy}. Larger slopes and norms with a larger eps_i amplify less.",
             stacklevel=2,
         )
+
+
+def _place_anchors(growths: Sequence[tuple[str, float]], least: float) -> list[str]:
+    """Return the fewest layers that have to keep their input so that no error is too large."""
+    anchors, error = list[str](), least
+    for name, growth in reversed(growths):
+        error = max(least, error * growth)
+        if error > _LARGEST_ERROR:
+            anchors.append(name)
+            error = least
+    return anchors[::-1]
 
 
 class Drift:
@@ -174,13 +202,13 @@ class Drift:
     """
 
     def __init__(self, dtype: torch.dtype, steps: Sequence[Any]):
-        self._key, self._steps = (dtype, *map(id, steps)), len(steps)
+        self._dtype, self._steps = dtype, steps
         self._error: Tensor | float = 0.0
 
     @property
     def is_due(self) -> bool:
         """Whether steps are inverted, and this chain has not been warned about but may be."""
-        return self._steps > 0 and self._key not in _reported and _checks_growth.get()
+        return len(self._steps) > 0 and not _reported.has(self._dtype, self._steps) and _checks_growth.get()
 
     @torch.no_grad()
     def add(self, previous: Tensor, rebuilt: Tensor) -> None:
@@ -190,9 +218,9 @@ class Drift:
 
     def warn(self) -> None:
         """Warn with the measured error."""
-        _reported.add(self._key)
+        _reported.add(self._dtype, self._steps)
         warnings.warn(
-            f"The streams are {self._key[0]}: inverting these {self._steps} steps loses {float(self._error):.1e} of the "
+            f"The streams are {self._dtype}: inverting these {len(self._steps)} steps loses {float(self._error):.1e} of the "
             "state to rounding before f amplifies it (measured in this forward). Keep the streams in float32, with autocast "
             "for what happens inside the steps, or set the schedule to 'recompute' or 'store'.",
             stacklevel=2,

@@ -11,7 +11,8 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, ScheduleError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.drift import HALF
-from revzoo.runtime.layerwise import Layer, Recording, expand
+from revzoo.runtime.layer_rules import Layer, expand
+from revzoo.runtime.layerwise import Recording
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting

@@ -30,7 +30,7 @@ _SMALL = 16  # what a layer saves is kept where this many such tensors are no la
 
 
 def call_layer(module: nn.Module, x: Tensor, channels: slice | None = None) -> Sequence[Tensor]:
-    """Return what a layer makes of x or of some channels of it, and what its inverse needs besides."""
+    """Return y, what a layer makes of x or of some channels of it, and behind it what its inverse needs besides."""
     forward_keeping = getattr(module, "forward_keeping", None)
     if forward_keeping is None:
         return (module(x),)
@@ -43,7 +43,7 @@ def find_alpha(layer: nn.Module) -> Callable[..., Any] | None:
     return cast(Any, layer).alpha if callable(getattr(type(layer), "alpha", None)) else None
 
 
-class Growth:
+class LayerGrowth:
     """The factor by which the inverse of a layer is predicted to multiply relative errors.
 
     Args:
@@ -111,7 +111,7 @@ class LayerCall(RecordedCall):
         channels: those that its input consists of; None is all.
     """
 
-    def __init__(self, layer: nn.Module, name: str, settings: Settings, growth: Growth, channels: slice | None = None):
+    def __init__(self, layer: nn.Module, name: str, settings: Settings, growth: LayerGrowth, channels: slice | None = None):
         super().__init__(layer, name, settings, watched=False)
         self._growth = growth
         self._channels = channels
@@ -125,7 +125,7 @@ class LayerCall(RecordedCall):
 
         def run() -> Tensor:
             with torch.no_grad():
-                x: Tensor = cast(Any, self._f).inverse(y, *kept, **channels)
+                x: Tensor = cast(Any, self.f).inverse(y, *kept, **channels)
                 return x
 
         x = self._replay.run_again(run, check_draws=False)
@@ -144,7 +144,7 @@ class LayerCall(RecordedCall):
     def _call(self, *inputs: Tensor) -> Tensor:
         (x,) = inputs
         with put_name_in_front(self.name):
-            y, *kept = call_layer(cast(nn.Module, self._f), x, self._channels)
+            y, *kept = call_layer(cast(nn.Module, self.f), x, self._channels)
         if self._kept is None:  # in the first run; a second one is on a rebuilt input
             self._kept = tuple(kept)
             self._growth.note(y, self._kept)

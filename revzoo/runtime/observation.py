@@ -6,7 +6,7 @@ by layer, unless it has hooks.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,23 +14,13 @@ T = TypeVar("T")
 
 # Called with the rebuilt state, and the relative error that rounding is predicted to have left in it.
 Comparison = Callable[[Tensor, float | Tensor], None]
-StateObserver = Callable[[str, Tensor], Comparison | None]
-
-
-class CallObserver(Protocol):
-    """Sees the calls of a forward."""
-
-    def begin_call(self, module: nn.Module, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """React to a step, layer or node that is about to be called.
-
-        Args:
-            module: the module.
-            inputs: what it is called with, without a chain's side input.
-            states: the inputs, and for a step the older stream.
-        """
-
-    def end_call(self, module: nn.Module, out: Any) -> None:
-        """React to what it has returned."""
+# Called with the step or layer behind a state, its name within the chain, and the state.
+StateObserver = Callable[[nn.Module, str, Tensor], Comparison | None]
+# Called with a step, layer or node, what it is about to be called with, without a chain's side input, and the states: these
+# inputs, and for a step the older stream.
+BeginObserver = Callable[[nn.Module, Sequence[Tensor], Sequence[Tensor]], None]
+# Called with the module and what it has returned.
+EndObserver = Callable[[nn.Module, Any], None]
 
 
 class _Place(Generic[T]):
@@ -49,50 +39,52 @@ class _Place(Generic[T]):
 
 
 _states: _Place[StateObserver] = _Place()
-_calls: _Place[CallObserver] = _Place()
-_inversions: _Place[Callable[[str], None]] = _Place()
+_calls: _Place[tuple[BeginObserver, EndObserver | None]] = _Place()
+_inversions: _Place[Callable[[nn.Module], None]] = _Place()
 
 
 def observe_states(observer: StateObserver) -> AbstractContextManager[None]:
-    """Call `observer(name, state)` in the forwards inside, for each state that inversion will rebuild.
+    """Call `observer` in the forwards inside, for each state that inversion will rebuild.
 
-    The state is the one in front of the step or layer of this name, the older one of a pair. What the observer returns is
+    The state is the one in front of a step or layer, the older one of a pair. Names alone are no places in a model: two chains
+    may have the same. What the observer returns is
     called each time when the state has been rebuilt. The tensors are lent: who wants to keep one makes a copy.
     """
     return _states.take(observer)
 
 
-def observe_calls(observer: CallObserver) -> AbstractContextManager[None]:
-    """Tell the observer of every call of a step, layer or node in the forwards inside."""
-    return _calls.take(observer)
+def observe_calls(begin: BeginObserver, end: EndObserver | None = None) -> AbstractContextManager[None]:
+    """Call `begin` before and `end` after every call of a step, layer or node in the forwards inside."""
+    return _calls.take((begin, end))
 
 
-def observe_inversions(report: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Call `report` with the name of every call that is undone only to get in front of it: its own gradient is over.
+def observe_inversions(report: Callable[[nn.Module], None]) -> AbstractContextManager[None]:
+    """Call `report` with every step or layer whose call is undone only to get in front of it: its own gradient is over.
 
     That happens when backward asks for the call before it, and belongs to neither of them alone.
     """
     return _inversions.take(report)
 
 
-def note_state(name: str, state: Tensor) -> Comparison | None:
+def note_state(module: Any, name: str, state: Tensor) -> Comparison | None:
     """Show a state of forward; return what to call with the rebuilt one, or None if nobody looks on."""
-    return None if _states.observer is None else _states.observer(name, state.detach())
+    return None if _states.observer is None else _states.observer(module, name, state.detach())
 
 
 def begin_call(module: Any, inputs: Sequence[Tensor], states: Sequence[Tensor] = ()) -> None:
     """Tell the observer, if there is one, that a module is about to be called; `states` are its inputs unless given."""
     if _calls.observer is not None:
-        _calls.observer.begin_call(module, inputs, states or inputs)
+        begin, _ = _calls.observer
+        begin(module, inputs, states or inputs)
 
 
 def end_call(module: Any, out: Any) -> None:
     """Tell the observer, if there is one, what a module has returned."""
-    if _calls.observer is not None:
-        _calls.observer.end_call(module, out)
+    if _calls.observer is not None and (end := _calls.observer[1]) is not None:
+        end(module, out)
 
 
-def note_inversion(name: str) -> None:
-    """Report that the call of this name has been undone."""
+def note_inversion(module: Any) -> None:
+    """Report that a call of this module has been undone."""
     if _inversions.observer is not None:
-        _inversions.observer(name)
+        _inversions.observer(module)

@@ -58,7 +58,7 @@ class RecordedCall:
         selective: bool = False,
         watched: bool = True,
     ):
-        self._f = f
+        self.f = f
         self.name = name
         self._settings = settings
         self._side = side
@@ -88,7 +88,7 @@ class RecordedCall:
             if out is not NotImplemented:
                 return out
         self._requires_grad = [x.requires_grad for x in inputs]
-        self._replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
+        self._replay = Replay(self.f, inputs[0].device, self.name, self._settings, self._side)
         dropped, kept_outputs, watched = self._dropped, self._kept_outputs, self._watched
         latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
         given = list(inputs)
@@ -130,7 +130,7 @@ class RecordedCall:
     def _run_compiled(self, call_selectively: Callable[..., Any], *inputs: Tensor) -> Any:
         """Run the graph of mode `selective`. It computes again in backward, so it has the conditions of any other run."""
         arguments = inputs if self._side is None else (*inputs, self._side)
-        replay = Replay(self._f, inputs[0].device, self.name, self._settings, self._side)
+        replay = Replay(self.f, inputs[0].device, self.name, self._settings, self._side)
         return replay.run_first(partial(call_selectively, *arguments))
 
     def _is_telling(self, tensor: Tensor) -> bool:
@@ -293,7 +293,7 @@ class RecordedCall:
             )
 
     def _call(self, *inputs: Tensor) -> Any:
-        return self._f(*inputs) if self._side is None else self._f(*inputs, self._side)
+        return self.f(*inputs) if self._side is None else self.f(*inputs, self._side)
 
 
 class _Handle:

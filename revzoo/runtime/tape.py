@@ -191,7 +191,7 @@ class InvertedSegment:
             # The state before the first step is not rebuilt.
             if (update.inverts_first or call.place > self._first) and is_watching():
                 fingerprint = take_fingerprint(before[0], bits=self._exact)
-            show = note_state(call.name, before[0])
+            show = note_state(call.f, call.name, before[0])
         self._items.append(_Item(update, call, fingerprint, show))
 
     def end(self, states: States) -> None:
@@ -219,7 +219,7 @@ class InvertedSegment:
             passed = self._items[self._at - 1].call
             self._invert(refill=False)
             if passed is not None:
-                note_inversion(passed.name)
+                note_inversion(passed.f)
         self._free_passed()
         while self._at < goal:
             self._advance()

@@ -165,7 +165,7 @@ def test_layers_in_a_row_amplify_what_their_alphas_predict():
     report = revzoo.measure_numerics(chain, images(8, 8, 16, 16, dtype=torch.float32))
     assert report.worst.name == "0.0.g"
     assert report.worst.snr < report.states[-1].snr / 1e5
-    assert 0.5 < report.worst.snr / report.worst.predicted_snr < 300
+    assert 30 < report.worst.snr / report.worst.predicted_snr < 150  # the error is a tenth of what is predicted
     leaky = [layer for layer in report.layers if layer.kind == "InvertibleLeakyReLU"]
     assert len(leaky) == 6
     assert all(layer.formula == pytest.approx(layer.measured, rel=0.1) for layer in leaky)
@@ -200,7 +200,7 @@ def test_noise_as_large_as_the_signal_is_measured_without_a_warning_or_an_error(
 def test_states_of_two_chains_are_not_taken_for_one():
     chains = nn.Sequential(*(Pair(ReversibleChain([nn.Linear(3, 3), nn.Linear(3, 3)])) for _ in range(2)))
     report = revzoo.measure_numerics(chains, images(2, 6, dtype=torch.float32))
-    assert [state.name for state in report.states] == ["steps.1", "steps.1"]
+    assert [state.name for state in report.states] == ["0.chain.steps.1", "1.chain.steps.1"]
 
 
 def test_what_is_stored_or_kept_is_not_rebuilt():

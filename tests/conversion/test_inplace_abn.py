@@ -249,11 +249,11 @@ class Branches(nn.Module):
 
 
 def test_of_sums_that_no_activation_undoes_no_term_is_kept():
-    with pytest.raises(InputError, match="No BatchNorm is followed"):
+    with pytest.raises(InputError, match="No BatchNorm can keep its output"):
         revzoo.inplace_abn_(Branches(), images(dtype=torch.float32))
     twin = randomise(Branches())
     assert_same_step(fold(copy.deepcopy(twin)), twin, images())
-    with pytest.raises(InputError, match="No BatchNorm is followed"):  # two norms before a ReLU that stays
+    with pytest.raises(InputError, match="No BatchNorm can keep its output"):  # two norms before a ReLU that stays
         revzoo.inplace_abn_(Block(add_two_norms, nn.ReLU()), images(dtype=torch.float32))
 
 
@@ -366,9 +366,9 @@ def test_it_says_what_it_did():
     report = revzoo.inplace_abn_(model, images(4, 3, 8, 8, dtype=torch.float32), relu_slope=0.01)
     text = str(report)
     assert text.startswith(
-        "1 BatchNorms keep no input, 0 of them at the end of a residual block\nkept for backward on this batch: "
+        "BatchNorms that keep no input: 1, 0 of them at the end of a residual block\nkept for backward on this batch: "
     )
-    assert "1 ReLUs are now leaky with slope 0.01: another function" in text
+    assert "ReLUs that are now leaky with slope 0.01, another function: 1" in text
     assert "outputs differ by at most " in text
     assert "left: 4 (what follows cannot be undone, or keeps nothing)" in text
     assert isinstance(model[2], nn.LeakyReLU)
@@ -491,7 +491,7 @@ def squeeze_and_overwrite(m, x):
             {"relu_slope": 0.0},
             r"slope > 0\. Received: relu_slope=0\.0\. Use 0\.01",
         ),
-        (nn.Conv2d(6, 6, 1), {}, r"No BatchNorm is followed .* Received: the model has no BatchNorm2d"),
+        (nn.Conv2d(6, 6, 1), {}, r"No BatchNorm can keep its output .* Received: the model has no BatchNorm2d"),
         (Block(squeeze_and_overwrite), {}, r"changes in place what an in-place ABN has to keep.*x = x \* gate"),
         (lambda x: x, {}, r"must be a torch\.nn\.Module"),
     ],

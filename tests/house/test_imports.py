@@ -17,7 +17,8 @@ ROOT = Path(revzoo.__file__).parent
 # Each row may import the rows above it. Names in one row never import one another.
 LAYERS = [
     ("bounds", "errors", "file", "format", "noise"),
-    ("bijection", "inplace_abn", "invertible", "registry"),
+    ("activation", "bijection", "invertible", "registry"),
+    ("inplace_abn",),
     ("spec", "runtime", "parts"),
     ("checkpoint",),
     ("model",),

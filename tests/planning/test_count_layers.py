@@ -1,8 +1,10 @@
 """Plans of networks on one tensor, and of chains of layers: what is counted from a few schedules holds for every other one."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import revzoo
 from revzoo.analysis.dry_run import isolated
@@ -12,8 +14,8 @@ from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLe
 from revzoo.planning.profiling.count import count, list_traced_schedules
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import trace
-from revzoo.planning.solvers.problem import cost, list_phase_peaks, peak
-from revzoo.runtime import LayerChain, SpaceToDepth
+from revzoo.planning.solvers.problem import cost, list_phase_peaks, peak, reprice
+from revzoo.runtime import LayerChain, ReversibleChain, SpaceToDepth
 
 NETWORKS = {
     "layerwise_digits": [],
@@ -22,7 +24,7 @@ NETWORKS = {
 }
 
 
-def measure(model: nn.Module, batch: Tensor, modes: object) -> tuple[int, int]:
+def measure(model: nn.Module, batch: Any, modes: object) -> tuple[int, int]:
     """Return the bytes at the peak and the FLOPs of a step that is run."""
     model.schedule = modes
     with FlopCounter() as flops:
@@ -30,7 +32,7 @@ def measure(model: nn.Module, batch: Tensor, modes: object) -> tuple[int, int]:
     return report.peak_bytes, flops.forward + flops.backward
 
 
-def agrees(model: nn.Module, batch: Tensor, drawn: list[list[str]]) -> None:
+def agrees(model: nn.Module, batch: Any, drawn: list[list[str]]) -> None:
     """Assert that the peak and the FLOPs of these schedules are counted as they are measured."""
     problem, (_, stored) = count(model, batch), measure(model, batch, "store")
     for modes in drawn:
@@ -125,14 +127,27 @@ def test_a_chain_of_layers_in_a_chain_of_layers_cannot_be_planned(chain):
         revzoo.profile(nested, torch.randn(4, 8, 8, 8))
 
 
+def test_steps_made_of_a_chain_of_layers_have_what_schedules_take(schedules):
+    def unit() -> LayerChain:
+        return LayerChain(CoupledConv2d(8), InvertibleBatchNorm2d(8), InvertibleLeakyReLU(0.5))
+
+    steps = ReversibleChain([unit(), unit(), unit()])
+    agrees(steps, (torch.randn(2, 8, 8, 8), torch.randn(2, 8, 8, 8)), schedules(steps, 3))
+
+
 def test_every_layer_is_traced_at_every_place_of_a_run():
     model = revzoo.create("layerwise_digits")
     entries = list_units(model)
     assert len([*list_traced_schedules(entries)]) == 6 + 3 + 5
-    units = count(model, model.example_input(2)).units
+    problem = count(model, model.example_input(2))
+    units = problem.units
     assert [unit.coupled for unit in units] == [None, 3, 3, 3, None, None, 6, 9, 9, 9, None, None, None, None]
     assert [len({option.in_run for option in unit.in_runs}) for unit in units] == [0, *[8] * 11, 1, 0]
     assert len([*list_traced_schedules(list_units(revzoo.create("revnet_digits")))]) == 6
+    prices = {"store": 0, "selective": 1, "recompute": 2, "invert": 3, "first": 4}
+    priced = reprice(problem, lambda _, variant, __: prices[variant]).units
+    assert {(option.in_run.begins, option.cost) for unit in priced[1:-2] for option in unit.in_runs} == {(False, 3), (True, 4)}
+    assert {option.mode: option.cost for option in priced[-2].in_runs} == {"store": 0, "selective": 1, "recompute": 2}
 
 
 def test_exact_models_say_that_layers_are_stored(schedules):

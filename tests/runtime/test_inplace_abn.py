@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from revzoo.activation import Activation
 from revzoo.errors import InputError
-from revzoo.inplace_abn import Activation
 from revzoo.runtime import CoupledConv2d, InPlaceABN2d, LayerChain, LiveBytes, ReversibleChain
 
 ACTIVATIONS = [("leaky_relu", 0.01), ("leaky_relu", 0.5), ("elu", 1.0), ("elu", 0.5), ("identity", 1.0)]

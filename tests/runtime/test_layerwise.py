@@ -27,7 +27,8 @@ from revzoo.runtime import (
     lookahead,
     tripwire,
 )
-from revzoo.runtime.layerwise import find_layers, has_inverse
+from revzoo.runtime.drift import Seen
+from revzoo.runtime.layer_rules import find_layers, has_inverse
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.tape import InvertedSegment
 from revzoo.runtime.tripwire import Watch, take_fingerprint
@@ -556,6 +557,18 @@ def test_noise_that_reaches_the_signal_is_announced_once_with_anchors(error):
     loss_of(net, xs).backward()  # as predicted, so it is no error; and not announced again
     anchored = ["recompute" if name == "8" else "invert" for name, _ in net.named_children()]
     assert error(differentiate(net, xs, anchored), differentiate(net, xs, "store")) < 0.1
+
+
+def test_a_network_that_is_gone_is_remembered_no_longer():
+    """Another one that comes to lie where it was is announced, too."""
+    seen, layers = Seen(), [nn.Identity(), nn.Identity()]
+    seen.add(torch.float32, layers)
+    assert seen.has(torch.float32, layers)
+    assert not seen.has(torch.float64, layers)
+    assert not seen.has(torch.float32, layers[:1])
+    assert len(seen) == 1
+    layers.clear()
+    assert len(seen) == 0
 
 
 def test_noise_within_a_step_names_the_step():

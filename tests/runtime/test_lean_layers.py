@@ -23,7 +23,7 @@ from revzoo.runtime import (
     SpaceToDepth,
 )
 from revzoo.runtime.layer_chain import run_layers_apart
-from revzoo.runtime.layerwise import Layer
+from revzoo.runtime.layer_rules import Layer
 
 SHAPE = (2, 4, 4, 4)
 
@@ -399,8 +399,7 @@ class Hybrid(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 32, 3, padding=1, bias=False)
         steps = [nn.Sequential(*unit(16)) for _ in range(2)]
-        for width in (64,):
-            steps += [SpaceToDepth(), *(nn.Sequential(*unit(width), *unit(width)) for _ in range(2))]
+        steps += [SpaceToDepth(), *(nn.Sequential(*unit(64), *unit(64)) for _ in range(2))]
         self.chain = ReversibleChain(steps)
 
     def forward(self, x):

@@ -36,7 +36,7 @@ from revzoo.planning.profiling.hooks import PlannableModel, list_units, read_lay
 from revzoo.planning.profiling.trace import LossFunction, Recovered, Trace, trace
 from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit
 from revzoo.runtime.drift import ignore_error_growth
-from revzoo.runtime.layerwise import is_channelwise, is_coupled, is_made_of_layers
+from revzoo.runtime.layer_rules import is_channelwise, is_coupled, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import Storages
 from revzoo.runtime.schedule import MODES, Mode
@@ -104,18 +104,20 @@ def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]
 def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
     """Return schedules with runs of a few inverted layers, in which every layer has every place in turn."""
     near = [entry.can_invert and "layer" in (entry.kind, before.kind) for before, entry in pairwise([entries[0], *entries])]
+    if not any(near):
+        return []
+
+    def choose(k: int, most: int, shift: int) -> Mode:
+        if near[k] and (k + shift) % (most + 1):
+            return "invert"
+        return "store" if shift % 2 and not entries[k].can_invert else "recompute"
+
     schedules: list[list[Mode]] = []
-    for period, shift in ((most + 1, shift) for most in _RUNS_OF_LAYERS for shift in range(most + 1)):
-        modes: list[Mode] = [
-            "invert"
-            if entry.can_invert and is_near and (k + shift) % period
-            else "store"
-            if shift % 2 and not entry.can_invert
-            else "recompute"
-            for k, (entry, is_near) in enumerate(zip(entries, near, strict=True))
-        ]
-        if any(near) and modes not in schedules:
-            schedules.append(modes)
+    for most in _RUNS_OF_LAYERS:
+        for shift in range(most + 1):
+            modes = [choose(k, most, shift) for k in range(len(entries))]
+            if modes not in schedules:
+                schedules.append(modes)
     return schedules
 
 
@@ -232,8 +234,8 @@ def _build_unit(
 
 def _list_coupled(entries: Sequence[LayoutEntry], layout: Sequence[LayoutEntry]) -> list[int | None]:
     """Return for every layer the index of the coupled one that it is, or that follows behind layers of single channels."""
-    index, found = {entry.name: k for k, entry in enumerate(entries)}, list[int | None]([None] * len(entries))
-    coupled: int | None = None
+    index = {entry.name: k for k, entry in enumerate(entries)}
+    reached, coupled = list[int | None]([None] * len(entries)), None
     for entry in reversed(layout):
         if entry.kind == "split":  # between layers it does nothing, and a step behind it is not coupled
             continue
@@ -242,8 +244,8 @@ def _list_coupled(entries: Sequence[LayoutEntry], layout: Sequence[LayoutEntry])
         elif not is_channelwise(entry.module) or (entry.is_unit and not entry.can_invert):
             coupled = None
         if entry.kind == "layer":
-            found[index[entry.name]] = coupled
-    return found
+            reached[index[entry.name]] = coupled
+    return reached
 
 
 def _complete(in_run: dict[InRun, Option]) -> tuple[Option, ...]:

@@ -12,7 +12,7 @@ from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
-from revzoo.runtime.layerwise import has_inverse, is_made_of_layers
+from revzoo.runtime.layer_rules import has_inverse, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.observation import observe_calls
@@ -90,7 +90,7 @@ class StepHooks:
         self._observing = ExitStack()
 
     def __enter__(self) -> "StepHooks":
-        self._observing.enter_context(observe_calls(self))
+        self._observing.enter_context(observe_calls(self._begin_call, self._end_call))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -100,14 +100,14 @@ class StepHooks:
         """Take later calls of the units for recoveries."""
         self._in_forward = False
 
-    def begin_call(self, module: nn.Module, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+    def _begin_call(self, module: nn.Module, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         """Report the beginning of a unit's forward."""
         unit = self._units.get(id(module))
         if unit is not None and self._in_forward:
             identify = self._listener.identify
             self._listener.begin_forward(unit, identify(inputs), identify(states))
 
-    def end_call(self, module: nn.Module, out: Any) -> None:
+    def _end_call(self, module: nn.Module, out: Any) -> None:
         """Report the end of a unit's forward, and wait for the first gradient of what it has returned."""
         unit = self._units.get(id(module))
         if unit is None or not self._in_forward:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import call, linear_loss
 from revzoo.analysis.flops import FlopCounter
@@ -157,7 +157,7 @@ def trace(
     model.schedule = list(modes)
     model.lookahead = lookahead
     traced, flops, live = Trace(list(modes)), FlopCounter(), LiveBytes()
-    recorder = _Recorder(traced, flops, live, [entry.name for entry in list_units(model)])
+    recorder = _Recorder(traced, flops, live, [entry.module for entry in list_units(model)])
     with (
         flops,
         live,
@@ -198,27 +198,21 @@ def compute_loss(loss: LossFunction | None, outputs: Any) -> Tensor:
 class _Recorder:
     """The listener that fills a trace."""
 
-    def __init__(self, traced: Trace, flops: FlopCounter, live: LiveBytes, names: Sequence[str]):
+    def __init__(self, traced: Trace, flops: FlopCounter, live: LiveBytes, units: Sequence[nn.Module]):
         self._trace, self._flops, self._live = traced, flops, live
-        self._index = {name: unit for unit, name in enumerate(names)}
+        self._owners = {id(module): unit for unit, whole in enumerate(units) for module in whole.modules()}
         self._saving = ExitStack()
 
     def mark(self, phase: Phase, unit: int) -> None:
         flops = self._flops.forward + self._flops.backward
         self._trace.marks.append(Mark(phase, unit, self._live.now(), flops))
 
-    def note_inversion(self, name: str) -> None:
+    def note_inversion(self, module: nn.Module) -> None:
         """Let the backward of an inverted unit begin when the one behind it has been undone: that belongs to the latter."""
-        unit, mark = self._find_unit(name), self._trace.marks[-1]
-        if mark.phase == "backward" and unit > mark.unit:
+        unit, mark = self._owners.get(id(module)), self._trace.marks[-1]
+        if unit is not None and mark.phase == "backward" and unit > mark.unit:
             del self._trace.marks[-1]
             self.mark("backward", mark.unit)
-
-    def _find_unit(self, name: str) -> int:
-        """Return the index of the unit that a call is, or is a part of."""
-        while name not in self._index:
-            name = name.rpartition(".")[0]
-        return self._index[name]
 
     def begin_forward(self, unit: int, inputs: Any, pair: Any) -> None:
         self._trace.inputs.append(inputs)

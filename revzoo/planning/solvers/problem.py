@@ -169,7 +169,7 @@ def reprice(problem: Problem, price: Callable[[int, str, Option], int]) -> Probl
         options = tuple(replace(option, cost=price(k, option.mode, option)) for option in unit.options)
         first = None if unit.first is None else replace(unit.first, cost=price(k, "first", unit.first))
         in_runs = tuple(
-            replace(option, cost=price(k, "first" if option.in_run and option.in_run.begins else "invert", option))
+            replace(option, cost=price(k, "first" if cast(InRun, option.in_run).begins else option.mode, option))
             for option in unit.in_runs
         )
         return replace(unit, options=options, first=first, in_runs=in_runs)
