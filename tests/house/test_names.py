@@ -19,6 +19,7 @@ PINNED = {
     "ConvertReport": None,
     "MemoryReport": None,
     "Model": None,
+    "ModulePlan": None,
     "NumericsReport": None,
     "PixelReport": None,
     "Plan": None,
@@ -43,6 +44,8 @@ PINNED = {
     "measure_numerics": "(model, batch, *, loss=None)",
     "plan": "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0)",
     "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, lookahead=False)",
+    "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
+    "release": "(module)",
     "solve": "(profile, budget, solver='timeline', *, baseline='peak', lookahead=0)",
     "verify": "(model, batch)",
 }

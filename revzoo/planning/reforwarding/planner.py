@@ -17,6 +17,7 @@ from revzoo.planning.profiling.profile import count_model_bytes
 from revzoo.planning.reforwarding.capture import Capture, capture
 from revzoo.planning.reforwarding.graph_plan import GraphPlan
 from revzoo.planning.reforwarding.module_plan import ModulePlan
+from revzoo.planning.reforwarding.nesting import add_nests
 from revzoo.planning.reforwarding.published import choose_published
 from revzoo.planning.reforwarding.record import make_fake, record, require_fake_mode
 from revzoo.planning.reforwarding.search import Choices, Front
@@ -112,7 +113,9 @@ class _Step:
 
     @cached_property
     def front(self) -> Front:
-        return Front(Choices(self.record))
+        choices = Choices(self.record)
+        add_nests(choices)
+        return Front(choices)
 
     @property
     def least_peak(self) -> int:
