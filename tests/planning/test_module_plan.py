@@ -97,7 +97,7 @@ def test_planning_leaves_the_module_as_it_was(net):
 def test_a_smaller_budget_runs_more_again(net):
     plans = [revzoo.plan(net, IMAGES, budget_between(net, IMAGES, share)) for share in (0.6, 0.3, 0.0)]
     assert plans[0].extra_flops <= plans[1].extra_flops <= plans[2].extra_flops
-    assert 0 < plans[2].extra_flops <= plans[2].total_flops / 3
+    assert 0 < plans[2].extra_flops < plans[2].total_flops / 2
 
 
 def test_the_optimizer_is_part_of_the_peak(net):
@@ -148,6 +148,7 @@ def test_reforward_plans_and_applies(net):
     stored = revzoo.measure_memory(net, IMAGES).activation_bytes
     assert revzoo.reforward(net, IMAGES) is net
     assert revzoo.measure_memory(net, IMAGES).activation_bytes < 0.5 * stored
+    assert revzoo.plan(copy.deepcopy(plain), IMAGES, "1TB").extra_flops == 0
     assert_equal(step(net, IMAGES), step(plain, IMAGES))
 
 

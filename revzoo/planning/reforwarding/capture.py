@@ -1,5 +1,6 @@
 """The graph of a module for one batch, captured without computing anything."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,8 @@ def capture(module: nn.Module, batch: Any) -> Capture:
             return run
 
         try:
-            with _disable_current_modes():
+            with _disable_current_modes(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler asks
                 outputs = call(capture_calls(module, run_and_note), fake_batch)
         except DataDependentOutputException as error:
             raise InputError(
@@ -78,8 +80,9 @@ def capture(module: nn.Module, batch: Any) -> Capture:
                 "compute, and without values it cannot be captured. Plan a submodule that does not."
             ) from error
         if len(found) != 1:
+            number = f"{len(found)} graphs" if found else "no graph"
             raise InputError(
-                f"The forward of {type(module).__name__} is {len(found)} graphs for torch.compile, and one can be planned. "
+                f"The forward of {type(module).__name__} is {number} for torch.compile, and one can be planned. "
                 "torch._dynamo.explain(module)(batch) says where it breaks: plan a submodule that does not, or mend the break."
             )
         ((graph, inputs, results),) = found

@@ -25,7 +25,9 @@ def capture_calls(module: nn.Module, backend: Backend) -> Runner:
     # The compiler counts captures by code object and gives up after a few, so every module gets one of its own.
     fresh = FunctionType(call.__code__.replace(), call.__globals__, "call", closure=call.__closure__)
     runner: Runner = torch.compile(fresh, backend=backend, dynamic=False)
-    return runner
+    # Under DistributedDataParallel the compiler would cut the graph at its buckets.
+    whole: Runner = torch._dynamo.config.patch(optimize_ddp=False)(runner)
+    return whole
 
 
 def replace_call(module: nn.Module, backend: Backend) -> None:
