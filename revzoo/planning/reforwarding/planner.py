@@ -84,8 +84,15 @@ def reforward(
         model = timm.create_model("resnet50")
         revzoo.reforward(model, images)  # trains as before, in a fraction of the memory
 
-    Args: as for `revzoo.plan`; without a budget, the smallest peak that is reached with at most one more forward.
-    Raises: as `revzoo.plan` does.
+    Args:
+        module: any, in the state in which it will be trained.
+        batch: as for `revzoo.plan`.
+        budget: as for `revzoo.plan`; None is the smallest peak that is reached with at most one more forward.
+        optimizer: its state is part of every peak.
+        loss: as for `revzoo.plan`.
+    Raises:
+        InputError: a module, batch, optimizer or budget that cannot be used.
+        BudgetError: no plan fits; names the smallest budget that would.
     """
     plan_module(module, batch, budget, optimizer=optimizer, loss=loss).apply(module, batch)
     return module
