@@ -132,9 +132,10 @@ def describe_accuracies(results: Sequence[dict[str, Any]]) -> Iterator[str]:
         cells = [f"{row[schedule]:.1f}" for row in rows for schedule in ("store", "invert")]
         yield f"| {' | '.join([*map(str, place), *cells])} |"
     yield ""
+    trainings = ", ".join(f"{len(each['size']['seeds'])} on {each['data']}" for each in results)
     yield from wrap(
-        f"Test accuracy, mean of {len(results[0]['size']['seeds'])} trainings on {describe_machine(results[0])}, float32, "
-        "slope 0.2, measured with `python benchmarks/numerics.py`."
+        f"Test accuracy, mean over trainings ({trainings}) on {describe_machine(results[0])}, float32, slope 0.2, measured with "
+        "`python benchmarks/numerics.py`."
     )
 
 
