@@ -134,8 +134,8 @@ def describe_accuracies(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
     trainings = ", ".join(f"{len(each['size']['seeds'])} on {each['data']}" for each in results)
     yield from wrap(
-        f"Test accuracy, mean over trainings ({trainings}) on {describe_machine(results[0])}, float32, slope 0.2, measured with "
-        "`python benchmarks/numerics.py`."
+        f"Test accuracy, mean over trainings ({trainings}) on {describe_machine(results[0])}, float32, slope 0.2, measured "
+        "with `python benchmarks/numerics.py`."
     )
 
 

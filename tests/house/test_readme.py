@@ -39,7 +39,9 @@ def test_accuracies_stand_beside_each_other(readme):
     head, _, row, _, *text = readme.describe_accuracies(results)
     assert head == "| network | depth | digits: stored [%] | rebuilt [%] | MNIST: stored [%] | rebuilt [%] |"
     assert row == "| hybrid | 6 | 98.3 | 9.2 | 97.0 | 9.2 |"
-    assert " ".join(text).startswith("Test accuracy, mean of 3 trainings on one thread of an AMD EPYC, torch 2.15.0, float32")
+    assert " ".join(text).startswith(
+        "Test accuracy, mean over trainings (3 on digits, 3 on MNIST) on one thread of an AMD EPYC, torch 2.15.0, float32"
+    )
 
 
 def test_a_changed_result_changes_it(readme):
