@@ -1,8 +1,9 @@
-"""Draw the fronts of ordinary networks: plans of their captured graphs beside what rivals reach.
+"""Plans of ordinary networks: their fronts beside what rivals reach, and table 1 of the Re-forwarding paper.
 
-    python benchmarks/reforwarding.py               eight networks, about 10 minutes on 2 CPU cores
+    python benchmarks/reforwarding.py               eight fronts and fifteen rows, about 10 minutes on a CPU core
     python benchmarks/reforwarding.py --quick       one network at toy size
     python benchmarks/reforwarding.py --only resnet50
+    python benchmarks/reforwarding.py --only table  table 1 (`reforwarding_table.py`)
 
 Bytes and FLOPs are counted in FakeTensors: the same everywhere, and nothing is computed. A point of a front is the peak of one
 training step above weights, buffers and batch, as a fraction of that of the stored step, and its FLOPs over those of the stored
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from planning_figure import plot_front
+from reforwarding_table import ROWS, measure_row
 from runtime import describe_environment
 from torch import Tensor, nn
 
@@ -191,12 +193,13 @@ def draw(name: str, data: dict[str, Any], folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", help="one network")
+    parser.add_argument("--only", help="one network, or table")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "reforwarding.json"
-    results = json.loads(path.read_text())["networks"] if path.exists() else {}
+    known = json.loads(path.read_text()) if path.exists() else {}
+    results = known.get("networks", {})
     for name, network in list_networks(args.quick).items():
         if args.only in (None, name):
             data = results[name] = measure(network)
@@ -209,7 +212,17 @@ def main() -> None:
             )
             for each in data["to_reach"]:
                 print(f"  {each['fraction']}: {each['plan']} (to reach {each['flops']})")
-    path.write_text(json.dumps({"environment": describe_environment(), "networks": results}, indent=1) + "\n")
+    rows = list(known.get("table", ()))
+    if args.only in (None, "table") and not args.quick:
+        rows = []
+        for row in ROWS:
+            rows.append(measured := measure_row(row))
+            print(
+                f"{row.name}, batch {row.batch}: published {row.regular} -> {row.published} MB, best cuts {row.best_cuts}, "
+                f"stored {measured['stored']:.0f} -> planned {measured['planned']:.0f} MB @ {measured['flops']:.3f}",
+                flush=True,
+            )
+    path.write_text(json.dumps({"environment": describe_environment(), "networks": results, "table": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_resnext_101_keeps_half_of_its_twin():
 def test_the_small_member_keeps_half_of_its_twin():
     reports = [revzoo.measure_memory(model, model.example_input(64)) for model in create_pair(device="meta")]
     assert [report.after_forward_bytes for report in reports] == [12_659_588, 25_253_636]
-    assert reports[0].activation_bytes < 0.53 * reports[1].activation_bytes
+    assert reports[0].activation_bytes < 0.54 * reports[1].activation_bytes
 
 
 def test_it_is_the_function_of_its_twin():

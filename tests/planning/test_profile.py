@@ -142,7 +142,11 @@ def test_runs_are_limited_where_rounding_asks_for_it(half, limited, mlp):
 @pytest.mark.parametrize(
     ("model", "batch", "message"),
     [
-        (nn.Linear(4, 4), torch.zeros(2, 4), r"A revzoo\.Model or a ReversibleChain can be planned\. Received: Linear"),
+        (
+            nn.Linear(4, 4),
+            torch.zeros(2, 4),
+            r"A revzoo\.Model, a ReversibleChain or a LayerChain can be planned\. Received: Linear",
+        ),
         (ReversibleChain([nn.Linear(4, 4)]), None, "at least one tensor. Received: NoneType"),
         (ReversibleChain([nn.Linear(4, 4)]), (torch.zeros(0, 4), torch.zeros(0, 4)), "at least one example"),
         (ReversibleChain([nn.GELU()]), (torch.zeros(2, 4), torch.zeros(2, 4)), "No parameter of the model requires a gradient"),

@@ -35,9 +35,9 @@ class Capture:
     other_bytes: int
 
     def rebuild_outputs(self, results: Sequence[Any]) -> Any:
-        """Return what the module returns where its graph returns `results`."""
+        """Return what the module returns where its graph returns `results`. What it makes of these is without a gradient."""
         by_identity = {id(then): now for then, now in zip(self.results, results, strict=True)}
-        return map_tensors(lambda t: by_identity.get(id(t), t), self.outputs)
+        return map_tensors(lambda t: by_identity[id(t)] if id(t) in by_identity else t.detach(), self.outputs)
 
     def compute_loss(self, loss: Callable[[Any], Tensor]) -> Callable[[Sequence[Any]], Tensor]:
         """Return the loss as a function of what the graph returns."""
