@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
-from revzoo.analysis.dry_run import call, isolated
+from revzoo.analysis.dry_run import call, isolated, linear_loss
 from revzoo.errors import InputError, join_names
 from revzoo.runtime.graph.captured_call import capture_calls
 from revzoo.runtime.nested import map_tensors, tensors_in
@@ -39,9 +39,13 @@ class Capture:
         by_identity = {id(then): now for then, now in zip(self.results, results, strict=True)}
         return map_tensors(lambda t: by_identity[id(t)] if id(t) in by_identity else t.detach(), self.outputs)
 
-    def compute_loss(self, loss: Callable[[Any], Tensor]) -> Callable[[Sequence[Any]], Tensor]:
-        """Return the loss as a function of what the graph returns."""
-        return lambda results: loss(self.rebuild_outputs(results))
+    def compute_loss(self, loss: Callable[[Any], Tensor] | None) -> Callable[[Sequence[Any]], Tensor]:
+        """Return the loss as a function of what the graph returns; None is the sum of what the module returns of that."""
+        if loss is not None:
+            return lambda results: loss(self.rebuild_outputs(results))
+        returned = {id(t) for t in tensors_in(self.outputs)}  # also in what cannot be rebuilt, such as a cache
+        places = [i for i, then in enumerate(self.results) if id(then) in returned]
+        return lambda results: linear_loss([results[i] for i in places])
 
 
 def capture(module: nn.Module, batch: Any) -> Capture:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.memory_report import count_optimizer_bytes
 from revzoo.errors import BudgetError
@@ -57,7 +56,7 @@ def plan_module(
         device = next(module.parameters()).device
         budget = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
     captured = capture(module, batch)
-    step = _Step(captured, captured.other_bytes + optimizer_bytes, captured.compute_loss(loss or linear_loss))
+    step = _Step(captured, captured.other_bytes + optimizer_bytes, captured.compute_loss(loss))
     if solver == "reforwarding":
         return _plan_published(step, budget, setting)
     if budget is not None and step.stored_peak <= budget:
