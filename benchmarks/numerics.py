@@ -422,7 +422,7 @@ def main() -> None:
         )
     facts = {"seconds": time.perf_counter() - begin, "data": data, "side": images.side, "size": asdict(size), "points": POINTS}
     path = args.out / f"{_NAMES[data]}.json"
-    path.write_text(json.dumps(describe_environment() | facts | result, indent=1, allow_nan=False) + "\n")
+    path.write_text(json.dumps(describe_environment(args.mnist) | facts | result, indent=1, allow_nan=False) + "\n")
     for name, (draw, key) in _FIGURES.items():
         if key in result:
             draw(result[key], args.out / f"{_NAMES[data]}_{name}.png")

@@ -209,7 +209,8 @@ def format_figure(figure: Figure) -> str:
     return f"[{'green' if figure.value <= figure.target else 'red'}]{figure.value:.5g} ({figure.target:.5g})[/]"
 
 
-def describe_environment() -> dict[str, object]:
+def describe_environment(*folders: Path | None) -> dict[str, object]:
+    """Return command, commit, hardware and versions; given folders stand as DIR in the command."""
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text().splitlines() if cpus.exists() else []
     cpu = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
@@ -219,7 +220,7 @@ def describe_environment() -> dict[str, object]:
     if torch.cuda.is_available():
         hardware["gpu"] = torch.cuda.get_device_name()
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *("DIR" if argument in map(str, folders) else argument for argument in sys.argv)]),
         "commit": commit or None,
         "hardware": hardware,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "revzoo": revzoo.__version__},

@@ -61,7 +61,6 @@ class Record:
         storages: what outlives an atom, in order of appearance.
         gradient_bytes: by position in the log of backward, what backward itself has allocated.
         first_unpack: by atom, when backward first asks for something saved in it; -1 if it never does.
-        last_release: by atom, when the last of it has been freed.
         fixed_bytes: parameters, buffers and batch.
         result_bytes: what the graph returns and autograd does not save.
         peak_bytes: of this step.
@@ -75,7 +74,6 @@ class Record:
     storages: list[Storage]
     gradient_bytes: list[int]
     first_unpack: list[int]
-    last_release: list[int]
     fixed_bytes: int
     result_bytes: int
     peak_bytes: int
@@ -198,12 +196,11 @@ def _summarise(
         if storage not in in_forward:
             total += change
         gradient.append(total)
-    first, last = [-1] * count, [-1] * count
+    first = [-1] * count
     for atom, _, _, number in recorder.saved:
         if number in recorder.unpacked:
             at = recorder.unpacked[number] - forward_end
             first[atom] = at if first[atom] < 0 else min(first[atom], at)
-            last[atom] = max(last[atom], recorder.released.get(number, at) - forward_end)
     for each in storages.values():
         each.released -= forward_end if each.released >= 0 else 0
     unsaved = [s for s in results if s not in fixed and s in storages and not storages[s].saved_by]
@@ -216,7 +213,6 @@ def _summarise(
         storages=list(storages.values()),
         gradient_bytes=gradient or [0],
         first_unpack=first,
-        last_release=last,
         fixed_bytes=fixed_bytes,
         result_bytes=sum(storages[s].bytes for s in unsaved),
         peak_bytes=live.peak(),

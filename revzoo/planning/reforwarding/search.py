@@ -68,8 +68,7 @@ class Choices:
         self.record = record
         self._price = 0 if count_flops_only else _FLOPS_PER_BYTE
         atoms, count = record.atoms, len(record.atoms)
-        number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
-        of_node = _find_storages(record, number)
+        of_node = {node: k for k, storage in enumerate(record.storages) for node in storage.nodes}
         self.sizes = [s.bytes for s in record.storages]
         self.array = np.array(self.sizes, np.int64)
         self.born: list[list[int]] = [[] for _ in range(count)]
@@ -107,11 +106,6 @@ class Choices:
         return flops + self._price * made_bytes
 
 
-def _find_storages(record: Record, number: dict[Node, int]) -> dict[Node, int]:
-    """Return the storage of every result that lies in one."""
-    return {node: k for k, storage in enumerate(record.storages) for node in storage.nodes}
-
-
 class Span:
     """One span, before it is chosen what it keeps."""
 
@@ -119,9 +113,7 @@ class Span:
         self._choices, self._start, self._end = choices, start, end
         storages = choices.record.storages
         self.own = [k for i in range(start, end) for k in choices.born[i]]
-        self.forced = frozenset(
-            k for k in self.own if storages[k].last_use >= end or (k in choices.always and (storages[k].saved_by or True))
-        )
+        self.forced = frozenset(k for k in self.own if storages[k].last_use >= end or k in choices.always)
         self.saved = [k for k in self.own if storages[k].saved_by]
 
     def list_options(self) -> Iterator[Option]:

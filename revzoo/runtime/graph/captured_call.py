@@ -30,11 +30,19 @@ def capture_calls(module: nn.Module, backend: Backend) -> Runner:
     return whole
 
 
+class _ReplacedCall:
+    """What stands in a module in place of its own call."""
+
+    def __init__(self, call: Runner):
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
 def replace_call(module: nn.Module, backend: Backend) -> None:
     """Run every call of the module through `backend` from now on."""
-    call = capture_calls(module, backend)
-    call.is_replaced = True  # type: ignore[attr-defined]
-    module._compiled_call_impl = call
+    module._compiled_call_impl = _ReplacedCall(capture_calls(module, backend))
 
 
 def restore_call(module: nn.Module) -> None:
@@ -45,4 +53,4 @@ def restore_call(module: nn.Module) -> None:
 
 def is_replaced(module: nn.Module) -> bool:
     """Return whether calls of the module run through `replace_call`."""
-    return getattr(module._compiled_call_impl, "is_replaced", False)
+    return isinstance(module._compiled_call_impl, _ReplacedCall)
