@@ -18,7 +18,7 @@ from revzoo.planning.solvers.closed_set import divide
 from revzoo.planning.solvers.reforwarding import split
 from revzoo.runtime import ReversibleChain
 from revzoo.runtime.graph.captured_call import replace_call
-from revzoo.runtime.graph.spans import SpannedGraph
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
 
 
 def make_vgg() -> nn.Module:

@@ -16,7 +16,8 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.planning.reforwarding.nesting import add_nests
 from revzoo.planning.reforwarding.record import Record, record
 from revzoo.planning.reforwarding.search import Choices, Front
-from revzoo.runtime.graph.spans import SpannedGraph, Spans
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
+from revzoo.runtime.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytes
 
 

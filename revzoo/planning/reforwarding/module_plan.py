@@ -17,7 +17,7 @@ from revzoo.planning.reforwarding.graph_plan import GraphPlan, compute_digest
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.graph.atoms import inline_checkpoints
 from revzoo.runtime.graph.captured_call import Runner, replace_call, restore_call
-from revzoo.runtime.graph.spans import SpannedGraph
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from revzoo.planning.reforwarding.published import choose_published
 from revzoo.planning.reforwarding.record import make_fake, record, require_fake_mode
 from revzoo.planning.reforwarding.search import Choices, Front
 from revzoo.planning.setting import Setting, read_setting
-from revzoo.runtime.graph.spans import SpannedGraph, Spans
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
+from revzoo.runtime.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytes
 
 ModuleSolver = Literal["timeline", "reforwarding"]

@@ -18,7 +18,9 @@ from torch.fx import GraphModule, Node
 from revzoo.analysis.dry_run import find_fake_mode, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.runtime.graph.atoms import Atom, split_into_atoms
-from revzoo.runtime.graph.spans import SMALL, Slot, SpannedGraph, Spans
+from revzoo.runtime.graph.recovery import Slot
+from revzoo.runtime.graph.spanned_graph import SMALL, SpannedGraph
+from revzoo.runtime.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.nested import map_tensors, tensors_in
 

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from revzoo.runtime.graph.atoms import Atom, split_into_atoms
-from revzoo.runtime.graph.spans import SpannedGraph, Spans
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
+from revzoo.runtime.graph.spans import Spans
 from revzoo.runtime.nested import tensors_in
 
 Cut = Callable[[Sequence[Atom]], Spans]

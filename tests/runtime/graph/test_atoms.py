@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.graph.spans import SpannedGraph, Spans
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
+from revzoo.runtime.graph.spans import Spans
 
 
 @pytest.fixture(autouse=True)

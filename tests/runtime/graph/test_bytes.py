@@ -9,7 +9,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from revzoo.runtime.graph.spans import Slot, SpannedGraph, Spans
+from revzoo.runtime.graph.recovery import Slot
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
+from revzoo.runtime.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytes
 
 UNIT = 4 * 100  # bytes of the only shape

@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from revzoo.runtime.graph.atoms import Atom, split_into_atoms
-from revzoo.runtime.graph.spans import Nest, SpannedGraph, Spans, _Record
+from revzoo.runtime.graph.recovery import SpanRecord
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
+from revzoo.runtime.graph.spans import Nest, Spans
 
 
 class _Block(nn.Module):
@@ -102,4 +104,4 @@ def test_a_nest_ends_with_backward() -> None:
 
 
 def _find_records() -> list[weakref.ref[Any]]:
-    return [weakref.ref(each) for each in gc.get_objects() if type(each) is _Record]
+    return [weakref.ref(each) for each in gc.get_objects() if type(each) is SpanRecord]
