@@ -12,7 +12,7 @@ from revzoo.analysis.dry_run import linear_loss
 from revzoo.errors import BudgetError, InputError
 from revzoo.planning.reforwarding.capture import capture
 from revzoo.planning.reforwarding.planner import count_step
-from revzoo.planning.reforwarding.published import choose_published, make_graph, make_spans
+from revzoo.planning.reforwarding.published import choose_as_published, make_graph, make_spans
 from revzoo.planning.reforwarding.record import record
 from revzoo.planning.solvers.closed_set import divide
 from revzoo.planning.solvers.reforwarding import split
@@ -61,7 +61,7 @@ def test_the_published_plan_has_the_gradients_of_the_stored_run(name):
     planned, plans = copy.deepcopy(module), []
 
     def run_planned(graph, inputs):
-        plans.append(choose_published(record(graph, inputs))[0])
+        plans.append(choose_as_published(record(graph, inputs))[0])
         return SpannedGraph(graph, plans[-1])
 
     replace_call(planned, run_planned)
@@ -85,7 +85,7 @@ def test_the_published_plan_has_the_gradients_of_the_stored_run(name):
 )
 def test_the_published_plan_is_counted(name, stored, extra_flops, peaks):
     captured, step = capture_step(name)
-    spans, chosen = choose_published(step)
+    spans, chosen = choose_as_published(step)
     peak, flops = count_step(captured, spans, captured.compute_loss(linear_loss))
     assert chosen.stored == stored
     assert flops - step.total_flops == extra_flops

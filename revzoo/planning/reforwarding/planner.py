@@ -17,7 +17,7 @@ from revzoo.planning.reforwarding.capture import Capture, capture
 from revzoo.planning.reforwarding.graph_plan import GraphPlan
 from revzoo.planning.reforwarding.module_plan import ModulePlan
 from revzoo.planning.reforwarding.nesting import add_nests
-from revzoo.planning.reforwarding.published import choose_published
+from revzoo.planning.reforwarding.published import choose_as_published
 from revzoo.planning.reforwarding.record import make_fake, record, require_fake_mode
 from revzoo.planning.reforwarding.search import Choices, Front
 from revzoo.planning.setting import Setting, read_setting
@@ -59,7 +59,7 @@ def plan_module(
     captured = capture(module, batch)
     step = _Step(captured, captured.other_bytes + optimizer_bytes, captured.compute_loss(loss))
     if solver == "reforwarding":
-        return _plan_published(step, budget, setting)
+        return _plan_as_published(step, budget, setting)
     if budget is not None and step.stored_peak <= budget:
         note = f"Everything is stored: the budget is above the {format_bytes(step.stored_peak)} that this takes."
         return step.make_plan(None, step.stored_peak, step.record.total_flops, budget, setting, (note,))
@@ -98,8 +98,8 @@ def reforward(
     return module
 
 
-def _plan_published(step: "_Step", budget: int | None, setting: Setting) -> ModulePlan:
-    spans, chosen = choose_published(step.record)
+def _plan_as_published(step: "_Step", budget: int | None, setting: Setting) -> ModulePlan:
+    spans, chosen = choose_as_published(step.record)
     peak, flops = step.count(spans)
     if budget is not None and peak > budget:
         raise BudgetError(

@@ -12,7 +12,7 @@ from revzoo.planning.solvers.reforwarding import Split, split_graph
 from revzoo.runtime.graph.spans import Spans
 
 
-def choose_published(record: Record) -> tuple[Spans, Split]:
+def choose_as_published(record: Record) -> tuple[Spans, Split]:
     """Return the spans that Re-forwarding as published chooses, and the split of the graph that they run."""
     graph, makers = make_graph(record)
     chosen = split_graph(graph)
