@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 from revzoo.planning.reforwarding.capture import capture
 from revzoo.planning.reforwarding.nesting import add_nests
-from revzoo.planning.reforwarding.planner import count_step
-from revzoo.planning.reforwarding.record import record
+from revzoo.planning.reforwarding.record import count_step, record
 from revzoo.planning.reforwarding.search import Choices, Front
 
 POINTS = 24  # counted of every front
@@ -151,20 +150,19 @@ def list_networks(quick: bool) -> dict[str, Network]:
 def measure(network: Network) -> dict[str, Any]:
     """Return the front of a network: points as predicted, and a number of them as counted."""
     begin = time.process_time()
-    captured = capture(network.make().train(), network.batch())
-    loss = captured.compute_loss(None)
-    step = record(captured.graph, captured.inputs, loss)
-    choices = Choices(step, count_flops_only=True)
-    add_nests(choices)
-    front = Front(choices)
-    seconds = time.process_time() - begin
-    stored, points = step.peak_bytes - step.fixed_bytes, front.list_points()
-    counted = []
-    for need, _ in points[:: max(1, len(points) // POINTS)]:
-        chosen = front.choose(need)
-        assert chosen is not None
-        peak, flops = count_step(captured, front.make_spans(chosen), loss)
-        counted.append({"predicted_bytes": need, "counted_bytes": peak, "flops": flops})
+    with capture(network.make().train(), network.batch()) as captured:
+        step = record(captured)
+        choices = Choices(step, count_flops_only=True)
+        add_nests(choices)
+        front = Front(choices)
+        seconds = time.process_time() - begin
+        stored, points = step.peak_bytes - step.fixed_bytes, front.list_points()
+        counted = []
+        for need, _ in points[:: max(1, len(points) // POINTS)]:
+            chosen = front.choose(need)
+            assert chosen is not None
+            peak, flops = count_step(captured, front.make_spans(chosen))
+            counted.append({"predicted_bytes": need, "counted_bytes": peak, "flops": flops})
     fractions = [((need - step.fixed_bytes) / stored, 1 + work / step.total_flops) for need, work in points]
     return {
         "stored_bytes": stored,

@@ -16,8 +16,7 @@ from torch import nn
 
 from revzoo.planning.reforwarding.capture import capture
 from revzoo.planning.reforwarding.nesting import add_nests
-from revzoo.planning.reforwarding.planner import count_step
-from revzoo.planning.reforwarding.record import record
+from revzoo.planning.reforwarding.record import count_step, record
 from revzoo.planning.reforwarding.search import Choices, Front
 
 MOST_FLOPS = 1.34  # over stored
@@ -79,14 +78,13 @@ def measure_row(row: Row) -> dict[str, Any]:
 def _measure_peaks(name: str, batch: int) -> tuple[int, int, float]:
     """Return the stored peak, that of the plan with the smallest peak at `MOST_FLOPS`, and its FLOPs over stored."""
     side = 299 if name == "inception_v3" else 224
-    captured = capture(_make_network(name), torch.empty(batch, 3, side, side, device="meta"))
-    loss = captured.compute_loss(None)
-    step = record(captured.graph, captured.inputs, loss)
-    choices = Choices(step, count_flops_only=True)
-    add_nests(choices)
-    front = Front(choices)
-    spans = front.make_spans(front.choose_least(int((MOST_FLOPS - 1) * step.total_flops)))
-    peak, flops = count_step(captured, spans, loss)
+    with capture(_make_network(name), torch.empty(batch, 3, side, side, device="meta")) as captured:
+        step = record(captured)
+        choices = Choices(step, count_flops_only=True)
+        add_nests(choices)
+        front = Front(choices)
+        spans = front.make_spans(front.choose_least(int((MOST_FLOPS - 1) * step.total_flops)))
+        peak, flops = count_step(captured, spans)
     return step.peak_bytes, peak, flops / step.total_flops
 
 

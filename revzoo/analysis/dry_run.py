@@ -44,15 +44,13 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         raise InputError(f"The batch must hold at least one example. Received: {[tuple(t.shape) for t in inputs]}.")
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError("No parameter of the model requires a gradient, so there is no backward to run.")
-    if not fake and any(map(_has_no_values, inputs)) and not any(map(_has_no_values, model.parameters())):
+    if not fake and not all(map(has_values, inputs)) and all(map(has_values, model.parameters())):
         raise InputError("The model's parameters have values. Received: a meta or fake batch. Give both values, or neither.")
     tensors = [*model.parameters(), *model.buffers(), *inputs]
     home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.callback(random.setstate, random.getstate())
-        if numpy := sys.modules.get("numpy"):
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        stack.callback(mark_python_streams())
         torch.clear_autocast_cache()  # of casts in earlier runs
         stack.callback(torch.clear_autocast_cache)
         for gpu in {t.device for t in tensors if t.device.type not in ("cpu", "meta") and not isinstance(t, FakeTensor)}:
@@ -149,7 +147,7 @@ def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMod
     for t in tensors:
         if isinstance(t, FakeTensor):
             return t.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True) if always or any(t.is_meta for t in tensors) else None
+    return _FakeMode(allow_non_fake_inputs=True) if always or any(t.is_meta for t in tensors) else None
 
 
 def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
@@ -158,6 +156,27 @@ def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
         with mode:
             return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=home)
     return mode.from_tensor(t.detach())
+
+
+class _FakeMode(FakeTensorMode):
+    """One under which `torch.compile` goes on capturing the calls that `graph/captured_call.py` replaces."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def mark_python_streams() -> Callable[[], None]:
+    """Return what sets the random streams of Python and NumPy back to where they are now."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+
+    def rewind() -> None:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+    return rewind
 
 
 class Paths:
@@ -184,8 +203,9 @@ class _Sum(torch.autograd.Function):
         return grads[0].expand(ctx.shape).contiguous()
 
 
-def _has_no_values(t: Tensor) -> bool:
-    return t.is_meta or isinstance(t, FakeTensor)
+def has_values(t: Tensor) -> bool:
+    """Return whether a tensor has values: it is neither on the meta device nor a FakeTensor."""
+    return not t.is_meta and not isinstance(t, FakeTensor)
 
 
 def _copy_buffer(buffer: Tensor) -> Tensor:

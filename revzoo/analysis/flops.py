@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.analysis.dry_run import call, isolated, linear_loss
+from revzoo.runtime.graph.captured_call import is_replaced
 from revzoo.runtime.operations import count_operation_flops
 
 
@@ -22,7 +23,7 @@ def count_flops(model: nn.Module, batch: Any) -> int:
     Raises:
         InputError: nothing to differentiate.
     """
-    flops = FlopCounter()
+    flops = FlopCounterOfReplacedCalls() if any(map(is_replaced, model.modules())) else FlopCounter()
     with isolated(model, batch, fake=True) as inputs, flops:
         linear_loss(call(model, inputs)).backward()
     return flops.forward + flops.backward
@@ -51,3 +52,11 @@ class FlopCounter(TorchDispatchMode):
         else:
             self.backward += count
         return out
+
+
+class FlopCounterOfReplacedCalls(FlopCounter):
+    """The same for modules whose calls `graph/captured_call.py` replaces, as `LiveBytesOfReplacedCalls` is for bytes."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True

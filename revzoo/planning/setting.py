@@ -73,8 +73,13 @@ def read_setting(model: nn.Module, batch: Any = None) -> Setting:
         device=f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type,
         training=model.training,
         exact=bool(getattr(model, "exact", False)),
-        batch=tuple(f"{list(t.shape)} {format_dtype(t.dtype)}" for t in tensors_in(batch)),
+        batch=tuple(list_shapes(batch)),
     )
+
+
+def list_shapes(batch: Any) -> list[str]:
+    """Return shape and dtype of every tensor in a batch."""
+    return [f"{list(t.shape)} {format_dtype(t.dtype)}" for t in tensors_in(batch)]
 
 
 def _compute_digest(model: nn.Module) -> str:

@@ -1,6 +1,7 @@
 """The published plan of real graphs: as the paper would draw them, and run by the same spans as any other plan."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,17 +9,13 @@ from timm.models.resnet import Bottleneck, ResNet
 from torch import nn
 
 import revzoo
-from revzoo.analysis.dry_run import linear_loss
 from revzoo.errors import BudgetError, InputError
 from revzoo.planning.reforwarding.capture import capture
-from revzoo.planning.reforwarding.planner import count_step
 from revzoo.planning.reforwarding.published import choose_as_published, make_graph, make_spans
-from revzoo.planning.reforwarding.record import record
+from revzoo.planning.reforwarding.record import count_step, record
 from revzoo.planning.solvers.closed_set import divide
 from revzoo.planning.solvers.reforwarding import split
 from revzoo.runtime import ReversibleChain
-from revzoo.runtime.graph.captured_call import replace_call
-from revzoo.runtime.graph.spanned_graph import SpannedGraph
 
 
 def make_vgg() -> nn.Module:
@@ -36,14 +33,15 @@ MODULES = {"vgg": make_vgg, "resnet": make_resnet}
 BATCHES = {"vgg": (2, 3, 16, 16), "resnet": (2, 3, 64, 64)}
 
 
-def capture_step(name: str):
-    captured = capture(MODULES[name]().train(), torch.empty(*BATCHES[name]))
-    return captured, record(captured.graph, captured.inputs)
+@contextmanager
+def recorded(name: str):
+    with capture(MODULES[name]().train(), torch.empty(*BATCHES[name])) as captured:
+        yield captured, record(captured)
 
 
 def test_a_vgg_is_a_chain_of_its_tensors():
-    _, step = capture_step("vgg")
-    graph, makers = make_graph(step)
+    with recorded("vgg") as (_, step):
+        graph, makers = make_graph(step)
     chain = divide(graph)
     assert (chain.kind, len(chain.vertices)) == ("splittable", len(makers))
     convolved, pooled = [8 * 256, 8 * 256, 16 * 64, 16 * 64], [8 * 64, 16 * 16]
@@ -58,13 +56,9 @@ def test_a_vgg_is_a_chain_of_its_tensors():
 def test_the_published_plan_has_the_gradients_of_the_stored_run(name):
     torch.manual_seed(0)
     module, batch = MODULES[name]().train(), torch.randn(*BATCHES[name])
-    planned, plans = copy.deepcopy(module), []
-
-    def run_planned(graph, inputs):
-        plans.append(choose_as_published(record(graph, inputs))[0])
-        return SpannedGraph(graph, plans[-1])
-
-    replace_call(planned, run_planned)
+    planned = copy.deepcopy(module)
+    plan = revzoo.plan(planned, batch.clone().requires_grad_(), "1GiB", solver="reforwarding")
+    plan.apply(planned)
     results = []
     for each in (module, planned):
         torch.manual_seed(1)
@@ -72,7 +66,7 @@ def test_the_published_plan_has_the_gradients_of_the_stored_run(name):
         out = each(given)
         out.square().sum().backward()
         results.append([out, given.grad, *(p.grad for p in each.parameters()), *each.buffers()])
-    assert [len(plan.ends) for plan in plans] == [3]
+    assert [len(graph.ends) for graph in plan.graphs] == [3]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -84,9 +78,9 @@ def test_the_published_plan_has_the_gradients_of_the_stored_run(name):
     ],
 )
 def test_the_published_plan_is_counted(name, stored, extra_flops, peaks):
-    captured, step = capture_step(name)
-    spans, chosen = choose_as_published(step)
-    peak, flops = count_step(captured, spans, captured.compute_loss(linear_loss))
+    with recorded(name) as (captured, step):
+        spans, chosen = choose_as_published(step)
+        peak, flops = count_step(captured, spans)
     assert chosen.stored == stored
     assert flops - step.total_flops == extra_flops
     assert (step.peak_bytes, peak) == peaks
@@ -111,15 +105,16 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(("in_place", "num_spans"), [(False, 2), (True, 1)])
 def test_no_part_is_recovered_twice(in_place, num_spans):
     """In place, the sum is one atom with the norm before it, whose gradient needs one branch while the other is missing."""
-    captured = capture(Residual(in_place).train(), torch.empty(2, 4, 8, 8))
-    step = record(captured.graph, captured.inputs)
-    graph, makers = make_graph(step)
-    names = [step.atoms[i].name for i in makers]
-    stored = [0, 1, *(v for v, name in enumerate(names, 1) if name.startswith(("y", "add", "iadd", "relu"))), len(names) + 1]
-    chosen = split(graph, stored)
-    assert len(chosen.parts) == 2
-    spans = make_spans(step, makers, chosen)
-    _, flops = count_step(captured, spans, captured.compute_loss(linear_loss))
+    with capture(Residual(in_place).train(), torch.empty(2, 4, 8, 8)) as captured:
+        step = record(captured)
+        graph, makers = make_graph(step)
+        names = [step.atoms[i].name for i in makers]
+        sums = ("y", "add", "iadd", "relu")
+        stored = [0, 1, *(v for v, name in enumerate(names, 1) if name.startswith(sums)), len(names) + 1]
+        chosen = split(graph, stored)
+        assert len(chosen.parts) == 2
+        spans = make_spans(step, makers, chosen).take(captured.calls[0].numbers)
+        _, flops = count_step(captured, make_spans(step, makers, chosen))
     assert len(spans.ends) == num_spans
     assert flops - step.total_flops == 3 * 2 * (2 * 8 * 8 * 4) * 4 * 9
 

@@ -24,7 +24,6 @@ def tabulate_module_plan(plan: ModulePlan) -> RenderableType:
     )
     for name, peak, flops in rows:
         table.add_row(name, format_bytes(peak), "yes" if peak <= plan.budget_bytes else "no", flops)
-    graph = plan.graph
-    spans = f"{len(graph.ends)} spans of {len(graph.atoms)} calls are recovered in turn, from {len(graph.kept)} kept results."
+    spans = f"{plan.describe_spans()}; the spans are recovered in turn."
     used = f"Peak {format_bytes(plan.peak_bytes)} of the budget of {format_bytes(plan.budget_bytes)}."
-    return Group(escape(title), used, table, *([spans] if graph.ends else []), *map(escape, plan.notes))
+    return Group(escape(title), used, table, *([spans] if plan.drops_something else []), *map(escape, plan.notes))

@@ -1,97 +1,193 @@
-"""The graph of a module for one batch, captured without computing anything."""
+"""The forward of a module for one batch: calls of captured graphs, one after the other, and the code between them.
 
-import warnings
-from collections.abc import Callable, Sequence
+Mostly it is one call of one graph. `torch.compile` ends a graph where it cannot follow the code, at a `print` or a reversible
+chain for example, and begins another behind it. What stands between is run as it is, and stores what it stores.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx import GraphModule
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule
 
-from revzoo.analysis.dry_run import call, isolated, linear_loss
+from revzoo.analysis.dry_run import call, find_fake_mode, has_values, isolated, mark_python_streams
 from revzoo.errors import InputError, join_names
-from revzoo.runtime.graph.captured_call import capture_calls
+from revzoo.planning.reforwarding.graph_plan import compute_digest
+from revzoo.runtime.graph.atoms import Atom, split_into_atoms
+from revzoo.runtime.graph.captured_call import Runner, capture_calls
 from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.random_state import RandomState
+
+RunGraph = Callable[[int, Sequence[Any]], Any]
+_COMPUTED = (
+    "Its forward reads the values of tensors, so that planning had to compute training steps, stored, on the module's device."
+)
 
 
 @dataclass(frozen=True)
-class Capture:
-    """The graph of a module for one batch.
+class GraphCall:
+    """One call of a captured graph.
 
     Args:
-        graph: of torch calls; parameters and buffers are inputs.
-        inputs: what it is called with, FakeTensors in place of tensors.
-        outputs: what the module returned.
-        results: the tensors in it, as the graph returned them.
-        other_bytes: parameters, buffers and tensors of the batch that the graph does not take.
+        graph: of torch calls; parameters and buffers are inputs. No other call has the same nodes.
+        atoms: of the graph.
+        digest: of the graph and its inputs.
+        first: number of its first atom. Atoms are counted through the whole forward, and what runs before every graph and
+            behind the last one counts as one.
     """
 
     graph: GraphModule
-    inputs: Sequence[Any]
-    outputs: Any
-    results: Sequence[Any]
-    other_bytes: int
+    atoms: Sequence[Atom]
+    digest: str
+    first: int
 
-    def rebuild_outputs(self, results: Sequence[Any]) -> Any:
-        """Return what the module returns where its graph returns `results`. What it makes of these is without a gradient."""
-        by_identity = {id(then): now for then, now in zip(self.results, results, strict=True)}
-        return map_tensors(lambda t: by_identity[id(t)] if id(t) in by_identity else t.detach(), self.outputs)
-
-    def compute_loss(self, loss: Callable[[Any], Tensor] | None) -> Callable[[Sequence[Any]], Tensor]:
-        """Return the loss as a function of what the graph returns; None is the sum of what the module returns of that."""
-        if loss is not None:
-            return lambda results: loss(self.rebuild_outputs(results))
-        returned = {id(t) for t in tensors_in(self.outputs)}  # also in what cannot be rebuilt, such as a cache
-        places = [i for i, then in enumerate(self.results) if id(then) in returned]
-        return lambda results: linear_loss([results[i] for i in places])
+    @property
+    def numbers(self) -> range:
+        """The numbers of its atoms."""
+        return range(self.first, self.first + len(self.atoms))
 
 
-def capture(module: nn.Module, batch: Any) -> Capture:
-    """Return the graph of a module for a batch. Nothing is computed or allocated, and the module is left as it was.
+class Capture:
+    """A module whose captured graphs run as one says.
+
+    Args:
+        module, batch: as `isolated` has prepared them.
+        notes: remarks for the reader of a plan.
+    """
+
+    def __init__(self, module: nn.Module, batch: Any, notes: Sequence[str] = ()):
+        self.calls: list[GraphCall] = []
+        self.notes = tuple(notes)
+        self._module, self._batch = module, batch
+        self._graphs: list[GraphModule] = []  # as they are called; one may be called several times
+        self._position = 0
+        self._random = RandomState({t.device for t in self.tensors}), mark_python_streams()
+        self._run_graph: RunGraph = self._note_and_run
+        self._runner = capture_calls(module, self._take)
+        self._run()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, buffers and batch."""
+        return [*self._module.parameters(), *self._module.buffers(), *tensors_in(self._batch)]
+
+    @property
+    def num_atoms(self) -> int:
+        """The number of atoms of the whole forward."""
+        return sum(len(each.atoms) + 1 for each in self.calls) + 1
+
+    def run(self, run_graph: RunGraph) -> Any:
+        """Call the module and return what it returns.
+
+        Args:
+            run_graph: runs a call of a graph, given as its place in `calls`, with its inputs.
+        Raises:
+            InputError: the module calls other graphs than at first.
+        """
+        for each in self.tensors:
+            each.grad = None
+        self._run_graph = run_graph
+        return self._run()
+
+    def _run(self) -> Any:
+        torch_streams, rewind_python_streams = self._random
+        torch_streams.rewind()  # every run draws the same numbers
+        rewind_python_streams()
+        self._position = 0
+        outputs = call(self._runner, self._batch)
+        if self._position != len(self.calls):
+            raise self._differs()
+        return outputs
+
+    def _take(self, graph: GraphModule, _: Sequence[Any]) -> Runner:
+        def run(*given: Any) -> Any:
+            at, self._position = self._position, self._position + 1
+            if at == len(self._graphs) and self._run_graph == self._note_and_run:
+                self._graphs.append(graph)
+            elif at >= len(self._graphs) or graph is not self._graphs[at]:
+                raise self._differs()
+            return self._run_graph(at, given)
+
+        return run
+
+    def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
+        graph = self._graphs[at]
+        if any(graph is each for each in self._graphs[:at]):
+            graph = _copy(graph)
+        mode = find_fake_mode(list(tensors_in(list(given))), always=True)
+        assert mode is not None
+        with mode:
+            atoms = split_into_atoms(graph, [_make_fake(each, mode) for each in given])
+        first = self.calls[-1].numbers.stop + 1 if self.calls else 1
+        self.calls.append(GraphCall(graph, atoms, compute_digest(graph, given), first))
+        return graph.forward(*given)
+
+    def _differs(self) -> InputError:
+        return InputError(
+            f"Two calls of {type(self._module).__name__} with the same batch ran other operations: its forward depends on "
+            "what it remembers. Plan a submodule that runs the same operations every time."
+        )
+
+
+@contextmanager
+def capture(module: nn.Module, batch: Any) -> Iterator[Capture]:
+    """Yield the captured forward of a module for a batch, and leave the module as it was.
+
+    Nothing is computed or allocated inside, unless forward reads the values of tensors.
 
     Args:
         module: any, in the state in which it will be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
     Raises:
-        InputError: no module, an unusable batch, no parameter with a gradient, a compiled module, or a forward that is not
-            one graph.
+        InputError: no module, an unusable batch, no parameter with a gradient, a compiled module, or a forward that runs other
+            operations from call to call, or needs values that there are not.
     """
+    if isinstance(module, nn.Module) and (
+        compiled := [name or "the module" for name, m in module.named_modules() if m._compiled_call_impl is not None]
+    ):
+        raise InputError(
+            f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan before "
+            "compiling, or call revzoo.release(module) if it was planned before."
+        )
     with isolated(module, batch, fake=True) as fake_batch:
-        if compiled := [name or "the module" for name, m in module.named_modules() if m._compiled_call_impl is not None]:
-            raise InputError(
-                f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan before "
-                "compiling, or call revzoo.release(module) if it was planned before."
-            )
-        found: list[tuple[GraphModule, Sequence[Any], Sequence[Any]]] = []
+        captured = _try_without_values(module, fake_batch)
+        if captured is not None:
+            yield captured
+            return
+    if not all(map(has_values, [*module.parameters(), *tensors_in(batch)])):
+        raise InputError(
+            f"The forward of {type(module).__name__} cannot run without values: it reads those of tensors, by which it may "
+            "decide what to compute. Give module and batch values, or plan a submodule that reads none."
+        )
+    with isolated(module, batch) as own_batch:
+        yield Capture(module, own_batch, [_COMPUTED])
 
-        def run_and_note(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            def run(*given: Any) -> Any:
-                results = graph.forward(*given)
-                found.append((graph, given, results))
-                return results
 
-            return run
+def _try_without_values(module: nn.Module, batch: Any) -> Capture | None:
+    try:
+        return Capture(module, batch)
+    except InputError:
+        raise
+    except Exception:  # of which there are many kinds; with values it is raised again, or there is none
+        return None
 
-        try:
-            with _disable_current_modes(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler asks
-                outputs = call(capture_calls(module, run_and_note), fake_batch)
-        except DataDependentOutputException as error:
-            raise InputError(
-                f"The forward of {type(module).__name__} reads the values of tensors ({error}), by which it may decide what to "
-                "compute, and without values it cannot be captured. Plan a submodule that does not."
-            ) from error
-        if len(found) != 1:
-            number = f"{len(found)} graphs" if found else "no graph"
-            raise InputError(
-                f"The forward of {type(module).__name__} is {number} for torch.compile, and one can be planned. "
-                "torch._dynamo.explain(module)(batch) says where it breaks: plan a submodule that does not, or mend the break."
-            )
-        ((graph, inputs, results),) = found
-        present = [*module.parameters(), *module.buffers(), *tensors_in(fake_batch)]
-        taken = {id(t.untyped_storage()) for t in tensors_in(list(inputs))}
-        others = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in present}
-        other_bytes = sum(size for storage, size in others.items() if storage not in taken)
-        return Capture(graph, inputs, outputs, results, other_bytes)
+
+def _copy(graph: GraphModule) -> GraphModule:
+    """Return the graph with nodes of its own."""
+    copied = Graph()
+    output = copied.graph_copy(graph.graph, {})
+    copied.output(output)
+    return GraphModule(graph, copied)
+
+
+def _make_fake(value: Any, mode: FakeTensorMode) -> Any:
+    """Return the tensors of a value as FakeTensors of their own."""
+
+    def convert(t: Tensor) -> Tensor:
+        fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
+        return fake.requires_grad_(t.requires_grad)
+
+    return map_tensors(convert, value)

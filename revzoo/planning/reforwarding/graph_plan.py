@@ -38,10 +38,10 @@ class GraphPlan:
     nests: tuple[tuple[int, int, tuple[str, ...]], ...] = ()
 
     @classmethod
-    def of(cls, graph: GraphModule, inputs: Sequence[Any], spans: Spans) -> "GraphPlan":
+    def of(cls, digest: str, spans: Spans) -> "GraphPlan":
         """Return the plan that these spans of a graph are."""
         return cls(
-            digest=compute_digest(graph, inputs),
+            digest=digest,
             atoms=tuple(tuple(node.name for node in atom.nodes) for atom in spans.atoms),
             drawing=tuple(i for i, atom in enumerate(spans.atoms) if atom.draws),
             fixed=tuple(i for i, atom in enumerate(spans.atoms) if not atom.is_repeatable),

@@ -1,23 +1,18 @@
 """A plan for any module: what its forward keeps, what it was made for, and what it takes."""
 
 import json
-import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.fx import GraphModule
 
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes
-from revzoo.planning.reforwarding.graph_plan import GraphPlan, compute_digest
+from revzoo.planning.reforwarding.graph_plan import GraphPlan
+from revzoo.planning.reforwarding.planned_call import PlannedCall
 from revzoo.planning.setting import Setting, read_setting
-from revzoo.runtime.graph.atoms import inline_checkpoints
-from revzoo.runtime.graph.captured_call import Runner, replace_call, restore_call
-from revzoo.runtime.graph.spanned_graph import SpannedGraph
+from revzoo.runtime.graph.captured_call import replace_call, restore_call
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,7 @@ class ModulePlan:
     """What any module keeps from forward to backward, and the memory and work of a training step with it.
 
     Args:
-        graph: the spans of the module's graph.
+        graphs: the spans of the calls of captured graphs in a forward, in order.
         peak_bytes: counted peak of all memory together: weights, gradients, optimizer state, batch and activations.
         budget_bytes: limit that the peak had to stay within.
         extra_flops: of one forward and backward, beyond those of storing everything.
@@ -36,7 +31,7 @@ class ModulePlan:
         notes: remarks for the reader.
     """
 
-    graph: GraphPlan
+    graphs: tuple[GraphPlan, ...]
     peak_bytes: int
     budget_bytes: int
     extra_flops: int
@@ -49,7 +44,7 @@ class ModulePlan:
     def apply(self, module: nn.Module, batch: Any = None) -> None:
         """Have the module keep what is planned, from its next call on. Its class, keys and hooks stay as they are.
 
-        The first call captures the module's graph again, which takes seconds. Calls with other shapes or dtypes, or in eval
+        The first call captures the module's graphs again, which takes seconds. Calls with other shapes or dtypes, or in eval
         mode, store everything; the first of them in training says so.
 
         Args:
@@ -64,8 +59,8 @@ class ModulePlan:
                 "revzoo.plan(module, batch, budget)."
             )
         restore_call(module)
-        if self.graph.ends:
-            replace_call(module, _PlannedRunner(self))
+        if self.drops_something:
+            replace_call(module, PlannedCall(module, self.graphs, self.setting))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -80,22 +75,29 @@ class ModulePlan:
         """
         try:
             fields = json.loads(Path(path).read_text())
-            graph = {key: _freeze(value) for key, value in fields["graph"].items()}
+            graphs = tuple(GraphPlan(**{key: _freeze(value) for key, value in each.items()}) for each in fields["graphs"])
             setting = {key: _freeze(value) for key, value in fields["setting"].items()}
-            return cls(
-                **{**fields, "graph": GraphPlan(**graph), "setting": Setting(**setting), "notes": tuple(fields["notes"])}
-            )
+            return cls(**{**fields, "graphs": graphs, "setting": Setting(**setting), "notes": tuple(fields["notes"])})
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise PlanError(f"{path} is not a saved plan for a module ({error}). plan.save(path) writes one.") from error
 
+    @property
+    def drops_something(self) -> bool:
+        """Whether anything is recovered."""
+        return any(graph.ends for graph in self.graphs)
+
+    def describe_spans(self) -> str:
+        """Return the numbers of spans, calls and kept results, in words."""
+        spans, calls, kept = (sum(len(getattr(graph, name)) for graph in self.graphs) for name in ("ends", "atoms", "kept"))
+        return f"{spans} spans of {calls} calls, {kept} results kept"
+
     def __str__(self) -> str:
-        spans = f"{len(self.graph.ends)} spans of {len(self.graph.atoms)} calls, {len(self.graph.kept)} results kept"
         lines = [
             f"{self.setting.model}, batch of {', '.join(self.setting.batch)}, {self.setting.dtype} on {self.setting.device}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
             f"(all stored {format_bytes(self.no_recompute_peak_bytes)}, at least {format_bytes(self.min_peak_bytes)})",
-            f"{spans}; {self.extra_flops / max(1, self.total_flops):.2%} more FLOPs"
-            if self.graph.ends
+            f"{self.describe_spans()}; {self.extra_flops / max(1, self.total_flops):.2%} more FLOPs"
+            if self.drops_something
             else "everything stored",
             *self.notes,
         ]
@@ -109,28 +111,6 @@ def release(module: nn.Module) -> None:
         module: any.
     """
     restore_call(module)
-
-
-class _PlannedRunner:
-    """The backend that runs the graph that was planned as planned, and any other as it is."""
-
-    def __init__(self, plan: ModulePlan):
-        self._plan = plan
-        self._has_warned = False
-
-    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
-        inline_checkpoints(graph)
-        if compute_digest(graph, inputs) == self._plan.graph.digest:
-            return SpannedGraph(graph, self._plan.graph.bind(graph))
-        if torch.is_grad_enabled() and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"A call of {self._plan.setting.model} differs from the one that was planned (batch of "
-                f"{', '.join(self._plan.setting.batch)}), so it stores everything. Plan again for this batch, or drop the last "
-                "incomplete batch.",
-                stacklevel=2,
-            )
-        return graph.forward
 
 
 def _freeze(value: Any) -> Any:

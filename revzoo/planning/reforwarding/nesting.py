@@ -96,7 +96,8 @@ class _Nests:
         """Yield nests with the numbers of the borders where they begin."""
         choices, borders, end = self._choices, self._choices.borders, self._end
         storages = choices.record.storages
-        first = max(0, end - _LONGEST)
+        wall = max((at for at in choices.record.walls if at < borders[end]), default=0)
+        first = max(borders.index(wall), end - _LONGEST)
         gradient = max((self._find(i, end).gradient_bytes for i in range(max(first, end - _LONGEST_SPAN), end)), default=0)
         after = 0  # what the nest keeps of the spans from a border on
         for border in range(end - 1, first - 1, -1):

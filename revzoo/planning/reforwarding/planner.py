@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.memory_report import count_optimizer_bytes
 from revzoo.errors import BudgetError
 from revzoo.format import format_bytes
@@ -18,12 +17,10 @@ from revzoo.planning.reforwarding.graph_plan import GraphPlan
 from revzoo.planning.reforwarding.module_plan import ModulePlan
 from revzoo.planning.reforwarding.nesting import add_nests
 from revzoo.planning.reforwarding.published import choose_as_published
-from revzoo.planning.reforwarding.record import make_fake, record, require_fake_mode
+from revzoo.planning.reforwarding.record import Loss, count_step, record
 from revzoo.planning.reforwarding.search import Choices, Front
 from revzoo.planning.setting import Setting, read_setting
-from revzoo.runtime.graph.spanned_graph import SpannedGraph
 from revzoo.runtime.graph.spans import Spans
-from revzoo.runtime.live_bytes import LiveBytes
 
 ModuleSolver = Literal["timeline", "reforwarding"]
 
@@ -56,18 +53,18 @@ def plan_module(
     if budget is not None:
         device = next(module.parameters()).device
         budget = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
-    captured = capture(module, batch)
-    step = _Step(captured, captured.other_bytes + optimizer_bytes, captured.compute_loss(loss))
-    if solver == "reforwarding":
-        return _plan_as_published(step, budget, setting)
-    if budget is not None and step.stored_peak <= budget:
-        note = f"Everything is stored: the budget is above the {format_bytes(step.stored_peak)} that this takes."
-        return step.make_plan(None, step.stored_peak, step.record.total_flops, budget, setting, (note,))
-    if budget is None:
-        spans = step.front.make_spans(step.front.choose_least(sum(step.record.flops)))
-        peak, flops = step.count(spans)
-        return step.make_plan(spans, peak, flops, peak, setting)
-    return step.make_plan(*step.fit(budget), budget, setting)
+    with capture(module, batch) as captured:
+        step = _Step(captured, optimizer_bytes, loss, setting)
+        if solver == "reforwarding":
+            return _plan_as_published(step, budget)
+        if budget is not None and step.stored_peak <= budget:
+            note = f"Everything is stored: the budget is above the {format_bytes(step.stored_peak)} that this takes."
+            return step.make_plan(None, step.stored_peak, step.record.total_flops, budget, (note,))
+        if budget is None:
+            spans = step.front.make_spans(step.front.choose_least(sum(step.record.flops)))
+            peak, flops = step.count(spans)
+            return step.make_plan(spans, peak, flops, peak)
+        return step.make_plan(*step.fit(budget), budget)
 
 
 def reforward(
@@ -98,7 +95,7 @@ def reforward(
     return module
 
 
-def _plan_as_published(step: "_Step", budget: int | None, setting: Setting) -> ModulePlan:
+def _plan_as_published(step: "_Step", budget: int | None) -> ModulePlan:
     spans, chosen = choose_as_published(step.record)
     peak, flops = step.count(spans)
     if budget is not None and peak > budget:
@@ -107,16 +104,16 @@ def _plan_as_published(step: "_Step", budget: int | None, setting: Setting) -> M
             f"{format_bytes(budget)}. Try solver='timeline', or a larger budget."
         )
     note = f"Re-forwarding as published, which counts {format_bytes(chosen.cost)} of activations (equation 1)."
-    return step.make_plan(spans, peak, flops, peak if budget is None else budget, setting, (note,))
+    return step.make_plan(spans, peak, flops, peak if budget is None else budget, (note,))
 
 
 class _Step:
     """A training step of a captured module, recorded, with the front of its plans."""
 
-    def __init__(self, captured: Capture, other_bytes: int, loss: Callable[[Any], Tensor]):
-        self._captured, self._other_bytes, self._loss = captured, other_bytes, loss
-        self.record = record(captured.graph, captured.inputs, loss)
-        self.stored_peak = self.record.peak_bytes + other_bytes
+    def __init__(self, captured: Capture, optimizer_bytes: int, loss: Loss | None, setting: Setting):
+        self._captured, self._optimizer_bytes, self._loss, self._setting = captured, optimizer_bytes, loss, setting
+        self.record = record(captured, loss)
+        self.stored_peak = self.record.peak_bytes + optimizer_bytes
 
     @cached_property
     def front(self) -> Front:
@@ -126,57 +123,53 @@ class _Step:
 
     @property
     def least_peak(self) -> int:
-        return self.front.list_points()[0][0] + self._other_bytes
+        return self.front.list_points()[0][0] + self._optimizer_bytes
 
     def count(self, spans: Spans) -> tuple[int, int]:
         """Return the counted peak and the FLOPs of the step with these spans."""
         peak, flops = count_step(self._captured, spans, self._loss)
-        return peak + self._other_bytes, flops
+        return peak + self._optimizer_bytes, flops
 
     def fit(self, budget: int) -> tuple[Spans, int, int]:
         """Return the spans with the least work whose counted peak is within the budget, that peak, and all FLOPs."""
         room = budget
-        while (chosen := self.front.choose(room - self._other_bytes)) is not None:
+        while (chosen := self.front.choose(room - self._optimizer_bytes)) is not None:
             spans = self.front.make_spans(chosen)
             peak, flops = self.count(spans)
             if peak <= budget:
                 return spans, peak, flops
             room -= peak - budget
-        fixed = format_bytes(self.record.fixed_bytes + self._other_bytes)
+        fixed = format_bytes(self.record.fixed_bytes + self._optimizer_bytes)
         raise BudgetError(
             f"No plan fits {format_bytes(budget)}: at least {format_bytes(self.least_peak)} ({self.least_peak} bytes) are "
             f"needed. Of these {fixed} are weights, optimizer state and batch. Try a smaller batch, autocast, or an optimizer "
-            "of less state."
+            f"of less state. {self._describe_graphs()}".rstrip()
         )
 
-    def make_plan(
-        self, spans: Spans | None, peak: int, flops: int, budget: int, setting: Setting, notes: tuple[str, ...] = ()
-    ) -> ModulePlan:
+    def make_plan(self, spans: Spans | None, peak: int, flops: int, budget: int, notes: tuple[str, ...] = ()) -> ModulePlan:
         """Return the plan that these spans are; None stores everything."""
         everything = Spans(self.record.atoms, (), frozenset(), frozenset())
+        graphs = self._describe_graphs()
         return ModulePlan(
-            graph=GraphPlan.of(self._captured.graph, self._captured.inputs, spans or everything),
+            graphs=tuple(GraphPlan.of(each.digest, (spans or everything).take(each.numbers)) for each in self._captured.calls),
             peak_bytes=peak,
             budget_bytes=budget,
             extra_flops=flops - self.record.total_flops,
             total_flops=self.record.total_flops,
             min_peak_bytes=min(self.least_peak, peak),
             no_recompute_peak_bytes=self.stored_peak,
-            setting=setting,
-            notes=notes,
+            setting=self._setting,
+            notes=(*notes, *self._captured.notes, *([graphs] if graphs else [])),
         )
 
-
-def count_step(captured: Capture, spans: Spans, loss: Callable[[Any], Tensor]) -> tuple[int, int]:
-    """Return peak bytes and FLOPs of a training step of a captured graph with these spans, counted without computing it."""
-    mode = require_fake_mode(captured.inputs)
-    with mode, torch.enable_grad():
-        inputs = [make_fake(each, mode) for each in captured.inputs]
-        live, flops = LiveBytes(), FlopCounter()
-        with flops, live:
-            live.watch(inputs)
-            results = SpannedGraph(captured.graph, spans)(*inputs)
-            total = loss(results)
-            del results
-            total.backward()
-        return live.peak(), flops.forward + flops.backward
+    def _describe_graphs(self) -> str:
+        count = len(self._captured.calls)
+        if not count:
+            return f"torch.compile captures nothing of {self._setting.model}, so everything is stored."
+        if count == 1:
+            return ""
+        kept = sum(s.bytes for s in self.record.storages if s.released >= 0 and not self.record.atoms[s.born].nodes)
+        return (
+            f"For torch.compile the forward is {count} graphs. What runs between them is stored, {format_bytes(kept)}. "
+            "torch._dynamo.explain(module)(batch) says where they end."
+        )

@@ -55,10 +55,11 @@ def make_spans(record: Record, makers: Sequence[int], chosen: Split) -> Spans:
     """
     stored = {makers[v - 1] for v in chosen.stored[1:-1]}
     fixed = {node for atom in record.atoms if not atom.is_repeatable for node in (*atom.makes, *atom.reads)}
+    parts = [{makers[v - 1] for v in part} for part in chosen.parts]
     kept = [s for s in record.storages if s.born in stored or s.is_small or not fixed.isdisjoint(s.nodes)]
     return Spans(
         atoms=record.atoms,
-        ends=_list_ends(_list_intervals(record, [{makers[v - 1] for v in part} for part in chosen.parts]), len(record.atoms)),
+        ends=sorted({*_list_ends(_list_intervals(record, parts), len(record.atoms)), *record.walls}),
         kept=frozenset(s.maker for s in kept if s.maker is not None),
         kept_inside=frozenset(s.born for s in kept if s.maker is None and not s.is_small),
     )

@@ -1,28 +1,33 @@
-"""What one training step of a captured graph allocates, saves and computes, atom by atom.
+"""What one training step of a captured module allocates, saves and computes, atom by atom.
 
-The step is run once in FakeTensors with everything kept. From its log of live bytes follows the memory of every plan: in
-forward, a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what
+The step is run once, mostly in FakeTensors, with everything kept. From its log of live bytes follows the memory of every plan:
+in forward, a tensor that a plan drops lives until its last use; in backward, gradients are the same under every plan, and what
 forward has made is freed when the last slot that holds it is.
+
+What runs before, between and behind the captured graphs counts as atoms that have no calls and may not run again. What they
+allocate is kept.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import finalize
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from revzoo.analysis.dry_run import find_fake_mode, linear_loss
-from revzoo.analysis.flops import FlopCounter
-from revzoo.runtime.graph.atoms import Atom, split_into_atoms
+from revzoo.analysis.dry_run import linear_loss
+from revzoo.analysis.flops import FlopCounterOfReplacedCalls
+from revzoo.planning.reforwarding.capture import Capture, GraphCall
+from revzoo.runtime.graph.atoms import Atom, bind_inputs
 from revzoo.runtime.graph.recovery import Slot
 from revzoo.runtime.graph.spanned_graph import SMALL, SpannedGraph
 from revzoo.runtime.graph.spans import Spans
-from revzoo.runtime.live_bytes import LiveBytes, Storages
-from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls, Storages
+
+Loss = Callable[[Any], Tensor]
+_BETWEEN = Atom.of([], draws=False, is_repeatable=False)
 
 
 @dataclass
@@ -32,10 +37,12 @@ class Storage:
     Args:
         bytes: its size.
         born: number of the atom that allocates it.
-        maker: the node whose result it is; None for what an atom saves besides its results, such as a mask.
-        last_use: number of the last atom that reads it.
+        maker: the node whose result it is; None for what an atom saves besides its results, such as a mask, or is made between
+            graphs.
+        last_use: number of the last atom that reads it, or outside of graphs, of that in which it is freed; the number of all
+            atoms if it is returned or saved outside.
         saved_by: numbers of the atoms in which autograd saves it.
-        released: when backward frees it, as a position in the log of backward; -1 if it is not saved.
+        released: when backward frees it, as a position in the log of backward; -1 if forward does.
         is_small: whether it is kept under every plan.
         nodes: all whose results lie in it, views among them.
     """
@@ -52,11 +59,11 @@ class Storage:
 
 @dataclass
 class Record:
-    """One training step of a graph, everything kept.
+    """One training step of a module, everything kept.
 
     Args:
-        graph: as captured.
-        atoms: of the graph.
+        atoms: of the whole forward.
+        walls: borders of graphs, as numbers of atoms: no span crosses one.
         flops: of every atom's forward.
         total_flops: of the whole step.
         inner_bytes: by atom, the peak of what it allocates while it runs.
@@ -64,12 +71,11 @@ class Record:
         gradient_bytes: by position in the log of backward, what backward itself has allocated.
         first_unpack: by atom, when backward first asks for something saved in it; -1 if it never does.
         fixed_bytes: parameters, buffers and batch.
-        result_bytes: what the graph returns and autograd does not save.
         peak_bytes: of this step.
     """
 
-    graph: GraphModule
     atoms: Sequence[Atom]
+    walls: Sequence[int]
     flops: list[int]
     total_flops: int
     inner_bytes: list[int]
@@ -77,39 +83,48 @@ class Record:
     gradient_bytes: list[int]
     first_unpack: list[int]
     fixed_bytes: int
-    result_bytes: int
     peak_bytes: int
 
 
 class _Recorder:
-    """The observer that fills a record."""
+    """Runs captured graphs with everything kept, and notes what happens when."""
 
-    def __init__(self, live: LiveBytes, flops: FlopCounter, count: int):
+    def __init__(self, captured: Capture, live: LiveBytesOfReplacedCalls, flops: FlopCounterOfReplacedCalls):
         self.live, self.counter = live, flops
-        self.begins, self.ends = [0] * count, [0] * count
-        self.flops = [0] * count
+        self.begins, self.ends = [0] * captured.num_atoms, [0] * captured.num_atoms
+        self.flops = [0] * captured.num_atoms
+        self.taken: dict[Node, Storages] = {}  # by input of a graph
         self.made: dict[Node, Storages] = {}
         self.saved: list[tuple[int, Node | None, int, int]] = []  # atom, source, storage, number of the slot
         self.unpacked: dict[int, int] = {}  # by slot: when
         self.released: dict[int, int] = {}
+        self._calls = captured.calls
         self._numbers: dict[int, int] = {}  # of live slots, by identity
 
-    def begin(self, atom: int) -> None:
-        self.begins[atom] = self.live.now()
-        self.flops[atom] = -self.counter.forward
+    def run_graph(self, at: int, inputs: Sequence[Any]) -> Any:
+        """Run a call of a graph; what ran before it since the last one has ended."""
+        each = self._calls[at]
+        self.ends[each.first - 1] = self.live.now()
+        for i in each.numbers:  # for a graph that keeps nothing, because it runs without gradients
+            self.begins[i] = self.ends[i] = self.live.now()
+        self.taken |= {node: self.live.find(value) for node, value in bind_inputs(each.graph, inputs)}
+        makes = frozenset(node for atom in each.atoms for node in atom.makes)
+        everything = Spans(each.atoms, [len(each.atoms)], makes, frozenset(range(len(each.atoms))))
+        results = SpannedGraph(each.graph, everything, _CallObserver(self, each.first))(*inputs)
+        self.ends[each.numbers.stop - 1] = self.begins[each.numbers.stop] = self.live.now()
+        return results
 
-    def end(self, atom: int, saved: Sequence[Slot], made: Mapping[Node, Any]) -> None:
-        self.ends[atom] = self.live.now()
-        for node, value in made.items():
-            self.made[node] = self.live.find(value)
-        self.flops[atom] += self.counter.forward
-        for slot in saved:
-            assert slot.kept is not None
-            (storage,) = self.live.find(slot.kept.get())
-            number = len(self.saved)
-            self.saved.append((atom, slot.source, storage, number))
-            self._numbers[id(slot)] = number
-            finalize(slot, self._release, id(slot), number)
+    def end_forward(self) -> None:
+        """Note that forward has ended."""
+        self.ends[-1] = self.live.now()
+
+    def save(self, slot: Slot, atom: int) -> None:
+        assert slot.kept is not None
+        (storage,) = self.live.find(slot.kept.get())
+        number = len(self.saved)
+        self.saved.append((atom, slot.source, storage, number))
+        self._numbers[id(slot)] = number
+        finalize(slot, self._release, id(slot), number)
 
     def unpack(self, slot: Slot) -> None:
         self.unpacked.setdefault(self._numbers[id(slot)], self.live.now())
@@ -119,68 +134,74 @@ class _Recorder:
         self.released[number] = self.live.now()
 
 
-def record(graph: GraphModule, inputs: Sequence[Any], loss: Callable[[Any], Tensor] = linear_loss) -> Record:
-    """Return what a training step of the graph does, without computing it.
+class _CallObserver:
+    """The observer of one call of a graph."""
+
+    def __init__(self, recorder: _Recorder, first: int):
+        self._recorder, self._first = recorder, first
+        self.unpack = recorder.unpack
+
+    def begin(self, atom: int) -> None:
+        recorder, number = self._recorder, self._first + atom
+        recorder.begins[number] = recorder.live.now()
+        recorder.flops[number] = -recorder.counter.forward
+
+    def end(self, atom: int, saved: Sequence[Slot], made: Mapping[Node, Any]) -> None:
+        recorder, number = self._recorder, self._first + atom
+        recorder.ends[number] = recorder.live.now()
+        recorder.made |= {node: recorder.live.find(value) for node, value in made.items()}
+        recorder.flops[number] += recorder.counter.forward
+        for slot in saved:
+            recorder.save(slot, number)
+
+
+def record(captured: Capture, loss: Loss | None = None) -> Record:
+    """Return what a training step of a captured module does.
 
     Args:
-        graph: as captured.
-        inputs: what it was called with; tensors are replaced by FakeTensors, so nothing of them is read or changed.
-        loss: computes the loss from what the graph returns.
+        captured: inside its `capture`.
+        loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
     """
-    mode = require_fake_mode(inputs)
-    with mode, torch.enable_grad():
-        atoms = split_into_atoms(graph, [make_fake(each, mode) for each in inputs])
-        given = [make_fake(each, mode) for each in inputs]
-        live, flops = LiveBytes(), FlopCounter()
-        recorder = _Recorder(live, flops, len(atoms))
-        everything = Spans(atoms, [len(atoms)], frozenset(n for a in atoms for n in a.makes), frozenset(range(len(atoms))))
-        program = SpannedGraph(graph, everything, recorder)
-        with flops, live:
-            fixed = live.watch(given)
-            fixed_bytes = live.size(fixed)
-            results = program(*given)
-            forward_end = live.now()
-            result_storages = live.find(results)
-            total = loss(results)
-            del results
-            backward_start = live.now()
-            total.backward()
-            del total
-        return _summarise(graph, atoms, recorder, fixed, fixed_bytes, result_storages, forward_end, backward_start)
+    live, flops = LiveBytesOfReplacedCalls(), FlopCounterOfReplacedCalls()
+    recorder = _Recorder(captured, live, flops)
+    with flops, live:
+        fixed = live.watch(captured.tensors)
+        fixed_bytes = live.size(fixed)
+        recorder.begins[0] = live.now()
+        outputs = captured.run(recorder.run_graph)
+        recorder.end_forward()
+        total = (loss or linear_loss)(outputs)
+        del outputs
+        total.backward()
+        del total
+    return _summarise(captured.calls, recorder, fixed, fixed_bytes)
 
 
-def require_fake_mode(inputs: Sequence[Any]) -> FakeTensorMode:
-    """Return the mode of the FakeTensors among the inputs, or a new one."""
-    mode = find_fake_mode(list(tensors_in(list(inputs))), always=True)
-    assert mode is not None
-    return mode
+def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> tuple[int, int]:
+    """Return peak bytes and FLOPs of a training step with these spans of the whole forward.
+
+    Args:
+        captured: inside its `capture`.
+        spans: of all atoms of the forward.
+        loss: as for `record`.
+    """
+    programs = [SpannedGraph(each.graph, spans.take(each.numbers)) for each in captured.calls]
+    live, flops = LiveBytesOfReplacedCalls(), FlopCounterOfReplacedCalls()
+    with flops, live:
+        live.watch(captured.tensors)
+        (loss or linear_loss)(captured.run(lambda at, inputs: programs[at](*inputs))).backward()
+    return live.peak(), flops.forward + flops.backward
 
 
-def make_fake(value: Any, mode: FakeTensorMode) -> Any:
-    """Return the tensors of a value as FakeTensors of their own, so that none has a gradient of an earlier run."""
-
-    def convert(t: Tensor) -> Tensor:
-        fake = t.detach() if isinstance(t, FakeTensor) else mode.from_tensor(t.detach())
-        return fake.requires_grad_(t.requires_grad)
-
-    return map_tensors(convert, value)
+def _list_atoms(calls: Sequence[GraphCall]) -> list[Atom]:
+    return [_BETWEEN, *(atom for each in calls for atom in (*each.atoms, _BETWEEN))]
 
 
-def _summarise(
-    graph: GraphModule,
-    atoms: Sequence[Atom],
-    recorder: _Recorder,
-    fixed: Storages,
-    fixed_bytes: int,
-    results: Storages,
-    forward_end: int,
-    backward_start: int,
-) -> Record:
-    live, log = recorder.live, recorder.live.log
-    count = len(atoms)
-    sizes = {storage: change for storage, change in reversed(log) if change > 0}
+def _summarise(calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages, fixed_bytes: int) -> Record:
+    atoms, live, log = _list_atoms(calls), recorder.live, recorder.live.log
+    forward_end = recorder.ends[-1]
+    inner = [0] * len(atoms)
     born: dict[int, int] = {}
-    inner = [0] * count
     for i, (start, end) in enumerate(zip(recorder.begins, recorder.ends, strict=True)):
         total = 0
         own = set[int]()
@@ -191,56 +212,94 @@ def _summarise(
             if storage in own:
                 total += change
                 inner[i] = max(inner[i], total)
-    storages = _list_storages(atoms, recorder, born, sizes, fixed)
     gradient, total = [], 0
     in_forward = {storage for storage, _ in log[:forward_end]}
     for storage, change in log[forward_end:]:
         if storage not in in_forward:
             total += change
         gradient.append(total)
-    first = [-1] * count
+    first = [-1] * len(atoms)
     for atom, _, _, number in recorder.saved:
         if number in recorder.unpacked:
             at = recorder.unpacked[number] - forward_end
             first[atom] = at if first[atom] < 0 else min(first[atom], at)
-    for each in storages.values():
-        each.released -= forward_end if each.released >= 0 else 0
-    unsaved = [s for s in results if s not in fixed and s in storages and not storages[s].saved_by]
+    storages = _Storages(atoms, recorder, born, fixed).list()
+    for each in storages:
+        if not atoms[each.born].nodes and each.released >= 0:  # between graphs nobody hears autograd ask
+            first[each.born] = each.released if first[each.born] < 0 else min(first[each.born], each.released)
     return Record(
-        graph=graph,
         atoms=atoms,
+        walls=sorted({wall for each in calls for wall in (each.numbers.start, each.numbers.stop)}),
         flops=recorder.flops,
         total_flops=recorder.counter.forward + recorder.counter.backward,
         inner_bytes=inner,
-        storages=list(storages.values()),
+        storages=storages,
         gradient_bytes=gradient or [0],
         first_unpack=first,
         fixed_bytes=fixed_bytes,
-        result_bytes=sum(storages[s].bytes for s in unsaved),
         peak_bytes=live.peak(),
     )
 
 
-def _list_storages(
-    atoms: Sequence[Atom], recorder: _Recorder, born: Mapping[int, int], sizes: Mapping[int, int], fixed: Storages
-) -> dict[int, Storage]:
-    """Return the storages that outlive the atom which allocates them, by their numbers."""
-    number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
-    found: dict[int, Storage] = {}
-    for node, own in recorder.made.items():
-        last_use = max((number.get(user, len(atoms)) for user in node.users), default=number[node])
-        for storage in own - fixed:
-            if storage not in found:
-                found[storage] = Storage(sizes.get(storage, 0), born.get(storage, number[node]), node, last_use)
-            found[storage].nodes.append(node)
-            found[storage].last_use = max(found[storage].last_use, last_use)
-    for atom, source, storage, slot in recorder.saved:
-        if storage in fixed:
-            continue
-        if storage not in found:
-            found[storage] = Storage(sizes.get(storage, 0), born.get(storage, atom), None, atom)
-        found[storage].saved_by.add(atom)
-        found[storage].released = max(found[storage].released, recorder.released.get(slot, -1))
-        largest = max((found[s].bytes for node in atoms[atom].makes for s in recorder.made[node] if s in found), default=0)
-        found[storage].is_small |= source is None and found[storage].bytes * SMALL <= largest
-    return found
+class _Storages:
+    """What outlives the atom that allocates it, from the notes of a recorder."""
+
+    def __init__(self, atoms: Sequence[Atom], recorder: _Recorder, born: Mapping[int, int], fixed: Storages):
+        self._atoms, self._recorder, self._born, self._fixed = atoms, recorder, born, fixed
+        self._number = {node: i for i, atom in enumerate(atoms) for node in atom.nodes}
+        self._sizes = {storage: change for storage, change in reversed(recorder.live.log) if change > 0}
+        self._end = recorder.ends[-1]
+        self._death: dict[int, int] = {}
+        sizes: dict[int, int] = {}
+        for at, (storage, change) in enumerate(recorder.live.log):
+            sizes[storage] = sizes.get(storage, 0) + change
+            if not sizes[storage]:
+                self._death[storage] = at
+        self._found: dict[int, Storage] = {}
+
+    def list(self) -> list[Storage]:
+        """Return them in order of appearance."""
+        for storage, atom in self._born.items():
+            if not self._atoms[atom].nodes and self._dies_at(storage) >= self._recorder.ends[atom]:
+                self._find(storage, atom, None)
+        for nodes in (self._recorder.made, self._recorder.taken):
+            for node, storages in nodes.items():
+                for storage in storages - self._fixed:
+                    found = self._find(storage, self._number.get(node, 0), node)
+                    found.nodes.append(node)
+                    found.last_use = max(found.last_use, *(self._number.get(user, 0) for user in node.users), 0)
+                    if any(user not in self._number for user in node.users):
+                        self._leave(storage, found)
+        for atom, source, storage, slot in self._recorder.saved:
+            if storage not in self._fixed:
+                found = self._find(storage, atom, None)
+                found.saved_by.add(atom)
+                found.released = max(found.released, self._recorder.released.get(slot, -1) - self._end)
+                found.is_small |= source is None and found.bytes * SMALL <= self._largest_result(atom)
+        return list(self._found.values())
+
+    def _find(self, storage: int, atom: int, maker: Node | None) -> Storage:
+        found = self._found.get(storage)
+        if found is None:
+            born = self._born.get(storage, atom)
+            found = self._found[storage] = Storage(self._sizes.get(storage, 0), born, maker, max(atom, born))
+            if not self._atoms[born].nodes:
+                found.maker = None
+                self._leave(storage, found)
+        return found
+
+    def _leave(self, storage: int, found: Storage) -> None:
+        """Note that code outside of graphs has it, so that the log alone says when it is freed."""
+        at = self._dies_at(storage)
+        if at < self._end:
+            found.last_use = max(found.last_use, bisect_right(self._recorder.begins, at) - 1)
+        else:
+            found.last_use = len(self._atoms)
+            found.released = max(found.released, at - self._end)
+
+    def _dies_at(self, storage: int) -> int:
+        return self._death.get(storage, len(self._recorder.live.log) - 1)
+
+    def _largest_result(self, atom: int) -> int:
+        storages = (s for node in self._atoms[atom].makes for s in self._recorder.made[node] if s in self._found)
+        return max((self._found[s].bytes for s in storages), default=0)

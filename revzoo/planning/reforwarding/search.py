@@ -86,20 +86,20 @@ class Choices:
         self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed
         self.borders = self._list_borders()
         self.options: list[list[Option]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
-        self.end_bytes = record.result_bytes + int(
-            self.gradient[: max(1, min(at for at in record.first_unpack if at >= 0))].max()
-        )
+        begin = min((at for at in record.first_unpack if at >= 0), default=len(self.gradient))
+        self.end_bytes = int(self.gradient[: max(1, begin)].max())
 
     def _list_borders(self) -> list[int]:
         record = self.record
         inside = [i + 1 for i in range(len(record.atoms) - 1) if record.flops[i] or (len(self.reads[i]) > 1 and self.born[i])]
-        return [0, *inside, len(record.atoms)]
+        return sorted({0, *inside, *record.walls, len(record.atoms)})
 
     def _list_options(self, border: int) -> Iterator[Option]:
         start = self.borders[border]
         for end in self.borders[border + 1 : border + 1 + _LONGEST]:
-            span = Span(self, start, end)
-            yield from span.list_options()
+            yield from Span(self, start, end).list_options()
+            if end in self.record.walls:
+                break
 
     def price(self, flops: int, made_bytes: int) -> int:
         """Return the work of FLOPs and moved bytes together [FLOPs]."""

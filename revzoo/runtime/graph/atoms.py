@@ -71,7 +71,7 @@ class Atom:
     @property
     def name(self) -> str:
         """Its last call in the user's words: the path of the submodule that makes it, and the function."""
-        return name_call(self.nodes[-1])
+        return name_call(self.nodes[-1]) if self.nodes else "what runs between captured graphs"
 
 
 def name_call(node: Node) -> str:

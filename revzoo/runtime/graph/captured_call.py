@@ -1,9 +1,10 @@
-"""Replacing the call of a module by its captured graph, and back, while the module stays what it is.
+"""Replacing the call of a module by its captured graphs, and back, while the module stays what it is.
 
-`torch.compile` captures the graph with a backend of ours, checks its guards at every call, and hands over another graph where
+`torch.compile` captures the graphs with a backend of ours, checks its guards at every call, and hands over other graphs where
 shapes, dtypes or flags are others. Keys, hooks, parameters and the class of the module are as before.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -15,9 +16,11 @@ from torch.fx import GraphModule
 Runner = Callable[..., Any]
 Backend = Callable[[GraphModule, Sequence[Any]], Runner]
 
+_MOST_GRAPHS = 1024  # of one piece of code, such as the forward of a class that is not captured in one graph with its caller's
+
 
 def capture_calls(module: nn.Module, backend: Backend) -> Runner:
-    """Return what calls the module through `backend`: its graph and inputs in, what runs it out."""
+    """Return what calls the module through `backend`: a graph and inputs in, what runs it out."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
@@ -25,9 +28,24 @@ def capture_calls(module: nn.Module, backend: Backend) -> Runner:
     # The compiler counts captures by code object and gives up after a few, so every module gets one of its own.
     fresh = FunctionType(call.__code__.replace(), call.__globals__, "call", closure=call.__closure__)
     runner: Runner = torch.compile(fresh, backend=backend, dynamic=False)
-    # Under DistributedDataParallel the compiler would cut the graph at its buckets.
-    whole: Runner = torch._dynamo.config.patch(optimize_ddp=False)(runner)
-    return whole
+    patched: Runner = torch._dynamo.config.patch(
+        optimize_ddp=False,  # under DistributedDataParallel the compiler would cut the graph at its buckets
+        recompile_limit=_MOST_GRAPHS,
+        accumulated_recompile_limit=_MOST_GRAPHS,
+    )(runner)
+    has_captured = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_captured
+        if has_captured:
+            return patched(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler asks for it
+            results = patched(*args, **kwargs)
+        has_captured = True
+        return results
+
+    return run
 
 
 class _ReplacedCall:
@@ -40,9 +58,9 @@ class _ReplacedCall:
         return self._call(*args, **kwargs)
 
 
-def replace_call(module: nn.Module, backend: Backend) -> None:
-    """Run every call of the module through `backend` from now on."""
-    module._compiled_call_impl = _ReplacedCall(capture_calls(module, backend))
+def replace_call(module: nn.Module, call: Runner) -> None:
+    """Run `call` in place of the module's own call from now on. It may call `module._call_impl`, which is that."""
+    module._compiled_call_impl = _ReplacedCall(call)
 
 
 def restore_call(module: nn.Module) -> None:

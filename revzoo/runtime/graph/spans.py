@@ -42,6 +42,23 @@ class Spans:
     kept_inside: frozenset[int]
     nests: Sequence[Nest] = ()
 
+    def take(self, numbers: range) -> "Spans":
+        """Return those of some consecutive atoms, across whose ends no span goes."""
+        first, stop = numbers.start, numbers.stop
+        spans = [i for i, end in enumerate(self.ends) if first < end <= stop]
+        makes = frozenset(node for atom in self.atoms[first:stop] for node in atom.makes)
+        return Spans(
+            atoms=self.atoms[first:stop],
+            ends=[self.ends[i] - first for i in spans],
+            kept=self.kept & makes,
+            kept_inside=frozenset(i - first for i in self.kept_inside if i in numbers),
+            nests=[
+                Nest(nest.first - spans[0], nest.end - spans[0], nest.handed)
+                for nest in self.nests
+                if spans and spans[0] <= nest.first <= spans[-1]
+            ],
+        )
+
 
 @dataclass(frozen=True)
 class Recipe:
