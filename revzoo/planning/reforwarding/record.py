@@ -35,6 +35,7 @@ class Storage:
         maker: the node whose result it is; None for what an atom saves besides its results, such as a mask.
         last_use: number of the last atom that reads it.
         saved_by: numbers of the atoms in which autograd saves it.
+        unpacked: when backward first asks for it, as a position in the log of backward; -1 if it never does.
         released: when backward frees it, as a position in the log of backward; -1 if it is not saved.
         is_small: whether it is kept under every plan.
         nodes: all whose results lie in it, views among them.
@@ -45,6 +46,7 @@ class Storage:
     maker: Node | None
     last_use: int
     saved_by: set[int] = field(default_factory=set)
+    unpacked: int = -1
     released: int = -1
     is_small: bool = False
     nodes: list[Node] = field(default_factory=list)
@@ -64,7 +66,8 @@ class Record:
         gradient_bytes: by position in the log of backward, what backward itself has allocated.
         first_unpack: by atom, when backward first asks for something saved in it; -1 if it never does.
         fixed_bytes: parameters, buffers and batch.
-        result_bytes: what the graph returns and autograd does not save.
+        loss_bytes: what loss and backward allocate until backward first asks for something, less what is freed until then of
+            results that autograd does not save.
         peak_bytes: of this step.
     """
 
@@ -77,7 +80,7 @@ class Record:
     gradient_bytes: list[int]
     first_unpack: list[int]
     fixed_bytes: int
-    result_bytes: int
+    loss_bytes: int
     peak_bytes: int
 
 
@@ -204,8 +207,13 @@ def _summarise(
             at = recorder.unpacked[number] - forward_end
             first[atom] = at if first[atom] < 0 else min(first[atom], at)
     for each in storages.values():
+        each.unpacked -= forward_end if each.unpacked >= 0 else 0
         each.released -= forward_end if each.released >= 0 else 0
-    unsaved = [s for s in results if s not in fixed and s in storages and not storages[s].saved_by]
+    unsaved = {s for s in results if s in storages and not storages[s].saved_by}
+    loss, total = 0, 0
+    for storage, change in log[forward_end : forward_end + min((at for at in first if at >= 0), default=0)]:
+        total += change if storage not in in_forward or storage in unsaved else 0
+        loss = max(loss, total)
     return Record(
         graph=graph,
         atoms=atoms,
@@ -216,7 +224,7 @@ def _summarise(
         gradient_bytes=gradient or [0],
         first_unpack=first,
         fixed_bytes=fixed_bytes,
-        result_bytes=sum(storages[s].bytes for s in unsaved),
+        loss_bytes=loss,
         peak_bytes=live.peak(),
     )
 
@@ -240,6 +248,8 @@ def _list_storages(
         if storage not in found:
             found[storage] = Storage(sizes.get(storage, 0), born.get(storage, atom), None, atom)
         found[storage].saved_by.add(atom)
+        if (at := recorder.unpacked.get(slot, -1)) >= 0:
+            found[storage].unpacked = at if found[storage].unpacked < 0 else min(found[storage].unpacked, at)
         found[storage].released = max(found[storage].released, recorder.released.get(slot, -1))
         largest = max((found[s].bytes for node in atoms[atom].makes for s in recorder.made[node] if s in found), default=0)
         found[storage].is_small |= source is None and found[storage].bytes * SMALL <= largest
