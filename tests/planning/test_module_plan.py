@@ -60,7 +60,7 @@ def step(module, batch, loss=lambda out: out.square().sum()):
     out = module(**batch) if isinstance(batch, dict) else module(batch)
     total = loss(out)
     total.backward()
-    gradients = [p.grad for p in module.parameters()]
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
     return [total.detach(), *gradients, *module.buffers(), torch.random.get_rng_state()]
 
 
@@ -170,6 +170,28 @@ def test_keyword_arguments_and_a_loss_of_ones_own(net):
     plan = revzoo.plan(module, batch, budget, loss=lambda out: out["loss"])
     plan.apply(module)
     assert_equal(step(module, batch, lambda out: out["loss"]), step(plain, batch, lambda out: out["loss"]))
+
+
+def test_an_output_may_be_left_out_of_the_loss():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head, self.unused = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            x = self.body(x).relu()
+            return self.head(x).sigmoid().tanh(), self.unused(x).sigmoid().tanh()
+
+    def loss(out):
+        return out[0].sum()
+
+    module, batch = TwoHeads(), torch.randn(32, 8)
+    plain = copy.deepcopy(module)
+    plan = revzoo.plan(module, batch, None, loss=loss)
+    assert plan.peak_bytes < plan.no_recompute_peak_bytes
+    plan.apply(module, batch)
+    assert_equal(step(module, batch, loss), step(plain, batch, loss))
+    assert module.unused.weight.grad is None
 
 
 def test_everything_is_stored_where_it_fits(net):

@@ -33,7 +33,7 @@ class _Inner:
         run_bytes: the peak of the nest's recovery in it.
         flops: what that runs again.
         made_bytes: what that allocates.
-        gradient_bytes: the most before its own recovery begins; -1 if it drops nothing.
+        gradient_bytes: when backward first asks for what the nest does not keep of it; -1 if it keeps all.
     """
 
     option: Option
@@ -59,10 +59,10 @@ def add_nests(choices: Choices) -> None:
     """Add nests to the options of a graph."""
     for products in _list_rules(choices):
         inner: dict[tuple[int, int], _Inner] = {}
-        for end in range(2, len(choices.borders)):
+        for end in range(2, len(choices.nest_borders)):
             nests = _Nests(choices, products, end, inner)
             for border, option in nests.list_options():
-                choices.options[border].append(option)
+                choices.options[choices.borders.index(choices.nest_borders[border])].append(option)
 
 
 def _list_rules(choices: Choices) -> Iterator[frozenset[int]]:
@@ -94,7 +94,7 @@ class _Nests:
 
     def list_options(self) -> Iterator[tuple[int, Option]]:
         """Yield nests with the numbers of the borders where they begin."""
-        choices, borders, end = self._choices, self._choices.borders, self._end
+        choices, borders, end = self._choices, self._choices.nest_borders, self._end
         storages = choices.record.storages
         wall = max((at for at in choices.record.walls if at < borders[end]), default=0)
         first = max(borders.index(wall), end - _LONGEST)
@@ -131,7 +131,7 @@ class _Nests:
 
     def _list_nests(self, border: int, front: NDArray[np.int64]) -> Iterator[tuple[int, Option]]:
         choices = self._choices
-        start, end = choices.borders[border], choices.borders[self._end]
+        start, end = choices.nest_borders[border], choices.nest_borders[self._end]
         columns = [c for c in range(front.shape[1]) if front[4, c] < self._end]
         if not columns:
             return
@@ -152,17 +152,17 @@ class _Nests:
 
     def _measure(self, border: int, following: int) -> _Inner:
         choices = self._choices
-        span = Span(choices, choices.borders[border], choices.borders[following])
+        span = Span(choices, choices.nest_borders[border], choices.nest_borders[following])
         stays = self._products.intersection(span.own) | (span.forced & choices.always)
         handed = span.forced - stays
         kept = stays | handed
         _, flops, made, again = span.measure(kept)
         size = sum(choices.sizes[k] for k in kept)
-        start, end = choices.borders[border], choices.borders[following]
+        start, end = choices.nest_borders[border], choices.nest_borders[following]
         option = Option(start, end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
         _, flops, made, again = span.measure(stays, handed)
         run = span.peak_of_recovery(stays, again, handed)
-        return _Inner(option, run, flops, made, span.find_gradients(kept))
+        return _Inner(option, run, flops, made, span.find_gradients(stays))
 
     def list_spans(self, border: int, column: int) -> list[Option]:
         """Return the spans of a column of a border's front."""

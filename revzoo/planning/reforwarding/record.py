@@ -42,6 +42,7 @@ class Storage:
         last_use: number of the last atom that reads it, or outside of graphs, of that in which it is freed; the number of all
             atoms if it is returned or saved outside.
         saved_by: numbers of the atoms in which autograd saves it.
+        unpacked: when backward first asks for it, as a position in the log of backward; -1 if it never does.
         released: when backward frees it, as a position in the log of backward; -1 if forward does.
         is_small: whether it is kept under every plan.
         nodes: all whose results lie in it, views among them.
@@ -52,6 +53,7 @@ class Storage:
     maker: Node | None
     last_use: int
     saved_by: set[int] = field(default_factory=set)
+    unpacked: int = -1
     released: int = -1
     is_small: bool = False
     nodes: list[Node] = field(default_factory=list)
@@ -71,6 +73,8 @@ class Record:
         gradient_bytes: by position in the log of backward, what backward itself has allocated.
         first_unpack: by atom, when backward first asks for something saved in it; -1 if it never does.
         fixed_bytes: parameters, buffers and batch.
+        loss_bytes: what loss and backward allocate until backward first asks for something, less what is freed until then of
+            results that autograd does not save.
         peak_bytes: of this step.
     """
 
@@ -83,6 +87,7 @@ class Record:
     gradient_bytes: list[int]
     first_unpack: list[int]
     fixed_bytes: int
+    loss_bytes: int
     peak_bytes: int
 
 
@@ -224,19 +229,25 @@ def _summarise(calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages,
             at = recorder.unpacked[number] - forward_end
             first[atom] = at if first[atom] < 0 else min(first[atom], at)
     storages = _Storages(atoms, recorder, born, fixed).list()
-    for each in storages:
+    for each in storages.values():
         if not atoms[each.born].nodes and each.released >= 0:  # between graphs nobody hears autograd ask
             first[each.born] = each.released if first[each.born] < 0 else min(first[each.born], each.released)
+    unsaved = {s for s, each in storages.items() if each.last_use == len(atoms) and not each.saved_by}
+    loss, total = 0, 0
+    for storage, change in log[forward_end : forward_end + min((at for at in first if at >= 0), default=0)]:
+        total += change if storage not in in_forward or storage in unsaved else 0
+        loss = max(loss, total)
     return Record(
         atoms=atoms,
         walls=sorted({wall for each in calls for wall in (each.numbers.start, each.numbers.stop)}),
         flops=recorder.flops,
         total_flops=recorder.counter.forward + recorder.counter.backward,
         inner_bytes=inner,
-        storages=storages,
+        storages=list(storages.values()),
         gradient_bytes=gradient or [0],
         first_unpack=first,
         fixed_bytes=fixed_bytes,
+        loss_bytes=loss,
         peak_bytes=live.peak(),
     )
 
@@ -257,8 +268,8 @@ class _Storages:
                 self._death[storage] = at
         self._found: dict[int, Storage] = {}
 
-    def list(self) -> list[Storage]:
-        """Return them in order of appearance."""
+    def list(self) -> dict[int, Storage]:
+        """Return them by their numbers."""
         for storage, atom in self._born.items():
             if not self._atoms[atom].nodes and self._dies_at(storage) >= self._recorder.ends[atom]:
                 self._find(storage, atom, None)
@@ -274,9 +285,12 @@ class _Storages:
             if storage not in self._fixed:
                 found = self._find(storage, atom, None)
                 found.saved_by.add(atom)
+                if slot in self._recorder.unpacked:
+                    at = self._recorder.unpacked[slot] - self._end
+                    found.unpacked = at if found.unpacked < 0 else min(found.unpacked, at)
                 found.released = max(found.released, self._recorder.released.get(slot, -1) - self._end)
                 found.is_small |= source is None and found.bytes * SMALL <= self._largest_result(atom)
-        return list(self._found.values())
+        return self._found
 
     def _find(self, storage: int, atom: int, maker: Node | None) -> Storage:
         found = self._found.get(storage)

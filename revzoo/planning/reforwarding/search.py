@@ -6,6 +6,7 @@ running those of its atoms again that are needed. What a span needs depends on t
 the cheapest sequence of spans is found by dynamic programming from the last border to the first (`timeline.py` tells how).
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -84,19 +85,26 @@ class Choices:
         self.following = [len(self.gradient), *accumulate(later, min)]  # by atom: when backward first asks for one before it
         fixed = {k for i, atom in enumerate(atoms) if not atom.is_repeatable for k in (*self.born[i], *self.reads[i])}
         self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed
-        self.borders = self._list_borders()
+        self.nest_borders = self._list_borders()
+        self.borders = sorted({*self.nest_borders, *self._list_more_borders()})
         self.options: list[list[Option]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
-        begin = min((at for at in record.first_unpack if at >= 0), default=len(self.gradient))
-        self.end_bytes = int(self.gradient[: max(1, begin)].max())
 
     def _list_borders(self) -> list[int]:
+        """Return the borders behind products and sums; they are those of nests."""
         record = self.record
         inside = [i + 1 for i in range(len(record.atoms) - 1) if record.flops[i] or (len(self.reads[i]) > 1 and self.born[i])]
         return sorted({0, *inside, *record.walls, len(record.atoms)})
 
+    def _list_more_borders(self) -> list[int]:
+        """Return the borders in front of what reads one of the largest tensors: these set the smallest peak."""
+        least = max(self.sizes, default=0) / 2
+        return [i for i in range(len(self.record.atoms)) if any(self.sizes[k] >= least for k in self.reads[i])]
+
     def _list_options(self, border: int) -> Iterator[Option]:
         start = self.borders[border]
-        for end in self.borders[border + 1 : border + 1 + _LONGEST]:
+        for end in self.borders[border + 1 :]:
+            if bisect_right(self.nest_borders, end - 1) - bisect_right(self.nest_borders, start) > _LONGEST:
+                break
             yield from Span(self, start, end).list_options()
             if end in self.record.walls:
                 break
@@ -194,12 +202,15 @@ class Span:
         begin = min(asked)
         if not dropped:
             return self._highest(begin, [(k, -1, storages[k].released) for k in held])
-        at = cast(int, self.find_recovery(kept))
+        at = self.find_recovery(kept)
         # What the recovery starts from lives until then, and what no slot holds until the last slot is free.
         last = max(storages[k].released for k in dropped)
         starts = {k for i in again for k in choices.reads[i] if k in kept and storages[k].born >= self._start}
-        lives = [(k, -1, max(storages[k].released, at - 1 if k in starts else -1)) for k in held]
+        until = last if at is None else at - 1
+        lives = [(k, -1, max(storages[k].released, until if k in starts else -1)) for k in held]
         lives += [(k, -1, last) for k in starts if storages[k].released < 0]
+        if at is None:
+            return self._highest(begin, lives)
         lives += [(k, at, storages[k].released) for k in dropped]
         alive = sum(size[k] for k, appears, end in lives if appears < 0 and end >= at)
         passing = {k for k in starts if 0 <= storages[k].released < at}
@@ -208,19 +219,14 @@ class Span:
 
     def find_recovery(self, kept: Collection[int]) -> int | None:
         """Return when backward first asks for what is not kept, as a position in the log; None if it never does."""
-        record = self._choices.record
-        dropped = [k for k in self.saved if k not in kept]
-        inside = (i for k in dropped for i in record.storages[k].saved_by if self._start <= i < self._end)
-        return min((record.first_unpack[i] for i in inside), default=None)
+        storages = self._choices.record.storages
+        asked = (storages[k].unpacked for k in self.saved if k not in kept)
+        return min((at for at in asked if at >= 0), default=None)
 
     def find_gradients(self, kept: Collection[int]) -> int:
-        """Return the most bytes of gradients from its first unpacking to its recovery; -1 if nothing is dropped."""
+        """Return the bytes of gradients at its recovery; -1 if nothing is dropped."""
         at = self.find_recovery(kept)
-        if at is None:
-            return -1
-        first = self._choices.record.first_unpack
-        begin = min(first[i] for i in range(self._start, self._end) if first[i] >= 0)
-        return int(self._choices.gradient[max(0, begin - 1) : max(1, at)].max())
+        return -1 if at is None else int(self._choices.gradient[max(0, at - 1)])
 
     def _highest(self, begin: int, lives: Sequence[tuple[int, int, int]]) -> int:
         """Return the most bytes of gradients and storages from a position in the log on, given when storages appear and end."""
@@ -278,7 +284,7 @@ class Front:
         self._choices = choices
         borders = choices.borders
         place = {at: i for i, at in enumerate(borders)}
-        end = np.array([[choices.end_bytes], [0], [0], [0]], np.int64)
+        end = np.array([[choices.record.loss_bytes], [0], [0], [0]], np.int64)
         fronts: list[NDArray[np.int64]] = [end]
         for options in reversed(choices.options):
             columns = []
