@@ -11,8 +11,10 @@ from revzoo.errors import PlanError
 from revzoo.format import format_bytes
 from revzoo.planning.reforwarding.graph_plan import GraphPlan
 from revzoo.planning.reforwarding.planned_call import PlannedCall
+from revzoo.planning.reforwarding.schedules import set_schedules
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.graph.captured_call import replace_call, restore_call
+from revzoo.runtime.schedule import Mode
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class ModulePlan:
 
     Args:
         graphs: the spans of the calls of captured graphs in a forward, in order.
+        schedules: of the reversible chains in the module, by path.
         peak_bytes: counted peak of all memory together: weights, gradients, optimizer state, batch and activations.
         budget_bytes: limit that the peak had to stay within.
         extra_flops: of one forward and backward, beyond those of storing everything.
@@ -32,6 +35,7 @@ class ModulePlan:
     """
 
     graphs: tuple[GraphPlan, ...]
+    schedules: tuple[tuple[str, tuple[Mode, ...]], ...]
     peak_bytes: int
     budget_bytes: int
     extra_flops: int
@@ -59,8 +63,9 @@ class ModulePlan:
                 "revzoo.plan(module, batch, budget)."
             )
         restore_call(module)
-        if self.drops_something:
-            replace_call(module, PlannedCall(module, self.graphs, self.setting))
+        if self.drops_something or self.schedules:
+            before = set_schedules(module, {path: list(modes) for path, modes in self.schedules})
+            replace_call(module, PlannedCall(module, self.graphs, self.setting), lambda: set_schedules(module, before))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -76,8 +81,17 @@ class ModulePlan:
         try:
             fields = json.loads(Path(path).read_text())
             graphs = tuple(GraphPlan(**{key: _freeze(value) for key, value in each.items()}) for each in fields["graphs"])
+            schedules = _freeze(fields["schedules"])
             setting = {key: _freeze(value) for key, value in fields["setting"].items()}
-            return cls(**{**fields, "graphs": graphs, "setting": Setting(**setting), "notes": tuple(fields["notes"])})
+            return cls(
+                **{
+                    **fields,
+                    "graphs": graphs,
+                    "schedules": schedules,
+                    "setting": Setting(**setting),
+                    "notes": tuple(fields["notes"]),
+                }
+            )
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise PlanError(f"{path} is not a saved plan for a module ({error}). plan.save(path) writes one.") from error
 

@@ -1,14 +1,17 @@
 """From any module and a budget to a plan: capture its graph, record a step, choose spans, and count the planned step."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from revzoo.analysis.dry_run import preserve_schedules
 from revzoo.analysis.memory_report import count_optimizer_bytes
-from revzoo.errors import BudgetError
+from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.profiling.profile import count_model_bytes
@@ -17,7 +20,8 @@ from revzoo.planning.reforwarding.graph_plan import GraphPlan
 from revzoo.planning.reforwarding.module_plan import ModulePlan
 from revzoo.planning.reforwarding.nesting import add_nests
 from revzoo.planning.reforwarding.published import choose_as_published
-from revzoo.planning.reforwarding.record import Loss, count_step, record
+from revzoo.planning.reforwarding.record import Loss, Record, count_step, record
+from revzoo.planning.reforwarding.schedules import Schedules, list_schedules, set_schedules
 from revzoo.planning.reforwarding.search import Choices, Front
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.graph.spans import Spans
@@ -53,18 +57,25 @@ def plan_module(
     if budget is not None:
         device = next(module.parameters()).device
         budget = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
-    with capture(module, batch) as captured:
-        step = _Step(captured, optimizer_bytes, loss, setting)
-        if solver == "reforwarding":
-            return _plan_as_published(step, budget)
-        if budget is not None and step.stored_peak <= budget:
-            note = f"Everything is stored: the budget is above the {format_bytes(step.stored_peak)} that this takes."
-            return step.make_plan(None, step.stored_peak, step.record.total_flops, budget, (note,))
-        if budget is None:
-            spans = step.front.make_spans(step.front.choose_least(sum(step.record.flops)))
-            peak, flops = step.count(spans)
-            return step.make_plan(spans, peak, flops, peak)
-        return step.make_plan(*step.fit(budget), budget)
+    base: Record | None = None
+    plans: list[ModulePlan] = []
+    refusals: list[tuple[int, BudgetError]] = []
+    with preserve_schedules(module):
+        for schedules in list_schedules(module):
+            set_schedules(module, schedules)
+            with capture(module, batch) as captured:
+                step = _Step(captured, optimizer_bytes, loss, setting, schedules, base)
+                base = step.base
+                try:
+                    plans += step.plan(budget, solver)
+                except BudgetError as error:
+                    refusals.append((step.least_peak, error))
+            if solver == "reforwarding":
+                break
+    if not plans:
+        raise min(refusals, key=lambda each: each[0])[1]
+    best = min(plans, key=lambda each: each.peak_bytes if budget is None else each.extra_flops)
+    return replace(best, min_peak_bytes=min([*(each.min_peak_bytes for each in plans), *(least for least, _ in refusals)]))
 
 
 def reforward(
@@ -95,25 +106,67 @@ def reforward(
     return module
 
 
-def _plan_as_published(step: "_Step", budget: int | None) -> ModulePlan:
-    spans, chosen = choose_as_published(step.record)
-    peak, flops = step.count(spans)
-    if budget is not None and peak > budget:
-        raise BudgetError(
-            f"Re-forwarding as published knows no budget, and its plan takes {format_bytes(peak)}, more than "
-            f"{format_bytes(budget)}. Try solver='timeline', or a larger budget."
-        )
-    note = f"Re-forwarding as published, which counts {format_bytes(chosen.cost)} of activations (equation 1)."
-    return step.make_plan(spans, peak, flops, peak if budget is None else budget, (note,))
-
-
 class _Step:
-    """A training step of a captured module, recorded, with the front of its plans."""
+    """A training step of a captured module with some schedules of its chains, recorded, with the front of its plans.
 
-    def __init__(self, captured: Capture, optimizer_bytes: int, loss: Loss | None, setting: Setting):
-        self._captured, self._optimizer_bytes, self._loss, self._setting = captured, optimizer_bytes, loss, setting
+    Args:
+        captured: the module.
+        optimizer_bytes: of the optimizer's state.
+        loss: as for `plan_module`.
+        setting: what plans hold for.
+        schedules: of the chains in the module.
+        base: of the step that stores everything, its chains too; None is this one.
+    """
+
+    def __init__(
+        self,
+        captured: Capture,
+        optimizer_bytes: int,
+        loss: Loss | None,
+        setting: Setting,
+        schedules: Schedules,
+        base: Record | None,
+    ):
+        self._captured, self._optimizer_bytes, self._loss = captured, optimizer_bytes, loss
+        self._setting, self._schedules = setting, schedules
         self.record = record(captured, loss)
-        self.stored_peak = self.record.peak_bytes + optimizer_bytes
+        self.base = base or self.record
+
+    def plan(self, budget: int | None, solver: ModuleSolver) -> list[ModulePlan]:
+        """Return the plan for a budget; none if without one nothing takes at most one more forward.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        stored_peak = self.record.peak_bytes + self._optimizer_bytes
+        if solver == "reforwarding":
+            return [self._plan_as_published(budget)]
+        if budget is None:
+            most_flops = sum(self.base.flops) - (self.record.total_flops - self.base.total_flops)
+            if most_flops < 0:
+                return []
+            spans = self.front.make_spans(self.front.choose_least(most_flops))
+            peak, flops = self._count(spans)
+            return [self._make_plan(spans, peak, flops, peak)]
+        if stored_peak <= budget:
+            notes = [f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes."]
+            return [self._make_plan(None, stored_peak, self.record.total_flops, budget, notes if self._is_base else [])]
+        return [self._make_plan(*self._fit(budget), budget)]
+
+    def _plan_as_published(self, budget: int | None) -> ModulePlan:
+        spans, chosen = choose_as_published(self.record)
+        peak, flops = self._count(spans)
+        if budget is not None and peak > budget:
+            raise BudgetError(
+                f"Re-forwarding as published knows no budget, and its plan takes {format_bytes(peak)}, more than "
+                f"{format_bytes(budget)}. Try solver='timeline', or a larger budget."
+            )
+        note = f"Re-forwarding as published, which counts {format_bytes(chosen.cost)} of activations (equation 1)."
+        return self._make_plan(spans, peak, flops, peak if budget is None else budget, [note])
+
+    @property
+    def _is_base(self) -> bool:
+        return self.base is self.record
 
     @cached_property
     def front(self) -> Front:
@@ -125,17 +178,17 @@ class _Step:
     def least_peak(self) -> int:
         return self.front.list_points()[0][0] + self._optimizer_bytes
 
-    def count(self, spans: Spans) -> tuple[int, int]:
+    def _count(self, spans: Spans) -> tuple[int, int]:
         """Return the counted peak and the FLOPs of the step with these spans."""
         peak, flops = count_step(self._captured, spans, self._loss)
         return peak + self._optimizer_bytes, flops
 
-    def fit(self, budget: int) -> tuple[Spans, int, int]:
+    def _fit(self, budget: int) -> tuple[Spans, int, int]:
         """Return the spans with the least work whose counted peak is within the budget, that peak, and all FLOPs."""
         room = budget
         while (chosen := self.front.choose(room - self._optimizer_bytes)) is not None:
             spans = self.front.make_spans(chosen)
-            peak, flops = self.count(spans)
+            peak, flops = self._count(spans)
             if peak <= budget:
                 return spans, peak, flops
             room -= peak - budget
@@ -146,21 +199,27 @@ class _Step:
             f"of less state. {self._describe_graphs()}".rstrip()
         )
 
-    def make_plan(self, spans: Spans | None, peak: int, flops: int, budget: int, notes: tuple[str, ...] = ()) -> ModulePlan:
-        """Return the plan that these spans are; None stores everything."""
+    def _make_plan(self, spans: Spans | None, peak: int, flops: int, budget: int, notes: Sequence[str] = ()) -> ModulePlan:
         everything = Spans(self.record.atoms, (), frozenset(), frozenset())
         graphs = self._describe_graphs()
         return ModulePlan(
             graphs=tuple(GraphPlan.of(each.digest, (spans or everything).take(each.numbers)) for each in self._captured.calls),
+            schedules=tuple((path, tuple(modes)) for path, modes in self._schedules.items()),
             peak_bytes=peak,
             budget_bytes=budget,
-            extra_flops=flops - self.record.total_flops,
-            total_flops=self.record.total_flops,
+            extra_flops=flops - self.base.total_flops,
+            total_flops=self.base.total_flops,
             min_peak_bytes=min(self.least_peak, peak),
-            no_recompute_peak_bytes=self.stored_peak,
+            no_recompute_peak_bytes=self.base.peak_bytes + self._optimizer_bytes,
             setting=self._setting,
-            notes=(*notes, *self._captured.notes, *([graphs] if graphs else [])),
+            notes=(*notes, *self._captured.notes, *self._describe_chains(), *([graphs] if graphs else [])),
         )
+
+    def _describe_chains(self) -> Iterator[str]:
+        for path, modes in self._schedules.items():
+            if counts := Counter(mode for mode in modes if mode != "store"):
+                parts = join_names([f"{count} {mode}" for mode, count in counts.items()])
+                yield f"Of the {len(modes)} units of {path}, {parts}."
 
     def _describe_graphs(self) -> str:
         count = len(self._captured.calls)
@@ -170,6 +229,6 @@ class _Step:
             return ""
         kept = sum(s.bytes for s in self.record.storages if s.released >= 0 and not self.record.atoms[s.born].nodes)
         return (
-            f"For torch.compile the forward is {count} graphs. What runs between them is stored, {format_bytes(kept)}. "
-            "torch._dynamo.explain(module)(batch) says where they end."
+            f"For torch.compile the forward is {count} graphs. What runs between them keeps {format_bytes(kept)}, whatever the "
+            "plan. torch._dynamo.explain(module)(batch) says where they end."
         )

@@ -45,6 +45,7 @@ class SpannedGraph:
         self.observer = observer
         self.recipes: dict[int, Recipe] = {}  # by span, from the first call on
         self.calls = [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in spans.atoms]
+        self.starts = self._list_starts()
         last = find_last_uses(graph)
         self._output = next(node for node in graph.graph.nodes if node.op == "output")
         number = {node: i for i, atom in enumerate(spans.atoms) for node in atom.nodes}
@@ -55,6 +56,12 @@ class SpannedGraph:
         for node, i in number.items():
             if node not in last:
                 self.dead_after[i].append(node)
+
+    def _list_starts(self) -> set[Node]:
+        """Return the kept results that atoms read which may run again."""
+        kept, inside = self.spans.kept, self.spans.kept_inside
+        again = (atom for i, atom in enumerate(self.spans.atoms) if i not in inside or not kept.issuperset(atom.makes))
+        return {node for atom in again for node in atom.reads if node in kept}
 
     @exclude_from_compilation
     def __call__(self, *inputs: Any) -> Any:
@@ -158,7 +165,7 @@ class _Run:
         atom = spans.atoms[i]
         for node in atom.makes:
             value = env[node]
-            if node in spans.kept:
+            if node in program.starts:
                 self._held[node] = map_tensors(Kept, value)
             if isinstance(value, Tensor):
                 makers.note(value, node)
