@@ -1,5 +1,7 @@
-"""Write a file completely or not at all."""
+"""Write a file completely or not at all, so that it is there after a power loss too."""
 
+import errno
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -9,17 +11,35 @@ from typing import Any
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a temporary file in the same folder, then rename it to `path`.
 
-    If writing fails, the temporary file is removed and a file that was at `path` stays as it was.
+    If writing fails, the temporary file is removed and a file that was at `path` stays as it was. The file has the permissions
+    of any new file of the user: some libraries write files that only their owner can read.
 
     Args:
         path: the file to write.
-        write: called with the path of the temporary file; writes all of its content.
+        write: called with the path of the temporary file, which is empty; writes all of its content.
     """
     partial = path.with_name(path.name + ".partial")
     try:
+        partial.open("w").close()
+        mode = partial.stat().st_mode
         write(partial)
+        partial.chmod(mode)
+        sync(partial)
         partial.replace(path)
+        sync(path.parent)
     except BaseException:
         with suppress(OSError):  # what the caller has to know is why writing failed
             partial.unlink()
         raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk; without it a power loss leaves empty files."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):  # some network drives cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)

@@ -23,6 +23,9 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
+    parser.add_argument(
+        "--release-lock", action="store_true", help="with --resume: the process of another host that held the folder has ended"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,8 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
         from revzoo.training.loop import resume
 
-        resume(arguments.resume)
+        resume(arguments.resume, release_lock=arguments.release_lock)
         return 0
+    if arguments.release_lock:
+        raise InputError("A new run has a folder of its own, without a lock. Received: --release-lock without --resume DIR.")
     if len(recipes) > 1:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
     from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe

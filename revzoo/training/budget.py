@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -27,6 +26,7 @@ from revzoo.planning.planner import profile_and_plan
 from revzoo.planning.profiling.count import count_peak
 from revzoo.planning.profiling.profile import count_model_bytes
 from revzoo.planning.setting import Setting, read_setting
+from revzoo.training.main_process import call_on_main
 from revzoo.training.setup import Run
 
 _SCALAR_BYTES = 2 * 4  # the sum of an epoch's losses; a batch's loss beside the same divided by the batches of an update
@@ -52,10 +52,7 @@ def apply_plan(run: Run) -> Plan | None:
         run.model.lookahead = run.recipe.memory.lookahead
         return None
     with _first_coupling(run):
-        plan = broadcast_object_list([_plan_or_error(run) if run.accelerator.is_main_process else None])[0]
-        if isinstance(plan, Exception):
-            raise plan
-        assert isinstance(plan, Plan)
+        plan = call_on_main(run.accelerator, lambda: _read_plan(run) if run.folder.plan.exists() else _make_plan(run))
         with run.accelerator.autocast():
             plan.apply(run.model)
     return plan
@@ -78,14 +75,6 @@ def _first_coupling(run: Run) -> Iterator[None]:
         yield
     finally:
         run.set_coupling(run.progress.updates)
-
-
-def _plan_or_error(run: Run) -> Plan | Exception:
-    """Return the plan or, instead of raising it, the error: the other processes wait for one of the two."""
-    try:
-        return _read_plan(run) if run.folder.plan.exists() else _make_plan(run)
-    except Exception as error:
-        return error
 
 
 def _make_plan(run: Run) -> Plan:

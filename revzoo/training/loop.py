@@ -14,12 +14,13 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
 from timm.utils import distribute_bn
 
@@ -35,11 +36,13 @@ from revzoo.planning.plan import Plan
 from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.evaluation import evaluate
 from revzoo.training.interrupt import Interrupted, StopSignal
+from revzoo.training.lock import hold_lock
+from revzoo.training.main_process import call_on_main
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
-from revzoo.training.run_folder import REQUIRED_FILES
-from revzoo.training.setup import Run, build_run
+from revzoo.training.run_folder import REQUIRED_FILES, RunFolder, find_free_folder
+from revzoo.training.setup import Run, build_run, make_accelerator
 
 _CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
 
@@ -84,40 +87,73 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         DivergedError: the loss is not finite.
         Interrupted: stopped by a signal, after everything was saved.
     """
-    run = build_run(recipe, out, resumed=False)
+    accelerator = make_accelerator(recipe)
+    folder = call_on_main(accelerator, lambda: _choose_folder(recipe, out))
+    run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
     for line in find_ineffective_settings(recipe):
         run.display.console.print(f"Note: {line}.")
     plan = apply_plan(run)  # before the folder is made: a budget that is too small leaves none
-    if run.accelerator.is_main_process:
-        run.folder.create({"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()})
+    with _hold_folder(folder, accelerator):
+        files = {"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()}
+        call_on_main(accelerator, lambda: folder.create(files))
+        return _begin(run, plan)
+
+
+def _choose_folder(recipe: Recipe, out: Path | None) -> RunFolder:
+    """Return the folder of a new run: `out`, or the first free one under runs/."""
+    folder = RunFolder(out or find_free_folder(Path("runs"), Path(recipe.file).stem))
+    folder.require_free()
+    return folder
+
+
+@contextmanager
+def _hold_folder(folder: RunFolder, accelerator: Accelerator, *, release: bool = False) -> Iterator[None]:
+    """Hold the folder's lock in the main process, for all of them."""
+    with ExitStack() as held:
+        call_on_main(accelerator, lambda: held.enter_context(hold_lock(folder.lock, folder.path, release=release)))
+        yield
+
+
+def _begin(run: Run, plan: Plan | None) -> Summary:
+    """Train from the beginning, in a folder that holds recipe and spec."""
     save_plan(run, plan)
     if run.accelerator.is_main_process:
-        batch = run.model.example_input(recipe.data.batch_size)
+        batch = run.model.example_input(run.recipe.data.batch_size)
         run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer)))
     _print_plan(run, plan)
     save_state(run)
     return _train_epochs(run)
 
 
-def resume(folder: Path) -> Summary:
+def resume(folder: Path, *, release_lock: bool = False) -> Summary:
     """Resume a run from its newest state, with the recipe and spec in its folder; raises as `train` does.
 
     Args:
         folder: folder of the run.
+        release_lock: the process of another host that held the folder's lock does not run any more.
 
     Raises:
         CheckpointError: the folder is not that of a run, has no state, or something in it is damaged.
+        LockedError: another process works in the folder.
     """
     for name in REQUIRED_FILES:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is not the folder of a run: there is no {name} in it.")
-    run = build_run(load_recipe(folder / "config.yaml"), folder, resumed=True)
+    recipe = load_recipe(folder / "config.yaml")
+    accelerator = make_accelerator(recipe)
+    with _hold_folder(RunFolder(folder), accelerator, release=release_lock):
+        return _go_on(build_run(recipe, folder, resumed=True, accelerator=accelerator))
+
+
+def _go_on(run: Run) -> Summary:
+    """Train from the newest state of the run's folder."""
     load_state(run)
     plan = apply_plan(run)
     save_plan(run, plan)
     if run.accelerator.is_main_process:
         run.folder.drop_records_after(run.progress.epoch)
-    run.display.console.print(f"Resuming after {run.progress.epoch} epochs and {run.progress.batch} batches: {folder}")
+    done = f"{run.progress.epoch} epochs and {run.progress.batch} batches"
+    run.display.console.print(f"Resuming after {done}: {run.folder.path}")
     _print_plan(run, plan)
     return _train_epochs(run)
 

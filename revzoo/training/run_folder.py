@@ -5,6 +5,7 @@ metrics.jsonl      one line per epoch              curves.png         drawn at t
 last.safetensors   weights after the last epoch    best.safetensors   weights with the best top-1
 plan.json          the plan, for a recipe with a memory budget
 state/EPOCH-BATCH/ everything needed to resume from there
+state/lock         names the process that works in the folder
 """
 
 import json
@@ -12,6 +13,7 @@ import re
 import shutil
 import textwrap
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ class RunFolder:
         self.metrics, self.curves = path / "metrics.jsonl", path / "curves.png"
         self.last, self.best = path / "last.safetensors", path / "best.safetensors"
         self.states, self.plan = path / "state", path / "plan.json"
+        self.lock = self.states / "lock"
 
     def require_free(self) -> None:
         """Check that a new run can be written here.
@@ -67,16 +70,20 @@ class RunFolder:
         """
         if file := next((path for path in (self.path, *self.path.parents) if path.exists() and not path.is_dir()), None):
             raise InputError(f"The run folder {self.path} cannot be made: {file} is a file. Name another (--out).")
-        if self.path.is_dir() and any(self.path.iterdir()):
+        if self.path.is_dir() and any(path != self.lock for path in self.path.rglob("*") if path != self.states):
             raise InputError(
                 f"The run folder {self.path} is not empty. Resume that run (--resume {self.path}) or name another (--out)."
             )
 
     def create(self, files: dict[str, str]) -> None:
-        """Make the folder and write text files, given by name."""
-        self.states.mkdir(parents=True)
+        """Write text files, given by name, into a new folder.
+
+        Raises:
+            InputError: another run has begun in the folder in the meantime.
+        """
+        self.require_free()
         for name, text in files.items():
-            (self.path / name).write_text(text)
+            write_atomically(self.path / name, partial(Path.write_text, data=text))
 
     def find_state(self) -> Path:
         """Return the folder of the newest complete state.

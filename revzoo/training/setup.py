@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from timm.data import Mixup
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
@@ -29,7 +28,7 @@ from revzoo.spec.loading import load_spec
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
-from revzoo.training.run_folder import Progress, RunFolder, find_free_folder
+from revzoo.training.run_folder import Progress, RunFolder
 
 
 class Loss(nn.Module):
@@ -106,26 +105,25 @@ class Run:
             self.coupling.apply(update, *(self.model,) if self.ema is None else (self.model, self.ema.module))
 
 
-def build_run(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
+def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accelerator | None = None) -> Run:
     """Build a run on the device, and among the processes, that Accelerate finds.
 
     Args:
         recipe: the recipe.
-        folder: folder of the run; None: the first free one under runs/.
+        folder: folder of the run.
         resumed: the folder already holds the run. The model is made from the spec in it; weights and optimizer state are not
             loaded yet.
+        accelerator: Accelerate's object for this recipe; None: a new one.
 
     Raises:
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
-        InputError: the folder is in use, or a resumed run had another number of processes.
+        InputError: a resumed run had another number of processes.
         CheckpointError: a resumed run has no usable state.
     """
     options = recipe.train
-    accelerator = _make_accelerator(recipe)
-    run_folder = RunFolder(_broadcast_path(folder or find_free_folder(Path("runs"), Path(recipe.file).stem)))
-    if not resumed:
-        run_folder.require_free()
+    accelerator = accelerator or make_accelerator(recipe)
+    run_folder = RunFolder(folder)
     progress = run_folder.read_progress() if resumed else Progress(loss_sums=[0.0] * accelerator.num_processes)
     if (processes := len(progress.loss_sums)) != accelerator.num_processes:
         raise InputError(
@@ -173,7 +171,12 @@ def build_run(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
     return run
 
 
-def _make_accelerator(recipe: Recipe) -> Accelerator:
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Return Accelerate's object for device, processes and the recipe's precision.
+
+    Raises:
+        SpecError: the precision is not one of this machine.
+    """
     precision = recipe.train.mixed_precision
     if precision == "fp16" and not torch.accelerator.is_available():
         problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
@@ -188,11 +191,6 @@ def _launch_command(processes: int, device: torch.device) -> str:
     if device.type == "cpu":
         return f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu {several}"
     return f"accelerate launch {several}"
-
-
-def _broadcast_path(path: Path) -> Path:
-    """Return the main process's path: another process may look for a free folder after the main one has made it."""
-    return Path(broadcast_object_list([str(path)])[0])
 
 
 def _load_model_spec(options: ModelOptions) -> tuple[Spec, bool]:

@@ -33,6 +33,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_the_reason_of_a_failure_is_not_hidden_by_cleaning_up(tmp_path):
     def write(partial):
+        partial.unlink()
         partial.mkdir()  # which cannot be unlinked
         raise RuntimeError("the disk is full")
 

@@ -1,0 +1,29 @@
+"""Work of the main process that the others wait for."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+T = TypeVar("T")
+
+
+def call_on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Call a function in the main process and return its result, or raise its error, in every process.
+
+    The function must not wait for the other processes, which wait for its end here. If only the main process raised its error,
+    the others would wait for good.
+    """
+    result: T
+    [(result, error)] = broadcast_object_list([_call(function) if accelerator.is_main_process else None])
+    if error is not None:
+        raise error
+    return result
+
+
+def _call(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error

@@ -1,0 +1,151 @@
+"""The lock of a run's folder: the second process is refused, a dead one's lock is taken over."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from revzoo.errors import InputError
+from revzoo.training import loop
+from revzoo.training.lock import LockedError, hold_lock
+from revzoo.training.loop import resume, train
+from revzoo.training.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+# Holds the lock as training does, says so, and waits to be killed.
+HOLDER = """
+import sys, time
+from pathlib import Path
+from revzoo.training.lock import hold_lock
+with hold_lock(Path(sys.argv[1]), Path("run")):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def held_elsewhere(file: Path) -> Iterator[subprocess.Popen]:
+    """Another process of this host holds the lock inside the block; then it is killed."""
+    command = [sys.executable, "-c", HOLDER, str(file)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_the_second_process_is_refused_and_a_dead_ones_lock_taken(tmp_path):
+    file = tmp_path / "state" / "lock"
+    with held_elsewhere(file) as process:
+        holder = {"host": socket.gethostname(), "pid": process.pid}
+        message = f"^run is in use by process {process.pid} on {re.escape(socket.gethostname())}. Wait until it ends or stop it"
+        for release in (False, True):  # a process that runs keeps its lock
+            with pytest.raises(LockedError, match=message), hold_lock(file, Path("run"), release=release):
+                pass
+            assert json.loads(file.read_text()) == holder
+    assert json.loads(file.read_text()) == holder  # it was killed
+    with hold_lock(file, Path("run")):
+        assert json.loads(file.read_text()) == {"host": socket.gethostname(), "pid": os.getpid()}
+    assert file.read_text() == ""
+
+
+def test_another_host_is_asked_for(tmp_path):
+    file = tmp_path / "lock"
+    file.write_text('{"host": "node-7", "pid": 12}')
+    message = "was in use by process 12 on node-7, .*revzoo train --resume run --release-lock"
+    with pytest.raises(LockedError, match=message), hold_lock(file, Path("run")):
+        pass
+    assert file.read_text() == '{"host": "node-7", "pid": 12}'
+    with hold_lock(file, Path("run"), release=True):
+        pass
+    with hold_lock(file, Path("run")):  # released
+        pass
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"host": 1}'])
+def test_a_damaged_lock_names_nobody(tmp_path, text):
+    (tmp_path / "lock").write_text(text)
+    with hold_lock(tmp_path / "lock", Path("run")):
+        pass
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """Then a process that runs is told from one that does not by its number."""
+
+    def refuse(*arguments):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("revzoo.training.lock.fcntl.lockf", refuse)
+    file = tmp_path / "lock"
+    file.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
+    with pytest.raises(LockedError, match=f"in use by process {os.getppid()}"), hold_lock(file, Path("run")):
+        pass
+    monkeypatch.setattr("revzoo.training.lock.psutil.pid_exists", lambda pid: False)
+    with hold_lock(file, Path("run")):
+        pass
+
+
+def test_a_run_holds_the_lock_of_its_folder(tmp_path, monkeypatch, recipe):
+    held = []
+
+    def look(run):
+        held.append(json.loads(run.folder.lock.read_text())["pid"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "_train_epochs", look)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(), tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        resume(tmp_path / "run")
+    assert held == [os.getpid()] * 2
+    assert RunFolder(tmp_path / "run").lock.read_text() == ""
+
+
+def test_two_new_runs_with_one_name(tmp_path, monkeypatch, recipe):
+    """Both find the folder free; the second to write is refused."""
+    apply_plan = loop.apply_plan
+
+    def begin_another(run):
+        monkeypatch.setattr(loop, "apply_plan", apply_plan)
+        (tmp_path / "run").mkdir()
+        RunFolder(tmp_path / "run").create({"config.yaml": "first"})
+        return apply_plan(run)
+
+    monkeypatch.setattr(loop, "apply_plan", begin_another)
+    with pytest.raises(InputError, match="is not empty. Resume that run"):
+        train(recipe(), tmp_path / "run")
+    assert (tmp_path / "run" / "config.yaml").read_text() == "first"
+
+
+@pytest.mark.slow
+def test_a_requeued_job_is_refused_and_the_first_ends_as_if_alone(tmp_path, fast, monkeypatch, recipe, assert_same_run):
+    """With the command line, as a queue does it."""
+    train(recipe("train.epochs=8"), tmp_path / "whole")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def start(*arguments: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "zoo_cli", "train", *arguments]
+        return subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+    with start("digits", *fast, "train.epochs=8", "--out", "run") as first:
+        while not (tmp_path / "run" / "metrics.jsonl").is_file():
+            assert first.poll() is None
+            time.sleep(0.01)
+        first.send_signal(signal.SIGSTOP)  # so that it does not end before the others have started
+        with start("--resume", "run") as second, start("digits", *fast, "--out", "run") as third:
+            _, errors = second.communicate(timeout=120)
+            assert second.returncode == 2
+            assert errors.startswith(f"revzoo: run is in use by process {first.pid} on {socket.gethostname()}.")
+            assert "is not empty" in third.communicate(timeout=120)[1]
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(120) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
