@@ -64,18 +64,26 @@ def evaluate(
     training = model.training
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
-    for batch, labels in loader:
-        with accelerator.autocast():
-            logits = model(batch).float()
-        losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
-        best = logits.topk(min(5, logits.shape[-1])).indices == labels[..., None]
-        parts = losses.view_as(labels), best[..., 0], best.any(-1), labels != IGNORED
-        # Summed for each example before gathering, because the lengths of batches of texts differ between processes.
-        rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
-        sums += accelerator.gather_for_metrics(rows).sum(0).cpu()
-    model.train(training)
+    try:
+        for batch, labels in loader:
+            sums += _sum_scores(model, batch, labels, accelerator)
+    finally:
+        model.train(training)
     loss, hits1, hits5, count = sums.tolist()
     return Scores(100 * hits1 / count, 100 * hits5 / count, loss / count, int(count), label_noun)
+
+
+def _sum_scores(model: nn.Module, batch: Tensor, labels: Tensor, accelerator: Accelerator) -> Tensor:
+    """Return loss, hits among one and among five, and count, each summed over a batch of every process."""
+    with accelerator.autocast():
+        logits = model(batch).float()
+    losses = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    best = logits.topk(min(5, logits.shape[-1])).indices == labels[..., None]
+    parts = losses.view_as(labels), best[..., 0], best.any(-1), labels != IGNORED
+    # Summed for each example before gathering, because the lengths of batches of texts differ between processes.
+    rows = torch.stack([part.double().view(len(labels), -1).sum(1) for part in parts], 1)
+    sums: Tensor = accelerator.gather_for_metrics(rows).sum(0).cpu()
+    return sums
 
 
 def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:

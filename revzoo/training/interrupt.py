@@ -2,12 +2,15 @@
 
 import signal
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+
+T = TypeVar("T")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -21,6 +24,18 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, folder: Path, signum: int):
         self.folder, self.signum = folder, signum
         super().__init__(f"Stopped, everything is saved. Resume with: revzoo train --resume {folder}")
+
+
+class StopRequested(Exception):
+    """A signal arrived between two batches.
+
+    Args:
+        signum: the signal.
+    """
+
+    def __init__(self, signum: int):
+        self.signum = signum
+        super().__init__(signum)
 
 
 class StopSignal:
@@ -50,6 +65,17 @@ class StopSignal:
             return self._received
         signums = self._accelerator.gather(torch.tensor([self._received], device=self._accelerator.device))
         return int(signums.max())
+
+    def watch(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches until a signal arrives; all processes must iterate together.
+
+        Raises:
+            StopRequested: a signal has arrived; the batches from there on are not yielded.
+        """
+        for batch in batches:
+            if signum := self.poll():
+                raise StopRequested(signum)
+            yield batch
 
     def _record(self, signum: int, frame: FrameType | None) -> None:
         self._received = signum

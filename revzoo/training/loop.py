@@ -5,13 +5,10 @@
 
 Every random number of a batch depends only on (seed, epoch, batch, process), so no state of a random generator is saved, and a
 resumed run ends with the weights and metrics of an uninterrupted one: bit for bit where the kernels are deterministic, as on
-CPUs. After a signal the current update is finished and a state is saved; a killed run resumes after its last complete epoch.
+CPUs. After a signal the current update is finished and a state is saved; a killed run resumes from its newest state.
 """
 
 import json
-import logging
-import math
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +18,6 @@ from pathlib import Path
 import psutil
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from timm.utils import distribute_bn
 
 from revzoo.analysis.memory_report import measure_modes
@@ -29,26 +25,24 @@ from revzoo.checkpoint import files
 from revzoo.data.random import reseed
 from revzoo.display.figures.curves import plot_curves
 from revzoo.display.tables.memory import MemoryTable
-from revzoo.errors import CheckpointError, RevzooError
+from revzoo.errors import RecoveryError
 from revzoo.file import write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
 from revzoo.training.budget import apply_plan, save_plan
+from revzoo.training.divergence import check_test_loss, check_training_loss, check_weights
 from revzoo.training.evaluation import evaluate
-from revzoo.training.interrupt import Interrupted, StopSignal
+from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
 from revzoo.training.lock import hold_lock
 from revzoo.training.main_process import call_on_main
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
-from revzoo.training.run_folder import REQUIRED_FILES, RunFolder, find_free_folder
+from revzoo.training.run_folder import RunFolder, find_free_folder
 from revzoo.training.setup import Run, build_run, make_accelerator
+from revzoo.training.state import gather_losses, load_state, save_state, saving
 
 _CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
-
-
-class DivergedError(RevzooError, ArithmeticError):
-    """The training loss is infinite or not a number."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
         BudgetError: no schedule fits the recipe's memory budget; the folder is then not made.
-        DivergedError: the loss is not finite.
+        DivergedError: the loss or the weights are not finite; the newest state is from before.
         Interrupted: stopped by a signal, after everything was saved.
     """
     accelerator = make_accelerator(recipe)
@@ -133,20 +127,34 @@ def resume(folder: Path, *, release_lock: bool = False) -> Summary:
         release_lock: the process of another host that held the folder's lock does not run any more.
 
     Raises:
-        CheckpointError: the folder is not that of a run, has no state, or something in it is damaged.
+        CheckpointError: the folder is not that of a run, or no state in it is whole.
         LockedError: another process works in the folder.
     """
-    for name in REQUIRED_FILES:
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} is not the folder of a run: there is no {name} in it.")
+    run_folder = RunFolder(folder)
+    run_folder.require_run()
     recipe = load_recipe(folder / "config.yaml")
     accelerator = make_accelerator(recipe)
-    with _hold_folder(RunFolder(folder), accelerator, release=release_lock):
-        return _go_on(build_run(recipe, folder, resumed=True, accelerator=accelerator))
+    with _hold_folder(run_folder, accelerator, release=release_lock):
+        call_on_main(accelerator, run_folder.sweep)
+        if call_on_main(accelerator, run_folder.is_untouched):
+            return _begin_again(recipe, run_folder, accelerator)
+        damage = call_on_main(accelerator, run_folder.set_damaged_states_aside)
+        return _go_on(build_run(recipe, folder, resumed=True, accelerator=accelerator), damage)
 
 
-def _go_on(run: Run) -> Summary:
-    """Train from the newest state of the run's folder."""
+def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator) -> Summary:
+    """Train a run from the beginning that was killed before its first state was saved."""
+    run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
+    run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
+    plan = apply_plan(run)
+    call_on_main(accelerator, lambda: folder.write({"spec.yaml": run.model.spec.to_yaml()}))
+    return _begin(run, plan)
+
+
+def _go_on(run: Run, damage: list[str]) -> Summary:
+    """Train from the newest state of the run's folder, after printing which later states were damaged."""
+    for line in damage:
+        run.display.console.print(line, markup=False)
     load_state(run)
     plan = apply_plan(run)
     save_plan(run, plan)
@@ -167,26 +175,6 @@ def _print_plan(run: Run, plan: Plan | None) -> None:
         run.display.console.print("Look-ahead: the next step is recovered beside the gradient of the present one.")
 
 
-def load_state(run: Run) -> None:
-    """Load weights, their running average and the optimizer's state from the newest state of the run's folder.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or of another model.
-    """
-    state = run.folder.find_state()
-    try:
-        # Accelerate loads the weights once more; this reports what is wrong with the file.
-        files.load_weights(run.model, state / "model.safetensors")
-        if run.ema is not None:
-            files.load_weights(run.ema.module, state / "ema.safetensors")
-    except CheckpointError as error:
-        raise run.folder.explain_damage(state, error) from error
-    try:
-        run.accelerator.load_state(str(state))
-    except Exception as error:  # damaged files make the reader raise all kinds of exceptions
-        raise run.folder.explain_damage(state / "optimizer.bin", error) from error
-
-
 def _train_epochs(run: Run) -> Summary:
     progress = run.progress
     if run.recipe.train.compile:  # after planning and measuring: what compiled code keeps cannot be counted
@@ -197,12 +185,11 @@ def _train_epochs(run: Run) -> Summary:
             seen = progress.batch * run.recipe.data.batch_size * run.accelerator.num_processes
             run.data.start_epoch(epoch, skip=seen)
             run.display.start_epoch(epoch, progress.batch)
-            signum = _train_epoch(run, epoch, stop)
+            signum = _train_epoch(run, epoch, stop) or _finish_epoch(run, epoch, stop)
             if signum:
                 save_state(run)
                 _save_curves(run)
                 raise Interrupted(run.folder.path, signum)
-            _finish_epoch(run, epoch)
     _save_curves(run)
     summary = Summary(run.folder.path, progress.top1, progress.best_top1, progress.best_epoch)
     run.display.console.print(str(summary))
@@ -218,7 +205,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     run.wrapped.train()
     for batch, labels in run.train_loader:
         reseed(options.seed, epoch, progress.batch, rank)
-        with accelerator.accumulate(run.wrapped):
+        with accelerator.accumulate(run.wrapped), _say_when(run):
             batch, targets = run.mix(batch, labels)
             loss = run.loss(run.wrapped(batch), targets)
             accelerator.backward(loss)
@@ -239,21 +226,44 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         signum = stop.poll()
         if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.train_loader):
             progress.loss_sums[rank] = loss_sum.item()
-            _check_finite(run, epoch)
+            check_training_loss(run)
             run.display.step(progress.batch, progress.loss_sums[rank] / progress.examples, _read_memory_bytes())
         if signum:
             break
+        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.train_loader):
+            progress.loss_sums[rank] = loss_sum.item()
+            progress.seconds = before + time.perf_counter() - began
+            check_training_loss(run)
+            save_state(run)
     progress.seconds = before + time.perf_counter() - began
     return signum
 
 
-def _finish_epoch(run: Run, epoch: int) -> None:
-    """Evaluate the model, write the metrics, save weights and state."""
+@contextmanager
+def _say_when(run: Run) -> Iterator[None]:
+    """Add update and newest state to an error of the runtime, such as states that leave the range of exact arithmetic."""
+    try:
+        yield
+    except RecoveryError as error:
+        progress = run.progress
+        raise RecoveryError(
+            f"{error} This was in epoch {progress.epoch + 1}, update {progress.updates + 1}. The newest state is "
+            f"{run.folder.find_state()}; train.save_every=N saves one every N updates."
+        ) from error
+
+
+def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
+    """Evaluate the model, write the metrics, save weights and state; return the signal that ended the evaluation, or 0."""
     accelerator, progress = run.accelerator, run.progress
     if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes
         distribute_bn(run.evaluated, accelerator.num_processes, reduce=False)
-    scores = evaluate(run.evaluated, run.test_loader, accelerator, run.data.label_noun)
-    loss_sums = _gather_losses(run)
+    check_weights(run)
+    try:
+        scores = evaluate(run.evaluated, stop.watch(run.test_loader), accelerator, run.data.label_noun)
+    except StopRequested as caught:
+        return caught.signum
+    check_test_loss(run, scores.loss)
+    loss_sums = gather_losses(run)
     examples = progress.examples * len(loss_sums)
     record = {
         "epoch": epoch + 1,
@@ -277,7 +287,7 @@ def _finish_epoch(run: Run, epoch: int) -> None:
         metadata = {"revzoo.recipe": run.recipe.to_yaml(), "revzoo.epoch": str(epoch + 1), "revzoo.top1": repr(scores.top1)}
         if run.data.class_names is not None:
             metadata["revzoo.classes"] = json.dumps(run.data.class_names)
-        with _saving(run):
+        with saving(run):
             run.folder.append_record(record)
             files.save_weights(run.evaluated, run.folder.last, metadata)
             if improved:
@@ -286,50 +296,7 @@ def _finish_epoch(run: Run, epoch: int) -> None:
     progress.epoch, progress.batch, progress.examples, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
     run.display.end_epoch(record, progress.best_top1)
-
-
-def save_state(run: Run) -> None:
-    """Save everything needed to resume from here; until that is complete, the previous state stays the newest."""
-    writing = run.folder.states / "writing"
-    if run.accelerator.is_main_process:
-        shutil.rmtree(writing, ignore_errors=True)
-    run.accelerator.wait_for_everyone()
-    run.progress.loss_sums = _gather_losses(run)
-    with _saving(run), _quiet_about_tied_tensors():
-        run.accelerator.save_state(str(writing))
-    run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process:
-        with _saving(run):
-            if run.ema is not None:
-                files.save_weights(run.ema.module, writing / "ema.safetensors")
-            run.folder.publish_state(writing, run.progress)
-    run.accelerator.wait_for_everyone()
-
-
-@contextmanager
-def _saving(run: Run) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk raises any of these
-        raise RevzooError(
-            f"Nothing more can be saved in {run.folder.path} ({error}). Is the disk full? What was saved before is complete: "
-            f"make room and resume with revzoo train --resume {run.folder.path}"
-        ) from error
-
-
-@contextmanager
-def _quiet_about_tied_tensors() -> Iterator[None]:
-    """Silence Accelerate's warning about a tied embedding, which it rightly saves only once."""
-    logger = logging.getLogger("accelerate.utils.other")
-    logger.addFilter(_is_not_about_tied_tensors)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_not_about_tied_tensors)
-
-
-def _is_not_about_tied_tensors(record: logging.LogRecord) -> bool:
-    return "Removed shared tensor" not in record.getMessage()
+    return 0
 
 
 def _read_memory_bytes() -> int:
@@ -337,26 +304,7 @@ def _read_memory_bytes() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
 
 
-def _gather_losses(run: Run) -> list[float]:
-    own = torch.tensor([run.progress.loss_sums[run.accelerator.process_index]], device=run.accelerator.device)
-    losses: list[float] = run.accelerator.gather(own).tolist()
-    return losses
-
-
 def _save_curves(run: Run) -> None:
     records = run.folder.read_records()
     if run.accelerator.is_main_process and records:
         write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
-
-
-def _check_finite(run: Run, epoch: int) -> None:
-    loss_sum = run.progress.loss_sums[run.accelerator.process_index]
-    if not math.isfinite(loss_sum):
-        options = run.recipe
-        raise DivergedError(
-            f"The training loss is {loss_sum} in epoch {epoch + 1}, by update {run.progress.updates}; nothing was "
-            f"saved since {run.folder.find_state()}. Try a smaller optimizer.lr (it is {options.optimizer.lr:g}), a longer "
-            f"schedule.warmup_epochs ({options.schedule.warmup_epochs}), train.clip_grad=1 ({options.train.clip_grad}) or "
-            f"train.mixed_precision=no ({options.train.mixed_precision}); revzoo verify {options.model.name} "
-            "checks the gradients."
-        )

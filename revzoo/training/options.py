@@ -123,6 +123,8 @@ class TrainOptions:
         seed: of initialisation, order, augmentation and dropout.
         freeze: modules of the model that are not trained, such as stem or stages.0.
         compile: compile the reversible steps with `torch.compile`.
+        save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
+        keep_states: how many of the newest states are kept; the older ones are for when a newer one is damaged.
     """
 
     epochs: PositiveInt
@@ -133,6 +135,8 @@ class TrainOptions:
     seed: NonNegativeInt = 0
     freeze: tuple[str, ...] = ()
     compile: bool = False
+    save_every: PositiveInt | None = None
+    keep_states: PositiveInt = 2
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.errors import CheckpointError, InputError
-from revzoo.file import write_atomically
+from revzoo.file import sync, write_atomically
+from revzoo.training.seal import find_damage, seal
 
-REQUIRED_FILES = ("config.yaml", "spec.yaml")
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
+_TEMPORARY = re.compile(
+    r"\.tmp[A-Za-z0-9]{6}|(config\.yaml|spec\.yaml|metrics\.jsonl|plan\.json|\w+\.safetensors|curves\.png)\.partial"
+)
 _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
 
 
@@ -82,8 +85,42 @@ class RunFolder:
             InputError: another run has begun in the folder in the meantime.
         """
         self.require_free()
+        self.write(files)
+
+    def write(self, files: dict[str, str]) -> None:
+        """Write text files, given by name."""
         for name, text in files.items():
             write_atomically(self.path / name, partial(Path.write_text, data=text))
+
+    def require_run(self) -> None:
+        """Check that the folder is that of a run, whether or not its first state was saved.
+
+        Raises:
+            CheckpointError: recipe or spec are missing.
+        """
+        needed = ["config.yaml"] if self.is_untouched() else ["config.yaml", "spec.yaml"]
+        for name in needed:
+            if not (self.path / name).is_file():
+                begun = self.lock.is_file() and self.is_untouched()
+                remedy = " It was killed before anything was saved: delete the folder and start it again." if begun else ""
+                raise CheckpointError(f"{self.path} is not the folder of a run: there is no {name} in it.{remedy}")
+
+    def is_untouched(self) -> bool:
+        """Return whether no state, metrics or weights have been saved."""
+        results = (self.metrics, self.last, self.best)
+        return not any(self.states.glob("*-*")) and not any(path.exists() for path in results)
+
+    def sweep(self) -> None:
+        """Remove what a killed run has left: temporary files, and states that were being written, replaced or deleted."""
+        for path in self.path.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink()
+        for path in list(self.states.iterdir()):
+            prefix, _, name = path.name.partition("-")
+            if prefix == "replaced" and not (self.states / name).exists():
+                path.rename(self.states / name)  # killed before the new one had its name
+            elif prefix in ("replaced", "deleted") or path.name == "writing":
+                shutil.rmtree(path)
 
     def find_state(self) -> Path:
         """Return the folder of the newest complete state.
@@ -91,7 +128,7 @@ class RunFolder:
         Raises:
             CheckpointError: there is none.
         """
-        states = self._list_states()
+        states = self.list_states()
         if not states:
             raise CheckpointError(f"{self.path} is not the folder of a run: there is no state in {self.states}.")
         return states[-1]
@@ -117,27 +154,60 @@ class RunFolder:
 
     def explain_damage(self, file: Path, reason: object) -> CheckpointError:
         """Return the error for a file of the newest state that cannot be used; it says how to go on."""
-        *earlier, newest = self._list_states()
+        *earlier, newest = self.list_states()
         remedy = (
             f"Delete {newest} to resume from the state before it" if earlier else "There is no state before it: start again"
         )
         return CheckpointError(f"{file} cannot be used ({textwrap.shorten(str(reason), 300)}). {remedy}.")
 
-    def _list_states(self) -> list[Path]:
+    def list_states(self) -> list[Path]:
         """Return the folders of all states, oldest first; anything else in `states` is ignored."""
         return sorted(path for path in self.states.glob("*-*") if _STATE_NAME.fullmatch(path.name) and path.is_dir())
 
-    def publish_state(self, written: Path, progress: Progress) -> None:
-        """Rename a completely written state to its final name, which makes it the newest, and delete older ones."""
-        (written / "progress.json").write_text(json.dumps(asdict(progress)))
-        state = self.states / _state_name(progress)
-        if state.exists():
-            shutil.rmtree(written)  # same epoch and batch, so the same state
+    def set_damaged_states_aside(self) -> list[str]:
+        """Rename the damaged ones among the newest states, so that the newest is a whole one; return a sentence for each.
+
+        They stay until the next state is saved.
+
+        Raises:
+            CheckpointError: there are states, but none is whole.
+        """
+        damaged = list[tuple[Path, str]]()
+        for state in reversed(self.list_states()):
+            if not (damage := find_damage(state)):
+                break
+            damaged.append((state, damage))
         else:
-            written.rename(state)
-        for path in self._list_states():
-            if path != state:
-                shutil.rmtree(path)
+            if damaged:
+                raise CheckpointError(self._explain_loss(damaged))
+        for state, _ in damaged:
+            shutil.rmtree(self.states / f"damaged-{state.name}", ignore_errors=True)
+            state.rename(self.states / f"damaged-{state.name}")
+        return [f"The state {state} is damaged ({damage}); the one before it is used." for state, damage in damaged]
+
+    def _explain_loss(self, damaged: list[tuple[Path, str]]) -> str:
+        reasons = "; ".join(f"{state.name}: {damage}" for state, damage in damaged)
+        text = f"No state in {self.states} can be used ({reasons}). Put one back from a backup, or start again"
+        if self.last.is_file():
+            text += (
+                f"; {self.last} holds weights to start from: revzoo train {self.path}/config.yaml model.checkpoint={self.last}"
+            )
+        return f"{text}."
+
+    def publish_state(self, written: Path, progress: Progress, keep: int) -> None:
+        """Rename a completely written state to its final name, which makes it the newest, and delete all but `keep` states."""
+        (written / "progress.json").write_text(json.dumps(asdict(progress), allow_nan=False))
+        seal(written)
+        state = self.states / _state_name(progress)
+        replaced = self.states / f"replaced-{state.name}"
+        if state.exists():
+            state.rename(replaced)
+        written.rename(state)
+        sync(self.states)
+        for path in self.list_states()[:-keep]:
+            path.rename(self.states / f"deleted-{path.name}")  # what is half deleted must not look like a state
+        for path in [replaced, *self.states.glob("damaged-*"), *self.states.glob("deleted-*")]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def read_records(self) -> list[dict[str, Any]]:
         """Return the metrics of all complete epochs; an unfinished last line is ignored.
@@ -160,7 +230,8 @@ class RunFolder:
     def append_record(self, record: dict[str, Any]) -> None:
         """Add the metrics of an epoch."""
         with self.metrics.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+        sync(self.metrics)
 
     def drop_records_after(self, epoch: int) -> None:
         """Drop the metrics of epochs after `epoch`, which a resumed run does again.

@@ -1,6 +1,7 @@
 """A recipe that trains in a second, and the comparison of runs."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from revzoo.training.recipe import load_recipe
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
 # Four batches an epoch.
 FAST = ["data.batch_size=320", "train.epochs=2", "schedule.warmup_epochs=1", f"model.overrides=[{SMALL}]"]
+# Everything that draws random numbers, two updates an epoch.
+RANDOM = ["mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.accumulate=2", "train.epochs=3"]
 _MEASURED = {"seconds", "images_per_second", "texts_per_second", "memory_bytes"}  # different in every run
 _SHOWN = {name: getattr(loop, name) for name in ("measure_modes", "plot_curves")}
 
@@ -79,3 +82,30 @@ def read_records() -> Callable[[Path], list[dict]]:
 def assert_same_run() -> Callable[[Path, Path], None]:
     """Return a function that asserts that two runs have the same metrics and weights, bit for bit."""
     return _assert_same_run
+
+
+@pytest.fixture(scope="session")
+def random_settings() -> list[str]:
+    """Overrides with which everything draws random numbers, with two updates an epoch."""
+    return list(RANDOM)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory, recipe) -> Path:
+    """A run that was never interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    loop.train(recipe(*RANDOM), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, recipe) -> Path:
+    """A run of one epoch; tests change copies of it."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    loop.train(recipe("train.epochs=1"), folder)
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))

@@ -8,7 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import revzoo
-from revzoo.training.loop import DivergedError, train
+from revzoo.training.divergence import DivergedError
+from revzoo.training.loop import train
 
 MEASURED = {"seconds", "images_per_second", "memory_bytes"}
 
@@ -41,7 +42,7 @@ def test_run_folder(recipe, tmp_path, shown, capsys, read_records):
         "spec.yaml",
         "state",
     ]
-    assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["00002-0000000"]
+    assert sorted(path.name for path in (tmp_path / "run" / "state").iterdir()) == ["00001-0000000", "00002-0000000", "lock"]
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [(record["epoch"], record["updates"]) for record in records] == [(1, 4), (2, 8)]
     assert [record["lr"] for record in records] == pytest.approx([(3e-3 + 1e-5) / 2, 1e-5])  # half down the cosine, and down

@@ -1,71 +1,65 @@
 """Stopped, killed and damaged runs: each resumes to the end of an uninterrupted one, or says what is wrong."""
 
+import math
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 
 import revzoo
-from revzoo.errors import CheckpointError, InputError, RevzooError, SpecError
+from revzoo.errors import CheckpointError, InputError, RecoveryError
 from revzoo.training import loop
+from revzoo.training.divergence import DivergedError
 from revzoo.training.interrupt import Interrupted, StopSignal
-from revzoo.training.loop import load_state, resume, train
+from revzoo.training.lock import hold_lock
+from revzoo.training.loop import resume, train
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder
-from revzoo.training.setup import build_run
 
 ROOT = Path(__file__).parents[2]
-# Everything that draws random numbers, two updates an epoch.
-RANDOM = ["mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.accumulate=2", "train.epochs=3"]
 
 
 class Killed(BaseException):
     """What nothing catches, as if the process had been killed."""
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, recipe) -> Path:
-    """A run that was never interrupted."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    train(recipe(*RANDOM), folder)
-    return folder
-
-
-@pytest.mark.parametrize("updates", [1, 2, 3])  # in the first epoch, at its very end, in the second
-def test_an_interrupted_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch, updates, recipe, assert_same_run):
+# In the first epoch, at its very end, in the second; the evaluation of two batches is in between.
+@pytest.mark.parametrize("polls", [1, 2, 5])
+def test_an_interrupted_run_resumes_to_the_same_end(
+    whole, tmp_path, monkeypatch, polls, recipe, assert_same_run, random_settings
+):
     """The folder has the name of a recipe, which must not be mistaken for it."""
     monkeypatch.chdir(tmp_path)
-    signals = iter([0] * (updates - 1) + [signal.SIGTERM])
+    signals = iter([0] * (polls - 1) + [signal.SIGTERM])
     with monkeypatch.context() as patch:
         patch.setattr(StopSignal, "poll", lambda self: next(signals))
         with pytest.raises(Interrupted, match="revzoo train --resume digits") as caught:
-            train(recipe(*RANDOM), Path("digits"))
+            train(recipe(*random_settings), Path("digits"))
     assert caught.value.signum == signal.SIGTERM
-    assert Path("digits/metrics.jsonl").is_file() == (updates > 2)
+    assert Path("digits/metrics.jsonl").is_file() == (polls > 2)
     resume(Path("digits"))
     assert_same_run(whole, tmp_path / "digits")
 
 
 # What is called when the process dies, in which call, and how many epochs are in the metrics by then.
 KILLS = {
-    "within the second epoch": (StopSignal, "poll", 4, 1),
+    "within the second epoch": (StopSignal, "poll", 6, 1),  # after two updates, two test batches and one update
     "after its metrics": (loop, "save_state", 3, 2),  # the first call is before the first epoch
     "after its state, not yet renamed": (RunFolder, "publish_state", 3, 2),
 }
 
 
 @pytest.mark.parametrize("when", KILLS)
-def test_a_killed_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch, when, recipe, assert_same_run):
-    """The newest state is that of the first epoch, whatever was written since."""
+def test_a_killed_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch, when, recipe, assert_same_run, random_settings):
+    """The newest state is that of the first epoch, whatever was written since; the one before it is kept."""
     owner, name, call, epochs_written = KILLS[when]
     original, calls = getattr(owner, name), count(1)
 
@@ -77,8 +71,8 @@ def test_a_killed_run_resumes_to_the_same_end(whole, tmp_path, monkeypatch, when
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, kill)
         with pytest.raises(Killed):
-            train(recipe(*RANDOM), tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run" / "state").glob("0*")] == ["00001-0000000"]
+            train(recipe(*random_settings), tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run" / "state").glob("0*")) == ["00000-0000000", "00001-0000000"]
     assert len(RunFolder(tmp_path / "run").read_records()) == epochs_written
     resume(tmp_path / "run")
     assert_same_run(whole, tmp_path / "run")
@@ -96,9 +90,9 @@ def test_a_real_signal_is_recorded_once(signum):
 
 
 @pytest.mark.slow
-def test_killed_processes_go_on_to_the_same_end(fast, tmp_path, monkeypatch, read_records, assert_same_run):
+def test_killed_processes_go_on_to_the_same_end(fast, tmp_path, monkeypatch, read_records, assert_same_run, random_settings):
     """Ctrl-C, then SIGKILL after resuming, then to the end, with the command line and real signals."""
-    long = [*fast, *RANDOM, "train.epochs=12"]
+    long = [*fast, *random_settings, "train.epochs=12"]
     train(load_recipe("digits", long), tmp_path / "whole")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -128,138 +122,103 @@ def test_killed_processes_go_on_to_the_same_end(fast, tmp_path, monkeypatch, rea
     assert_same_run(tmp_path / "whole", tmp_path / "digits")
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, recipe) -> Path:
-    """A run of one epoch; tests change copies of it."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    train(recipe("train.epochs=1"), folder)
-    return folder
-
-
-@pytest.fixture
-def copied(finished, tmp_path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
 def test_a_finished_run_stays_as_it_is(copied, capsys, read_records):
     before = read_records(copied)
     assert str(resume(copied)) in capsys.readouterr().out
     assert read_records(copied) == before
 
 
-def damage(file: Path, content: bytes | None) -> None:
-    if content is None:
-        file.unlink()
-    else:
-        file.write_bytes(content)
-
-
-STATE = "state/00001-0000000"
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("spec.yaml", None, "there is no spec.yaml in it"),
-        ("config.yaml", None, "there is no config.yaml in it"),
-        ("spec.yaml", b"name: [", "invalid YAML"),
-        ("metrics.jsonl", None, "There is no .*metrics.jsonl, the metrics of 1 epochs. Put it back"),
-        (f"{STATE}/progress.json", b"[]", f"{STATE}/progress.json cannot be used"),
-        (f"{STATE}/model.safetensors", b"half", "model.safetensors cannot be read"),
-    ],
-)
-def test_damaged_folders_are_not_resumed(copied, file, content, message):
-    damage(copied / file, content)
-    with pytest.raises((CheckpointError, SpecError), match=message):
-        resume(copied)
-
-
-@pytest.mark.parametrize("content", [b"[1]\n", b"\xff{\n"])
-def test_damaged_metrics(copied, content):
-    damage(copied / "metrics.jsonl", content)
-    with pytest.raises(CheckpointError, match="Line 1 of .*metrics.jsonl is not the metrics of an epoch. Delete that line"):
-        RunFolder(copied).drop_records_after(1)
-
-
-@pytest.mark.parametrize(
-    "content", [None, b"", b"[]", b'{"loss_sums": [0.0], "epoch": 7}', b'{"loss_sums": 3, "epoch": 1}', b'{"loss_sums": []}']
-)
-def test_damaged_progress(copied, content):
-    damage(copied / STATE / "progress.json", content)
-    message = rf"{STATE}/progress.json cannot be used \(.*\)\. There is no state before it: start again\."
-    with pytest.raises(CheckpointError, match=message):
-        RunFolder(copied).read_progress()
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("model.safetensors", None, "No weights file at .*model.safetensors"),
-        ("model.safetensors", b"half", "model.safetensors cannot be read"),
-        ("ema.safetensors", b"half", "ema.safetensors cannot be read"),
-        ("optimizer.bin", None, f"{STATE}/optimizer.bin cannot be used"),
-        ("optimizer.bin", b"half", f"{STATE}/optimizer.bin cannot be used"),
-    ],
-)
-def test_damaged_states(finished, copied, file, content, message):
-    run = build_run(load_recipe(finished), copied, resumed=True)
-    damage(copied / STATE / file, content)
-    with pytest.raises(CheckpointError, match=message):
-        load_state(run)
-
-
-def test_a_state_of_another_model(finished, copied):
-    (copied / "spec.yaml").write_text(revzoo.load_spec(copied, ["stages.0.depth=1"]).to_yaml())
-    run = build_run(load_recipe(finished), copied, resumed=True)
-    with pytest.raises(CheckpointError, match=rf"{STATE} cannot be used \(.*model.safetensors does not fit"):
-        load_state(run)
-
-
-def test_a_whole_state_is_loaded(finished, copied):
-    run = build_run(load_recipe(finished), copied, resumed=True)
-    load_state(run)
-    for name, model in (("model", run.model), ("ema", run.ema.module)):
-        saved, own = load_file(finished / STATE / f"{name}.safetensors"), model.state_dict()
-        assert saved.keys() == own.keys()
-        assert all(torch.equal(own[key], tensor) for key, tensor in saved.items())
-    assert len(run.optimizer.state_dict()["state"]) > 0
-
-
-def test_the_state_before_a_damaged_one(copied, read_records):
-    newest = copied / "state" / "00002-0000000"
-    newest.mkdir()
-    with pytest.raises(CheckpointError, match=f"Delete {newest} to resume from the state before it"):
-        resume(copied)
-    newest.rmdir()
-    for name in ("my-notes", "99999-copy"):  # neither states nor in the way
-        (newest.parent / name).mkdir()
-    (newest.parent / "00009-0000000").touch()
-    with (copied / "metrics.jsonl").open("a") as file:
-        file.write('{"epoch": 2, "tr')
-    assert resume(copied).folder == copied
-    assert [record["epoch"] for record in read_records(copied)] == [1]
-
-
-def test_a_full_disk(recipe, tmp_path, monkeypatch, read_records):
-    publish_state = RunFolder.publish_state
-
-    def publish(self, written, progress):
-        if progress.epoch:
-            raise OSError(28, "No space left on device")
-        publish_state(self, written, progress)
+def test_a_run_killed_before_its_first_state_starts_anew(
+    whole, tmp_path, monkeypatch, recipe, capsys, assert_same_run, random_settings
+):
+    def kill(*arguments):
+        raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "publish_state", publish)
-        with pytest.raises(RevzooError, match=f"No space left.*resume with revzoo train --resume {tmp_path}/run"):
-            train(recipe(), tmp_path / "run")
+        patch.setattr(loop, "save_state", kill)
+        with pytest.raises(Killed):
+            train(recipe(*random_settings), tmp_path / "run")
+    (tmp_path / "run" / "spec.yaml").unlink()  # it is written after the recipe
     resume(tmp_path / "run")
-    assert [record["epoch"] for record in read_records(tmp_path / "run")] == [1, 2]
+    assert "Nothing was trained yet" in capsys.readouterr().out
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_a_run_killed_before_its_recipe_was_saved(recipe, tmp_path):
+    with hold_lock(tmp_path / "run" / "state" / "lock", tmp_path / "run"):
+        pass
+    with pytest.raises(
+        CheckpointError, match="no config.yaml in it. It was killed before .*: delete the folder and start it again"
+    ):
+        resume(tmp_path / "run")
+    train(recipe("train.epochs=1"), tmp_path / "run")  # which works without deleting it, too
+
+
+@pytest.mark.parametrize("where", ["model", "ema", "test loss"])
+def test_weights_that_are_not_finite_are_not_saved(
+    whole, tmp_path, monkeypatch, recipe, where, assert_same_run, random_settings
+):
+    """They became so in the last update of the second epoch, whose loss was finite."""
+
+    def spoil(run, epoch, stop):
+        if epoch == 1 and where != "test loss":
+            model = run.model if where == "model" else run.ema.module
+            next(model.parameters()).data[0] = math.nan
+        return finish_epoch(run, epoch, stop)
+
+    def evaluate(model, *arguments):
+        scores = loop_evaluate(model, *arguments)
+        return replace(scores, loss=math.nan) if next(calls) == 2 else scores
+
+    finish_epoch, loop_evaluate, calls = loop._finish_epoch, loop.evaluate, count(1)
+    message = {
+        "model": r"NaN in the weights \(stem",
+        "ema": r"NaN in the weights \(the running average of stem",
+        "test loss": "The test loss is nan",
+    }[where]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_finish_epoch", spoil)
+        if where == "test loss":
+            patch.setattr(loop, "evaluate", evaluate)
+        with pytest.raises(
+            DivergedError, match=f"{message}.* in epoch 2, by update 4; nothing was saved since .*00001-0000000"
+        ):
+            train(recipe(*random_settings), tmp_path / "run")
+    assert len(RunFolder(tmp_path / "run").read_records()) == 1
+    resume(tmp_path / "run")
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_a_signal_during_the_evaluation(whole, tmp_path, monkeypatch, recipe, assert_same_run, random_settings):
+    """It is answered after the batch, and the evaluation is repeated."""
+    polls = count(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignal, "poll", lambda self: signal.SIGTERM if next(polls) == 4 else 0)
+        with pytest.raises(Interrupted):
+            train(recipe(*random_settings), tmp_path / "run")
+    assert next(polls) == 5  # two updates, then two test batches
+    assert RunFolder(tmp_path / "run").find_state().name == "00000-0000004"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    resume(tmp_path / "run")
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_leaving_the_range_of_exact_arithmetic_says_when(recipe, tmp_path):
+    settings = ("model.exact=true", "optimizer.opt=sgd", "optimizer.lr=1e6", "schedule.warmup_epochs=0", "train.save_every=1")
+    message = r"Exact arithmetic holds states below .*This was in epoch 1, update (\d+). The newest state is .*00000-000000(\d)"
+    with pytest.raises(RecoveryError, match=message) as caught:
+        train(recipe(*settings, "train.clip_grad=null"), tmp_path / "run")
+    update, batch = map(int, re.search(message, str(caught.value)).groups())
+    assert update == batch + 1 > 1
 
 
 def test_folders_that_are_no_runs(recipe, tmp_path):
     (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="not the folder of a run: there is no config.yaml in it.$"):
+        resume(tmp_path / "empty")
     (tmp_path / "empty" / "config.yaml").write_text(recipe().to_yaml())
     (tmp_path / "empty" / "spec.yaml").write_text(revzoo.load_spec("rev_vit_digits").to_yaml())
+    (tmp_path / "empty" / "metrics.jsonl").touch()
     with pytest.raises(CheckpointError, match="not the folder of a run: there is no state"):
         resume(tmp_path / "empty")
     with pytest.raises(InputError, match="is not empty"):

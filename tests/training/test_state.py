@@ -1,0 +1,217 @@
+"""States on the disk: what is kept, what a damaged one means, what is never saved."""
+
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import revzoo
+from revzoo.errors import CheckpointError, RevzooError, SpecError
+from revzoo.training.loop import resume, train
+from revzoo.training.recipe import load_recipe
+from revzoo.training.run_folder import RunFolder
+from revzoo.training.seal import find_damage
+from revzoo.training.setup import build_run
+from revzoo.training.state import load_state
+
+STATE = "state/00001-0000000"
+
+
+def damage(file: Path, content: bytes | None) -> None:
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit": ("model.safetensors", "flip", "model.safetensors has changed since it was written"),
+    "an empty file": ("optimizer.bin", b"", "optimizer.bin has changed since it was written"),
+    "a missing file": ("ema.safetensors", None, "ema.safetensors is missing"),
+    "an edited file": ("progress.json", b"[]", "progress.json has changed"),
+    "no checksums": ("checksums.sha256", None, "checksums.sha256 is missing"),
+    "empty checksums": ("checksums.sha256", b"", "checksums.sha256 is empty"),
+    "strange checksums": ("checksums.sha256", b"\xff\xfe", "checksums.sha256 is missing or damaged"),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("spec.yaml", None, "there is no spec.yaml in it"),
+        ("config.yaml", None, "there is no config.yaml in it"),
+        ("spec.yaml", b"name: [", "invalid YAML"),
+        ("metrics.jsonl", None, "There is no .*metrics.jsonl, the metrics of 1 epochs. Put it back"),
+    ],
+)
+def test_damaged_folders_are_not_resumed(copied, file, content, message):
+    damage(copied / file, content)
+    with pytest.raises((CheckpointError, SpecError), match=message):
+        resume(copied)
+
+
+@pytest.mark.parametrize("content", [b"[1]\n", b"\xff{\n"])
+def test_damaged_metrics(copied, content):
+    damage(copied / "metrics.jsonl", content)
+    with pytest.raises(CheckpointError, match="Line 1 of .*metrics.jsonl is not the metrics of an epoch. Delete that line"):
+        RunFolder(copied).drop_records_after(1)
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"[]", b'{"loss_sums": [0.0], "epoch": 7}', b'{"loss_sums": 3, "epoch": 1}', b'{"loss_sums": []}']
+)
+def test_damaged_progress(copied, content):
+    damage(copied / STATE / "progress.json", content)
+    shutil.rmtree(copied / "state" / "00000-0000000")
+    message = rf"{STATE}/progress.json cannot be used \(.*\)\. There is no state before it: start again\."
+    with pytest.raises(CheckpointError, match=message):
+        RunFolder(copied).read_progress()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", None, "No weights file at .*model.safetensors"),
+        ("model.safetensors", b"half", "model.safetensors cannot be read"),
+        ("ema.safetensors", b"half", "ema.safetensors cannot be read"),
+        ("optimizer.bin", None, f"{STATE}/optimizer.bin cannot be used"),
+        ("optimizer.bin", b"half", f"{STATE}/optimizer.bin cannot be used"),
+    ],
+)
+def test_damaged_states(finished, copied, file, content, message):
+    run = build_run(load_recipe(finished), copied, resumed=True)
+    damage(copied / STATE / file, content)
+    with pytest.raises(CheckpointError, match=message):
+        load_state(run)
+
+
+def test_a_state_of_another_model(finished, copied):
+    (copied / "spec.yaml").write_text(revzoo.load_spec(copied, ["stages.0.depth=1"]).to_yaml())
+    run = build_run(load_recipe(finished), copied, resumed=True)
+    with pytest.raises(CheckpointError, match=rf"{STATE} cannot be used \(.*model.safetensors does not fit"):
+        load_state(run)
+
+
+def test_a_whole_state_is_loaded(finished, copied):
+    run = build_run(load_recipe(finished), copied, resumed=True)
+    load_state(run)
+    for name, model in (("model", run.model), ("ema", run.ema.module)):
+        saved, own = load_file(finished / STATE / f"{name}.safetensors"), model.state_dict()
+        assert saved.keys() == own.keys()
+        assert all(torch.equal(own[key], tensor) for key, tensor in saved.items())
+    assert len(run.optimizer.state_dict()["state"]) > 0
+
+
+def flip(file: Path) -> bytes:
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 16
+    return bytes(content)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_state_before_a_damaged_one(finished, copied, kind, capsys, assert_same_run):
+    name, content, reason = DAMAGE[kind]
+    damage(copied / STATE / name, flip(copied / STATE / name) if content == "flip" else content)
+    resume(copied)
+    printed = capsys.readouterr().out
+    assert f"The state {copied / STATE} is damaged ({reason}" in printed
+    assert "the one before it is used." in printed
+    assert "Resuming after 0 epochs and 0 batches" in printed
+    assert_same_run(finished, copied)
+    assert sorted(path.name for path in (copied / "state").iterdir()) == ["00000-0000000", "00001-0000000", "lock"]
+    assert [find_damage(path) for path in RunFolder(copied).list_states()] == ["", ""]
+
+
+def test_no_state_is_whole(copied):
+    for state in RunFolder(copied).list_states():
+        (state / "optimizer.bin").write_bytes(b"")
+    message = (
+        r"No state in .* \(00001-0000000: optimizer.bin has changed.*00000-0000000: .*model.checkpoint=.*last.safetensors\."
+    )
+    with pytest.raises(CheckpointError, match=message):
+        resume(copied)
+    assert len(RunFolder(copied).list_states()) == 2
+
+
+def test_the_checksums_are_those_of_the_usual_tool(copied):
+    command = ["sha256sum", "--check", "--strict", "checksums.sha256"]
+    checked = subprocess.run(command, cwd=copied / STATE, capture_output=True, text=True)
+    assert checked.returncode == 0
+    files = sorted(path.name for path in (copied / STATE).iterdir())
+    assert sorted(line.partition(":")[0] for line in checked.stdout.splitlines()) == [f for f in files if "sha256" not in f]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_as_many_states_are_kept_as_the_recipe_says(recipe, tmp_path, keep, whole, assert_same_run, random_settings):
+    """A state is saved every update, too: two an epoch, the second of them by the epoch itself."""
+    train(recipe(*random_settings, f"train.keep_states={keep}", "train.save_every=1"), tmp_path / "run")
+    names = ["00002-0000000", "00002-0000002", "00003-0000000"]
+    assert [path.name for path in RunFolder(tmp_path / "run").list_states()] == names[-keep:]
+    assert_same_run(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_colleagues_can_read_what_is_saved(recipe, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        train(recipe("train.epochs=1"), tmp_path / "run")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 15
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+
+
+def test_what_a_killed_run_leaves_is_swept_away(finished, copied, assert_same_run):
+    state = copied / "state"
+    for name in (".tmpab12XY", "last.safetensors.partial", "curves.png.partial"):
+        (copied / name).write_text("half")
+    for name in ("writing", "deleted-00000-0000000", "replaced-00001-0000000"):
+        (state / name).mkdir()
+    for name in ("my-notes", "99999-copy"):  # neither states nor in the way
+        (state / name).mkdir()
+    for name in ("notes.partial", ".tmpfile"):  # somebody else's
+        (copied / name).touch()
+    resume(copied)
+    names = {path.name for path in copied.iterdir()} ^ {path.name for path in finished.iterdir()}
+    assert names == {"notes.partial", ".tmpfile"}
+    assert {path.name for path in state.iterdir()} == {"00000-0000000", "00001-0000000", "lock", "my-notes", "99999-copy"}
+    (state / "00001-0000000").rename(state / "replaced-00001-0000000")  # killed between two renames
+    resume(copied)
+    assert_same_run(finished, copied)
+    assert (state / "00001-0000000").is_dir()
+
+
+def test_metrics_stay_json(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        RunFolder(tmp_path).append_record({"epoch": 1, "loss": math.nan})
+
+
+def test_metrics_beyond_the_newest_state_are_dropped(copied, read_records):
+    (copied / "state" / "00009-0000000").touch()
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 2, "tr')
+    assert resume(copied).folder == copied
+    assert [record["epoch"] for record in read_records(copied)] == [1]
+
+
+def test_a_full_disk(recipe, tmp_path, monkeypatch, read_records):
+    publish_state = RunFolder.publish_state
+
+    def publish(self, written, progress, keep):
+        if progress.epoch:
+            raise OSError(28, "No space left on device")
+        publish_state(self, written, progress, keep)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "publish_state", publish)
+        with pytest.raises(RevzooError, match=f"No space left.*resume with revzoo train --resume {tmp_path}/run"):
+            train(recipe(), tmp_path / "run")
+    assert not (tmp_path / "run" / "state" / "writing").exists()
+    resume(tmp_path / "run")
+    assert [record["epoch"] for record in read_records(tmp_path / "run")] == [1, 2]
