@@ -4,10 +4,10 @@ A file either fits the model, with the same keys and shapes, or nothing of it is
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from omegaconf import OmegaConf
@@ -21,7 +21,7 @@ from revzoo.errors import CheckpointError, join_names
 from revzoo.file import write_atomically
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import STATEMENTS, Spec
-from revzoo.spec.tree import join
+from revzoo.spec.tree import find_differences
 
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DistributedDataParallel and torch.compile add to every key
 _CPU = torch.device("cpu")  # as a context it sets aside the user's default device, which may be meta
@@ -160,22 +160,10 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _compare_specs(text: str, spec: Spec) -> list[str]:
     """Return the dotted paths at which a spec differs from the YAML text of a saved one."""
     try:
-        saved = dict(_leaves(OmegaConf.to_container(OmegaConf.create(text))))
+        saved = OmegaConf.to_container(OmegaConf.create(text))
     except (OmegaConfBaseException, YAMLError):
         return []
-    own = dict(_leaves(to_plain(spec)))
-    paths = [path for path in {**own, **saved} if (path in own, own.get(path)) != (path in saved, saved.get(path))]
-    return [path for path in paths if not path.startswith(_NOT_COMPARED)]
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every scalar of nested mappings and lists, with its dotted path."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        yield path, value
-    else:
-        for key, item in items:
-            yield from _leaves(item, join(path, key))
+    return [path for path in find_differences(to_plain(spec), saved) if not path.startswith(_NOT_COMPARED)]
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:

@@ -24,6 +24,9 @@ def declare(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
     parser.add_argument(
+        "--accept-changes", action="store_true", help="with --resume: go on although recipe or place of the data have changed"
+    )
+    parser.add_argument(
         "--release-lock", action="store_true", help="with --resume: the process of another host that held the folder has ended"
     )
 
@@ -32,16 +35,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Train or resume."""
     recipes, overrides = split_overrides(arguments.recipe)
     if arguments.resume is not None:
-        if recipes or overrides or arguments.out is not None:
+        if recipes or arguments.out is not None:
             raise InputError(
-                "A resumed run keeps its recipe. Received: --resume with more. Use revzoo train --resume DIR alone."
+                "A resumed run keeps its recipe and its folder. Received: --resume with a recipe or --out. Use revzoo train "
+                "--resume DIR, with overrides such as train.epochs=20 if it is to train longer."
             )
         from revzoo.training.loop import resume
 
-        resume(arguments.resume, release_lock=arguments.release_lock)
+        resume(arguments.resume, overrides, accept_changes=arguments.accept_changes, release_lock=arguments.release_lock)
         return 0
-    if arguments.release_lock:
-        raise InputError("A new run has a folder of its own, without a lock. Received: --release-lock without --resume DIR.")
+    if arguments.release_lock or arguments.accept_changes:
+        raise InputError("--release-lock and --accept-changes are for runs that go on. Received: no --resume DIR.")
     if len(recipes) > 1:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
     from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe

@@ -4,7 +4,8 @@ Order and augmentation never draw from the global random generators. A run that 
 exactly the batches of an uninterrupted one, with any number of loader processes, and from the middle of an epoch too.
 """
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,9 @@ class Examples(Protocol):
 
     def start_epoch(self, epoch: int) -> None: ...
 
+    def list_contents(self) -> Iterable[bytes]:
+        """Return what tells these examples from others, in their order: names of files, or the examples themselves."""
+
 
 class Data:
     """Loaders of (images, labels) or (ids, labels), `train` for training and `test` for evaluation.
@@ -53,10 +57,15 @@ class Data:
     def __init__(self, train: Examples, test: Examples, options: DataOptions, seed: int):
         self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, example_noun(train)
         self.class_names: list[str] | None = getattr(train, "class_names", None)
-        self._examples = train
+        self._examples, self._test_examples = train, test
         self._sampler = EpochSampler(len(train), seed)
         self.train = _make_loader(train, options, sampler=self._sampler, drop_last=True)
         self.test = _make_loader(test, options)
+
+    def describe_examples(self) -> dict[str, dict[str, Any]]:
+        """Return for each split the number of its examples, and a digest that other examples, or another order, change."""
+        splits = {"training": self._examples, "test": self._test_examples}
+        return {name: {"count": len(examples), "digest": _hash(examples.list_contents())} for name, examples in splits.items()}
 
     def start_epoch(self, epoch: int, skip: int = 0) -> None:
         """Choose order and augmentation of an epoch; call it before iterating over `train`.
@@ -82,6 +91,13 @@ class EpochSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(self.length, generator=make_generator(self.seed, self.epoch))
         return iter(order[self.skip :].tolist())
+
+
+def _hash(contents: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(len(content).to_bytes(8, "big") + content)
+    return digest.hexdigest()
 
 
 def example_noun(examples: Examples) -> str:

@@ -69,6 +69,12 @@ class Images(Dataset[tuple[Tensor, int]]):
         """Choose the epoch, which determines the augmentation."""
         self.epoch = epoch
 
+    def list_contents(self) -> list[bytes]:
+        """Return the names of the files within the folder of the split; of a data set without files, what it is."""
+        if isinstance(self.source, Folders):
+            return [str(name).encode() for name in self.source.filenames()]
+        return [repr(self.source.classes).encode()]
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         with seeded(self.seed, self.epoch, index):
             image, label = self.source[index]

@@ -56,6 +56,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
             size = (len(self.begins),)
             self.begins = torch.randint(0, self._last + 1, size, generator=make_generator(self.seed, epoch, 1))
 
+    def list_contents(self) -> list[bytes]:
+        """Return the text."""
+        return [self.text.numpy().tobytes()]
+
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         positions = self.begins[indices][:, None] + torch.arange(self.length + 1)
         window = self.text[positions].long()
@@ -97,6 +101,10 @@ class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
     def start_epoch(self, epoch: int) -> None:
         """Do nothing: texts are the same in every epoch."""
 
+    def list_contents(self) -> list[bytes]:
+        """Return the labels and the ids of every text."""
+        return [self.labels.numpy().tobytes(), *(ids.numpy().tobytes() for ids in self.ids)]
+
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         return _pad([self.ids[i] for i in indices], self.padding), self.labels[indices]
 
@@ -134,6 +142,10 @@ class MaskedTexts(Dataset[tuple[Tensor, Tensor]]):
     def start_epoch(self, epoch: int) -> None:
         """Choose the epoch, which determines the tokens that are masked."""
         self.epoch = epoch
+
+    def list_contents(self) -> list[bytes]:
+        """Return the ids of every text."""
+        return [ids.numpy().tobytes() for ids in self.ids]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         ids, labels = zip(*map(self._mask, indices), strict=True)

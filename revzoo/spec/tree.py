@@ -6,7 +6,7 @@ file and key (or the override) that has to be changed.
 
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -82,6 +82,27 @@ class YamlNode:
 def join(path: str, key: object) -> str:
     """Return the dotted path of `key` under `path`."""
     return f"{path}.{key}" if path else str(key)
+
+
+def find_differences(before: Any, now: Any) -> dict[str, str]:
+    """Return the dotted paths at which nested dicts and lists differ, with both values in words."""
+    old, new = dict(walk_leaves(before)), dict(walk_leaves(now))
+    paths = dict.fromkeys([*old, *new])
+    return {
+        path: f"{old.get(path, 'nothing')} at the start, {new.get(path, 'nothing')} now"
+        for path in paths
+        if (path in old, old.get(path)) != (path in new, new.get(path))
+    }
+
+
+def walk_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every scalar of nested mappings and lists, with its dotted path."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+    else:
+        for key, item in items:
+            yield from walk_leaves(item, join(path, key))
 
 
 def merge(base: YamlNode, over: YamlNode) -> YamlNode:

@@ -10,7 +10,7 @@ CPUs. After a signal the current update is finished and a state is saved; a kill
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from revzoo.file import write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
 from revzoo.training.budget import apply_plan, save_plan
+from revzoo.training.change import check_changes
 from revzoo.training.divergence import check_test_loss, check_training_loss, check_weights
 from revzoo.training.evaluation import evaluate
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
@@ -119,27 +120,35 @@ def _begin(run: Run, plan: Plan | None) -> Summary:
     return _train_epochs(run)
 
 
-def resume(folder: Path, *, release_lock: bool = False) -> Summary:
+def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool = False, release_lock: bool = False) -> Summary:
     """Resume a run from its newest state, with the recipe and spec in its folder; raises as `train` does.
 
     Args:
         folder: folder of the run.
+        overrides: changes to its recipe that make sense in the middle of a run, such as `train.epochs=20`.
+        accept_changes: accept all such changes, also those that were made in the folder's files or in the data's place.
         release_lock: the process of another host that held the folder's lock does not run any more.
 
     Raises:
         CheckpointError: the folder is not that of a run, or no state in it is whole.
         LockedError: another process works in the folder.
+        InputError: recipe, spec, classes or examples are not those the run was started with; all changes are listed.
     """
+    overrides = list(overrides)
     run_folder = RunFolder(folder)
     run_folder.require_run()
-    recipe = load_recipe(folder / "config.yaml")
+    recipe = load_recipe(folder / "config.yaml", overrides)
     accelerator = make_accelerator(recipe)
     with _hold_folder(run_folder, accelerator, release=release_lock):
         call_on_main(accelerator, run_folder.sweep)
         if call_on_main(accelerator, run_folder.is_untouched):
             return _begin_again(recipe, run_folder, accelerator)
         damage = call_on_main(accelerator, run_folder.set_damaged_states_aside)
-        return _go_on(build_run(recipe, folder, resumed=True, accelerator=accelerator), damage)
+        run = build_run(recipe, folder, resumed=True, accelerator=accelerator)
+        for line in damage:
+            run.display.console.print(line, markup=False)
+        changes = check_changes(run, [override.partition("=")[0] for override in overrides], accept_changes)
+        return _go_on(run, changes)
 
 
 def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator) -> Summary:
@@ -147,14 +156,13 @@ def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator) ->
     run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
     run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
     plan = apply_plan(run)
-    call_on_main(accelerator, lambda: folder.write({"spec.yaml": run.model.spec.to_yaml()}))
+    files = {"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()}
+    call_on_main(accelerator, lambda: folder.write(files))
     return _begin(run, plan)
 
 
-def _go_on(run: Run, damage: list[str]) -> Summary:
-    """Train from the newest state of the run's folder, after printing which later states were damaged."""
-    for line in damage:
-        run.display.console.print(line, markup=False)
+def _go_on(run: Run, changes: list[str]) -> Summary:
+    """Train from the newest state of the run's folder; changes of the recipe are saved first."""
     load_state(run)
     plan = apply_plan(run)
     save_plan(run, plan)
@@ -163,6 +171,11 @@ def _go_on(run: Run, damage: list[str]) -> Summary:
     done = f"{run.progress.epoch} epochs and {run.progress.batch} batches"
     run.display.console.print(f"Resuming after {done}: {run.folder.path}")
     _print_plan(run, plan)
+    if changes:
+        for line in changes:
+            run.display.console.print(f"Changed: {line}.", markup=False)
+        call_on_main(run.accelerator, lambda: run.folder.write({"config.yaml": run.recipe.to_yaml()}))
+        save_state(run)
     return _train_epochs(run)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from revzoo.spec.loading import load_spec
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
+from revzoo.training.origin import Origin
 from revzoo.training.run_folder import Progress, RunFolder
 
 
@@ -75,6 +76,7 @@ class Run:
         coupling: schedule of the coupling; None where the coupling stays.
         progress: how far the run has come.
         display: what is printed.
+        origin: what the run is made of; every state says what the run was started with.
     """
 
     recipe: Recipe
@@ -93,6 +95,7 @@ class Run:
     coupling: CouplingSchedule | None
     progress: Progress
     display: TrainingDisplay
+    origin: Origin
 
     @property
     def evaluated(self) -> Model:
@@ -137,6 +140,8 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
     spec, is_open = _load_model_spec(model_options)
     data = load_data(recipe.data, spec.input, options.seed, accelerator.num_processes)
+    if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
+        model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
     model = _make_model(model_options, spec, is_open, data, recipe)
     _freeze(model, recipe)
     optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
@@ -146,6 +151,9 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     wrapped, prepared, train_loader, test_loader = accelerator.prepare(model, optimizer, data.train, data.test)
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     examples = recipe.data.batch_size * accelerator.num_processes
+    coupling = make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch)
+    if coupling is not None:  # the spec that is saved has the coupling of the first update
+        coupling.apply(0, model)
     smoothing = 0.0 if recipe.mixup else options.label_smoothing  # mixup has smoothed the targets already
     run = Run(
         recipe=recipe,
@@ -161,11 +169,12 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         ema=ema,
         mix=_make_mixup(recipe, model.num_outputs),
         loss=Loss(smoothing),
-        coupling=make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch),
+        coupling=coupling,
         progress=progress,
         display=TrainingDisplay(
             accelerator.is_main_process, options.epochs, len(train_loader), examples, data.example_noun, data.label_noun
         ),
+        origin=Origin.of(recipe, spec if resumed else model.spec, data),
     )
     run.set_coupling(progress.updates)
     return run

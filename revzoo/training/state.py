@@ -33,6 +33,7 @@ def save_state(run: Run) -> None:
         with saving(run):
             if run.ema is not None:
                 files.save_weights(run.ema.module, writing / "ema.safetensors")
+            run.origin.save(writing)
             run.folder.publish_state(writing, run.progress, run.recipe.train.keep_states)
     run.accelerator.wait_for_everyone()
 

@@ -21,7 +21,7 @@ MODELS = ", ".join(list_models()[:3])
         ("list --table docs", "Unknown option of revzoo list '--table'. Allowed: --docs, --help, -h."),
         (
             "train --ot=runs",
-            "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --help, --out, ",
+            "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --accept-changes, --help, --out, ",
         ),
         (f"train --out {__file__}/run", f"The run folder {__file__}/run cannot be made: {__file__} is a file."),
         ("train train-epochs=3", "1 problem found:\n  override: 'train-epochs=3': found no PATH=VALUE; allowed: a dotted path"),
@@ -40,7 +40,7 @@ MODELS = ", ".join(list_models()[:3])
         ("train digits more", "One run has one recipe. Received: digits, more. Overrides look like train.epochs=3."),
         (
             "train --resume runs/1 digits",
-            "A resumed run keeps its recipe. Received: --resume with more. Use revzoo ",
+            "A resumed run keeps its recipe and its folder. Received: --resume with a recipe or --out. ",
         ),
         ("train --resume nowhere", "nowhere is not the folder of a run: there is no config.yaml in it."),
         (

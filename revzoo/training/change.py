@@ -1,0 +1,78 @@
+"""Changes between the start of a run and its resumption: which make sense, and which are refused."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from revzoo.errors import InputError, join_names
+from revzoo.training.options import Recipe
+from revzoo.training.origin import Origin
+from revzoo.training.setup import Run
+
+# What can change between two updates and then does what it says. Everything else has no effect in a resumed run, as the weights
+# to start from, or contradicts what was done before, as another optimizer or batch size.
+_CHANGEABLE = (
+    "data.augment",
+    "data.num_workers",
+    "data.root",
+    "data.shift",
+    "data.text.tokenizer",
+    "memory",
+    "mixup",
+    "model.exact",
+    "model.schedule",
+    "train.clip_grad",
+    "train.compile",
+    "train.epochs",
+    "train.keep_states",
+    "train.label_smoothing",
+    "train.mixed_precision",
+    "train.save_every",
+)
+_WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on the number of epochs
+
+
+def check_changes(run: Run, typed: Iterable[str], accept: bool) -> list[str]:
+    """Return, in words, what has changed since a run was started, if it can go on like this.
+
+    Args:
+        run: the run; its newest state says what it was started with.
+        typed: paths of the recipe that the user has just set, which accepts their changes.
+        accept: accept every change that makes sense.
+
+    Raises:
+        InputError: something has changed that cannot, or that nobody has accepted. All changes are listed.
+        CheckpointError: the newest state does not say what the run was started with.
+    """
+    changes = Origin.load(run.folder.find_state()).list_changes(run.origin)
+    lines = [f"{path}: {words}" for path, words in changes.items()]
+    folder, done = run.folder.path, run.progress.epoch
+    impossible = [path for path in changes if not _is_within(path, _CHANGEABLE)]
+    if impossible:
+        _refuse(
+            folder, lines, f"A resumed run cannot change {join_names(impossible, most=6)}. Put that back, or start a new run."
+        )
+    if run.recipe.train.epochs < done:
+        _refuse(folder, lines, f"{done} epochs are done. Use train.epochs={done} or more.")
+    if "train.epochs" in changes and (reason := _find_end(run.recipe)) and not accept:
+        weights = f"model.checkpoint={folder / 'last.safetensors'}"
+        remedy = f"Start a new run from the weights ({weights}), or accept the jump with --accept-changes."
+        _refuse(folder, lines, f"{reason} reaches its end in the last epoch, so it would jump. {remedy}")
+    if not accept and any(not _is_within(path, typed) for path in changes):
+        _refuse(folder, lines, "Put it back, or accept it with --accept-changes.")
+    return lines
+
+
+def _refuse(folder: Path, lines: list[str], remedy: str) -> NoReturn:
+    raise InputError("\n  ".join([f"{folder} was started with something else:", *lines]) + f"\n{remedy}")
+
+
+def _find_end(recipe: Recipe) -> str:
+    """Return in words which schedule depends on the number of epochs, or an empty string."""
+    if recipe.coupling is not None:
+        return "The schedule of the coupling"
+    return "" if recipe.schedule.sched in _WITHOUT_END else f"schedule.sched={recipe.schedule.sched}"
+
+
+def _is_within(path: str, sections: Iterable[str]) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)

@@ -1,0 +1,73 @@
+"""What a run was started with: recipe, model, classes and examples. A resumed run must have the same, or say what changed.
+
+A state holds it as origin.json. Without the comparison a renamed class folder would shift the labels, another number of files
+would show some examples twice, and another optimizer would meet the state of the first.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from revzoo.data.base import Data
+from revzoo.errors import CheckpointError, join_names
+from revzoo.spec import Spec
+from revzoo.spec.parsing import to_plain
+from revzoo.spec.tree import find_differences
+from revzoo.training.options import Recipe
+
+_FILE = "origin.json"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run was started with.
+
+    Args:
+        recipe: the recipe as plain dicts.
+        spec: the model's spec as plain dicts.
+        classes: names of the classes in the order of their labels; None where the data do not name them.
+        examples: for each split, the number of examples and the digest of what they are.
+    """
+
+    recipe: dict[str, Any]
+    spec: dict[str, Any]
+    classes: list[str] | None
+    examples: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, recipe: Recipe, spec: Spec, data: Data) -> "Origin":
+        """Return what a run with this recipe, model and data is started with."""
+        return cls(to_plain(recipe), to_plain(spec), data.class_names, data.describe_examples())
+
+    def save(self, state: Path) -> None:
+        """Write origin.json into the folder of a state."""
+        (state / _FILE).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, state: Path) -> "Origin":
+        """Read origin.json of a state.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        try:
+            return cls(**json.loads((state / _FILE).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{state / _FILE} cannot be used ({error}): delete {state} to use the one before it."
+            ) from error
+
+    def list_changes(self, now: "Origin") -> dict[str, str]:
+        """Return what is different now: a path in the recipe, "spec...." or "data", and in words what it was and is."""
+        changes = find_differences(self.recipe, now.recipe)
+        changes |= {f"spec.{path}": words for path, words in find_differences(self.spec, now.spec).items()}
+        if self.classes != now.classes:
+            changes["classes"] = f"{join_names(self.classes or [])} at the start, {join_names(now.classes or [])} now"
+        for split, examples in self.examples.items():
+            if examples != now.examples[split]:
+                counts = f"{examples['count']} at the start, {now.examples[split]['count']} now"
+                changes[f"{split} examples"] = (
+                    counts if examples["count"] != now.examples[split]["count"] else "others than then"
+                )
+        return changes
