@@ -1,4 +1,4 @@
-"""Find weights: those that ship with revzoo, and those in a folder that `revzoo convert` wrote."""
+"""Find weights: those that ship with revzoo, and those in a folder that `revzoo convert` or `revzoo train` wrote."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from revzoo.errors import CheckpointError, UnknownNameError
-from revzoo.spec.names import CONVERTED_WEIGHTS, data_root, model_files
+from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, data_root, model_files
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def find_shipped_weights(name: str) -> Path:
     return path
 
 
-def find_converted_weights(source: str | Path) -> Path | None:
-    """Return the weights beside the spec of a folder that `revzoo convert` wrote, or None for any other source.
+def find_folder_weights(source: str | Path) -> Path | None:
+    """Return the weights beside the spec of a folder: converted ones, or the best of a run; None if the source is no folder.
 
     Raises:
-        CheckpointError: `revzoo convert` wrote the folder, but the weights are missing.
+        CheckpointError: there is a spec in the folder, and no weights.
     """
     folder = Path(source)
     file = folder / CONVERTED_WEIGHTS
@@ -68,4 +68,11 @@ def find_converted_weights(source: str | Path) -> Path | None:
         return None
     if (folder / "report.json").is_file() and not file.is_file():
         raise CheckpointError(f"{folder} was written by revzoo convert, but its {CONVERTED_WEIGHTS} is missing. Convert again.")
-    return file if file.is_file() else None
+    if file.is_file():
+        return file
+    if not (folder / BEST_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{folder} has a spec.yaml and no weights: neither {BEST_WEIGHTS} of a run nor {CONVERTED_WEIGHTS} of a converted "
+            f"network. Name the file of weights (checkpoint=...), or {folder / 'spec.yaml'} for a network that is not trained."
+        )
+    return folder / BEST_WEIGHTS

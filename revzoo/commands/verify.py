@@ -16,7 +16,7 @@ def declare(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify a freshly initialised model and print the report; 1 if it is not safe to train."""
+    """Verify a model, new or with the weights of its folder, and print the report; 1 if it is not safe to train."""
     import torch
 
     from revzoo.analysis.verify import verify

@@ -1,19 +1,22 @@
 """Create a network with weights from a model name, a spec file or a folder."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from revzoo.checkpoint.files import load_weights
-from revzoo.checkpoint.index import find_converted_weights, find_shipped_weights
+from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
 from revzoo.errors import CheckpointError, InputError
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.spec.loading import load_spec
+from revzoo.spec.names import BEST_WEIGHTS
 
+_logger = logging.getLogger("revzoo")  # which prints warnings to stderr unless it is configured otherwise
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -34,7 +37,8 @@ def create(
 
     Args:
         source: a model name (`revzoo.list_models()`), a spec file, or a folder with a spec.yaml, such as a training run's.
-            The weights in a folder that `revzoo convert` wrote are loaded too, except on the meta device.
+            The weights in a folder are loaded too, except on the meta device: those that `revzoo convert` wrote, or the best
+            ones of a run, which is logged.
         pretrained: load the weights that ship with revzoo for this model.
         checkpoint: file with the weights to load: safetensors, or a pickled state dict (read with `weights_only=True`).
         num_outputs: number of classes. If it is not the spec's number, the last linear layer is replaced by a new one with
@@ -51,7 +55,7 @@ def create(
         UnknownNameError: there is no such model, or no weights ship for it.
         SpecError: the spec or the overrides have problems.
         InputError: another argument has a value that is not allowed.
-        CheckpointError: the weights do not fit the model.
+        CheckpointError: the weights do not fit the model, or there are none in the folder.
         ScheduleError: the schedule does not fit the model.
     """
     if pretrained and checkpoint is not None:
@@ -66,7 +70,9 @@ def create(
     spec = load_spec(source, list(overrides or ()))
     file = find_shipped_weights(str(source)) if pretrained else checkpoint
     if file is None and target.type != "meta":
-        file = find_converted_weights(source)
+        file = find_folder_weights(source)
+        if file is not None and file.name == BEST_WEIGHTS:
+            _logger.warning("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
     with target:
         model = build(spec)
     model.to(dtype)

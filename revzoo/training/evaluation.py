@@ -21,7 +21,7 @@ from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, join_names
 from revzoo.format import format_bits
 from revzoo.model.create import create
-from revzoo.spec.names import CONVERTED_WEIGHTS
+from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
@@ -103,7 +103,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
             f"{path} was converted and not trained: it does not say on which data to evaluate it. Train it first: revzoo train "
             f"finetune model={path} data.root=IMAGES"
         )
-    checkpoint = path / "best.safetensors" if path.is_dir() else path
+    checkpoint = path / BEST_WEIGHTS if path.is_dir() else path
     read_tensors(checkpoint)  # reports a missing or damaged file
     texts = read_metadata(checkpoint) if checkpoint.suffix == ".safetensors" else {}
     if not {"revzoo.spec", "revzoo.recipe"} <= texts.keys():

@@ -42,6 +42,7 @@ from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import RunFolder, find_free_folder
 from revzoo.training.setup import Run, build_run, make_accelerator
 from revzoo.training.state import gather_losses, load_state, save_state, saving
+from revzoo.training.verification import describe_gradients
 
 _CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
 
@@ -116,6 +117,7 @@ def _begin(run: Run, plan: Plan | None) -> Summary:
         batch = run.model.example_input(run.recipe.data.batch_size)
         run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer)))
     _print_plan(run, plan)
+    _verify_gradients(run)
     save_state(run)
     return _train_epochs(run)
 
@@ -171,12 +173,18 @@ def _go_on(run: Run, changes: list[str]) -> Summary:
     done = f"{run.progress.epoch} epochs and {run.progress.batch} batches"
     run.display.console.print(f"Resuming after {done}: {run.folder.path}")
     _print_plan(run, plan)
+    _verify_gradients(run)
     if changes:
         for line in changes:
             run.display.console.print(f"Changed: {line}.", markup=False)
         call_on_main(run.accelerator, lambda: run.folder.write({"config.yaml": run.recipe.to_yaml()}))
         save_state(run)
     return _train_epochs(run)
+
+
+def _verify_gradients(run: Run) -> None:
+    if line := call_on_main(run.accelerator, lambda: describe_gradients(run)):
+        run.display.console.print(line, markup=False)
 
 
 def _print_plan(run: Run, plan: Plan | None) -> None:

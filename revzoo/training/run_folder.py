@@ -19,6 +19,7 @@ from typing import Any
 
 from revzoo.errors import CheckpointError, InputError
 from revzoo.file import sync, write_atomically
+from revzoo.spec.names import BEST_WEIGHTS
 from revzoo.training.seal import find_damage, seal
 
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
@@ -61,7 +62,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.metrics, self.curves = path / "metrics.jsonl", path / "curves.png"
-        self.last, self.best = path / "last.safetensors", path / "best.safetensors"
+        self.last, self.best = path / "last.safetensors", path / BEST_WEIGHTS
         self.states, self.plan = path / "state", path / "plan.json"
         self.lock = self.states / "lock"
 

@@ -13,7 +13,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from revzoo.checkpoint.index import find_converted_weights
+from revzoo.checkpoint.index import find_folder_weights
 from revzoo.data.base import IGNORED, Data
 from revzoo.data.loading import load_data
 from revzoo.data.random import reseed
@@ -222,7 +222,7 @@ def _make_model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, re
         outputs = outputs or needed
         # Pretrained weights may have another head, which is replaced after loading. Without them the head is built with the
         # right size, so that it has the initialisation that the spec asks for.
-        fine_tuned = options.pretrained or options.checkpoint is not None or find_converted_weights(options.name) is not None
+        fine_tuned = options.pretrained or options.checkpoint is not None or find_folder_weights(options.name) is not None
         overrides = overrides if fine_tuned and not is_open else (*overrides, f"head.outputs={outputs}")
     return create(
         options.name,

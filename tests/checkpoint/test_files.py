@@ -193,3 +193,26 @@ def test_a_copy_of_a_tied_tensor_must_be_one(copy, tmp_path):
     torch.save(model.state_dict() | {"head.weight": copy}, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=r"1 of other values: head\.weight, which is stem\.word_embeddings\.weight"):
         files.load_weights(model, tmp_path / "other.pth")
+
+
+def test_the_folder_of_a_run_gives_its_best_weights_and_says_so(model, tmp_path, caplog):
+    (tmp_path / "spec.yaml").write_text(model.spec.to_yaml())
+    with pytest.raises(
+        CheckpointError, match=rf"no weights.*\(checkpoint=\.\.\.\), or {tmp_path}/spec.yaml for a network that is not"
+    ):
+        revzoo.create(tmp_path)
+    assert revzoo.create(tmp_path, device="meta").spec == model.spec
+    revzoo.create(tmp_path / "spec.yaml")
+    for name in ("last", "best"):
+        files.save_weights(model, tmp_path / f"{name}.safetensors")
+        next(model.parameters()).data.add_(1.0)
+    assert caplog.messages == []
+    best = state(revzoo.create(tmp_path))
+    assert caplog.messages == [
+        f"{tmp_path} is the folder of a run: loading its best weights, {tmp_path}/best.safetensors; checkpoint= takes others."
+    ]
+    last = state(revzoo.create(tmp_path, checkpoint=tmp_path / "last.safetensors"))
+    first = next(iter(best))
+    assert torch.equal(best[first], last[first] + 1.0)
+    assert not torch.equal(best[first], last[first])
+    assert len(caplog.messages) == 1

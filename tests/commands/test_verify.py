@@ -2,8 +2,10 @@
 
 import torch
 
+import revzoo
 import zoo_cli
 from revzoo.analysis.verify import VerifyReport
+from revzoo.checkpoint.files import save_weights
 
 
 def test_a_model_that_is_safe_to_train(run):
@@ -29,3 +31,15 @@ def test_a_model_that_is_not(capsys, monkeypatch):
     monkeypatch.setattr("revzoo.analysis.verify.verify", lambda model, batch: report)
     assert zoo_cli.main(["verify", "rev_vit_digits"]) == 1
     assert capsys.readouterr().out == f"{report}\n"
+
+
+def test_a_run_is_verified_with_its_weights(monkeypatch, run, tmp_path):
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"])
+    (tmp_path / "spec.yaml").write_text(model.spec.to_yaml())
+    save_weights(model, tmp_path / "best.safetensors")
+    verified = []
+    report = VerifyReport(torch.float32, {})
+    monkeypatch.setattr("revzoo.analysis.verify.verify", lambda model, batch: verified.append(model) or report)
+    run("verify", str(tmp_path))
+    own = model.state_dict()
+    assert all(torch.equal(own[key], tensor) for key, tensor in verified[0].state_dict().items())

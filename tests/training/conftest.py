@@ -20,7 +20,7 @@ FAST = ["data.batch_size=320", "train.epochs=2", "schedule.warmup_epochs=1", f"m
 # Everything that draws random numbers, two updates an epoch.
 RANDOM = ["mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.accumulate=2", "train.epochs=3"]
 _MEASURED = {"seconds", "images_per_second", "texts_per_second", "memory_bytes"}  # different in every run
-_SHOWN = {name: getattr(loop, name) for name in ("measure_modes", "plot_curves")}
+_SHOWN = {name: getattr(loop, name) for name in ("measure_modes", "plot_curves", "describe_gradients")}
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +33,10 @@ def _fresh_accelerate() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_shown() -> Iterator[None]:
-    """Leave out the table of memory and the curves, which take longer than a small run; `shown` puts them back."""
+    """Leave out the table of memory, verifying and the curves, which take longer than a small run; `shown` puts them back."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "measure_modes", lambda model, batch, optimizer: ({}, None))
+        patch.setattr(loop, "describe_gradients", lambda run: "")
         patch.setattr(loop, "plot_curves", lambda records, path: path.write_bytes(b""))
         yield
 

@@ -86,8 +86,8 @@ def test_a_finished_run_is_extended(tmp_path, recipe, assert_same_run):
 
 def test_a_schedule_that_ended_is_not_extended_silently(copied, read_records):
     message = (
-        r"train.epochs: 1 at the start, 2 now\nschedule.sched=cosine reaches its end in the last epoch, so it would jump. Start "
-        r"a new run from the weights \(model.checkpoint=.*last.safetensors\), or accept the jump with --accept-changes"
+        r"train.epochs: 1 at the start, 2 now\nschedule.sched=cosine reaches its end in the last epoch, so it would jump. "
+        r"Start a new run from the weights \(model.checkpoint=.*last.safetensors\), or accept the jump with --accept-changes"
     )
     refuse(copied, message, "train.epochs=2")
     resume(copied, ["train.epochs=2"], accept_changes=True)

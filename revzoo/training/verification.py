@@ -1,0 +1,59 @@
+"""Before training goes on: are the gradients of the run's model, with its weights and schedule, those of storing everything?"""
+
+import copy
+
+import torch
+
+from revzoo.analysis.dry_run import find_chains
+from revzoo.analysis.verify import VerifyReport, verify
+from revzoo.data.random import seeded
+from revzoo.errors import InputError
+from revzoo.model.network import Model
+from revzoo.runtime.exact import require_exact
+from revzoo.training.setup import Run
+
+_EXAMPLES = 2
+
+
+def describe_gradients(run: Run) -> str:
+    """Verify the model on a few random examples and return a line on it; empty for a model that inverts nothing.
+
+    The model, its gradients, its buffers and the random generators are left as they are. Nothing is communicated, so one
+    process does it for all.
+
+    Cost: that of `revzoo.verify` with two examples, once.
+    """
+    if not find_chains(run.model):
+        return ""
+    # With several processes verify would not copy the model, whose parameters start the exchange of gradients.
+    model = copy.deepcopy(run.model) if run.accelerator.num_processes > 1 else run.model
+    examples = min(_EXAMPLES, run.recipe.data.batch_size)
+    try:
+        with seeded(run.recipe.train.seed), run.accelerator.autocast():
+            report = verify(model, model.example_input(examples, run.accelerator.device))
+    except torch.OutOfMemoryError:
+        return "Gradients are not verified: there is too little memory to compare them with those of storing everything."
+    finally:
+        if run.accelerator.device.type == "cuda":  # the peak of verifying is not the peak of training
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(run.accelerator.device)
+    return _summarise(report, run.model, examples)
+
+
+def _summarise(report: VerifyReport, model: Model, examples: int) -> str:
+    if report.ok:
+        agreement = "bit-identical" if report.identical else f"relative error {report.gradient_error:.1e}"
+        return f"Gradients verified on {examples} examples against storing everything: {agreement}."
+    return (
+        f"Warning: gradients are not those of storing everything (relative error {report.gradient_error:.1e} on {examples} "
+        f"examples). {report.problems[0]} {_advise(model)}"
+    )
+
+
+def _advise(model: Model) -> str:
+    """Return what to type so that gradients are right."""
+    try:
+        require_exact(model.coupling)
+    except InputError:
+        return "Use model.schedule=recompute."
+    return "Use model.schedule=recompute." if model.exact else "Use model.exact=true: inversion is then exact."

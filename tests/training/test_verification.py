@@ -1,0 +1,53 @@
+"""Training verifies gradients before the first step and after it is resumed, and leaves no trace of it."""
+
+import pytest
+import torch
+
+from revzoo.analysis.verify import VerifyReport
+from revzoo.training import verification
+from revzoo.training.loop import resume, train
+from revzoo.training.recipe import load_recipe
+from revzoo.training.setup import build_run
+from revzoo.training.verification import describe_gradients
+
+
+def test_a_line_at_the_start_and_after_resuming(recipe, tmp_path, shown, capsys):
+    train(recipe("train.epochs=1"), tmp_path / "run")
+    assert capsys.readouterr().out.count("Gradients verified on 2 examples against storing everything: relative error ") == 1
+    resume(tmp_path / "run")
+    assert capsys.readouterr().out.count("Gradients verified on 2 examples against storing everything: relative error ") == 1
+
+
+def test_exact_arithmetic_has_the_same_bits(recipe, tmp_path):
+    run = build_run(recipe("model.exact=true"), tmp_path / "run", resumed=False)
+    before = {key: tensor.clone() for key, tensor in run.model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert describe_gradients(run) == "Gradients verified on 2 examples against storing everything: bit-identical."
+    assert all(torch.equal(before[key], tensor) for key, tensor in run.model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [("false", "Use model.exact=true: inversion is then exact."), ("true", "Use model.schedule=recompute.")],
+)
+def test_gradients_that_are_off_are_said(recipe, tmp_path, monkeypatch, setting, remedy):
+    report = VerifyReport(torch.float32, {}, gradient_error=0.03, problems=("They differ.",))
+    monkeypatch.setattr(verification, "verify", lambda model, batch: report)
+    run = build_run(recipe(f"model.exact={setting}"), tmp_path / "run", resumed=False)
+    expected = "Warning: gradients are not those of storing everything (relative error 3.0e-02 on 2 examples). They differ. "
+    assert describe_gradients(run) == expected + remedy
+
+
+@pytest.mark.slow
+def test_a_network_whose_inverse_is_inaccurate(image_folder, tmp_path):
+    """54 steps in float32; exact arithmetic mends it."""
+    deep = ["model.name=irevnet_cifar10", "data.name=folder", f"data.root={image_folder}", "data.batch_size=4", "data.shift=0"]
+    lines = []
+    for exact in ("false", "true"):
+        run = build_run(load_recipe("digits_irevnet", [*deep, f"model.exact={exact}"]), tmp_path / exact, resumed=False)
+        lines.append(describe_gradients(run))
+    assert lines[0].startswith("Warning: gradients are not those of storing everything")
+    assert lines[0].endswith("Use model.exact=true: inversion is then exact.")
+    assert lines[1] == "Gradients verified on 2 examples against storing everything: bit-identical."
