@@ -3,6 +3,7 @@
 A file either fits the model, with the same keys and shapes, or nothing of it is loaded.
 """
 
+import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -78,6 +79,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     if metadata.get("revzoo.digest", spec.digest) != spec.digest:
         differing = join_names(_compare_specs(metadata.get("revzoo.spec", ""), spec))
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
+    if damaged := find_not_finite(tensors):
+        warnings.warn(f"{path} holds infinities or NaN in {len(damaged)} tensors: {join_names(damaged, most=4)}.", stacklevel=2)
     on_meta = any(tensor.is_meta for tensor in own.values())
     model.load_state_dict(tensors, assign=on_meta)
     if on_meta:
@@ -109,6 +112,15 @@ def _compare_tensors(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -
     }
 
 
+def find_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that hold infinities or NaN."""
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if not floats:
+        return []
+    finite = torch.stack([torch.isfinite(tensor).all() for tensor in floats.values()]).tolist()
+    return [name for name, each in zip(floats, finite, strict=True) if not each]
+
+
 def _set_tensor(module: nn.Module, key: str, tensor: Tensor) -> None:
     """Set the parameter or buffer at the dotted path `key`."""
     owner, _, name = key.rpartition(".")
@@ -137,8 +149,8 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors and metadata. A file that is not safetensors is read as a pickle, whatever its name."""
-    if not path.is_file():
-        raise CheckpointError(f"No weights file at {path}.")
+    if not os.path.isfile(path):  # unlike pathlib's, it does not raise for a name that no file can have
+        raise CheckpointError(f"No weights file at {str(path)[:300]}.")
     with suppress(SafetensorError), _CPU:
         return load_file(path), read_metadata(path)
     try:
@@ -154,14 +166,28 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             state = state[wrapper]
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in state.items()):
         raise CheckpointError(f"{path} holds no state dict (names to tensors). Received: {type(state).__name__}.")
+    if strange := [f"{key} ({kind})" for key, tensor in state.items() if (kind := _name_storage(tensor))]:
+        raise CheckpointError(
+            f"{path} holds {len(strange)} tensors without plain values; nothing was loaded: {join_names(strange)}. Save them "
+            "again after .to_dense(), .dequantize(), or from a model that has values."
+        )
     return state, {}
+
+
+def _name_storage(tensor: Tensor) -> str:
+    """Return in a word how a tensor stores something other than its values, or an empty string for a plain tensor."""
+    if tensor.is_meta:
+        return "meta"
+    if tensor.is_quantized:
+        return "quantized"
+    return "" if tensor.layout is torch.strided and not tensor.is_nested else str(tensor.layout).removeprefix("torch.")
 
 
 def _compare_specs(text: str, spec: Spec) -> list[str]:
     """Return the dotted paths at which a spec differs from the YAML text of a saved one."""
     try:
         saved = OmegaConf.to_container(OmegaConf.create(text))
-    except (OmegaConfBaseException, YAMLError):
+    except (OmegaConfBaseException, YAMLError, ValueError, AssertionError):  # no YAML, or no mapping
         return []
     return [path for path in find_differences(to_plain(spec), saved) if not path.startswith(_NOT_COMPARED)]
 

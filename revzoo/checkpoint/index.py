@@ -1,6 +1,7 @@
 """Find weights: those that ship with revzoo, and those in a folder that `revzoo convert` or `revzoo train` wrote."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def find_folder_weights(source: str | Path) -> Path | None:
     """
     folder = Path(source)
     file = folder / CONVERTED_WEIGHTS
-    if str(source) in model_files() or not (folder / "spec.yaml").is_file():
+    if str(source) in model_files() or not os.path.isfile(folder / "spec.yaml"):
         return None
     if (folder / "report.json").is_file() and not file.is_file():
         raise CheckpointError(f"{folder} was written by revzoo convert, but its {CONVERTED_WEIGHTS} is missing. Convert again.")

@@ -1,5 +1,6 @@
 """Load a spec: read its file, apply inheritance and overrides, and check it."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from revzoo.spec.names import model_files
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
 from revzoo.spec.tree import YamlNode, apply_overrides, load_tree, merge
+
+_MOST_BLOCKS = 10_000  # of all stages; more only fill the memory while they are built
 
 
 def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
@@ -25,9 +28,9 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
     """
     models = model_files()
     path = models.get(str(source)) or Path(source)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike pathlib's, it does not raise for a name that no file can have
         path = path / "spec.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UnknownNameError("model or spec file", str(path), models)
     return _check(*apply_overrides(load_tree(path, models), overrides), str(path))
 
@@ -49,6 +52,9 @@ def _check(tree: YamlNode, problems: Sequence[SpecProblem], file: str) -> Spec:
     spec, more = parse(Spec, _fill_stages(tree))
     if spec is None or problems:
         raise SpecError([*problems, *more])
+    if (depth := sum(stage.depth for stage in spec.stages)) > _MOST_BLOCKS:
+        allowed = f"stages of at most {_MOST_BLOCKS} blocks together"
+        raise SpecError([SpecProblem(file, "stages", f"{depth} blocks", allowed)])
     return replace(spec, file=file)
 
 

@@ -4,6 +4,7 @@ A `YamlNode` keeps its file and path through inheritance and overrides. So a pro
 file and key (or the override) that has to be changed.
 """
 
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -150,8 +151,9 @@ def _find_base(base: YamlNode, folder: Path, known: Mapping[str, Path]) -> Path:
     else:
         hint = did_you_mean(name, known) if isinstance(name, str) else ""
         raise SpecError([base.problem(f"a path ending in .yaml, or one of {join_names(sorted(known))}", hint=hint)])
-    if not path.is_file():
-        raise SpecError([base.problem("an existing file", f"{name!r}, but there is no file {path}")])
+    if not os.path.isfile(path):  # unlike pathlib's, it does not raise for a name that no file can have
+        received = f"{name[:200]!r}, but there is no file {str(path)[:300]}"
+        raise SpecError([base.problem("an existing file", received)])
     return path
 
 
@@ -162,7 +164,7 @@ def _read_yaml(path: Path) -> YamlNode:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else TOP
         raise SpecError([SpecProblem(str(path), place, f"invalid YAML ({error.problem})", "valid YAML")]) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:  # integers of 4,301 digits
         received = f"an unreadable file ({textwrap.shorten(str(error), 200)})"
         raise SpecError([SpecProblem(str(path), TOP, received, "a YAML file")]) from error
     if not isinstance(values, dict) or not values:
@@ -197,8 +199,8 @@ def _read_override(override: str) -> YamlNode:
     path = match[1].replace("[", ".").replace("]", "")
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={match[2]}"]))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise SpecError([SpecProblem("override", path, repr(match[2]), "a YAML value")]) from error
+    except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise SpecError([SpecProblem("override", path, repr(match[2][:200]), "a YAML value")]) from error
     return YamlNode.from_plain(values["value"], "override", path)
 
 

@@ -3,8 +3,8 @@
 import math
 
 import torch
-from torch import nn
 
+from revzoo.checkpoint.files import find_not_finite
 from revzoo.errors import RevzooError, join_names
 from revzoo.training.setup import Run
 
@@ -28,23 +28,14 @@ def check_test_loss(run: Run, loss: float) -> None:
 
 def check_weights(run: Run) -> None:
     """Raise DivergedError, in every process, unless all weights, and their running average, are finite in every process."""
-    names = find_not_finite(run.model)
+    names = find_not_finite(run.model.state_dict())
     if run.ema is not None:
-        names += [f"the running average of {name}" for name in find_not_finite(run.ema.module)]
+        names += [f"the running average of {name}" for name in find_not_finite(run.ema.module.state_dict())]
     counts = run.accelerator.gather(torch.tensor([len(names)], device=run.accelerator.device))
     if counts.sum() > 0:
         raise _explain(
             run, f"There are infinities or NaN in the weights ({join_names(names or ['in another process'], most=4)})"
         )
-
-
-def find_not_finite(model: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers that hold infinities or NaN."""
-    tensors = {name: t for name, t in model.state_dict().items() if t.is_floating_point()}
-    if not tensors:
-        return []
-    finite = torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).tolist()
-    return [name for name, each in zip(tensors, finite, strict=True) if not each]
 
 
 def _explain(run: Run, what: str) -> DivergedError:

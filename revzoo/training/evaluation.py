@@ -148,10 +148,20 @@ def _load_and_evaluate(recipe: Recipe, source: str, classes: str | None = None, 
             f"{model.spec.name} has {model.num_outputs} outputs, too few for {targets}. Received: "
             f"data.name={recipe.data.name}, data.root={recipe.data.root}."
         )
-    known: list[str] | None = None if classes is None else json.loads(classes)
+    known = None if classes is None else _parse_classes(classes, weights["checkpoint"])
     if known is not None and data.class_names is not None and data.class_names != known:
         raise InputError(
             f"{model.spec.name} was trained on these {len(known)} classes: {join_names(known)}. Received: data of "
             f"{len(data.class_names)} classes: {join_names(data.class_names)}. Evaluate it on data with the same classes."
         )
     return evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
+
+
+def _parse_classes(text: str, checkpoint: Path) -> list[str]:
+    try:
+        names = json.loads(text)
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"The names of the classes in {checkpoint} are damaged. Copy or train the checkpoint again.")
+    return names

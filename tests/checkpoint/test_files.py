@@ -216,3 +216,42 @@ def test_the_folder_of_a_run_gives_its_best_weights_and_says_so(model, tmp_path,
     assert torch.equal(best[first], last[first] + 1.0)
     assert not torch.equal(best[first], last[first])
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse_coo", "quantized"])
+@pytest.mark.filterwarnings("ignore:.*(quantized|sparse tensor invariants|TypedStorage)")
+def test_a_last_tensor_without_plain_values_leaves_the_model_as_it_was(kind, model, tmp_path):
+    tensors = state(model)
+    last = list(tensors)[-1]
+    make = {
+        "meta": lambda tensor: tensor.to("meta"),
+        "sparse_coo": lambda tensor: tensor.to_sparse(),
+        "quantized": lambda tensor: torch.quantize_per_tensor(tensor, 1.0, 0, torch.qint8),
+    }
+    torch.save({key: tensor + 1 for key, tensor in tensors.items()} | {last: make[kind](tensors[last])}, tmp_path / "w.pt")
+    for read in (lambda: files.load_weights(model, tmp_path / "w.pt"), lambda: files.read_tensors(tmp_path / "w.pt")):
+        with pytest.raises(CheckpointError, match=rf"1 tensors without plain values; nothing was loaded: {last} \({kind}\)"):
+            read()
+    assert same(state(model), tensors)
+
+
+def test_weights_that_are_not_finite_are_said(model, tmp_path):
+    next(model.parameters()).data[0] = float("nan")
+    files.save_weights(model, tmp_path / "w.safetensors")
+    with pytest.warns(UserWarning, match=f"w.safetensors holds infinities or NaN in 1 tensors: {next(iter(state(model)))}."):
+        files.load_weights(model, tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("text", ["{", "- 1", "5", "", "a: " + "9" * 4400])
+def test_a_strange_spec_in_the_metadata_is_a_warning(model, tmp_path, text):
+    files.save_weights(model, tmp_path / "w.safetensors", {"revzoo.digest": "0", "revzoo.spec": text})
+    with pytest.warns(UserWarning, match="was saved from another spec"):
+        files.load_weights(model, tmp_path / "w.safetensors")
+
+
+def test_names_that_no_file_can_have():
+    for name in ("x" * 5000, "a\0b"):
+        with pytest.raises(UnknownNameError, match="Unknown model or spec file"):
+            revzoo.create(name)
+        with pytest.raises(CheckpointError, match="No weights file at"):
+            revzoo.create("rev_vit_digits", checkpoint=name)

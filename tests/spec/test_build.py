@@ -179,3 +179,9 @@ def test_build_takes_a_spec():
     bare = replace(spec, block=replace(spec.block, coupling=Part("momentum", {"m": 1.0}, "block.coupling")))
     with pytest.raises(SpecError, match=r"block\.coupling: found .*'m': 1\.0.*; allowed: A coupling with c = 0"):
         revzoo.build(bare)
+
+
+def test_more_blocks_than_can_be_built(tmp_path):
+    (tmp_path / "spec.yaml").write_text("base: rev_vit_digits\nstages: [" + "{depth: 10000, width: 64}," * 1000 + "]")
+    with pytest.raises(SpecError, match="stages: found 10000000 blocks; allowed: stages of at most 10000 blocks together"):
+        revzoo.load_spec(tmp_path / "spec.yaml")

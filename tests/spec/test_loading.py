@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.errors import RevzooError
+from revzoo.errors import RevzooError, SpecError
 from revzoo.spec import DropPathSpec, ImageInput, Part, StageSpec, list_models, load_spec, names, recipe_file, spec_file
 
 pytestmark = pytest.mark.usefixtures("toys")
@@ -340,3 +340,22 @@ except ValueError as error:
         "  override: head.output: found the unknown key 'output';"
         " allowed: outputs, pool, class_token, dropout, norm, fc_norm, momentum, bias, scale, slope. Did you mean 'outputs'?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: rev_vit_digits\nhead: {outputs: " + "9" * 4400 + "}", "an unreadable file .Exceeds the limit"),
+        ("base: ./" + "x" * 5000 + ".yaml", "base: found './x{198}', but there is no file .*xx; allowed: an existing file"),
+        ("base: " + "x" * 5000, "a path ending in .yaml, or one of"),
+    ],
+)
+def test_files_that_are_too_much(tmp_path, text, message):
+    (tmp_path / "spec.yaml").write_text(text)
+    with pytest.raises(SpecError, match=message):
+        load_spec(tmp_path / "spec.yaml")
+
+
+def test_an_override_with_too_many_digits():
+    with pytest.raises(SpecError, match="override: head.outputs: found .*; allowed: a YAML value"):
+        load_spec("rev_vit_digits", ["head.outputs=" + "9" * 4400])
