@@ -37,7 +37,6 @@ from revzoo.training.evaluation import evaluate
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
-from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import REQUIRED_FILES
 from revzoo.training.setup import Run, build_run
 
@@ -85,11 +84,13 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         Interrupted: stopped by a signal, after everything was saved.
     """
     run = build_run(recipe, out, resumed=False)
-    for line in find_ineffective_settings(recipe):
-        run.display.console.print(f"Note: {line}.")
+    run.print_start()
     plan = apply_plan(run)  # before the folder is made: a budget that is too small leaves none
     if run.accelerator.is_main_process:
-        run.folder.create({"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()})
+        texts = {"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()}
+        if run.data.class_names is not None:
+            texts["classes.json"] = json.dumps(run.data.class_names, ensure_ascii=False)
+        run.folder.create(texts)
     save_plan(run, plan)
     if run.accelerator.is_main_process:
         batch = run.model.example_input(recipe.data.batch_size)
@@ -113,6 +114,7 @@ def resume(folder: Path) -> Summary:
             raise CheckpointError(f"{folder} is not the folder of a run: there is no {name} in it.")
     run = build_run(load_recipe(folder / "config.yaml"), folder, resumed=True)
     load_state(run)
+    run.print_start()
     plan = apply_plan(run)
     save_plan(run, plan)
     if run.accelerator.is_main_process:

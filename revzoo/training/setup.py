@@ -29,6 +29,7 @@ from revzoo.spec.loading import load_spec
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
+from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import Progress, RunFolder, find_free_folder
 
 
@@ -104,6 +105,21 @@ class Run:
         """Give the model and its running average the coupling of an update."""
         if self.coupling is not None:
             self.coupling.apply(update, *(self.model,) if self.ema is None else (self.model, self.ema.module))
+
+    def print_start(self) -> None:
+        """Print what is trained, where and on what, and remarks on data and recipe."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        frozen = "" if trained == parameters else f" ({trained:,} of them trained)"
+        data, console = self.data, self.display.console
+        classes = "" if data.num_classes is None else f", {data.num_classes} classes"
+        console.print(
+            f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}; {data.num_train:,} "
+            f"{data.example_noun} for training, {data.num_test:,} for testing{classes}",
+            markup=False,
+        )
+        for line in [*data.notes, *find_ineffective_settings(self.recipe)]:
+            console.print(f"Note: {line}.", markup=False)
 
 
 def build_run(recipe: Recipe, folder: Path | None, *, resumed: bool) -> Run:
