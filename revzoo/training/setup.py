@@ -29,6 +29,7 @@ from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_sc
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin
+from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import Progress, RunFolder
 
 
@@ -106,6 +107,21 @@ class Run:
         """Give the model and its running average the coupling of an update."""
         if self.coupling is not None:
             self.coupling.apply(update, *(self.model,) if self.ema is None else (self.model, self.ema.module))
+
+    def print_start(self) -> None:
+        """Print what is trained, where and on what, and remarks on data and recipe."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        frozen = "" if trained == parameters else f" ({trained:,} of them trained)"
+        data, console = self.data, self.display.console
+        classes = "" if data.num_classes is None else f", {data.num_classes} classes"
+        console.print(
+            f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}; {data.num_train:,} "
+            f"{data.example_noun} for training, {data.num_test:,} for testing{classes}",
+            markup=False,
+        )
+        for line in [*data.notes, *find_ineffective_settings(self.recipe)]:
+            console.print(f"Note: {line}.", markup=False)
 
 
 def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accelerator | None = None) -> Run:
@@ -256,7 +272,13 @@ def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch
     arguments = {name: value for name, value in values.items() if value is not None}
     try:
         return make_optimizer(
-            model, options.opt, options.lr, options.weight_decay, layer_decay=options.layer_decay, **arguments
+            model,
+            options.opt,
+            options.lr,
+            options.weight_decay,
+            weight_decay_of=options.weight_decay_of,
+            layer_decay=options.layer_decay,
+            **arguments,
         )
     except OptimizerError as error:
         allowed = f"what timm's {options.opt} accepts on this machine"
@@ -269,10 +291,10 @@ def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_pe
     name = options.sched
     if name == "constant":  # which timm has since 1.0.30, and makes of the same steps
         name, decay = "step", {"decay_epochs": 1, "decay_rate": 1.0}
-    epochs, starts_after_warm_up = recipe.train.epochs, False
+    starts_after_warm_up = options.warmup_prefix or name == "linear"
     if name == "linear":
-        name, decay, starts_after_warm_up = "poly", {"decay_rate": 1.0}, True
-        epochs -= options.warmup_epochs
+        name, decay = "poly", {"decay_rate": 1.0}
+    epochs = recipe.train.epochs - (options.warmup_epochs if starts_after_warm_up else 0)
     arguments: dict[str, Any] = {key: value for key, value in decay.items() if value is not None}
     scheduler, _ = create_scheduler_v2(
         optimizer,

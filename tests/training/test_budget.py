@@ -184,7 +184,9 @@ def test_a_budget_below_the_minimum_leaves_no_folder(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     assert main(["train", *FAST, f"model.overrides=[{VIT}]", "memory.budget=1MiB", "model.schedule=store"]) == 2
     out, err = capsys.readouterr()
-    assert out == "Note: model.schedule has no effect with memory.budget.\n"
+    start, note = out.splitlines()
+    assert start.startswith("rev_vit_digits: ")
+    assert note == "Note: model.schedule has no effect with memory.budget."
     assert err.startswith("revzoo: No schedule fits 1.0 MiB: at least ")
     assert list(tmp_path.iterdir()) == []
     least = int(err.partition("(")[2].partition(" bytes")[0])
@@ -204,7 +206,7 @@ def planned(tmp_path_factory) -> Path:
 def test_the_plan_is_saved_and_reported(planned, tmp_path, capsys):
     plan = Plan.load(planned / "plan.json")
     assert plan.seconds > 0
-    assert sorted(path.name for path in planned.iterdir() if path.suffix == ".json") == ["plan.json"]
+    assert sorted(path.name for path in planned.iterdir() if path.suffix == ".json") == ["classes.json", "plan.json"]
     shutil.copytree(planned, tmp_path / "run")
     recipe = load_recipe(planned, ["train.epochs=2"])
     (tmp_path / "run" / "config.yaml").write_text(recipe.to_yaml())
