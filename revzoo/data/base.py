@@ -45,7 +45,7 @@ class Data:
 
     Labels are classes (B,), or for a language model the ids (B, N) to predict, IGNORED at positions where there is none.
     `example_noun` and `label_noun` say what an example and what the owner of a label is called; `num_classes` is None for a
-    language model; `class_names` is None where the data set does not name its classes.
+    language model; `class_names` is None where the data set does not name its classes. `notes` are remarks for the reader.
 
     Args:
         train: examples for training; an incomplete last batch is left out.
@@ -56,7 +56,10 @@ class Data:
 
     def __init__(self, train: Examples, test: Examples, options: DataOptions, seed: int):
         self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, example_noun(train)
-        self.class_names: list[str] | None = getattr(train, "class_names", None)
+        names = getattr(train, "class_names", None)
+        self.class_names: list[str] | None = None if names is None else list(names)
+        self.notes = [*getattr(train, "notes", ()), *getattr(test, "notes", ())]
+        self.num_train, self.num_test = len(train), len(test)
         self._examples, self._test_examples = train, test
         self._sampler = EpochSampler(len(train), seed)
         self.train = _make_loader(train, options, sampler=self._sampler, drop_last=True)

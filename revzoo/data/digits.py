@@ -23,6 +23,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
     """
 
     num_classes, label_noun = 10, "images"
+    class_names = tuple("0123456789")
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int, seed: int):
         self.labels, self.shift, self.seed = labels, shift, seed

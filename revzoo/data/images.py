@@ -1,25 +1,27 @@
-"""Images from folders, CIFAR-10/100 and ImageNet, through timm's data sets and transforms.
+"""Images from folders, CIFAR-10/100 and ImageNet, through timm's transforms.
 
 timm's loader is not used: on a GPU it draws random erasing from the global generator of the training process, one batch ahead
 of training, so that a resumed run would differ. The transforms are those that timm's loader would use.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_transform
-from timm.data.dataset import ImageDataset
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import transforms
 
+from revzoo.data.folders import ClassFolders, FolderImages, find_classes, read_shape
 from revzoo.data.options import AugmentOptions, DataOptions
 from revzoo.data.random import seeded
 from revzoo.errors import DataError, join_names
 from revzoo.spec.schema import ImageInput
 
+_MUCH = 4  # a side of an image that is so many times longer or shorter than the model's is worth a remark
+_INSPECTED = 16  # images whose header is read for that
 # timm looks for the same names, but where none exists it takes the root folder itself, for both splits.
 _SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation", "eval", "evaluation", "test")}
 _CIFAR = {
@@ -28,39 +30,26 @@ _CIFAR = {
 }
 
 
-class BrokenImageError(DataError):
-    """An image that cannot be decoded.
-
-    A loader process passes the error on with its traceback inside the message; only the message proper is kept.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(message.rpartition("BrokenImageError: ")[2].strip())
-
-
-class Folders(ImageDataset):
-    """timm's folders of images, but a broken image is an error; timm would replace it by the next one."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        try:
-            file, label = self.reader[index]
-            with file:
-                image = Image.open(file).convert(self.input_img_mode)
-        except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
-            path = self.filename(index, absolute=True)
-            raise BrokenImageError(f"The image {path} cannot be read ({error}). Replace or remove it.") from error
-        return self.transform(image), label
-
-
 class Images(Dataset[tuple[Tensor, int]]):
-    """A timm data set whose augmentation is a function of the seed, the epoch and the image."""
+    """Images whose augmentation is a function of the seed, the epoch and the image.
+
+    Args:
+        source: images and labels by number; its `transform` makes tensors of the images.
+        class_names: the names of the classes.
+        seed: determines the augmentation.
+        notes: remarks for the reader.
+    """
 
     label_noun = "images"
 
-    def __init__(self, source: Any, num_classes: int, seed: int):
-        self.source, self.num_classes, self.seed = source, num_classes, seed
-        self.class_names = list(source.reader.class_to_idx) if isinstance(source, Folders) else None
+    def __init__(self, source: Any, class_names: list[str], seed: int, notes: Sequence[str] = ()):
+        self.source, self.class_names, self.seed, self.notes = source, class_names, seed, notes
         self.epoch = 0
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -71,8 +60,8 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def list_contents(self) -> list[bytes]:
         """Return the names of the files within the folder of the split; of a data set without files, what it is."""
-        if isinstance(self.source, Folders):
-            return [str(name).encode() for name in self.source.filenames()]
+        if isinstance(self.source, FolderImages):
+            return [str(name).encode() for name in self.source.list_names()]
         return [repr(self.source.classes).encode()]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -93,9 +82,16 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     defaults: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     if options.name in _CIFAR:
         defaults = _CIFAR[options.name][1:]
-        train, test, num_classes = _open_cifar(options.name, root, input)
+        train, test, names = _open_cifar(options.name, root, input)
+        shapes: Sequence[tuple[int, int, bool] | None] = [(32, 32, True)]
+        notes = list[str]()
     else:
-        train, test, num_classes = _open_folders(options.name, root, "L" if input.channels == 1 else "RGB")
+        folders = _find_folders(options.name, root)
+        names, notes = list(folders[0].files), _describe_folders(*folders)
+        labels, mode = {name: label for label, name in enumerate(names)}, "L" if input.channels == 1 else "RGB"
+        train, test = (FolderImages(each, labels, mode) for each in folders)
+        files = [file for file, _ in train.samples]
+        shapes = [read_shape(file) for file in files[:: max(1, len(files) // _INSPECTED)]]
     if input.channels == 1:
         defaults = (sum(defaults[0]) / 3,), (sum(defaults[1]) / 3,)
     mean, std = options.augment.mean or defaults[0], options.augment.std or defaults[1]
@@ -119,7 +115,37 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     crop_pct = options.augment.crop_pct or (1.0 if options.name in _CIFAR else 0.875)
     plain: dict[str, Any] = {"interpolation": "bicubic", "crop_pct": crop_pct, "mean": mean, "std": std}
     test.transform = create_transform((height, width), **plain)
-    return Images(train, num_classes, seed), Images(test, num_classes, seed)
+    return Images(train, names, seed, [*notes, *_describe_misfit(shapes, input)]), Images(test, names, seed)
+
+
+def _describe_misfit(shapes: Sequence[tuple[int, int, bool] | None], input: ImageInput) -> list[str]:
+    """Return a line if a model takes images of another kind than those of the data, so that much of them would be lost.
+
+    Args:
+        shapes: height, width and whether there are colours, of some of the images; None for one that is broken.
+        input: what the model takes.
+    """
+    known = [shape for shape in shapes if shape is not None]
+    if not known:
+        return []
+    sides, taken = [min(height, width) for height, width, _ in known], min(input.size)
+    side, in_colour = sorted(sides)[len(sides) // 2], any(coloured for *_, coloured in known)
+    lost, overrides = [], []
+    if in_colour and input.channels == 1:
+        lost, overrides = ["colours"], ["input.channels=3"]
+    if side >= _MUCH * taken and taken < 224:
+        best = min(side // 32 * 32 or side, 224)
+        lost, overrides = [*lost, "details"], [*overrides, f"'input.size=[{best},{best}]'"]
+    kind = f"images of about {side} pixels a side{' in colour' if in_colour else ''}"
+    takes = f"the model takes {input.size[0]}x{input.size[1]} pixels{' in grey' if input.channels == 1 else ''}"
+    if lost:
+        return [
+            f"{kind}, and {takes}: {' and '.join(lost)} are lost. Use a model for larger images in colour (revzoo list), or "
+            f"model.overrides=[{', '.join(overrides)}]"
+        ]
+    if taken >= _MUCH * side:
+        return [f"{kind}, and {takes}: they are enlarged. A model for smaller images (revzoo list) takes less time and memory"]
+    return []
 
 
 def _make_train_transform(
@@ -138,7 +164,7 @@ def _make_train_transform(
     return transforms.Compose([shape, policy, final])
 
 
-def _open_cifar(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, int]:
+def _open_cifar(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, list[str]]:
     if input.channels != 3:
         raise DataError(f"{name} has images of 3 channels. Received: a model for {input.channels}.")
     try:
@@ -148,27 +174,30 @@ def _open_cifar(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, int
             f"No complete {name} in {root}: looked for the folder {_CIFAR[name][0]} with the files of the Python version. "
             "Unpack the archive from https://www.cs.toronto.edu/~kriz/cifar.html there, or set data.root to where it is."
         ) from error
-    return splits[0], splits[1], len(splits[0].classes)
+    return splits[0], splits[1], list(splits[0].classes)
 
 
-def _open_folders(name: str, root: Path, mode: str) -> tuple[Any, Any, int]:
-    folders = {split: _find_split(root, split) for split in _SPLITS}
-    train = _open_split(folders["train"], mode)
-    classes = train.reader.class_to_idx
-    if len(classes) < 2:
-        raise DataError(f"{folders['train']} has one class: {join_names(list(classes))}. Classification needs two or more.")
-    if name == "imagenet" and len(classes) != 1000:
+def _find_folders(name: str, root: Path) -> tuple[ClassFolders, ClassFolders]:
+    """Return the class folders for training and for validation."""
+    folders = [_find_split(root, split) for split in _SPLITS]
+    train = find_classes(folders[0])
+    if len(train.files) < 2:
+        raise DataError(f"{train.path} has one class: {join_names(list(train.files))}. Classification needs two or more.")
+    if name == "imagenet" and len(train.files) != 1000:
         raise DataError(
-            f"{folders['train']} should hold ImageNet's 1000 class folders. Received: {len(classes)}. "
+            f"{train.path} should hold ImageNet's 1000 class folders. Received: {len(train.files)}. "
             "For other images use data.name=folder."
         )
-    validation = _open_split(folders["validation"], mode)
-    own_classes = validation.reader.class_to_idx
-    if unknown := sorted(set(own_classes) - set(classes)):
-        raise DataError(f"{folders['validation']} has classes that {folders['train']} does not have: {join_names(unknown)}.")
-    if own_classes != classes:  # a class without validation images shifted the labels of those after it
-        validation = _open_split(folders["validation"], mode, classes)
-    return train, validation, len(classes)
+    validation = find_classes(folders[1])
+    if unknown := sorted(set(validation.files) - set(train.files)):
+        raise DataError(f"{validation.path} has classes that {train.path} does not have: {join_names(unknown)}.")
+    return train, validation
+
+
+def _describe_folders(train: ClassFolders, validation: ClassFolders) -> list[str]:
+    missing = [name for name in train.files if name not in validation.files]
+    without = [f"{validation.path} has no images of {join_names(missing)}"] if missing else []
+    return [*train.describe_skipped(), *validation.describe_skipped(), *without]
 
 
 def _find_split(root: Path, split: str) -> Path:
@@ -179,19 +208,3 @@ def _find_split(root: Path, split: str) -> Path:
         f"No {split} images in {root}: looked for a folder called {' or '.join(_SPLITS[split])} with one folder of images per "
         f"class. Received: {join_names(sorted(path.name for path in root.iterdir()))}."
     )
-
-
-def _open_split(folder: Path, mode: str, classes: dict[str, int] | None = None) -> Any:
-    """Open a folder of class folders; `classes` maps their names to labels, by default in alphabetical order."""
-    names = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    if not names:
-        raise DataError(f"{folder} has no classes: looked for one folder of images per class.")
-    try:
-        dataset = Folders(str(folder), class_map=classes, input_img_mode=mode)
-    except RuntimeError as error:
-        raise DataError(f"The class folders in {folder} hold no images: looked for .png, .jpg and .jpeg.") from error
-    if "" in dataset.reader.class_to_idx:
-        raise DataError(f"There are images directly in {folder}, outside of any class folder. Move or remove them.")
-    if empty := sorted(names - set(dataset.reader.class_to_idx)):
-        raise DataError(f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them.")
-    return dataset

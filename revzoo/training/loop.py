@@ -38,7 +38,6 @@ from revzoo.training.lock import hold_lock
 from revzoo.training.main_process import call_on_main
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
-from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import RunFolder, find_free_folder
 from revzoo.training.setup import Run, build_run, make_accelerator
 from revzoo.training.state import gather_losses, load_state, save_state, saving
@@ -86,12 +85,10 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     accelerator = make_accelerator(recipe)
     folder = call_on_main(accelerator, lambda: _choose_folder(recipe, out))
     run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
-    for line in find_ineffective_settings(recipe):
-        run.display.console.print(f"Note: {line}.")
+    run.print_start()
     plan = apply_plan(run)  # before the folder is made: a budget that is too small leaves none
     with _hold_folder(folder, accelerator):
-        files = {"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()}
-        call_on_main(accelerator, lambda: folder.create(files))
+        call_on_main(accelerator, lambda: folder.create(run.describe()))
         return _begin(run, plan)
 
 
@@ -157,15 +154,16 @@ def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator) ->
     """Train a run from the beginning that was killed before its first state was saved."""
     run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
     run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
+    run.print_start()
     plan = apply_plan(run)
-    files = {"config.yaml": recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()}
-    call_on_main(accelerator, lambda: folder.write(files))
+    call_on_main(accelerator, lambda: folder.write(run.describe()))
     return _begin(run, plan)
 
 
 def _go_on(run: Run, changes: list[str]) -> Summary:
     """Train from the newest state of the run's folder; changes of the recipe are saved first."""
     load_state(run)
+    run.print_start()
     plan = apply_plan(run)
     save_plan(run, plan)
     if run.accelerator.is_main_process:

@@ -2,6 +2,7 @@
 
 config.yaml        the recipe, resolved            spec.yaml          the model's spec, resolved
 metrics.jsonl      one line per epoch              curves.png         drawn at the end
+classes.json       names of the classes, in order, where the labels are classes
 last.safetensors   weights after the last epoch    best.safetensors   weights with the best top-1
 plan.json          the plan, for a recipe with a memory budget
 state/EPOCH-BATCH/ everything needed to resume from there

@@ -1,5 +1,6 @@
 """Build everything a run consists of from its recipe: data, model, optimizer, learning-rate and coupling schedules."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_sc
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin
+from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import Progress, RunFolder
 
 
@@ -106,6 +108,28 @@ class Run:
         """Give the model and its running average the coupling of an update."""
         if self.coupling is not None:
             self.coupling.apply(update, *(self.model,) if self.ema is None else (self.model, self.ema.module))
+
+    def describe(self) -> dict[str, str]:
+        """Return the text files that say what the run is, by name: recipe, spec, and the names of the classes."""
+        texts = {"config.yaml": self.recipe.to_yaml(), "spec.yaml": self.model.spec.to_yaml()}
+        if self.data.class_names is not None:
+            texts["classes.json"] = json.dumps(self.data.class_names, ensure_ascii=False)
+        return texts
+
+    def print_start(self) -> None:
+        """Print what is trained, where and on what, and remarks on data and recipe."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        frozen = "" if trained == parameters else f" ({trained:,} of them trained)"
+        data, console = self.data, self.display.console
+        classes = "" if data.num_classes is None else f", {data.num_classes} classes"
+        console.print(
+            f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}; {data.num_train:,} "
+            f"{data.example_noun} for training, {data.num_test:,} for testing{classes}",
+            markup=False,
+        )
+        for line in [*data.notes, *find_ineffective_settings(self.recipe)]:
+            console.print(f"Note: {line}.", markup=False)
 
 
 def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accelerator | None = None) -> Run:

@@ -18,7 +18,7 @@ from revzoo.spec.schema import ImageInput
 
 GREY = ImageInput("image", 1, (8, 8))
 COLOUR = ImageInput("image", 3, (32, 32))
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves closing them to Python
+SUFFIXES = ".apng, .bmp, .gif, .jfif, .jpe, .jpeg, .jpg, .png, .tif, .tiff, .webp"
 
 
 def digits(**options):
@@ -187,7 +187,7 @@ def test_refusals_of_folders(tmp_path, image_folder):
     (empty / "val").mkdir()
     assert refusal(images(empty)) == f"{empty}/train has no classes: looked for one folder of images per class."
     (empty / "train" / "cat").mkdir()
-    assert refusal(images(empty)) == f"The class folders in {empty}/train hold no images: looked for .png, .jpg and .jpeg."
+    assert refusal(images(empty)) == f"The class folders in {empty}/train hold no images: looked for {SUFFIXES}."
     (image_folder / "val").rename(image_folder / "elsewhere")
     assert refusal(images(image_folder)) == (
         f"No validation images in {image_folder}: looked for a folder called val or valid or validation or eval or evaluation "

@@ -1,6 +1,7 @@
 """The training loop: what it learns and writes, and settings that must not change the result."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,13 +11,11 @@ from safetensors.torch import load_file
 import revzoo
 from revzoo.training.divergence import DivergedError
 from revzoo.training.loop import train
+from revzoo.training.setup import build_run
 
 MEASURED = {"seconds", "images_per_second", "memory_bytes"}
 
-images = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # timm leaves closing them to Python
 
-
-@images
 def test_overfits_eight_samples(recipe, image_folder, tmp_path, read_records):
     data = [f"data.root={image_folder}", "data.name=folder", "data.batch_size=8", "data.shift=0"]
     still = ["data.augment={hflip: 0, color_jitter: null, scale: [1, 1], ratio: [1, 1], crop_pct: 1.0}", "ema=null"]
@@ -32,9 +31,14 @@ def test_run_folder(recipe, tmp_path, shown, capsys, read_records):
     out = capsys.readouterr().out
     assert out.count("activations at the peak") == out.count("epoch 1/2 ") == out.count("epoch 2/2 ") == 1
     assert out.endswith(f"{summary}\n")
+    parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run" / "last.safetensors").values())
+    start = f"rev_vit_digits: {parameters:,} parameters on cpu; 1,442 images for training, 355 for testing, 10 classes\n"
+    assert out.startswith(start)
+    assert json.loads((tmp_path / "run" / "classes.json").read_text()) == list("0123456789")
     records = read_records(tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "best.safetensors",
+        "classes.json",
         "config.yaml",
         "curves.png",
         "last.safetensors",
@@ -54,6 +58,22 @@ def test_run_folder(recipe, tmp_path, shown, capsys, read_records):
     assert first.keys() > MEASURED
     assert 0 < first["seconds"] < 60
     assert first["images_per_second"] == pytest.approx(4 * 320 / first["seconds"])
+
+
+def test_the_start_names_frozen_parts_and_remarks_on_the_data(recipe, image_folder, tmp_path, capsys):
+    (image_folder / "train" / "notes.txt").touch()
+    data = [f"data.root={image_folder}", "data.name=folder", "data.batch_size=8", "data.shift=0"]
+    build_run(recipe(*data, "train.freeze=[stem]", "memory.solver=knapsack"), tmp_path / "run", resumed=False).print_start()
+    out = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"rev_vit_digits: (?P<all>[\d,]+) parameters \([\d,]+ of them trained\) on cpu; 8 images for training, 8 for testing, "
+        "2 classes",
+        out[0],
+    )
+    assert out[1:] == [
+        f"Note: skipped in {image_folder}/train: 1 .txt.",
+        "Note: memory.solver has no effect with budget: null.",
+    ]
 
 
 def test_same_loss_in_every_mode(recipe, tmp_path, assert_same_run):
@@ -92,7 +112,6 @@ def test_bf16(recipe, tmp_path, read_records):
     assert {tensor.dtype for tensor in load_file(tmp_path / "run" / "last.safetensors").values()} == {torch.float32}
 
 
-@images
 def test_fine_tuning_with_another_head(recipe, image_folder, tmp_path):
     train(recipe("train.epochs=1"), tmp_path / "digits")
     start = tmp_path / "digits" / "last.safetensors"

@@ -1,0 +1,198 @@
+"""Folders of images, one folder per class: which files are examples, and how one of them is read.
+
+timm's reader is not used: it follows a link into a loop, waits for a pipe, takes hidden folders for classes, and drops files
+without a word.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+from timm.utils.misc import natural_key
+from torch.utils.data import Dataset
+
+from revzoo.errors import DataError, join_names
+
+_FORMATS = {"BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"}  # names that Pillow gives them
+
+
+class BrokenImageError(DataError):
+    """An image that cannot be decoded.
+
+    A loader process passes the error on with its traceback inside the message; only the message proper is kept.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message.rpartition("BrokenImageError: ")[2].strip())
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """What is in a folder of class folders.
+
+    Args:
+        path: the folder.
+        files: the images of each class, by the name of its folder; classes and images are in natural order (2 before 10).
+        skipped: number of files and hidden folders that are no examples, by the reason.
+    """
+
+    path: Path
+    files: dict[str, list[Path]]
+    skipped: Counter[str]
+
+    def describe_skipped(self) -> list[str]:
+        """Return a line with the numbers of what is skipped, or none."""
+        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.skipped.items()))
+        return [f"skipped in {self.path}: {kinds}"] if kinds else []
+
+
+class FolderImages(Dataset[tuple[Any, int]]):
+    """Images of class folders with their labels, read when they are asked for; a broken image is an error.
+
+    Args:
+        folders: the class folders.
+        labels: the label of each class.
+        mode: "L" for grey images, "RGB" for colours.
+    """
+
+    def __init__(self, folders: ClassFolders, labels: dict[str, int], mode: str):
+        self.samples = [(file, labels[name]) for name, files in folders.files.items() for file in files]
+        self.path, self.mode = folders.path, mode
+        self.transform: Any = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def list_names(self) -> list[Path]:
+        """Return the names of the files within the folder of the classes."""
+        return [file.relative_to(self.path) for file, _ in self.samples]
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        file, label = self.samples[index]
+        image = read_image(file, self.mode)
+        return image if self.transform is None else self.transform(image), label
+
+
+def list_suffixes() -> list[str]:
+    """Return the suffixes of the image files that are read here, sorted."""
+    Image.init()
+    return sorted(suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS and name in Image.OPEN)
+
+
+def find_classes(folder: Path) -> ClassFolders:
+    """Return the classes of a folder and their images.
+
+    A class has the images of its folder and of all folders in it. Links are followed, but no folder is read twice for a class.
+
+    Raises:
+        DataError: a folder cannot be read, there is no class, an image is in no class, or a class has no image.
+    """
+    suffixes, skipped = set(list_suffixes()), Counter[str]()
+    files: dict[str, list[Path]] = {}
+    for entry in _list(folder, skipped):
+        if _is_folder(entry):
+            inside = _walk(Path(entry.path), {_identify(folder)}, skipped)
+            files[entry.name] = [Path(each.path) for each in inside if _is_image(each, suffixes, skipped)]
+        elif _is_image(entry, suffixes, skipped):
+            raise DataError(f"There are images directly in {folder}, outside of any class folder. Move or remove them.")
+    if not files:
+        raise DataError(f"{folder} has no classes: looked for one folder of images per class.")
+    if not any(files.values()):
+        raise DataError(f"The class folders in {folder} hold no images: looked for {', '.join(sorted(suffixes))}.")
+    if empty := sorted(name for name, paths in files.items() if not paths):
+        raise DataError(f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them.")
+    return ClassFolders(folder, files, skipped)
+
+
+def read_image(file: Path, mode: str) -> Any:
+    """Return an image, upright and with 8 bits per channel, in Pillow's mode "L" or "RGB".
+
+    Pixels of 16 bits are scaled; Pillow would set all above 255 to white. Of several frames the first is read.
+
+    Raises:
+        BrokenImageError: the file cannot be decoded, or holds numbers whose range is not known.
+    """
+    try:
+        with Image.open(file) as image:
+            return _to_8_bits(_turn_upright(image), str(image.format)).convert(mode)
+    except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
+        raise BrokenImageError(f"The image {file} cannot be read ({error}). Replace or remove it.") from error
+
+
+def read_shape(file: Path) -> tuple[int, int, bool] | None:
+    """Return an image's height and width and whether it has colours, from its header; None if it cannot be read."""
+    try:
+        with Image.open(file) as image:
+            return image.height, image.width, image.mode[0] not in "1LIF"
+    except Exception:  # reported when the image is used
+        return None
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    image.load()
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # damaged metadata of a sound image name no orientation
+        return image
+
+
+def _to_8_bits(image: Image.Image, format: str) -> Image.Image:
+    if image.mode.startswith("I;16") or (image.mode == "I" and format == "PNG"):  # Pillow before 10.3 gives these PNGs mode I
+        values = np.asarray(image).astype(np.int64)
+        return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels are 32-bit numbers of unknown range: save it with 8 or 16 bits")
+    return image.convert("RGBA") if image.mode == "P" and "transparency" in image.info else image
+
+
+def _list(folder: Path, skipped: Counter[str]) -> list["os.DirEntry[str]"]:
+    """Return what is in a folder and not hidden, in natural order."""
+    try:
+        with os.scandir(folder) as scanned:
+            entries = sorted(scanned, key=lambda entry: natural_key(entry.name))
+    except OSError as error:
+        raise DataError(f"The folder {folder} cannot be read ({error.strerror}).") from error
+    if hidden := sum(entry.name.startswith(".") for entry in entries):
+        skipped["hidden"] += hidden
+    return [entry for entry in entries if not entry.name.startswith(".")]
+
+
+def _walk(folder: Path, visited: set[tuple[int, int]], skipped: Counter[str]) -> Iterator["os.DirEntry[str]"]:
+    """Yield what is not a folder, in a folder and those in it, each of which is visited once."""
+    if (identity := _identify(folder)) in visited:
+        return
+    visited.add(identity)
+    for entry in _list(folder, skipped):
+        if _is_folder(entry):
+            yield from _walk(Path(entry.path), visited, skipped)
+        else:
+            yield entry
+
+
+def _identify(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _is_image(entry: "os.DirEntry[str]", suffixes: set[str], skipped: Counter[str]) -> bool:
+    """Return whether a file is an example; count it as skipped if not. A link to nowhere is one, which reading it names."""
+    suffix = Path(entry.name).suffix.lower()
+    if suffix not in suffixes:
+        skipped[suffix or "without suffix"] += 1
+        return False
+    if os.path.exists(entry.path) and not entry.is_file():  # a pipe would be waited for
+        skipped["not a regular file"] += 1
+        return False
+    return True

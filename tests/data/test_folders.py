@@ -1,0 +1,191 @@
+"""Folders of images: which files are examples, what is said of the others, and how a file becomes an image."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from revzoo.data.folders import BrokenImageError, find_classes, read_image
+from revzoo.data.loading import load_data
+from revzoo.data.options import AugmentOptions, DataOptions
+from revzoo.errors import DataError
+from revzoo.spec.schema import ImageInput
+
+GREY = ImageInput("image", 1, (8, 8))
+PLAIN = AugmentOptions(hflip=0, color_jitter=None, scale=(1, 1), ratio=(1, 1), crop_pct=1.0, mean=(0.0,), std=(1.0,))
+
+
+def load(root, input=GREY, **options):
+    return load_data(DataOptions("folder", **{"batch_size": 4, "root": str(root), **options}), input, 0)
+
+
+def save(path, pixels, **options):
+    Image.fromarray(np.asarray(pixels)).save(path, **options)
+    return path
+
+
+def test_pixels_of_16_bits_are_scaled(tmp_path):
+    values = np.array([[0, 128, 129, 257], [32767, 32768, 65406, 65535]], dtype=np.uint16)
+    file = save(tmp_path / "deep.png", values)
+    assert np.asarray(read_image(file, "L")).tolist() == [[0, 0, 1, 1], [127, 128, 254, 255]]  # value / 257, rounded
+    assert np.asarray(read_image(file, "RGB"))[..., 2].tolist() == [[0, 0, 1, 1], [127, 128, 254, 255]]
+    assert np.asarray(read_image(save(tmp_path / "deep.tif", values), "L")).tolist() == [[0, 0, 1, 1], [127, 128, 254, 255]]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_of_unknown_range_are_refused(tmp_path, dtype):
+    file = save(tmp_path / "numbers.tif", np.zeros((2, 2), dtype))
+    with pytest.raises(BrokenImageError, match="its pixels are 32-bit numbers of unknown range: save it with 8 or 16 bits"):
+        read_image(file, "L")
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_orientation_of_a_camera_is_applied(tmp_path, orientation):
+    upright = np.zeros((16, 32), np.uint8)
+    upright[:8, :16] = 255  # the upper left quarter
+    turn = {
+        1: lambda a: a,
+        2: np.fliplr,
+        3: lambda a: np.rot90(a, 2),
+        4: np.flipud,
+        5: np.transpose,
+        6: lambda a: np.rot90(a, 1),  # stored so that a quarter turn to the right makes it upright
+        7: lambda a: np.rot90(a, 2).T,
+        8: lambda a: np.rot90(a, -1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = save(tmp_path / "photo.jpg", turn(upright), exif=exif, quality=100)
+    assert np.array_equal(np.asarray(read_image(file, "L")) > 127, upright > 127)
+
+
+def test_a_damaged_orientation_is_none(tmp_path):
+    file = save(tmp_path / "photo.jpg", np.full((4, 6), 90, np.uint8), exif=b"Exif\x00\x00no such thing")
+    assert read_image(file, "L").size == (6, 4)
+
+
+@pytest.mark.parametrize("suffix", ["png", "apng", "jpg", "jpeg", "JPG", "webp", "tiff", "tif", "bmp", "gif"])
+def test_formats(tmp_path, image_folder, suffix):
+    pixels = np.full((8, 8, 3), (200, 100, 50), np.uint8)
+    options = {"format": "PNG"} if suffix == "apng" else {}
+    save(image_folder / "train" / "cat" / f"9.{suffix}", pixels, **options)
+    assert len(find_classes(image_folder / "train").files["cat"]) == 5
+    image = np.asarray(read_image(image_folder / "train" / "cat" / f"9.{suffix}", "RGB")).astype(int)
+    assert np.abs(image - pixels).max() <= 4  # lossy formats
+
+
+def test_a_palette_with_transparency_has_its_colours(tmp_path):
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.putdata([0, 1])
+    image.save(tmp_path / "palette.png", transparency=b"\x80\xff")  # Pillow warns where this is converted without a detour
+    assert np.asarray(read_image(tmp_path / "palette.png", "RGB")).tolist() == [[[10, 20, 30], [40, 50, 60]]]
+
+
+def test_what_is_skipped_is_counted(image_folder):
+    cat = image_folder / "train" / "cat"
+    for name in ("notes.txt", "LICENSE", ".DS_Store", "._0.png", "more.TXT"):
+        (cat / name).write_bytes(b"")
+    (image_folder / "train" / "README.md").write_text("")
+    os.mkfifo(cat / "pipe.png")
+    shutil.copytree(cat, image_folder / "train" / ".ipynb_checkpoints", ignore=lambda *_: ["pipe.png"])
+    data = load(image_folder)
+    assert data.num_classes == 2
+    assert data.class_names == ["cat", "dog"]
+    assert data.num_train == 8
+    assert data.notes == [f"skipped in {image_folder}/train: 1 .md, 2 .txt, 3 hidden, 1 not a regular file, 1 without suffix"]
+    assert load(image_folder, batch_size=8).train.dataset.source.samples == data.train.dataset.source.samples
+
+
+def test_links_are_followed_and_loops_are_not(image_folder, tmp_path):
+    cat, dog = image_folder / "train" / "cat", image_folder / "train" / "dog"
+    (tmp_path / "more").mkdir()
+    shutil.move(dog / "3.png", tmp_path / "more" / "3.png")
+    (dog / "more").symlink_to(tmp_path / "more")
+    (cat / "loop").symlink_to(image_folder / "train")
+    (cat / "self").symlink_to(cat)
+    (cat / "round").symlink_to(cat / "round")
+    (cat / "twice").symlink_to(tmp_path / "more")
+    (cat / "again").symlink_to(tmp_path / "more")
+    found = find_classes(image_folder / "train")
+    assert [str(file.relative_to(image_folder / "train")) for files in found.files.values() for file in files] == [
+        *(f"cat/{i}.png" for i in range(4)),
+        "cat/again/3.png",
+        *(f"dog/{i}.png" for i in range(3)),
+        "dog/more/3.png",
+    ]
+    assert found.skipped == {"without suffix": 1}  # the link to itself
+
+
+def test_a_link_to_nowhere_is_a_broken_image(image_folder):
+    (image_folder / "train" / "cat" / "0.png").unlink()
+    (image_folder / "train" / "cat" / "0.png").symlink_to("nowhere.png")
+    with pytest.raises(DataError, match=r"The image .*/cat/0\.png cannot be read"):
+        list(load(image_folder).train)
+
+
+def test_classes_are_in_natural_order_and_have_the_images_of_nested_folders(image_folder):
+    train = image_folder / "train"
+    (train / "cat").rename(train / "class10")
+    (train / "dog").rename(train / "class2")
+    (train / "class2" / "more").mkdir()
+    (train / "class2" / "0.png").rename(train / "class2" / "more" / "0.png")
+    found = find_classes(train)
+    assert {name: len(files) for name, files in found.files.items()} == {"class2": 4, "class10": 4}
+    assert list(found.files) == ["class2", "class10"]
+
+
+def test_a_class_without_validation_images_is_named(image_folder):
+    shutil.rmtree(image_folder / "val" / "cat")
+    assert load(image_folder).notes == [f"{image_folder}/val has no images of cat"]
+
+
+def paint(folder, size, colour):
+    rng = np.random.default_rng(0)
+    for file in sorted(folder.rglob("*.png")):
+        save(file, rng.integers(0, 256, (*size, 3) if colour else size, dtype=np.uint8))
+
+
+LOST = (
+    "images of about {} pixels a side{}, and the model takes 8x8 pixels in grey: {} are lost. Use a model for larger images in "
+    "colour (revzoo list), or model.overrides=[{}]"
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "colour", "input", "expected"),
+    [
+        (
+            (96, 120), True, GREY,
+            LOST.format(96, " in colour", "colours and details", "input.channels=3, 'input.size=[96,96]'"),
+        ),
+        ((8, 8), True, GREY, LOST.format(8, " in colour", "colours", "input.channels=3")),
+        ((32, 32), False, GREY, LOST.format(32, "", "details", "'input.size=[32,32]'")),
+        ((31, 31), False, GREY, None),
+        (
+            (8, 8), False, ImageInput("image", 3, (32, 32)),
+            "images of about 8 pixels a side, and the model takes 32x32 pixels: they are enlarged. A model for smaller images "
+            "(revzoo list) takes less time and memory",
+        ),
+        ((9, 9), True, ImageInput("image", 3, (32, 32)), None),
+        ((1000, 900), True, ImageInput("image", 3, (224, 224)), None),
+    ],
+)  # fmt: skip
+def test_images_of_another_kind_than_the_model_takes_are_named(image_folder, size, colour, input, expected):
+    paint(image_folder / "train", size, colour)
+    augment = AugmentOptions(color_jitter=None)
+    assert load(image_folder, input, augment=augment).notes == ([] if expected is None else [expected])
+
+
+def test_labels_of_loaded_images(image_folder):
+    save(image_folder / "train" / "dog" / "0.png", np.full((8, 8), 65535, np.uint16))
+    save(image_folder / "train" / "dog" / "1.png", np.full((8, 8), 257 * 51, np.uint16))
+    data = load(image_folder, batch_size=8, augment=PLAIN)
+    data.start_epoch(0)
+    batch, labels = next(iter(data.train))
+    flat = {round(float(image.mean()), 4): int(label) for image, label in zip(batch, labels, strict=True) if image.std() < 1e-6}
+    assert flat == {1.0: 1, 0.2: 1}
+    assert torch.equal(labels.sort().values, torch.tensor([0] * 4 + [1] * 4))
