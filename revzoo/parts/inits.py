@@ -10,20 +10,25 @@ from revzoo.registry import inits
 
 @inits.register("truncated_normal")
 class TruncatedNormal:
-    """Draw linear weights from a normal truncated at two standard deviations; set every bias of linear layers and norms.
+    """Draw linear weights from a normal, cut at -2 and 2; set the biases of linear layers and norms.
+
+    The cuts are values, so that with a std of 0.02 the weights have that standard deviation. Cut at two deviations they would
+    have 0.0176.
 
     Args:
         std: standard deviation of the normal before truncation.
         bias: value of the biases of linear layers and LayerNorms.
-    Source: SlowFast's vision transformers use std 0.02 and bias 0.02.
+        convolutions: whether the weights of convolutions are drawn in the same way.
+    Source: SlowFast (with convolutions) and RevSwin use std 0.02 and bias 0.02; PyTorch's `trunc_normal_` cuts at -2 and 2.
     """
 
-    def __init__(self, *, std: PositiveFloat = 0.02, bias: FiniteFloat = 0.0):
+    def __init__(self, *, std: PositiveFloat = 0.02, bias: FiniteFloat = 0.0, convolutions: bool = False):
         self.std, self.bias = std, bias
+        self.drawn = (nn.Linear, nn.Conv2d) if convolutions else (nn.Linear,)
 
     def __call__(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=self.std, a=-2.0 * self.std, b=2.0 * self.std)
+        if isinstance(module, self.drawn):
+            nn.init.trunc_normal_(module.weight, std=self.std)
         if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
             nn.init.constant_(module.bias, self.bias)
 
@@ -37,7 +42,10 @@ class FanIn:
 
     def __call__(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            TruncatedNormal(std=module.in_features**-0.5)(module)
+            std = module.in_features**-0.5
+            nn.init.trunc_normal_(module.weight, std=std, a=-2.0 * std, b=2.0 * std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 @inits.register("fan_out")

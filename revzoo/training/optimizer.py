@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from timm.optim import create_optimizer_v2, get_optimizer_info
+from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 from torch.optim import Optimizer
+
+from revzoo.training.options import DecayedParameters
 
 
 class OptimizerError(Exception):
@@ -18,15 +20,34 @@ def find_accepted_options(opt: str) -> set[str]:
     return {name for name, accepted in accepts.items() if accepted}
 
 
-def make_optimizer(model: nn.Module, opt: str, lr: float, weight_decay: float = 0.0, **arguments: Any) -> Optimizer:
+def make_optimizer(
+    model: nn.Module,
+    opt: str,
+    lr: float,
+    weight_decay: float = 0.0,
+    *,
+    weight_decay_of: DecayedParameters = "weights",
+    layer_decay: float | None = None,
+    **arguments: Any,
+) -> Optimizer:
     """Return timm's optimizer of this name for the model.
 
     Args:
+        weight_decay_of: which parameters are decayed; timm leaves out biases, norms and the model's `no_weight_decay()`.
+        layer_decay: factor of the learning rate from one layer to the one before it; not with `weight_decay_of="all"`.
         arguments: further arguments of `timm.optim.create_optimizer_v2`.
     Raises:
         OptimizerError: timm cannot make it; the message starts with the type of timm's own error.
     """
+    parameters: Any = model
+    if weight_decay_of == "all":
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    elif weight_decay_of == "weights_and_positions":  # timm's groups, but without asking the model what not to decay
+        if layer_decay is None:
+            parameters = param_groups_weight_decay(model, weight_decay)
+        else:
+            parameters, layer_decay = param_groups_layer_decay(model, weight_decay, layer_decay=layer_decay), None
     try:
-        return create_optimizer_v2(model, opt, lr, weight_decay, **arguments)
+        return create_optimizer_v2(parameters, opt, lr, weight_decay, layer_decay=layer_decay, **arguments)
     except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:
         raise OptimizerError(f"{type(error).__name__}: {error}") from error

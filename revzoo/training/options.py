@@ -62,13 +62,22 @@ class ModelOptions:
     exact: bool = False
 
 
+DecayedParameters = Literal["weights", "weights_and_positions", "all"]
+
+
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Arguments of timm's `create_optimizer_v2`; None: the optimizer's default. Biases and norms have no weight decay."""
+    """Arguments of timm's `create_optimizer_v2`; None: the optimizer's default.
+
+    Args:
+        weight_decay_of: what is decayed: weights (without biases, norms and tables of positions), these and the positions, or
+            all parameters.
+    """
 
     opt: str
     lr: PositiveFloat
     weight_decay: NonNegativeFloat = 0.0
+    weight_decay_of: DecayedParameters = "weights"
     momentum: Rate | None = None
     betas: tuple[Rate, Rate] | tuple[Rate, Rate, Rate] | None = None
     eps: PositiveFloat | None = None
@@ -79,12 +88,15 @@ class OptimizerOptions:
 class ScheduleOptions:
     """The learning-rate schedule: arguments of timm's `create_scheduler_v2`. Stepped once per update.
 
-    `linear` falls in a straight line from the end of the warm-up to `min_lr`.
+    `linear` falls in a straight line from the end of the warm-up to `min_lr`. With `warmup_prefix` the other schedules begin at
+    the end of the warm-up too, and milestones count from there; without it the warm-up hides their first epochs. All of them
+    end with the last epoch.
     """
 
     sched: Literal["cosine", "linear", "multistep", "step", "poly", "constant"] = "cosine"
     warmup_epochs: NonNegativeInt = 0
     warmup_lr: NonNegativeFloat = 0.0
+    warmup_prefix: bool = False
     min_lr: NonNegativeFloat = 0.0
     decay_milestones: tuple[PositiveInt, ...] = ()
     decay_epochs: PositiveInt | None = None

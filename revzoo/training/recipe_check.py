@@ -32,12 +32,15 @@ def find_ineffective_settings(recipe: Recipe) -> list[str]:
     """Return a line for each setting that has no effect because of another one, or not the effect it seems to have."""
     from revzoo.training.optimizer import find_accepted_options
 
+    warm = {"warmup_prefix"} if recipe.schedule.sched in ("linear", "constant") or not recipe.schedule.warmup_epochs else set()
     decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ_BY_SCHEDULE[recipe.schedule.sched]
     ruled_out = {
         ("data", recipe.data.name): _UNREAD_BY_DATA.get(recipe.data.name, {"shift", "text"}),
         ("data.text", recipe.data.name): {"label"} if recipe.data.name == "masked_lm" else set(),
         ("optimizer", recipe.optimizer.opt): {"momentum", "betas", "eps"} - find_accepted_options(recipe.optimizer.opt),
         ("schedule", recipe.schedule.sched): decay,
+        ("schedule", f"sched={recipe.schedule.sched}, warmup_epochs={recipe.schedule.warmup_epochs}"): warm,
+        ("optimizer", "weight_decay=0"): set() if recipe.optimizer.weight_decay else {"weight_decay_of"},
         ("model", "memory.budget"): set() if recipe.memory.budget is None else {"schedule"},
         ("memory", "budget: null"): {"solver"} if recipe.memory.budget is None else set(),
     }
@@ -88,6 +91,12 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     for needed, key in (("multistep", "decay_milestones"), ("step", "decay_epochs")):
         if sched == needed and not _value(tree, f"schedule.{key}"):
             yield _node(tree, f"schedule.{key}").problem(f"a value, for sched: {needed}")
+    warm_up, epochs = _value(tree, "schedule.warmup_epochs"), _value(tree, "train.epochs")
+    starts_after_it = sched == "linear" or _value(tree, "schedule.warmup_prefix") is True
+    if starts_after_it and isinstance(warm_up, int) and isinstance(epochs, int) and warm_up >= epochs > 0:
+        yield _node(tree, "schedule.warmup_epochs").problem(f"fewer than the {epochs} of train.epochs: the decay follows it")
+    if _value(tree, "optimizer.weight_decay_of") == "all" and _value(tree, "optimizer.layer_decay") is not None:
+        yield _node(tree, "optimizer.layer_decay").problem("null with weight_decay_of: all")
     batch_size = _value(tree, "data.batch_size")
     if isinstance(_value(tree, "mixup"), dict) and isinstance(batch_size, int) and batch_size % 2:
         yield _node(tree, "data.batch_size").problem("an even number: mixup pairs the images of a batch")

@@ -280,7 +280,13 @@ def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch
     arguments = {name: value for name, value in values.items() if value is not None}
     try:
         return make_optimizer(
-            model, options.opt, options.lr, options.weight_decay, layer_decay=options.layer_decay, **arguments
+            model,
+            options.opt,
+            options.lr,
+            options.weight_decay,
+            weight_decay_of=options.weight_decay_of,
+            layer_decay=options.layer_decay,
+            **arguments,
         )
     except OptimizerError as error:
         allowed = f"what timm's {options.opt} accepts on this machine"
@@ -293,10 +299,10 @@ def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_pe
     name = options.sched
     if name == "constant":  # which timm has since 1.0.30, and makes of the same steps
         name, decay = "step", {"decay_epochs": 1, "decay_rate": 1.0}
-    epochs, starts_after_warm_up = recipe.train.epochs, False
+    starts_after_warm_up = options.warmup_prefix or name == "linear"
     if name == "linear":
-        name, decay, starts_after_warm_up = "poly", {"decay_rate": 1.0}, True
-        epochs -= options.warmup_epochs
+        name, decay = "poly", {"decay_rate": 1.0}
+    epochs = recipe.train.epochs - (options.warmup_epochs if starts_after_warm_up else 0)
     arguments: dict[str, Any] = {key: value for key, value in decay.items() if value is not None}
     scheduler, _ = create_scheduler_v2(
         optimizer,

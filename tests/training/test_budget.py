@@ -206,7 +206,7 @@ def planned(tmp_path_factory) -> Path:
 def test_the_plan_is_saved_and_reported(planned, tmp_path, capsys):
     plan = Plan.load(planned / "plan.json")
     assert plan.seconds > 0
-    assert sorted(path.name for path in planned.iterdir() if path.suffix == ".json") == ["plan.json"]
+    assert sorted(path.name for path in planned.iterdir() if path.suffix == ".json") == ["classes.json", "plan.json"]
     shutil.copytree(planned, tmp_path / "run")
     recipe = load_recipe(planned, ["train.epochs=2"])
     (tmp_path / "run" / "config.yaml").write_text(recipe.to_yaml())

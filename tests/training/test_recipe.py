@@ -6,7 +6,11 @@ from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 
 PUBLISHED = [
+    "irevnet_cifar",
+    "irevnet_imagenet",
     "reformer_enwik8",
+    "rev_mvit_b_imagenet",
+    "rev_swin_imagenet",
     "rev_vit_b_imagenet",
     "rev_vit_s_imagenet",
     "revnet_cifar",
@@ -45,8 +49,26 @@ def test_published_numbers():
     assert 8 * small.data.batch_size == 8 * base.data.batch_size == 512
     assert (small.optimizer.weight_decay, base.optimizer.weight_decay) == (0.05, 0.1)
     assert (small.train.clip_grad, base.train.clip_grad) == (1.0, 2.0)
-    assert (small.data.augment.auto_augment, base.data.augment.auto_augment) == ("rand-m7-mstd0.5", "rand-m6-n5")
+    assert (small.data.augment.auto_augment, base.data.augment.auto_augment) == (
+        "rand-m7-mstd0.5-inc1",
+        "rand-m6-n5-mstd0.5-inc1",
+    )
     assert (base.data.augment.re_prob, base.mixup.mixup_alpha, base.mixup.cutmix_alpha) == (0.25, 0.8, 1.0)
+    assert small.optimizer.weight_decay_of == base.optimizer.weight_decay_of == "weights_and_positions"
+    mvit, swin = (load_recipe(f"{name}_imagenet", ["data.root=images"]) for name in ("rev_mvit_b", "rev_swin"))
+    assert (8 * mvit.data.batch_size, mvit.optimizer.lr, mvit.optimizer.weight_decay) == (256, 2.5e-4, 0.05)
+    assert (mvit.train.epochs, mvit.schedule.warmup_epochs, mvit.train.clip_grad) == (300, 70, 1.0)
+    assert mvit.data.augment.auto_augment == "rand-m9-n6-mstd0.5-inc1"
+    share = 8 * swin.data.batch_size / 512
+    assert share == 2
+    assert (swin.optimizer.lr, swin.schedule.warmup_lr, swin.schedule.min_lr) == (5e-4 * share, 5e-7 * share, 5e-6 * share)
+    assert (swin.train.epochs, swin.schedule.warmup_epochs, swin.train.clip_grad) == (300, 20, 5.0)
+    cifar, imagenet = (load_recipe(f"irevnet_{name}", ["data.root=images"]) for name in ("cifar", "imagenet"))
+    assert (cifar.data.batch_size, cifar.train.epochs, cifar.schedule.decay_milestones) == (128, 200, (60, 120, 160))
+    assert (cifar.schedule.decay_rate, cifar.optimizer.weight_decay) == (0.2, 5e-4)
+    assert (4 * imagenet.data.batch_size, imagenet.train.epochs, imagenet.schedule.decay_epochs) == (256, 128, 32)
+    assert (imagenet.schedule.decay_rate, imagenet.optimizer.weight_decay) == (0.1, 1e-4)
+    assert {recipe.optimizer.weight_decay_of for recipe in (cifar, imagenet)} == {"all"}
 
 
 def test_yaml_round_trip(recipe, tmp_path):
@@ -107,6 +129,10 @@ def test_all_problems_at_once():
         ("data.augment.scale=[1,0.5]", "the smaller number first"),
         ("data.augment.ratio=[2,1]", "the smaller number first"),
         ("model.overrides=[head.outputs=3]", "no head.outputs: use model.num_outputs"),
+        ("schedule={warmup_prefix: true, warmup_epochs: 30}", "fewer than the 30 of train.epochs: the decay follows it"),
+        ("schedule={sched: linear, warmup_epochs: 31}", "fewer than the 30 of train.epochs: the decay follows it"),
+        ("optimizer={weight_decay_of: all, layer_decay: 0.9}", "null with weight_decay_of: all"),
+        ("optimizer.weight_decay_of=norms", "'weights' or 'weights_and_positions' or 'all'"),
     ],
 )
 def test_numbers_out_of_range(override, allowed):
@@ -142,6 +168,16 @@ def test_settings_without_effect_are_named(recipe):
         "optimizer.momentum has no effect with adamw",
         "schedule.min_lr has no effect with constant",
         "schedule.warmup_epochs=2 lasts all 2 epochs",
+    ]
+    idle = [
+        "schedule.warmup_epochs=0",
+        "schedule.warmup_prefix=true",
+        "optimizer.weight_decay_of=all",
+        "optimizer.weight_decay=0",
+    ]
+    assert find_ineffective_settings(recipe(*idle)) == [
+        "schedule.warmup_prefix has no effect with sched=cosine, warmup_epochs=0",
+        "optimizer.weight_decay_of has no effect with weight_decay=0",
     ]
     assert find_ineffective_settings(recipe()) == []
 

@@ -1,11 +1,16 @@
 """What a run is built of: the loss, and what is refused before anything is written."""
 
+import math
+
 import pytest
 import torch
 
+import revzoo
 from revzoo.errors import InputError, SpecError
 from revzoo.training.loop import train
-from revzoo.training.setup import Loss, build_run
+from revzoo.training.optimizer import make_optimizer
+from revzoo.training.recipe import load_recipe
+from revzoo.training.setup import Loss, _make_scheduler, build_run
 
 
 @pytest.mark.parametrize("mixup", ["null", "{mixup_alpha: 0.8}", "{cutmix_alpha: 1.0}"])
@@ -62,3 +67,60 @@ def test_a_linear_schedule_rises_to_the_end_of_the_warm_up_and_falls_from_there(
     rising = [0.2 + 0.1 * update for update in range(8)]
     falling = [1.0 - 0.9 * update / 12 for update in range(12)]
     assert rates == [[pytest.approx(rate)] * len(rates[0]) for rate in [*rising, *falling, 0.1]]
+
+
+def lr_of_pyslowfast(epoch, epochs=300, warm_up=70, base=5e-4, first=1e-8, last=1e-6):
+    """`get_lr_at_epoch` of slowfast/utils/lr_policy.py with COSINE_AFTER_WARMUP."""
+    if epoch < warm_up:
+        return first + epoch * (base - first) / warm_up
+    return last + (base - last) * 0.5 * (1 + math.cos(math.pi * (epoch - warm_up) / (epochs - warm_up)))
+
+
+def test_the_schedule_of_rev_vit_is_pyslowfasts():
+    """The published recipe's own schedule, with four updates an epoch."""
+    recipe = load_recipe("rev_vit_s_imagenet", ["data.root=images"])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=recipe.optimizer.lr)
+    scheduler = _make_scheduler(recipe, optimizer, updates_per_epoch=4)
+    for update in range(1200):
+        scheduler.step_update(update)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(lr_of_pyslowfast(update / 4), rel=1e-9)
+    assert lr_of_pyslowfast(70) == 5e-4
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_what_weight_decay_applies_to(layer_decay):
+    model = revzoo.create("rev_vit_digits")
+
+    def decayed(of):
+        optimizer = make_optimizer(model, "adamw", 1.0, 0.1, weight_decay_of=of, layer_decay=layer_decay)
+        names = {id(p): name for name, p in model.named_parameters()}
+        groups = optimizer.param_groups
+        assert sorted(names[id(p)] for group in groups for p in group["params"]) == sorted(names.values())
+        assert {group["weight_decay"] for group in groups} <= {0.0, 0.1}
+        return {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+
+    matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
+    positions = {"stem.pos_embed"}
+    assert positions < matrices
+    assert decayed("weights") == matrices - positions
+    assert decayed("weights_and_positions") == matrices
+    if layer_decay is None:
+        assert decayed("all") == {name for name, _ in model.named_parameters()}
+
+
+def test_reformer_clips_the_sum_of_gradients_as_its_source():
+    """Averages clipped at a quarter of the norm, with a quarter of eps, make the updates of sums clipped at 0.5."""
+    recipe = load_recipe("reformer_enwik8", ["data.root=text"])
+    torch.manual_seed(0)
+    gradients = torch.randn(5, 4, 7, dtype=torch.float64) * torch.tensor([1e-9, 1e-3, 0.1, 1, 10])[:, None, None]
+    ends = []
+    for clip, eps, reduce in ((0.5, 1e-8, torch.sum), (recipe.train.clip_grad, recipe.optimizer.eps, torch.mean)):
+        weight = torch.zeros(7, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.Adam([weight], lr=recipe.optimizer.lr, eps=eps)
+        for batches in gradients:
+            weight.grad = reduce(batches, 0)
+            torch.nn.utils.clip_grad_norm_([weight], clip)
+            optimizer.step()
+        ends.append(weight.detach())
+    assert recipe.train.accumulate == 4
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=0)
