@@ -18,8 +18,8 @@ def declare(parser: Parser) -> None:
     )
     parser.add_argument(
         "source",
-        help="a timm name, a folder with a Transformers config.json, or a zoo model's name, if FILE is its published "
-        "checkpoint",
+        help="a timm name, a folder with a Transformers config.json, or a zoo model's name or spec file, if FILE is its "
+        "published checkpoint",
     )
     parser.add_argument("--weights", metavar="FILE", help="safetensors, .pth, .bin, or an index of shards (default: the hub's)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write, new or empty")

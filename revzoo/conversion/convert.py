@@ -59,8 +59,8 @@ def convert(
     """Make a pretrained network reversible.
 
     Args:
-        source: a timm name, a folder with a Transformers config.json, the name of a reversible model of the zoo (for its
-            published checkpoints), or a module of timm or Transformers.
+        source: a timm name, a folder with a Transformers config.json, the name or spec file of a reversible model (for
+            published checkpoints of it), or a module of timm or Transformers.
         weights: a safetensors, .pth or .bin file, the index of a sharded checkpoint, or a folder with one of these; None: the
             weights of the module or folder, or timm's pretrained ones, which are fetched from a hub.
         coupling: "momentum", "dual_residual" or "additive".
@@ -107,7 +107,7 @@ def convert(
         rows=assignment.rows,
         comparisons=comparisons,
         notes=(*notes, *reasons),
-        expect=_describe_expectation(model, comparisons, source_family.published),
+        expect=_describe_expectation(model, comparisons, assignment, source_family.published),
         model=model,
     )
     if folder is not None:
@@ -195,8 +195,15 @@ def _compare_networks(
     return tuple(comparisons), []
 
 
-def _describe_expectation(model: Model, comparisons: Sequence[Comparison], published: bool) -> str:
+def _describe_expectation(model: Model, comparisons: Sequence[Comparison], assignment: Assignment, published: bool) -> str:
     """Return what to expect before fine-tuning, according to the comparison if there is one."""
+    if published and assignment.interpolated:
+        return (
+            "The published network at another resolution: its positions were interpolated, so fine-tune it. A spec of the "
+            f"file's own resolution keeps its function: base: {model.spec.name} with input.size=[H,W], as a .yaml file."
+        )
+    if published and any(row.action == "initialised" for row in assignment.rows):
+        return "The published network but for tensors that are missing and start at random: train those first."
     if published:
         return "The published network: the same function with other keys."
     if model.coupling.b == 0:

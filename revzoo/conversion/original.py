@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from revzoo.checkpoint.foreign import read_config, read_weights
 from revzoo.errors import ConversionError, InputError, did_you_mean
+from revzoo.spec.loading import load_spec
 from revzoo.spec.names import model_files
 
 
@@ -37,8 +38,8 @@ def find_original(source: str | Path | nn.Module, weights: str | Path | None) ->
     """Return the network to be converted.
 
     Args:
-        source: a timm name, a folder with a Transformers config.json, the name of a reversible spec (for published
-            checkpoints of it), or a module of timm or Transformers.
+        source: a timm name, a folder with a Transformers config.json, the name or file of a reversible spec (for
+            published checkpoints of it), or a module of timm or Transformers.
         weights: a weights file or a folder with one; None: those of the module or folder, or timm's pretrained ones.
     Raises:
         ConversionError: no network has this name, or pretrained weights cannot be fetched.
@@ -59,17 +60,19 @@ def find_original(source: str | Path | nn.Module, weights: str | Path | None) ->
     if Path(source).is_dir() and (Path(source) / "config.json").is_file():
         return _from_folder(str(source), read_config(source), read_weights(source if weights is None else weights))
     name = str(source)
-    if name in model_files():
+    is_spec = Path(source).suffix == ".yaml" or (Path(source) / "spec.yaml").is_file()
+    if name in model_files() or is_spec:
+        spec = load_spec(source)
         if weights is None:
             raise ConversionError(f"{name} is reversible already. Give a published checkpoint of it: --weights FILE.")
-        return Original(name, name, read_weights(weights), None)
+        return Original(spec.name, source, read_weights(weights), None)
     if timm.is_model(name):
         return _from_timm(name, weights)
     known = [*timm.list_models(), *model_files()]
     raise ConversionError(
         f"No network to convert has the name {name!r}.{did_you_mean(name, known)} Use a timm name (timm.list_models()), a "
-        "folder with a Transformers config.json, the name of a reversible model for its published checkpoints, or, from "
-        "Python, a module."
+        "folder with a Transformers config.json, the name or spec file of a reversible model for its published checkpoints, "
+        "or, from Python, a module."
     )
 
 

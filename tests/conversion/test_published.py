@@ -14,8 +14,9 @@ from torch import Tensor
 import revzoo
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.sources.mmpretrain import MMPretrain
+from revzoo.conversion.sources.published import PublishedNetwork
 from revzoo.conversion.sources.pyslowfast import PySlowFast
-from revzoo.errors import ConversionError
+from revzoo.errors import ConversionError, UnknownNameError
 
 GOLDEN = Path(__file__).parent / "golden"
 ADDITIVE = CouplingChoice("additive")
@@ -247,7 +248,7 @@ def test_pyslowfasts_networks_keep_their_function(fuse, v2, tmp_path):
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in weights.items())
     assert source.recognises(weights)
-    assert source.complete(original, weights) is original
+    assert source.complete(original, weights) == PublishedNetwork(revzoo.load_spec(original))
     assert not MMPretrain().recognises(weights)
 
 
@@ -263,7 +264,11 @@ def test_mmpretrains_network_keeps_its_function(tmp_path):
     assert not source.ignores("backbone.pos_embed")
     assert all(torch.equal(weights[key], tensor) for key, tensor in back.items())
     assert source.recognises(weights)
-    assert source.complete("rev_vit_digits", weights) == "rev_vit_digits"
+    note = "The first row of positions is dropped: it belongs to the class token, which reaches no layer."
+    completed = PublishedNetwork(revzoo.load_spec("rev_vit_digits"), (note,))
+    assert source.complete("rev_vit_digits", weights) == completed
+    del weights["backbone.cls_token"]
+    assert source.complete("rev_vit_digits", weights) == completed
     assert not PySlowFast().recognises(weights)
 
 
@@ -374,3 +379,75 @@ def test_what_would_not_be_the_published_network_is_refused(tmp_path):
     (tmp_path / "mean.yaml").write_text(yaml.safe_dump({"name": "mean", "base": "rev_vit_digits", "fuse": {"type": "mean"}}))
     with pytest.raises(ConversionError, match=r"whose fuse is concat\. Received: mean, whose fuse is mean"):
         PySlowFast().map_tensors(tmp_path / "mean.yaml")
+
+
+def mm_without_token():
+    """The layout since mmpretrain 1.0.0rc7: no class token, one position per patch; and the same network in the older one."""
+    older = draw(mm_shapes())
+    newer = {key: tensor for key, tensor in older.items() if key != "backbone.cls_token"}
+    return newer | {"backbone.pos_embed": older["backbone.pos_embed"][:, 1:]}, older
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("prefix", ["", "backbone."])
+@torch.no_grad()
+def test_mmpretrains_layout_without_class_token(tmp_path, prefix):
+    weights, older = mm_without_token()
+    saved = {key if key.startswith("head") else key.replace("backbone.", prefix): tensor for key, tensor in weights.items()}
+    torch.save(saved, tmp_path / "w.pth")
+    report = revzoo.convert("rev_vit_digits", tmp_path / "w.pth", out=tmp_path / "rev")
+    assert report.counts == {"renamed": len(weights)}
+    assert report.notes == ("The original was not run: no library here has it, or it has no values.",)
+    assert report.expect == "The published network: the same function with other keys."
+    images = torch.randn(3, 1, 8, 8)
+    check(report.model(images), mmpretrain(older, images))
+    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    back = load_file(tmp_path / "back.safetensors")
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(weights[key], tensor) for key, tensor in back.items())
+
+
+LARGER = {"name": "larger", "base": "rev_vit_digits", "input": {"size": [12, 12]}, "expect": {}}
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("kind", ["pyslowfast", "mmpretrain", "mmpretrain since 1.0.0rc7"])
+@torch.no_grad()
+def test_other_classes_are_kept_and_other_resolutions_said(tmp_path, kind):
+    weights = {
+        "pyslowfast": draw(slowfast_shapes(VIT, 2, 16)),
+        "mmpretrain": draw(mm_shapes()),
+        "mmpretrain since 1.0.0rc7": mm_without_token()[0],
+    }[kind]
+    head = "head.projection" if kind == "pyslowfast" else "head.fc"
+    weights |= {f"{head}.weight": torch.randn(7, 128), f"{head}.bias": torch.randn(7)}
+    torch.save(weights, tmp_path / "w.pth")
+    (tmp_path / "larger.yaml").write_text(yaml.safe_dump(LARGER))
+    kept = revzoo.convert("rev_vit_digits", tmp_path / "w.pth")
+    assert (kept.model.num_outputs, kept.expect) == (7, "The published network: the same function with other keys.")
+    assert torch.equal(kept.model.head.linear.weight, weights[f"{head}.weight"])
+    assert kept.notes[0] == "The head has 7 outputs, as in the file; rev_vit_digits has 10."
+    larger = revzoo.convert(tmp_path / "larger.yaml", tmp_path / "w.pth")
+    assert larger.model(torch.randn(1, 1, 12, 12)).shape == (1, 7)
+    assert larger.model.spec.name == "larger"
+    assert larger.counts["interpolated"] == 1
+    assert larger.expect == (
+        "The published network at another resolution: its positions were interpolated, so fine-tune it. A spec of the "
+        "file's own resolution keeps its function: base: larger with input.size=[H,W], as a .yaml file."
+    )
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_missing_tensors_of_a_published_network_are_said(tmp_path):
+    weights = draw(slowfast_shapes(VIT, 2, 16))
+    torch.save({key: tensor for key, tensor in weights.items() if not key.startswith("head.")}, tmp_path / "w.pth")
+    report = revzoo.convert("rev_vit_digits", tmp_path / "w.pth", strict=False)
+    assert report.expect == "The published network but for tensors that are missing and start at random: train those first."
+
+
+def test_a_spec_file_needs_weights_and_has_to_exist(tmp_path):
+    (tmp_path / "larger.yaml").write_text(yaml.safe_dump(LARGER))
+    with pytest.raises(ConversionError, match=r"larger\.yaml is reversible already\. Give a published checkpoint of it"):
+        revzoo.convert(tmp_path / "larger.yaml")
+    with pytest.raises(UnknownNameError, match="no_such"):
+        revzoo.convert(tmp_path / "no_such.yaml", tmp_path / "w.pth")

@@ -1,11 +1,14 @@
 """mmpretrain's Rev-ViT, converted by its authors from PySlowFast's.
 
-Its code (`mmpretrain/models/backbones/revvit.py`, `tools/model_converters/revvit_to_mmpretrain.py`) adds a class token, whose
-position is the first row of the position embeddings, and removes it again before the first block. Neither is needed here.
+There are two layouts. Until 1.0.0rc6 its code (`mmcls/models/backbones/revvit.py`) added a class token, whose position is the
+first row of the position embeddings, and removed it again before the first block; neither is needed here. Since 1.0.0rc7
+(`mmpretrain/models/backbones/revvit.py`) there is no class token unless asked for, and one position per patch.
 """
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from math import isqrt
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import Tensors
-from revzoo.conversion.sources.published import PublishedSource
+from revzoo.conversion.sources.published import PublishedNetwork, PublishedSource
 from revzoo.conversion.sources.tensors import resize_positions
 
 _FAMILIES = ("rev_vit",)
@@ -35,7 +38,7 @@ class MMPretrain(PublishedSource):
     """Published checkpoints such as revvit-base_3rdparty_in1k."""
 
     name = "mmpretrain Rev-ViT"
-    families, rules = _FAMILIES, _RULES
+    families, head, rules = _FAMILIES, "head.fc.weight", _RULES
 
     def recognises(self, tensors: Tensors) -> bool:
         """Return whether a file has mmpretrain's keys."""
@@ -45,13 +48,33 @@ class MMPretrain(PublishedSource):
         """Return whether a key is the class token's, which reaches no layer."""
         return key == _TOKEN
 
+    def complete(self, description: Any, tensors: Tensors) -> PublishedNetwork:
+        """Return the network that a file has; its class token or number of positions says which layout it is."""
+        positions = next((tensor for key, tensor in tensors.items() if key.endswith("pos_embed")), None)
+        has_token = any(key.endswith("cls_token") for key in tensors)
+        if positions is not None and positions.dim() == 3 and not has_token:
+            has_token = not _is_square(positions.shape[1]) and _is_square(positions.shape[1] - 1)
+        network = super().complete(description, tensors)
+        if not has_token:
+            return replace(network, has_class_token=False)
+        note = "The first row of positions is dropped: it belongs to the class token, which reaches no layer."
+        return replace(network, notes=(*network.notes, note))
+
+    def map_tensors(self, description: Any) -> list[TensorMapping]:
+        """Return the mapping of every tensor, in the layout of the network's file; for a name, in the older one."""
+        mappings = super().map_tensors(description)
+        if not isinstance(description, PublishedNetwork) or description.has_class_token:
+            return mappings
+        return [rename(m.ours[0], _POSITIONS) if m.theirs == (_POSITIONS,) else m for m in mappings]
+
     def resize(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return position embeddings interpolated to another square grid, with the first row as it is; else None."""
-        return resize_positions(tensor, shape, prefix=1) if key == _POSITIONS else None
+        """Return position embeddings interpolated to another square grid, with a class token's row as it is; else None."""
+        prefix = 0 if tensor.dim() == 3 and _is_square(tensor.shape[1]) else 1
+        return resize_positions(tensor, shape, prefix) if key == _POSITIONS else None
 
     def canonicalise(self, description: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors with the prefix that a file of the backbone alone lacks, and notes."""
-        notes = ["The first row of positions is dropped: it belongs to the class token, which reaches no layer."]
+        _, notes = super().canonicalise(description, tensors)
         if any(key.startswith("backbone.") for key in tensors):
             return dict(tensors), notes
         return {key if key.startswith("head.") else f"backbone.{key}": tensor for key, tensor in tensors.items()}, notes
@@ -61,6 +84,10 @@ class MMPretrain(PublishedSource):
         if theirs == _POSITIONS:
             return TensorMapping((ours,), (theirs,), "reshaped", _drop_first_row, _prepend_ones)
         return rename(ours, theirs)
+
+
+def _is_square(number: int) -> bool:
+    return number > 0 and isqrt(number) ** 2 == number
 
 
 def _drop_first_row(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,10 +1,12 @@
 """What sources of published reversible networks share: the network is one of the zoo's, and only keys and shapes change.
 
-A description is what `revzoo.load_spec` takes: a model's name, a spec file, or a folder with spec.yaml.
+A description is what `revzoo.load_spec` takes: a model's name, a spec file, or a folder with spec.yaml. With what only a file's
+tensors can tell it becomes a `PublishedNetwork`.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,12 +15,28 @@ from torch import Tensor
 
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping, rename
-from revzoo.conversion.sources.base import Source
+from revzoo.conversion.sources.base import Source, Tensors
 from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.model.builder import build
+from revzoo.spec.edit import with_outputs
 from revzoo.spec.loading import load_spec
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import STATEMENTS, Spec
+
+
+@dataclass(frozen=True)
+class PublishedNetwork:
+    """A network as one file has it.
+
+    Args:
+        spec: the zoo's spec, with the file's number of outputs.
+        notes: what differs from the zoo's spec.
+        has_class_token: whether the first row of positions belongs to a class token (mmpretrain).
+    """
+
+    spec: Spec
+    notes: tuple[str, ...] = ()
+    has_class_token: bool = True
 
 
 class PublishedSource(Source):
@@ -26,6 +44,7 @@ class PublishedSource(Source):
 
     published: ClassVar[bool] = True
     families: ClassVar[tuple[str, ...]]  # families of the zoo whose networks the library publishes
+    head: ClassVar[str]  # their key of the classifier's weight
     rules: ClassVar[Mapping[str, str]]  # from our keys, layers numbered through, to theirs; the first match counts
 
     def handles(self, description: Any) -> bool:
@@ -34,6 +53,22 @@ class PublishedSource(Source):
             return isinstance(description, str | Path) and load_spec(description).family in self.families
         except UnknownNameError:
             return False
+
+    def complete(self, description: Any, tensors: Tensors) -> PublishedNetwork:
+        """Return the network that a file has: that of the spec, with the outputs of the file, which may be fine-tuned.
+
+        Raises: ConversionError: as `map_tensors`.
+        """
+        spec = self._load_spec(description)
+        own, head = spec.head.arguments["outputs"], tensors.get(self.head)
+        if head is None or head.dim() != 2 or len(head) == own:
+            return PublishedNetwork(spec)
+        note = f"The head has {len(head)} outputs, as in the file; {spec.name} has {own}."
+        return PublishedNetwork(with_outputs(spec, len(head)), (note,))
+
+    def canonicalise(self, description: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
+        """Return a file's tensors and what `complete` has noted."""
+        return dict(tensors), list(description.notes) if isinstance(description, PublishedNetwork) else []
 
     def make_spec(self, description: Any, choice: CouplingChoice) -> dict[str, Any]:
         """Return the zoo's own spec as a mapping.
@@ -81,9 +116,9 @@ class PublishedSource(Source):
         """
         return rename(ours, theirs)
 
-    def _load_spec(self, description: str | Path) -> Spec:
+    def _load_spec(self, description: str | Path | PublishedNetwork) -> Spec:
         """Return the spec, or raise ConversionError if the library has no such network."""
-        spec = load_spec(description)
+        spec = description.spec if isinstance(description, PublishedNetwork) else load_spec(description)
         if spec.family not in self.families:
             raise ConversionError(
                 f"{self.name} has networks of {join_names(self.families)}. Received: {spec.name} of {spec.family}. Name one of "

@@ -36,7 +36,7 @@ class PySlowFast(PublishedSource):
     """Published checkpoints such as REV_VIT_B.pyth and REV_MVIT_B.pyth."""
 
     name = "PySlowFast Rev-ViT and Rev-MViT"
-    families, rules = _FAMILIES, _RULES
+    families, head, rules = _FAMILIES, "head.projection.weight", _RULES
 
     def recognises(self, tensors: Tensors) -> bool:
         """Return whether a file has PySlowFast's keys."""
@@ -50,16 +50,15 @@ class PySlowFast(PublishedSource):
 
     def canonicalise(self, description: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors with matrices of q, k and v together split into three, and a note on it."""
-        separate: dict[str, Tensor] = {}
+        notes, separate = super().canonicalise(description, tensors)[1], dict[str, Tensor]()
         for key, tensor in tensors.items():
             if ".attn.qkv." in key:
                 separate |= {key.replace(".qkv.", f".{name}."): t for name, t in zip("qkv", tensor.chunk(3), strict=True)}
             else:
                 separate[key] = tensor
-        count = (len(separate) - len(tensors)) // 2
-        return separate, [
-            f"{count} tensors with queries, keys and values together (SEPARATE_QKV off) were split."
-        ] if count else []
+        if count := (len(separate) - len(tensors)) // 2:
+            notes.append(f"{count} tensors with queries, keys and values together (SEPARATE_QKV off) were split.")
+        return separate, notes
 
     def map_tensor(self, ours: str, theirs: str, tensor: Tensor) -> TensorMapping:
         """Return the mapping of one tensor: q, k and v become one matrix, and kernels lose the dimension of time."""
