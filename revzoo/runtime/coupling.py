@@ -123,15 +123,17 @@ def momentum(
     Args:
         m: momentum, in [0, 1); 0.9 if neither it nor kept_bits is given.
         gain: weight of f; None is 1 - m, as published.
-        residual: whether w[k] is a term of its own. False if f contains its own residual, as in post-norm transformers.
+        residual: whether w[k] is a term of its own. False if f contains its own residual, as in post-norm transformers: then
+            f(w[k]) - w[k] takes the place of f(w[k]).
         kept_bits: s from 0 to 8, instead of m: then m = 2^-s, and the bits it loses are kept, so that inversion is exact.
         fraction_bits: with kept_bits, binary digits after the point (16 in float32 by default); states stay below
             2^(24 - fraction_bits).
-    Source: Momentum ResNets (Sander et al. 2021), equation 4, velocity eliminated; there gain is 1 - m. Bits kept as in
-        Maclaurin et al. (2015), for powers of two.
+    Source: Momentum ResNets (Sander et al. 2021), equation 4, velocity eliminated; there gain is 1 - m. `residual=False`
+        is momentumnet's `is_residual=False`. Bits kept as in Maclaurin et al. (2015), for powers of two.
     """
     m = _resolve_weight("m", m, kept_bits, 0.9)
-    return Coupling(m + residual, -m, 1.0 - m if gain is None else gain, kept_bits, fraction_bits)
+    gain = 1.0 - m if gain is None else gain
+    return Coupling(m + (1.0 if residual else 1.0 - gain), -m, gain, kept_bits, fraction_bits)
 
 
 @couplings.register("dual_residual")

@@ -45,6 +45,28 @@ def test_mixes_of_modes_equal_plain_autograd(coupling, depth, stride, chain_of, 
         assert error(gradients(chain, streams, schedule), expected) < 1e-10, schedule
 
 
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("m", [0.0, 0.1, 0.9])
+def test_momentum_is_momentumnets(m, residual, chain_of, streams):
+    """`momentumnet/momentum_net.py`, with its velocity and its `is_residual`; streams are the states before and after."""
+    chain = chain_of(4, momentum(m=m, residual=residual))
+    x1, x2 = streams
+    v, x = x2 - x1, x2
+    for step in chain.steps:
+        f = step(x) if residual else step(x) - x
+        v = m * v + f * (1 - m)
+        x = x + v
+    chain.schedule = "store"
+    torch.testing.assert_close(chain(*streams), (x - v, x), rtol=1e-12, atol=1e-12)
+
+
+def test_momentum_with_a_residual_of_its_own_and_gain_1_adds_the_velocity_alone():
+    """w+ = f(w) + m (w - w-), which is what conversion makes of networks whose layers contain their residual."""
+    for m in (0.1, 0.7, 0.9):
+        assert (momentum(m=m, gain=1.0, residual=False).a, momentum(m=m, gain=1.0).a) == (m, 1.0 + m)
+    assert momentum(kept_bits=3, gain=1.0, residual=False) == Coupling(0.125, -0.125, 1.0, 3)
+
+
 def test_couplings_may_differ_from_step_to_step(chain_of, streams, gradients, error):
     chain = chain_of(3, [Coupling(0, 1, 1), Coupling(0.5, -2, 0.25), Coupling(1, 0.5, 1)])
     expected = gradients(chain, streams, "store")
