@@ -13,7 +13,7 @@ from revzoo.analysis.memory_report import MemoryReport, run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
 from revzoo.model.network import Model
-from revzoo.runtime.schedule import MODES
+from revzoo.runtime.schedule import MODES, STAGE_INPUTS
 from revzoo.spec import ImageInput, Input, to_plain
 
 
@@ -144,6 +144,9 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
         for mode in MODES:
             assign(mode)
             memory[mode], kept[mode], flops[mode] = _measure(model, batch, model.units)
+        if any(entry.kind == "node" and entry.stage is not None for entry in model.layout()):
+            model.schedule = STAGE_INPUTS
+            memory[STAGE_INPUTS], _, flops[STAGE_INPUTS] = _measure(model, batch)
         assign("invert")
         pixels = _measure_pixels(model, batch)
     totals = {mode: count.forward + count.backward for mode, count in flops.items()}

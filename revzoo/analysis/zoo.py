@@ -24,10 +24,10 @@ delete that file to measure all models again. `revzoo show NAME` says more about
 FLOPs are those of a forward of one example, where a multiply-add counts once; norms and activation functions are left out.
 Memory is the peak of all activations in a training step in float32, without weights, gradients and batch, for 32 images or 8
 texts. It is counted on the meta device. In the columns `recompute` and `invert` the stem, transitions, fuse and head still
-store their activations, a large share in a network with few blocks per stage. With these set to `recompute` too, RevNet-104
-needs 0.21 of the memory of `store` instead of 0.46. Attention with dropout keeps its attention weights, as PyTorch does on
-CPUs; fused GPU kernels do not. The twin is the ordinary network of which the model is the reversible version, with the memory
-that it needs for the same batch.
+store their activations, a large share in a network with few blocks per stage. With these set to `recompute` too (schedule
+`stage_inputs`), RevNet-104 needs 0.21 of the memory of `store` instead of 0.46. Attention with dropout keeps its attention
+weights, as PyTorch does on CPUs; fused GPU kernels do not. The twin is the ordinary network of which the model is the
+reversible version, with the memory that it needs for the same batch.
 
 | model | input | parameters | FLOPs | store | recompute | invert | twin | source | weights |
 |---|---|---:|---:|---:|---:|---:|---|---|---|

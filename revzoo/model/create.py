@@ -44,7 +44,7 @@ def create(
         num_outputs: number of classes. If it is not the spec's number, the last linear layer is replaced by a new one with
             random weights, after loading. None: the spec's number.
         overrides: values to replace in the spec, such as `["stages.0.depth=6"]`.
-        schedule: one mode for all steps, or a list with one mode for each of `model.units`.
+        schedule: one mode for all steps, "stage_inputs", or a list with one mode for each of `model.units`.
         lookahead: how many units are recovered ahead of backward: 0, 1, or "auto" (`model.lookahead`).
         exact: round the streams to a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
         device: device of the parameters. On "meta" no memory is allocated. None: PyTorch's default device, which is the CPU

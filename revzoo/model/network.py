@@ -15,12 +15,12 @@ from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, require_exact
 from revzoo.runtime.layer_chain import run_layers, run_layers_apart, run_layers_before
 from revzoo.runtime.layer_rules import Layer, has_inverse, list_layers
-from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.layout import LayoutEntry, expand_schedule
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.node import run_node
 from revzoo.runtime.pair_update import Step
-from revzoo.runtime.schedule import Applicable, Mode, check_schedule
+from revzoo.runtime.schedule import Applicable, Mode
 from revzoo.runtime.tape import InvertedSegment
 from revzoo.spec.edit import with_coupling, with_outputs
 from revzoo.spec.schema import Spec
@@ -134,8 +134,8 @@ class Model(nn.Module):
     def schedule(self) -> list[Mode]:
         """The mode of every unit: what it keeps for backward.
 
-        Assign a list with one mode for each of `units`, a `revzoo.Plan`, or one mode for all steps and layers (nodes then
-        `store`).
+        Assign a list with one mode for each of `units`, a `revzoo.Plan`, one mode for all steps and layers (nodes then
+        `store`), or "stage_inputs": steps `invert` and nodes `recompute`, so that of each stage only its input is kept.
 
         Raises:
             ScheduleError: a wrong number of modes, an unknown mode, or `invert` for a node.
@@ -146,13 +146,7 @@ class Model(nn.Module):
     def schedule(self, modes: Sequence[str] | str | Applicable) -> None:
         if isinstance(modes, Applicable):
             return modes.apply(self)
-        units = [entry for entry in self.layout() if entry.is_unit]
-        if isinstance(modes, str):
-            modes = [modes if unit.can_invert else "store" for unit in units]
-        checked = check_schedule(modes, [unit.name for unit in units])
-        nodes = [(mode, unit.name) for mode, unit in zip(checked, units, strict=True) if not unit.can_invert]
-        check_schedule([mode for mode, _ in nodes], [name for _, name in nodes], ("store", "selective", "recompute"))
-        self._schedule = checked
+        self._schedule = expand_schedule(modes, [entry for entry in self.layout() if entry.is_unit])
 
     @property
     def exact(self) -> bool:

@@ -1,8 +1,12 @@
 """The order in which a model or a chain calls its modules."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from torch import nn
+
+from revzoo.errors import ScheduleError, did_you_mean
+from revzoo.runtime.schedule import MODES, STAGE_INPUTS, Mode, check_schedule
 
 
 class LayoutEntry(NamedTuple):
@@ -35,3 +39,25 @@ class LayoutEntry(NamedTuple):
     def can_invert(self) -> bool:
         """Whether its mode may be `invert`."""
         return self.kind == "step" or (self.kind == "layer" and not self.is_exact)
+
+
+def expand_schedule(schedule: Sequence[str] | str, units: Sequence[LayoutEntry]) -> list[Mode]:
+    """Return one mode for each unit, from a list, one mode for everything that can be inverted, or "stage_inputs".
+
+    One mode leaves nodes stored. "stage_inputs" inverts what can be inverted and recomputes every node, so that of each stage
+    only its input is kept: RevNet's algorithm (Gomez et al. 2017, section 3.2), whose code stores the stem alone.
+
+    Raises:
+        ScheduleError: a wrong number of modes, an unknown mode, or `invert` for a node.
+    """
+    names = [unit.name for unit in units]
+    if isinstance(schedule, str):
+        if schedule not in (known := (*MODES, STAGE_INPUTS)):
+            hint = did_you_mean(schedule, known)
+            raise ScheduleError(f"Unknown schedule. Received: {schedule!r}.{hint} Allowed: {', '.join(known)}, or a list.")
+        step, node = ("invert", "recompute") if schedule == STAGE_INPUTS else (schedule, "store")
+        schedule = [step if unit.can_invert else node for unit in units]
+    modes = check_schedule(schedule, names)
+    nodes = [(mode, unit.name) for mode, unit in zip(modes, units, strict=True) if not unit.can_invert]
+    check_schedule([mode for mode, _ in nodes], [name for _, name in nodes], ("store", "selective", "recompute"))
+    return modes

@@ -9,6 +9,7 @@ from revzoo.errors import ScheduleError, did_you_mean
 
 Mode = Literal["store", "selective", "recompute", "invert"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+STAGE_INPUTS = "stage_inputs"  # a schedule of a whole model: steps invert, nodes recompute
 
 
 @runtime_checkable

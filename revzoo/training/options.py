@@ -49,7 +49,7 @@ class ModelOptions:
         pretrained: start from the shipped weights.
         checkpoint: start from this weights file.
         num_outputs: outputs of the head; None: the number of classes in the data.
-        schedule: mode of all steps, or a list with one mode per unit.
+        schedule: mode of all steps, "stage_inputs" (steps invert, nodes recompute), or a list with one mode per unit.
         exact: keep the streams on a grid, on which inversion is exact.
     """
 
@@ -58,7 +58,7 @@ class ModelOptions:
     pretrained: bool = False
     checkpoint: str | None = None
     num_outputs: PositiveInt | None = None
-    schedule: Mode | tuple[Mode, ...] = "invert"
+    schedule: Mode | Literal["stage_inputs"] | tuple[Mode, ...] = "invert"
     exact: bool = False
 
 

@@ -49,7 +49,12 @@ def test_exact_float32_gradients_are_bit_identical(name, gradients):
     model = revzoo.create(name, exact=True)
     x = model.example_input(3)
     expected = gradients.compute(model, "store", x)
-    for schedule in ("invert", mixed(model, "selective"), mixed(model, "invert", "store", "recompute", "selective")):
+    for schedule in (
+        "invert",
+        "stage_inputs",
+        mixed(model, "selective"),
+        mixed(model, "invert", "store", "recompute", "selective"),
+    ):
         assert gradients.differing(gradients.compute(model, schedule, x), expected) == []
 
 
@@ -121,14 +126,20 @@ def test_units_and_schedule():
     assert model.schedule == ["invert" if name[-2:] in (".f", ".g") else "store" for name in model.units]
     model.schedule = "recompute"
     assert model.schedule == ["recompute" if name[-2:] in (".f", ".g") else "store" for name in model.units]
+    model.schedule = "stage_inputs"
+    assert model.schedule == ["invert" if name[-2:] in (".f", ".g") else "recompute" for name in model.units]
     with pytest.raises(
         ScheduleError, match=r"Unknown mode for stem\. Received: 'invert'\..* Allowed: store, selective, recompute\."
     ):
         model.schedule = ["invert"] * len(model.units)
     with pytest.raises(ScheduleError, match="one mode for each of 14 units. Received: 2"):
         model.schedule = ["store", "store"]
-    with pytest.raises(ScheduleError, match="Did you mean 'store'"):
+    with pytest.raises(
+        ScheduleError, match=r"Unknown schedule\. Received: 'stored'\. Did you mean 'store'\? Allowed: .*, or a list"
+    ):
         model.schedule = "stored"
+    with pytest.raises(ScheduleError, match="Did you mean 'stage_inputs'"):
+        model.schedule = "stage_input"
 
 
 def test_create_takes_what_it_says():

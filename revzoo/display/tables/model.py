@@ -27,7 +27,7 @@ def _tabulate_facts(report: ModelReport) -> Table:
     table.add_row("parameters", f"{report.parameters:,}, {share:.0%} of them in reversible steps")
     table.add_row("reversible steps", f"{report.steps}, coupling {report.coupling}")
     table.add_row("forward", f"{format_flops(report.flops)} per {report.example}, a multiply-add counted once")
-    ratios = ", ".join(f"{report.flop_ratios[mode]:.4f} with {mode}" for mode in MODES if mode != "store")
+    ratios = ", ".join(f"{ratio:.4f} with {schedule}" for schedule, ratio in report.flop_ratios.items() if schedule != "store")
     table.add_row("forward + backward", f"FLOPs relative to store: {ratios}")
     if report.twin is not None:
         table.add_row("ordinary twin", escape(describe_twin(report.twin, report.example)))
