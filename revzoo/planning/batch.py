@@ -1,12 +1,14 @@
 """The batch size that trains most samples a second within a budget: a larger batch against a faster schedule.
 
-Two profiles are measured. The bytes and seconds of every unit are interpolated between them over the batch size b, as
-m(b) = m0 + b m1 and t(b) = t0 + b t1. Every candidate size is planned with the interpolated numbers, and the best one is run
-before it is recommended.
+Two profiles are measured. The bytes and seconds of every unit are interpolated between them over the batch size b, as m(b) =
+m0 + b m1 and t(b) = t0 + b t1. Every candidate size is planned with the interpolated numbers. Times are not on a straight
+line everywhere (caches, kernels for other sizes), so they are measured at the best size too and every size is predicted
+again, until the best one is one whose times were measured. That one is run before it is recommended.
 
 Source: problem 8 of "An Efficient Training Framework for Reversible Neural Architectures" (Jiang et al. 2020).
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
@@ -29,7 +31,8 @@ from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, peak
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 
 _CANDIDATES = 32  # at most, evenly spaced
-_STRETCH = 4  # the larger batch whose time is measured is this multiple of the smallest
+_STRETCH = 4  # the larger batch whose time is measured first is this multiple of the smallest
+_MEASURED = 4  # at most so many sizes are measured after that
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,10 @@ def find_best_batch(
     solve(profiles.at(low), limit, solver, lookahead=compared)  # raises BudgetError where not even this fits
     sizes = range(low, high + 1, -(-(high - low + 1) // _CANDIDATES))
     rows = tuple(_predict_rows(model, profiles, limit, sizes, solver, compared))
+    for _ in range(_MEASURED):
+        if not profiles.measure(min(rows, key=lambda row: row.planned / row.batch).batch):
+            break
+        rows = tuple(_predict_rows(model, profiles, limit, sizes, solver, compared))
     for row in sorted(rows, key=lambda row: row.planned / row.batch):
         try:
             with memory_errors():
@@ -143,7 +150,7 @@ def find_best_batch(
 
 
 class _Interpolation:
-    """A profile for any batch size, on the straight line through those of two sizes."""
+    """A profile for any batch size: bytes on the straight line through two sizes, times on lines between all measured ones."""
 
     def __init__(self, model: Model, low: int, high: int, optimizer: torch.optim.Optimizer | None, lookahead: LookaheadOption):
         self._model, self._low, self._high = model, low, high
@@ -158,34 +165,46 @@ class _Interpolation:
         self._large = (
             count(model, largest, other_bytes=self.small.other_bytes, lookahead=lookahead != 0) if high > low else None
         )
-        self._second_size, self._second_timing = self._time_second_size(min(high, _STRETCH * low))
+        self._timings = {low: self.small.timing}  # by size
+        size = min(high, _STRETCH * low)
+        while not self.measure(size) and size > low:
+            size = (size + low) // 2
+        if len(self._timings) == 1:  # times are then proportional to the size
+            small = self.small.timing
+            zeros = tuple(dict.fromkeys(extra, 0) for extra in small.extra)
+            nothing = tuple(0.0 for _ in small.forward_seconds)
+            self._timings[0] = replace(small, step_seconds=0.0, forward_seconds=nothing, extra=zeros)
 
-    def _time_second_size(self, size: int) -> tuple[int, Timing]:
-        """Return (size, timing) of the largest second batch that runs, or (0, zeros)."""
-        while size > self._low:
-            batch = self._model.example_input(size)
+    def measure(self, size: int) -> bool:
+        """Measure the times of a batch size; return False if they are known, or if it cannot be run."""
+        if size in self._timings:
+            return False
+        try:
+            with memory_errors():
+                batch = self._model.example_input(size)
             memory = count(self._model, batch, other_bytes=self.small.other_bytes)
-            try:
-                return size, measure_timing(self._model, batch, memory, free_bytes(batch.device) + self.small.model_bytes)
-            except MemoryError:
-                size = (size + self._low) // 2
-        small = cast(Timing, self.small.timing)
-        zeros = tuple(dict.fromkeys(extra, 0) for extra in small.extra)
-        return 0, replace(small, step_seconds=0.0, forward_seconds=tuple(0.0 for _ in small.forward_seconds), extra=zeros)
+            allowance = free_bytes(batch.device) + self.small.model_bytes
+            self._timings[size] = measure_timing(self._model, batch, memory, allowance)
+        except MemoryError:
+            return False
+        return True
 
     def at(self, size: int) -> Profile:
         """Return the profile for a batch size."""
         memory, timing = self.small.memory, cast(Timing, self.small.timing)
         if self._large is not None:
             memory = _interpolate_problem(memory, self._large, _Line(self._low, self._high, size))
-        line, other = _Line(self._low, self._second_size, size), self._second_timing
+        known = sorted(self._timings)
+        upper = min(max(1, bisect_left(known, size)), len(known) - 1)
+        line = _Line(known[upper - 1], known[upper], size)
+        lower, other = self._timings[line.low], self._timings[line.high]
         timing = replace(
             timing,
-            step_seconds=line(timing.step_seconds, other.step_seconds),
-            forward_seconds=tuple(map(line, timing.forward_seconds, other.forward_seconds)),
+            step_seconds=line(lower.step_seconds, other.step_seconds),
+            forward_seconds=tuple(map(line, lower.forward_seconds, other.forward_seconds)),
             extra=tuple(
                 {variant: max(0, round(line(ns, more[variant]))) for variant, ns in extra.items()}
-                for extra, more in zip(timing.extra, other.extra, strict=True)
+                for extra, more in zip(lower.extra, other.extra, strict=True)
             ),
         )
         setting = read_setting(self._model, self._model.example_input(size))

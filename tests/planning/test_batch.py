@@ -121,6 +121,29 @@ def test_within_a_budget_dropping_is_weighed_against_size(known_device):
     assert revzoo.measure_memory(model, model.example_input(best.batch)).peak_bytes == best.plan.peak_bytes
 
 
+def test_times_off_the_line_are_measured_before_a_size_is_recommended(known_device, monkeypatch):
+    """Above 8 samples a step takes a second more, which the line through sizes 2 and 8 does not show."""
+    measured = []
+
+    def seconds(size):
+        return 1 + 0.01 * size + (size > 8)
+
+    def times(model, batch, problem, allowance, loss=None):
+        measured.append(len(batch))
+        extra = dict.fromkeys(("store", "selective", "recompute", "invert", "first"), 0)
+        return Timing(seconds(len(batch)), (0.0,) * len(problem.units), (extra,) * len(problem.units), 0.0, 1)
+
+    monkeypatch.setattr(profiles, "measure_timing", times)
+    monkeypatch.setattr(batches, "measure_timing", times)
+    monkeypatch.setattr(batches, "measure_step_seconds", lambda model, batch, schedules: [seconds(len(batch))])
+    monkeypatch.setattr(batches, "_CANDIDATES", 11)
+    best = find_best_batch(create("rev_vit_digits"), "1GiB", 2, 12)
+    assert measured == [2, 8, 12]
+    assert (best.batch, best.seconds, best.predicted_seconds) == (8, 1.08, 1.08)
+    predicted = {row.batch: row.planned for row in best.rows}
+    assert predicted == {size: pytest.approx(1 + 0.01 * size + max(0, size - 8) / 4) for size in range(2, 13)}
+
+
 def test_a_size_that_the_device_cannot_run_is_passed_over(known_device, monkeypatch):
     def full(model, batch, schedules, loss=None):
         if len(batch) > 8:
