@@ -115,6 +115,27 @@ def test_training_with_a_frozen_stem(gradients):
     assert all(g is None or (g - expected[name]).norm() <= 1e-12 * expected[name].norm() for name, g in inverted.items())
 
 
+@pytest.mark.parametrize("name", revzoo.list_models("*_digits"))
+@pytest.mark.parametrize("change", [(1, 1), (1, 2), (2, 8), (2, -1), (2, -4), (3, 1), (3, -7)])
+def test_images_of_any_other_size_or_number_of_channels_are_refused(name, change):
+    """Larger and smaller alike, also by convolutional networks, which could run on them."""
+    model, (dimension, more) = revzoo.create(name, device="meta"), change
+    shape = [1, 1, 8, 8]
+    shape[dimension] += more
+    message = rf"{name} takes images \(B, 1, 8, 8\)\. Received: \({', '.join(map(str, shape))}\)\. Another size is set with"
+    with pytest.raises(InputError, match=message):
+        model(torch.empty(shape, device="meta"))
+
+
+@pytest.mark.parametrize("change", [(1, 1), (1, -1), (2, 1), (2, -1), (3, 1)])
+def test_features_of_another_shape_are_not_inverted(change):
+    model, (dimension, more) = revzoo.create("irevnet_digits").eval(), change
+    shape = list(model.forward_features(model.example_input(1)).shape)
+    shape[dimension] += more
+    with pytest.raises(InputError, match="Received"):
+        model.inverse(torch.zeros(shape))
+
+
 def test_units_and_schedule():
     model = revzoo.create("revnet_digits", overrides=["stages.1.depth=1", "stages.2.depth=1"])
     assert model.units == (
