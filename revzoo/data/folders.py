@@ -61,13 +61,16 @@ class FolderImages(Dataset[tuple[Any, int]]):
     """
 
     def __init__(self, folders: ClassFolders, labels: dict[str, int], mode: str):
-        self.path = folders.path
         self.samples = [(file, labels[name]) for name, files in folders.files.items() for file in files]
-        self.mode = mode
+        self.path, self.mode = folders.path, mode
         self.transform: Any = None
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    def list_names(self) -> list[Path]:
+        """Return the names of the files within the folder of the classes."""
+        return [file.relative_to(self.path) for file, _ in self.samples]
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         file, label = self.samples[index]

@@ -61,7 +61,7 @@ class Images(Dataset[tuple[Tensor, int]]):
     def list_contents(self) -> list[bytes]:
         """Return the names of the files within the folder of the split; of a data set without files, what it is."""
         if isinstance(self.source, FolderImages):
-            return [str(file.relative_to(self.source.path)).encode() for file, _ in self.source.samples]
+            return [str(name).encode() for name in self.source.list_names()]
         return [repr(self.source.classes).encode()]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:

@@ -88,7 +88,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     run.print_start()
     plan = apply_plan(run)  # before the folder is made: a budget that is too small leaves none
     with _hold_folder(folder, accelerator):
-        call_on_main(accelerator, lambda: folder.create(_list_files(run)))
+        call_on_main(accelerator, lambda: folder.create(run.describe()))
         return _begin(run, plan)
 
 
@@ -164,7 +164,7 @@ def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator) ->
     run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
     run.print_start()
     plan = apply_plan(run)
-    call_on_main(accelerator, lambda: folder.write(_list_files(run)))
+    call_on_main(accelerator, lambda: folder.write(run.describe()))
     return _begin(run, plan)
 
 

@@ -1,5 +1,6 @@
 """Build everything a run consists of from its recipe: data, model, optimizer, learning-rate and coupling schedules."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -107,6 +108,13 @@ class Run:
         """Give the model and its running average the coupling of an update."""
         if self.coupling is not None:
             self.coupling.apply(update, *(self.model,) if self.ema is None else (self.model, self.ema.module))
+
+    def describe(self) -> dict[str, str]:
+        """Return the text files that say what the run is, by name: recipe, spec, and the names of the classes."""
+        texts = {"config.yaml": self.recipe.to_yaml(), "spec.yaml": self.model.spec.to_yaml()}
+        if self.data.class_names is not None:
+            texts["classes.json"] = json.dumps(self.data.class_names, ensure_ascii=False)
+        return texts
 
     def print_start(self) -> None:
         """Print what is trained, where and on what, and remarks on data and recipe."""

@@ -46,7 +46,8 @@ MODELS = ", ".join(list_models()[:3])
         (
             "train optimizer.rl=1 train.epochs=many",
             "2 problems found:\n"
-            "  override: optimizer.rl: found the unknown key 'rl'; allowed: opt, lr, weight_decay, momentum, betas, eps, "
+            "  override: optimizer.rl: found the unknown key 'rl'; allowed: opt, lr, weight_decay, weight_decay_of, "
+            "momentum, betas, eps, "
             "layer_decay. Did you mean 'lr'?\n"
             "  override: train.epochs: found 'many'; allowed: an integer >= 1.\n",
         ),
