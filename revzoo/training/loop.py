@@ -92,14 +92,6 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         return _begin(run, plan)
 
 
-def _list_files(run: Run) -> dict[str, str]:
-    """Return what a run's folder holds from the beginning, by name of the file."""
-    files = {"config.yaml": run.recipe.to_yaml(), "spec.yaml": run.model.spec.to_yaml()}
-    if run.data.class_names is not None:
-        files["classes.json"] = json.dumps(run.data.class_names, ensure_ascii=False)
-    return files
-
-
 def _choose_folder(recipe: Recipe, out: Path | None) -> RunFolder:
     """Return the folder of a new run: `out`, or the first free one under runs/."""
     folder = RunFolder(out or find_free_folder(Path("runs"), Path(recipe.file).stem))
