@@ -23,7 +23,7 @@ from revzoo.planning.reforwarding.planner import ModuleSolver, plan_module
 from revzoo.planning.setting import Setting
 from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
-from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
+from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead_setting import LARGEST_RATIO, LookaheadOption, LookaheadSetting
 from revzoo.runtime.schedule import Mode
 
@@ -202,8 +202,18 @@ def solve(
     device = profile.setting.device.split()[0]
     limit = parse_budget(budget, device, profile.model_bytes)
     stored_peak = peak(problem, ["store"] * len(problem.units))
+    notes = list(profile.notes)
+    modes: list[str] | None
     if solver == "timeline":
-        modes = ["store"] * len(problem.units) if stored_peak <= limit else solve_timeline(problem, limit)
+        modes = ["store"] * len(problem.units)
+        if stored_peak > limit:
+            schedule = find_schedule(problem, limit)
+            modes = None if schedule is None else schedule.modes
+            if schedule is not None and schedule.gap:
+                notes.append(
+                    f"The work added to storing everything is at most {schedule.gap:.2%} above the least possible: there were "
+                    "too many partial solutions to compare them all."
+                )
     elif solver == "knapsack":
         modes = solve_knapsack(problem, limit, baseline)
         if modes is not None and problem.max_invert_run is not None and _longest_inverted_run(modes) > problem.max_invert_run:
@@ -216,7 +226,6 @@ def solve(
     min_peak, min_peak_modes = minimize_peak(problem)
     if modes is None:
         raise BudgetError(_explain_shortage(problem, limit, min_peak, min_peak_modes, solver))
-    notes = list(profile.notes)
     if set(modes) == {"store"}:
         notes.append(f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes.")
     planned_peak = peak(problem, modes)

@@ -13,7 +13,9 @@ from revzoo.planning import planner
 from revzoo.planning.plan import Plan
 from revzoo.planning.planner import enforce_budget
 from revzoo.planning.profiling.profile import Profile
+from revzoo.planning.solvers import timeline
 from revzoo.planning.solvers.problem import PhasePeak, cost
+from revzoo.planning.solvers.timeline import find_schedule
 from revzoo.runtime import ReversibleChain
 
 
@@ -57,6 +59,17 @@ def test_above_everything_everything_is_stored_and_a_note_reports_it(profile):
     assert plan.peak_bytes == plan.no_recompute_peak_bytes
     assert plan.extra_flops == 0
     assert plan.notes[-1].startswith("Everything is stored: the budget is above the ")
+
+
+def test_a_plan_tells_how_far_from_the_fastest_it_may_be(profile, middle, monkeypatch):
+    assert not any("above the least possible" in note for note in middle.notes)
+    monkeypatch.setattr(timeline, "_FEW", -1)
+    monkeypatch.setattr(timeline, "_MANY", 1)
+    plan = revzoo.solve(profile, middle.budget_bytes)
+    gap = find_schedule(profile.problem, middle.budget_bytes).gap
+    assert gap > 0
+    assert plan.notes[-1].startswith(f"The work added to storing everything is at most {gap:.2%} above the least possible:")
+    assert plan.notes[-1] in str(plan)
 
 
 def test_below_the_minimum_the_minimum_is_named(profile):
