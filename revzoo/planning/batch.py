@@ -27,7 +27,7 @@ from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import Timing, measure_step_seconds, measure_timing, memory_errors
 from revzoo.planning.setting import read_setting
-from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, peak
+from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, peak, tabulate
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 
 _CANDIDATES = 32  # at most, evenly spaced
@@ -226,6 +226,10 @@ class _Line:
         """Return the value in whole bytes, rounded up."""
         return low - (low - high) * (self.at - self.low) // (self.high - self.low)
 
+    def table(self, low: Sequence[int], high: Sequence[int]) -> Sequence[int]:
+        """Return the same for every subset of a unit's inputs."""
+        return tabulate(len(low).bit_length() - 1, lambda subset: self.bytes(low[subset], high[subset]))
+
 
 def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
     """Return the problem of a third batch size. Units, states and what units keep do not depend on the size."""
@@ -235,7 +239,7 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
             a,
             kept_bytes=line.bytes(a.kept_bytes, b.kept_bytes),
             forward_bytes=line.bytes(a.forward_bytes, b.forward_bytes),
-            backward_bytes=tuple(map(line.bytes, a.backward_bytes, b.backward_bytes)),
+            backward_bytes=line.table(a.backward_bytes, b.backward_bytes),
             cost=line.bytes(a.cost, b.cost),
             made_bytes=line.bytes(a.made_bytes, b.made_bytes),
             freed_bytes=line.bytes(a.freed_bytes, b.freed_bytes),
@@ -249,10 +253,10 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
             left_bytes = line.bytes(a.recovery.left_bytes, b.recovery.left_bytes)
             recovery = replace(a.recovery, peak_bytes=peak_bytes, left_bytes=left_bytes)
         return Ahead(
-            before_bytes=tuple(map(line.bytes, a.before_bytes, b.before_bytes)),
-            during_bytes=tuple(map(line.bytes, a.during_bytes, b.during_bytes)),
-            after_bytes=tuple(map(line.bytes, a.after_bytes, b.after_bytes)),
-            paired_bytes=tuple(map(line.bytes, a.paired_bytes, b.paired_bytes)),
+            before_bytes=line.table(a.before_bytes, b.before_bytes),
+            during_bytes=line.table(a.during_bytes, b.during_bytes),
+            after_bytes=line.table(a.after_bytes, b.after_bytes),
+            paired_bytes=line.table(a.paired_bytes, b.paired_bytes),
             recovery=recovery,
         )
 
