@@ -68,7 +68,9 @@ def test_a_plan_tells_how_far_from_the_fastest_it_may_be(profile, middle, monkey
     plan = revzoo.solve(profile, middle.budget_bytes)
     gap = find_schedule(profile.problem, middle.budget_bytes).gap
     assert gap > 0
-    assert plan.notes[-1].startswith(f"The work added to storing everything is at most {gap:.2%} above the least possible:")
+    assert plan.notes[-1].startswith(
+        f"The work added to storing everything is at most {100 * gap:.2g} % above the least possible:"
+    )
     assert plan.notes[-1] in str(plan)
 
 
