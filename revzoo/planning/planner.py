@@ -211,8 +211,8 @@ def solve(
             modes = None if schedule is None else schedule.modes
             if schedule is not None and schedule.gap:
                 notes.append(
-                    f"The work added to storing everything is at most {100 * schedule.gap:.2g} % above the least possible: there were "
-                    "too many partial solutions to compare them all."
+                    f"The work added to storing everything is at most {100 * schedule.gap:.2g} % above the least possible: "
+                    "there were too many partial solutions to compare them all."
                 )
     elif solver == "knapsack":
         modes = solve_knapsack(problem, limit, baseline)
