@@ -211,6 +211,27 @@ def test_nothing_is_computed_on_the_meta_device():
     assert plan.peak_bytes <= plan.budget_bytes
 
 
+class Widening(nn.Module):
+    """Perceptrons, of which one is 32 times as wide as the others."""
+
+    def __init__(self, widths: tuple[int, ...]):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, w), nn.GELU(), nn.Linear(w, 16)) for w in widths)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("wide", [0, 2, 4])
+def test_what_sets_the_smallest_budget_is_named(wide):
+    """The span of the wide perceptron, by the paths of its calls."""
+    net, x = Widening(tuple(1024 if k == wide else 32 for k in range(5))), torch.randn(512, 16)
+    with pytest.raises(BudgetError, match=rf"bytes\) are needed, in .*layers\.{wide}\.[012] \((linear|gelu)\).*\. Of these"):
+        revzoo.plan(net, x, 1000)
+
+
 def test_what_cannot_be_planned_is_named(net):
     with pytest.raises(BudgetError, match=r"No plan fits 97\.7 KiB: at least .* are weights"):
         revzoo.plan(net, IMAGES, 100_000)

@@ -139,4 +139,5 @@ def test_a_chain_without_steps_copies_nothing():
         y1, y2 = run_chain([], *halves)
         assert live.watch((y1, y2)) == known
         assert live.alive() == x.nbytes
-    assert y1 is halves[0] and y2 is halves[1]
+    assert y1 is halves[0]
+    assert y2 is halves[1]

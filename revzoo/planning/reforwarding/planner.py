@@ -195,8 +195,8 @@ class _Step:
         fixed = format_bytes(self.record.fixed_bytes + self._optimizer_bytes)
         raise BudgetError(
             f"No plan fits {format_bytes(budget)}: at least {format_bytes(self.least_peak)} ({self.least_peak} bytes) are "
-            f"needed. Of these {fixed} are weights, optimizer state and batch. Try a smaller batch, autocast, or an optimizer "
-            f"of less state. {self._describe_graphs()}".rstrip()
+            f"needed, {self.front.name_bottleneck()}. Of these {fixed} are weights, optimizer state and batch. Try a smaller "
+            f"batch, autocast, or an optimizer of less state. {self._describe_graphs()}".rstrip()
         )
 
     def _make_plan(self, spans: Spans | None, peak: int, flops: int, budget: int, notes: Sequence[str] = ()) -> ModulePlan:
