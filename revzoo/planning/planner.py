@@ -1,6 +1,7 @@
 """From a model and a budget to a plan: profile, solve, and count the planned training step before its peak is promised."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal, cast, get_args, overload
@@ -8,7 +9,7 @@ from typing import Any, Literal, cast, get_args, overload
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import require_module
+from revzoo.analysis.dry_run import accumulated_gradients, require_module
 from revzoo.errors import BudgetError, InputError, UnknownNameError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
@@ -38,6 +39,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
+    accumulate: bool = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -49,6 +51,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
+    accumulate: bool = ...,
 ) -> ModulePlan: ...
 def plan(
     model: nn.Module,
@@ -59,6 +62,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
+    accumulate: bool = False,
 ) -> Plan | ModulePlan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
@@ -75,6 +79,8 @@ def plan(
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
             for any other module.
+        accumulate: whether steps begin with the gradients of earlier batches, as they do with gradient accumulation. Not for
+            any other module.
     Raises:
         InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
         BudgetError: no schedule fits; names the smallest budget that would.
@@ -86,8 +92,14 @@ def plan(
                 f"Re-forwarding as published plans modules without reversible steps. Received: {type(model).__name__}. Try "
                 "solver='timeline'."
             )
-        return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
+        with accumulated_gradients(model) if accumulate else nullcontext():
+            return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
     require_module(model)
+    if accumulate:
+        raise InputError(
+            f"Accumulated gradients are counted for models of the zoo and chains. Received: {type(model).__name__}. Plan "
+            "without accumulate, with a budget that is smaller by the bytes of its gradients."
+        )
     if solver not in ("timeline", "reforwarding") or lookahead != 0:
         raise InputError(
             f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' or 'reforwarding', "
