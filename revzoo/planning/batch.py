@@ -162,7 +162,7 @@ class _Interpolation:
         high: int,
         optimizer: torch.optim.Optimizer | None,
         lookahead: LookaheadOption,
-        loss: LossFunction | None,
+        loss: LossFunction | None = None,
     ):
         self._model, self._low, self._high, self._loss = model, low, high, loss
         self.small = profile(model, model.example_input(low), optimizer, loss=loss, lookahead=lookahead != 0)
