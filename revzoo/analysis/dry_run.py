@@ -19,6 +19,22 @@ from revzoo.runtime.schedule import Mode
 
 
 @contextmanager
+def accumulated_gradients(model: nn.Module) -> Iterator[None]:
+    """Let every step inside the block begin with the gradients of earlier batches, as it does with gradient accumulation."""
+
+    def add_gradients(model: nn.Module, inputs: Any) -> None:
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p)
+
+    handle = model.register_forward_pre_hook(add_gradients)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
 def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     """Yield the batch for a run of the model inside the `with` block, and restore the model afterwards.
 

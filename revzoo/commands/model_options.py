@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from revzoo.model.network import Model
+    from revzoo.planning.profiling.trace import LossFunction
 
 BATCH_HELP = "examples in a batch (default: 32 images, or 8 texts)"
 
@@ -78,3 +79,17 @@ def create_optimizer(name: str | None, model: "nn.Module") -> "Optimizer | None"
         return make_optimizer(model, name, lr=1e-3)  # only the size of its state matters
     except OptimizerError as error:
         raise InputError(f"timm's {name} cannot be made here ({error}). Try adamw.") from error
+
+
+def create_loss(name: str | None, model: "Model") -> "LossFunction | None":
+    """Return a loss of what the model returns, by its name; without one cross-entropy, unless the model returns features."""
+    if name == "sum" or (name is None and model.spec.head.type == "text_features"):
+        return None
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    def loss(logits: "Tensor") -> "Tensor":
+        logits = logits.flatten(0, -2)
+        return cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+
+    return loss

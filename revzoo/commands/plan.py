@@ -2,12 +2,13 @@
 
 import argparse
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo.commands.any_module import NAMES_HELP, create_any_module, is_any_module
-from revzoo.commands.model_options import BATCH_HELP, create_batch, create_model, create_optimizer, declare_model
+from revzoo.commands.model_options import BATCH_HELP, create_batch, create_loss, create_model, create_optimizer, declare_model
 from revzoo.commands.parser import NAME_HELP, Parser, batch_or_range, require_png, require_writable
 from revzoo.errors import InputError, join_names
 
@@ -49,6 +50,15 @@ def declare(parser: Parser) -> None:
         default="0",
         help="steps recovered ahead of backward; auto plans and times both (default: 0)",
     )
+    parser.add_argument(
+        "--loss",
+        choices=("cross_entropy", "sum"),
+        help="what keeps memory for backward behind the model: cross_entropy of its outputs, or their sum, which keeps none "
+        "(default: cross_entropy for a classifier or language model of the zoo, else sum)",
+    )
+    parser.add_argument(
+        "--accumulate", action="store_true", help="count the gradients of earlier batches, which a step adds to"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
     parser.add_argument("--json", action="store_true", help="print everything, and the data of --plot, as JSON instead")
@@ -60,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_png(arguments.plot)
     if arguments.out is not None:
         require_writable(arguments.out)
+    from revzoo.analysis.dry_run import accumulated_gradients
     from revzoo.planning.budget import parse_budget
 
     if is_any_module(arguments.name):
@@ -68,7 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--solver reforwarding is for modules that are not of the zoo. Received: {arguments.name}.")
     model = create_model(arguments)
     parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
-    plan = (_plan_batches if isinstance(arguments.batch, tuple) else _plan_batch)(arguments, model)
+    make_plan = _plan_batches if isinstance(arguments.batch, tuple) else _plan_batch
+    with accumulated_gradients(model) if arguments.accumulate else nullcontext():
+        plan = make_plan(arguments, model)
     if arguments.out is not None:
         plan.save(arguments.out)
         if not arguments.json:
@@ -82,6 +95,7 @@ def _plan_any_module(arguments: argparse.Namespace) -> int:
 
     given = {"--plot": arguments.plot, "--estimate": arguments.estimate or None, "--device": arguments.device}
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
+    given |= {"--loss": arguments.loss, "--accumulate": arguments.accumulate or None}
     given |= {"--solver knapsack": arguments.solver if arguments.solver == "knapsack" else None}
     if unused := [option for option, value in given.items() if value is not None]:
         raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {arguments.name}.")
@@ -120,6 +134,7 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
         arguments.budget,
         solver=arguments.solver,
         optimizer=optimizer,
+        loss=create_loss(arguments.loss, model),
         lookahead=_LOOKAHEADS[arguments.lookahead],
         estimate=arguments.estimate,
     )
@@ -151,6 +166,7 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
         *arguments.batch,
         solver=arguments.solver,
         optimizer=optimizer,
+        loss=create_loss(arguments.loss, model),
         lookahead=_LOOKAHEADS[arguments.lookahead],
     )
     if arguments.plot is not None:

@@ -26,8 +26,9 @@ from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile, profile
 from revzoo.planning.profiling.timing import Timing, measure_step_seconds, measure_timing, memory_errors
+from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.setting import read_setting
-from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, peak
+from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, peak, tabulate
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 
 _CANDIDATES = 32  # at most, evenly spaced
@@ -99,6 +100,7 @@ def find_best_batch(
     *,
     solver: Solver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
+    loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
 ) -> BatchPlan:
     """Return the batch size from `low` to `high` with most samples per second within the budget, with its plan.
@@ -110,6 +112,7 @@ def find_best_batch(
         high: the largest size, at least `low`.
         solver: "timeline" or "knapsack", as for `revzoo.solve`.
         optimizer: its state is part of every peak.
+        loss: as for `revzoo.plan`.
         lookahead: as for `revzoo.plan`. "auto" compares the sizes without, and decides for the best one.
     Raises:
         InputError: not 1 <= low <= high, or a model without values, which cannot be timed.
@@ -127,7 +130,7 @@ def find_best_batch(
             "The best batch depends on measured seconds. Received: a model on the meta device. Make it on a real one."
         )
     depth = LookaheadSetting(lookahead).option
-    profiles = _Interpolation(model, low, high, optimizer, depth)
+    profiles = _Interpolation(model, low, high, optimizer, depth, loss)
     limit = parse_budget(budget, profiles.small.setting.device.split()[0], profiles.small.model_bytes)
     compared: Literal[0, 1] = 1 if depth == 1 else 0
     solve(profiles.at(low), limit, solver, lookahead=compared)  # raises BudgetError where not even this fits
@@ -141,8 +144,8 @@ def find_best_batch(
         try:
             with memory_errors():
                 predicted, batch = profiles.at(row.batch), model.example_input(row.batch)
-            plan = plan_from_profile(model, batch, predicted, limit, solver, depth)
-            (seconds,) = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead)])
+            plan = plan_from_profile(model, batch, predicted, limit, solver, depth, loss)
+            (seconds,) = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead)], loss)
         except (MemoryError, BudgetError):
             continue  # the counted bytes fit, but kernel workspaces and fragments come on top
         return BatchPlan(row.batch, replace(plan, seconds=seconds), seconds, row.planned, rows)
@@ -152,9 +155,17 @@ def find_best_batch(
 class _Interpolation:
     """A profile for any batch size: bytes on the straight line through two sizes, times on lines between all measured ones."""
 
-    def __init__(self, model: Model, low: int, high: int, optimizer: torch.optim.Optimizer | None, lookahead: LookaheadOption):
-        self._model, self._low, self._high = model, low, high
-        self.small = profile(model, model.example_input(low), optimizer, lookahead=lookahead != 0)
+    def __init__(
+        self,
+        model: Model,
+        low: int,
+        high: int,
+        optimizer: torch.optim.Optimizer | None,
+        lookahead: LookaheadOption,
+        loss: LossFunction | None = None,
+    ):
+        self._model, self._low, self._high, self._loss = model, low, high, loss
+        self.small = profile(model, model.example_input(low), optimizer, loss=loss, lookahead=lookahead != 0)
         if self.small.timing is None:
             raise BudgetError(f"A batch of {low} cannot be run on this device: {' '.join(self.small.notes)}")
         try:
@@ -162,9 +173,7 @@ class _Interpolation:
                 largest = model.example_input(high)
         except MemoryError as error:
             raise InputError(f"A batch of {high} cannot even be allocated here. Search up to a smaller size.") from error
-        self._large = (
-            count(model, largest, other_bytes=self.small.other_bytes, lookahead=lookahead != 0) if high > low else None
-        )
+        self._large = count(model, largest, loss, self.small.other_bytes, lookahead=lookahead != 0) if high > low else None
         self._timings = {low: self.small.timing}  # by size
         size = min(high, _STRETCH * low)
         while not self.measure(size) and size > low:
@@ -182,9 +191,9 @@ class _Interpolation:
         try:
             with memory_errors():
                 batch = self._model.example_input(size)
-            memory = count(self._model, batch, other_bytes=self.small.other_bytes)
+            memory = count(self._model, batch, self._loss, self.small.other_bytes)
             allowance = free_bytes(batch.device) + self.small.model_bytes
-            self._timings[size] = measure_timing(self._model, batch, memory, allowance)
+            self._timings[size] = measure_timing(self._model, batch, memory, allowance, self._loss)
         except MemoryError:
             return False
         return True
@@ -226,6 +235,10 @@ class _Line:
         """Return the value in whole bytes, rounded up."""
         return low - (low - high) * (self.at - self.low) // (self.high - self.low)
 
+    def table(self, low: Sequence[int], high: Sequence[int]) -> Sequence[int]:
+        """Return the same for every subset of a unit's inputs."""
+        return tabulate(len(low).bit_length() - 1, lambda subset: self.bytes(low[subset], high[subset]))
+
 
 def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
     """Return the problem of a third batch size. Units, states and what units keep do not depend on the size."""
@@ -235,7 +248,7 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
             a,
             kept_bytes=line.bytes(a.kept_bytes, b.kept_bytes),
             forward_bytes=line.bytes(a.forward_bytes, b.forward_bytes),
-            backward_bytes=tuple(map(line.bytes, a.backward_bytes, b.backward_bytes)),
+            backward_bytes=line.table(a.backward_bytes, b.backward_bytes),
             cost=line.bytes(a.cost, b.cost),
             made_bytes=line.bytes(a.made_bytes, b.made_bytes),
             freed_bytes=line.bytes(a.freed_bytes, b.freed_bytes),
@@ -249,10 +262,10 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
             left_bytes = line.bytes(a.recovery.left_bytes, b.recovery.left_bytes)
             recovery = replace(a.recovery, peak_bytes=peak_bytes, left_bytes=left_bytes)
         return Ahead(
-            before_bytes=tuple(map(line.bytes, a.before_bytes, b.before_bytes)),
-            during_bytes=tuple(map(line.bytes, a.during_bytes, b.during_bytes)),
-            after_bytes=tuple(map(line.bytes, a.after_bytes, b.after_bytes)),
-            paired_bytes=tuple(map(line.bytes, a.paired_bytes, b.paired_bytes)),
+            before_bytes=line.table(a.before_bytes, b.before_bytes),
+            during_bytes=line.table(a.during_bytes, b.during_bytes),
+            after_bytes=line.table(a.after_bytes, b.after_bytes),
+            paired_bytes=line.table(a.paired_bytes, b.paired_bytes),
             recovery=recovery,
         )
 

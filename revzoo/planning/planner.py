@@ -1,6 +1,7 @@
 """From a model and a budget to a plan: profile, solve, and count the planned training step before its peak is promised."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal, cast, get_args, overload
@@ -8,7 +9,7 @@ from typing import Any, Literal, cast, get_args, overload
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import require_module
+from revzoo.analysis.dry_run import accumulated_gradients, require_module
 from revzoo.errors import BudgetError, InputError, UnknownNameError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
@@ -23,7 +24,7 @@ from revzoo.planning.reforwarding.planner import ModuleSolver, plan_module
 from revzoo.planning.setting import Setting
 from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
-from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
+from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead_setting import LARGEST_RATIO, LookaheadOption, LookaheadSetting
 from revzoo.runtime.schedule import Mode
 
@@ -38,6 +39,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
+    accumulate: bool = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -49,6 +51,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
+    accumulate: bool = ...,
 ) -> ModulePlan: ...
 def plan(
     model: nn.Module,
@@ -59,6 +62,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
+    accumulate: bool = False,
 ) -> Plan | ModulePlan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
@@ -75,6 +79,8 @@ def plan(
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
             for any other module.
+        accumulate: whether steps begin with the gradients of earlier batches, as they do with gradient accumulation. Not for
+            any other module.
     Raises:
         InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
         BudgetError: no schedule fits; names the smallest budget that would.
@@ -86,8 +92,14 @@ def plan(
                 f"Re-forwarding as published plans modules without reversible steps. Received: {type(model).__name__}. Try "
                 "solver='timeline'."
             )
-        return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
+        with accumulated_gradients(model) if accumulate else nullcontext():
+            return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
     require_module(model)
+    if accumulate:
+        raise InputError(
+            f"Accumulated gradients are counted for models of the zoo and chains. Received: {type(model).__name__}. Plan "
+            "without accumulate, with a budget that is smaller by the bytes of its gradients."
+        )
     if solver not in ("timeline", "reforwarding") or lookahead != 0:
         raise InputError(
             f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' or 'reforwarding', "
@@ -202,8 +214,18 @@ def solve(
     device = profile.setting.device.split()[0]
     limit = parse_budget(budget, device, profile.model_bytes)
     stored_peak = peak(problem, ["store"] * len(problem.units))
+    notes = list(profile.notes)
+    modes: list[str] | None
     if solver == "timeline":
-        modes = ["store"] * len(problem.units) if stored_peak <= limit else solve_timeline(problem, limit)
+        modes = ["store"] * len(problem.units)
+        if stored_peak > limit:
+            schedule = find_schedule(problem, limit)
+            modes = None if schedule is None else schedule.modes
+            if schedule is not None and schedule.gap:
+                notes.append(
+                    f"The work added to storing everything is at most {100 * schedule.gap:.2g} % above the least possible: "
+                    "there were too many partial solutions to compare them all."
+                )
     elif solver == "knapsack":
         modes = solve_knapsack(problem, limit, baseline)
         if modes is not None and problem.max_invert_run is not None and _longest_inverted_run(modes) > problem.max_invert_run:
@@ -216,7 +238,6 @@ def solve(
     min_peak, min_peak_modes = minimize_peak(problem)
     if modes is None:
         raise BudgetError(_explain_shortage(problem, limit, min_peak, min_peak_modes, solver))
-    notes = list(profile.notes)
     if set(modes) == {"store"}:
         notes.append(f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes.")
     planned_peak = peak(problem, modes)

@@ -321,7 +321,7 @@ def _start(
 ) -> tuple[Grid | None, Pair]:
     couplings = [link.coupling for link in links if isinstance(link, Step)]
     if not exact and not any(coupling.is_exact for coupling in couplings):
-        return None, (x1, _dense(x2))
+        return None, (x1, _dense(x2) if couplings else x2)
     refuse_exact_derivatives()
     fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]
     compile_function = next((find_function_compiler(link.f) for link in links if isinstance(link, Step)), None)

@@ -8,13 +8,14 @@ The main process makes the plan for all of them. The others wait for it, so noth
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from revzoo.analysis.dry_run import accumulated_gradients
 from revzoo.analysis.memory_report import count_optimizer_bytes
 from revzoo.data.random import seeded
 from revzoo.errors import PlanError
@@ -81,7 +82,7 @@ def _make_plan(run: Run) -> Plan:
     options, device, step = run.recipe.memory, run.accelerator.device, _Step(run)
     assert options.budget is not None
     limit = parse_budget(options.budget, device, step.present_bytes)
-    with step.accumulated_gradients():
+    with step.accumulate():
         _, plan = profile_and_plan(
             run.model,
             step.batch,
@@ -130,7 +131,7 @@ def _list_changes(run: Run, plan: Plan) -> Iterator[str]:
     if plan.units != run.model.units:
         yield "its units are not the model's"
         return
-    with step.accumulated_gradients():
+    with step.accumulate():
         state = count_optimizer_bytes(run.model, run.optimizer)
         other_bytes = step.other_bytes + state
         peak = count_peak(run.model, step.batch, plan.schedule, step.loss, other_bytes, lookahead=plan.lookahead)
@@ -173,16 +174,6 @@ class _Step:
         loss: Tensor = self._loss(outputs, self._targets)
         return loss
 
-    @contextmanager
-    def accumulated_gradients(self) -> Iterator[None]:
-        """Let every step inside the block begin with the gradients of earlier batches, as it does with accumulation."""
-        handle = self._model.register_forward_pre_hook(self._add_gradients)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _add_gradients(self, model: nn.Module, inputs: Any) -> None:
-        for p in model.parameters() if self._accumulates else ():
-            if p.requires_grad:
-                p.grad = torch.zeros_like(p)
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Let every step inside the block begin as it does in training."""
+        return accumulated_gradients(self._model) if self._accumulates else nullcontext()

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.optim import create_optimizer_v2
 
 import revzoo
@@ -13,6 +14,7 @@ from revzoo.planning.plan import Plan
 
 BATCH = 4
 COUNTED = ("--meta", "--batch", BATCH, "--optimizer", "adamw")
+PLANNED = (*COUNTED, "--loss", "sum")
 
 
 def middle(profile: revzoo.Profile) -> int:
@@ -25,7 +27,7 @@ def middle(profile: revzoo.Profile) -> int:
 def counted_once(monkeypatch, profile_of):
     """Let the command have the profile that other tests have of the same model, batch and optimizer."""
 
-    def profile(model, batch, optimizer, **settings):
+    def profile(model, batch, optimizer, loss=None, **settings):
         assert (len(batch), type(optimizer).__name__, next(model.parameters()).device.type) == (BATCH, "AdamW", "meta")
         assert not any(settings.values())
         return profile_of(model.spec.name)
@@ -39,7 +41,7 @@ def test_the_saved_plan_takes_what_it_promises(name, file, short, profile_of, tm
     """Counted on the meta device, measured on a model that is run, with the optimizer that was named."""
     out = tmp_path / "plan.json"
     budget = middle(profile_of(name))
-    printed = run("plan", file(name), *COUNTED, "--budget", budget, "--out", out)
+    printed = run("plan", file(name), *PLANNED, "--budget", budget, "--out", out)
     plan = Plan.load(out)
     model = short(name, "cpu")
     batch = model.example_input(BATCH)
@@ -90,7 +92,7 @@ def test_json_of_a_plan_is_what_the_picture_shows(file, tmp_path, run, profile_o
     monkeypatch.setattr("revzoo.display.figures.plan.plot_plan", lambda *arguments: drawn.append(arguments))
     picture, saved = tmp_path / "plan.png", tmp_path / "plan.json"
     budget = middle(profile_of("rev_vit_digits"))
-    arguments = (*COUNTED, "--budget", budget, "--json", "--plot", picture, "--out", saved)
+    arguments = (*PLANNED, "--budget", budget, "--json", "--plot", picture, "--out", saved)
     printed = json.loads(run("plan", file("rev_vit_digits"), *arguments))
     ((plan, path, points, beside, fixed_bytes),) = drawn
     assert path == picture
@@ -103,15 +105,38 @@ def test_json_of_a_plan_is_what_the_picture_shows(file, tmp_path, run, profile_o
 
 def test_the_knapsack_is_one_option_away(file, run, profile_of, counted_once):
     plan = revzoo.solve(profile_of("rev_vit_digits"), middle(profile_of("rev_vit_digits")), "knapsack")
-    arguments = (*COUNTED, "--solver", "knapsack", "--budget", middle(profile_of("rev_vit_digits")), "--json")
+    arguments = (*PLANNED, "--solver", "knapsack", "--budget", middle(profile_of("rev_vit_digits")), "--json")
     printed = json.loads(run("plan", file("rev_vit_digits"), *arguments))
     assert printed["plan"]["solver"] == "knapsack"
     assert tuple(printed["plan"]["schedule"]) == plan.schedule
 
 
+@pytest.mark.parametrize("name", ["rev_vit_digits", "rev_roberta_mini"])
+def test_the_loss_and_accumulated_gradients_count(name, file, short, run):
+    """Cross-entropy unless another is named; of earlier batches one gradient for each parameter."""
+
+    def plan_peak(*options) -> int:
+        printed = run("plan", file(name), "--meta", "--batch", BATCH, "--budget", "1GiB", "--json", *options)
+        return json.loads(printed)["plan"]["no_recompute_peak_bytes"]
+
+    def loss(logits):
+        logits = logits.flatten(0, -2)
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+
+    model = short(name)
+    batch = model.example_input(BATCH)
+    with_loss, summed, both = plan_peak(), plan_peak("--loss", "sum"), plan_peak("--accumulate")
+    assert with_loss == plan_peak("--loss", "cross_entropy")
+    assert with_loss == revzoo.plan(model, batch, "1GiB", loss=loss).no_recompute_peak_bytes
+    assert summed == revzoo.plan(model, batch, "1GiB").no_recompute_peak_bytes
+    assert both == revzoo.plan(model, batch, "1GiB", loss=loss, accumulate=True).no_recompute_peak_bytes
+    assert summed <= with_loss < both
+    assert (summed < with_loss) == (name == "rev_roberta_mini")  # the logits of ten classes are gone at the peak
+
+
 def test_with_look_ahead(file, run):
     """On the meta device nothing is timed, so "auto" has no reason to look ahead."""
-    arguments = ("plan", file("rev_vit_digits"), *COUNTED, "--budget", "1GiB", "--json", "--lookahead")
+    arguments = ("plan", file("rev_vit_digits"), *PLANNED, "--budget", "1GiB", "--json", "--lookahead")
     assert [json.loads(run(*arguments, depth))["plan"]["lookahead"] for depth in ("0", "1", "auto")] == [0, 1, 0]
     assert "This plan looks ahead; the other schedules do not." in run(*[each for each in arguments if each != "--json"], "1")
 
@@ -214,7 +239,7 @@ def test_an_optimizer_that_cannot_be_made_says_why(refused, monkeypatch):
 def test_a_budget_that_nothing_fits_names_the_smallest_possible(file, refused, run, tmp_path, profile_of, counted_once):
     smallest = revzoo.solve(profile_of("rev_vit_digits"), "1TB").min_peak_bytes
     saved = tmp_path / "plan.json"
-    arguments = ("plan", file("rev_vit_digits"), *COUNTED, "--out", saved, "--budget")
+    arguments = ("plan", file("rev_vit_digits"), *PLANNED, "--out", saved, "--budget")
     assert f"({smallest} bytes) are needed" in refused(*arguments, smallest - 1)
     assert not saved.exists()
     run(*arguments, smallest)

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
-from revzoo.planning.profiling.count import count, count_peak
+from revzoo.planning.profiling import trace
+from revzoo.planning.profiling.count import build_problem, count, count_peak
 from revzoo.planning.profiling.hooks import list_units
+from revzoo.planning.profiling.trace import Mark, Trace
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.timeline import solve_timeline
 from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth
+from revzoo.runtime.layout import LayoutEntry
 
 TEXTS = ("reformer", "rev_bert", "rev_roberta")
 
@@ -235,3 +239,35 @@ def test_kept_bits_belong_to_the_step_that_keeps_them(schedules):
     assert problem.units[1].first.kept_bytes == 0
     for modes in schedules(model, 2):
         assert abs(measured(model, x, modes)[0] - peak(problem, modes)) <= 4, modes
+
+
+def test_a_unit_may_have_many_inputs():
+    """24 of them have 16 million subsets; only those that are asked for are computed."""
+    count = 24  # of 10, 11, ... bytes; the output has 100, its backward takes 500
+    log = [(j, 10 + j) for j in range(count)] + [(count, 100), (count + 1, 500), (count + 1, -500), (count, -100)]
+    log += [(j, -10 - j) for j in range(count)]
+    marks = [Mark("forward", 0, 24, 0), Mark("loss", 1, 25, 0), Mark("backward", 0, 25, 0), Mark("end", 1, len(log), 0)]
+    inputs, out = frozenset(range(count)), frozenset({count})
+    traced = Trace(["store"], log, marks, [inputs], [inputs, out], [inputs], backward_start=25)
+    problem = build_problem([LayoutEntry("node", nn.Identity(), "node")], [traced] * 6)
+    (table,) = (option.backward_bytes for option in problem.units[0].options)
+    all_inputs = sum(range(10, 10 + count))
+    assert len(table) == 2**count
+    assert (table[0], table[5], table[-1]) == (all_inputs + 600, all_inputs + 600 - 10 - 12, 600)
+    assert peak(problem, ["store"]) == all_inputs + 600
+    assert solve_timeline(problem, all_inputs + 600) == ["store"]
+    with pytest.raises(IndexError):
+        table[2**count]
+
+
+@pytest.mark.parametrize("every", [1, 3, 2048])
+def test_what_is_alive_follows_from_the_log(every, monkeypatch):
+    monkeypatch.setattr(trace, "_SNAPSHOT_EVERY", every)
+    log = [(0, 8), (1, 4), (1, 2), (2, 1), (1, -6), (0, -8), (1, 3), (2, -1)]
+    alive = [{}, {0: 8}, {0: 8, 1: 4}, {0: 8, 1: 6}, {0: 8, 1: 6, 2: 1}, {0: 8, 2: 1}, {2: 1}, {2: 1, 1: 3}, {1: 3}]
+    traced = Trace(["store"], log)
+    order = [5, 0, 8, 3, 4, 7, 1, 2, 6]
+    assert [traced.alive(position) for position in order] == [alive[position] for position in order]
+    assert traced.sum(4, {1}) == 9
+    assert traced.sum(4, {1}, only={1, 2}) == 1
+    assert traced.peak((2, 8), {0}) == 7

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import revzoo
 from revzoo.errors import BudgetError, InputError, PlanError
+from revzoo.planning.reforwarding import search
 from revzoo.runtime import ReversibleChain
 
 
@@ -209,6 +210,42 @@ def test_nothing_is_computed_on_the_meta_device():
     plan = revzoo.plan(net, images, budget_between(net, images, 0.5))
     assert plan.no_recompute_peak_bytes == revzoo.plan(Net(), IMAGES, "1TB").no_recompute_peak_bytes
     assert plan.peak_bytes <= plan.budget_bytes
+
+
+def test_what_too_many_plans_may_cost_is_told(monkeypatch):
+    """No dropped plan takes less work than the note says."""
+    torch.manual_seed(0)
+    net, x = Widening((32, 48, 40, 56, 24)), torch.randn(512, 16)
+    budget = budget_between(net, x, 0.5)
+    least = revzoo.plan(net, x, budget)
+    monkeypatch.setattr(search, "_POINTS", 3)
+    few = revzoo.plan(net, x, budget)
+    (note,) = (note for note in few.notes if "too many plans" in note)
+    percent = float(note.split("at most ")[1].split(" %")[0])
+    assert not any("too many plans" in note for note in least.notes)
+    assert few.peak_bytes <= budget
+    assert 0 <= few.extra_flops - least.extra_flops <= percent / 100 * least.total_flops
+
+
+class Widening(nn.Module):
+    """Perceptrons, of which one is 32 times as wide as the others."""
+
+    def __init__(self, widths: tuple[int, ...]):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, w), nn.GELU(), nn.Linear(w, 16)) for w in widths)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("wide", [0, 2, 4])
+def test_what_sets_the_smallest_budget_is_named(wide):
+    """The span of the wide perceptron, by the paths of its calls."""
+    net, x = Widening(tuple(1024 if k == wide else 32 for k in range(5))), torch.randn(512, 16)
+    with pytest.raises(BudgetError, match=rf"bytes\) are needed, in .*layers\.{wide}\.[012] \((linear|gelu)\).*\. Of these"):
+        revzoo.plan(net, x, 1000)
 
 
 def test_what_cannot_be_planned_is_named(net):

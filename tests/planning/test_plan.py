@@ -8,12 +8,15 @@ import torch
 from torch import nn
 
 import revzoo
+from revzoo.analysis.dry_run import accumulated_gradients
 from revzoo.errors import BudgetError, InputError, PlanError, ScheduleError, UnknownNameError
 from revzoo.planning import planner
 from revzoo.planning.plan import Plan
 from revzoo.planning.planner import enforce_budget
 from revzoo.planning.profiling.profile import Profile
+from revzoo.planning.solvers import timeline
 from revzoo.planning.solvers.problem import PhasePeak, cost
+from revzoo.planning.solvers.timeline import find_schedule
 from revzoo.runtime import ReversibleChain
 
 
@@ -57,6 +60,33 @@ def test_above_everything_everything_is_stored_and_a_note_reports_it(profile):
     assert plan.peak_bytes == plan.no_recompute_peak_bytes
     assert plan.extra_flops == 0
     assert plan.notes[-1].startswith("Everything is stored: the budget is above the ")
+
+
+def test_a_plan_tells_how_far_from_the_fastest_it_may_be(profile, middle, monkeypatch):
+    assert not any("above the least possible" in note for note in middle.notes)
+    monkeypatch.setattr(timeline, "_FEW", -1)
+    monkeypatch.setattr(timeline, "_MANY", 1)
+    plan = revzoo.solve(profile, middle.budget_bytes)
+    gap = find_schedule(profile.problem, middle.budget_bytes).gap
+    assert gap > 0
+    assert plan.notes[-1].startswith(
+        f"The work added to storing everything is at most {100 * gap:.2g} % above the least possible:"
+    )
+    assert plan.notes[-1] in str(plan)
+
+
+def test_accumulated_gradients_are_there_all_the_time(tiny, x):
+    profile = revzoo.profile(tiny, x, run=False)
+    plan = revzoo.plan(tiny, x, "1GiB", accumulate=True)
+    with accumulated_gradients(tiny):
+        accumulated = revzoo.profile(tiny, x, run=False)
+        tiny.schedule = plan
+        assert revzoo.measure_memory(tiny, x).peak_bytes == plan.peak_bytes
+    assert accumulated.memory.fixed_bytes - profile.memory.fixed_bytes == sum(p.nbytes for p in tiny.parameters())
+    assert plan.min_peak_bytes > revzoo.solve(profile, "1GiB").min_peak_bytes
+    assert all(p.grad is None for p in tiny.parameters())
+    with pytest.raises(InputError, match=r"models of the zoo and chains. Received: Linear"):
+        revzoo.plan(nn.Linear(8, 8), torch.randn(2, 8), "1GiB", accumulate=True)
 
 
 def test_below_the_minimum_the_minimum_is_named(profile):

@@ -4,8 +4,11 @@ import random
 
 import pytest
 
+from revzoo.planning.solvers import timeline
+from revzoo.planning.solvers.lower_bound import LowerBound
 from revzoo.planning.solvers.problem import Option, PhasePeak, Problem, Unit, cost, list_phase_peaks, peak
-from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
+from revzoo.planning.solvers.search_states import reach_search_states
+from revzoo.planning.solvers.timeline import find_schedule, minimize_peak, solve_timeline
 
 
 def step(k: int, store: int, extra: int, state: int = 10) -> Unit:
@@ -206,3 +209,75 @@ def test_a_hundred_steps_of_two_kinds():
         prices.append(cost(problem, modes))
     assert prices == sorted(prices, reverse=True)
     assert prices[-1] == 0
+
+
+def chain(count: int) -> Problem:
+    """Steps of which no two are equal, each with the four modes."""
+    rng = random.Random(count)
+    sizes = {state: rng.randint(10**6, 11 * 10**5) for state in range(count + 1)}
+    units = []
+    for k in range(count):
+        size, work = rng.randint(10**6, 4 * 10**6), rng.randint(10**8, 10**9)
+        need = (2 * size + sizes[k], 2 * size)
+        invert = Option("invert", 0, (), sizes[k], (2 * size + 2 * sizes[k],) * 2, work + work // 7)
+        options = (
+            Option("store", size, (k,), size + sizes[k], need, 0),
+            Option("selective", size // 3, (k,), size + sizes[k], need, work // 20),
+            Option("recompute", 0, (k,), size + sizes[k], need, work),
+            invert,
+        )
+        units.append(Unit(f"step{k}", (k - 1, k) if k else (0,), (k,), options, invert))
+    return Problem(tuple(units), sizes, 10**8, 10**6, (count - 1, count))
+
+
+def budgets(problem: Problem, parts: tuple[float, ...]) -> list[int]:
+    least, _ = minimize_peak(problem)
+    stored = peak(problem, ["store"] * len(problem.units))
+    return [least + int(part * (stored - least)) for part in parts]
+
+
+def test_the_bound_changes_no_schedule(search_near_bound):
+    """The same modes, ties included, and None where nothing fits."""
+    solved = 0
+    for problem in (*(problem for _, problem in problems(8, 5)), chain(30)):
+        least, _ = minimize_peak(problem)
+        assert search_near_bound(problem, least - 1) is None
+        for budget in (least, least + 15, least + 40, *budgets(problem, (0.3, 0.7))):
+            assert search_near_bound(problem, budget) == find_schedule(problem, budget)
+            solved += 1
+    assert solved == 5 * 9
+
+
+def test_no_schedule_costs_less_than_the_bound():
+    near = 0
+    for problem in (*(problem for _, problem in problems(40, 6)), chain(60)):
+        for budget in budgets(problem, (0.0, 0.3, 0.7, 0.95)):
+            least = cost(problem, find_schedule(problem, budget).modes)
+            bound = LowerBound(problem, reach_search_states(problem, budget), budget).cost
+            assert 0 <= bound <= least
+            near += bound > 0.9 * least > 0
+    assert near > 20
+
+
+@pytest.mark.parametrize("most", [20, 2000])
+def test_what_is_dropped_costs_no_more_than_the_gap(most, search_near_bound):
+    dropped = worse = 0
+    for problem in (*(problem for _, problem in problems(6, 7)), chain(30)):
+        for budget in budgets(problem, (0.0, 0.2, 0.5, 0.8)):
+            schedule, least = search_near_bound(problem, budget, most), cost(problem, find_schedule(problem, budget).modes)
+            found = cost(problem, schedule.modes)
+            assert peak(problem, schedule.modes) <= budget
+            assert least <= found
+            assert found * (1 - schedule.gap) <= least
+            dropped += schedule.gap > 0
+            worse += found > least
+    assert (dropped, worse) == (0, 0) if most == 2000 else dropped > worse > 0
+
+
+def test_a_long_chain_keeps_few_partial_solutions(search_near_bound):
+    """Of 150 different steps in four modes, a tenth is enough, and nothing better is dropped."""
+    problem = chain(150)
+    (budget,) = budgets(problem, (0.7,))
+    with pytest.raises(timeline._TooManyError):
+        timeline._search(problem, reach_search_states(problem, budget), budget, most=200_000)
+    assert search_near_bound(problem, budget, 20_000).gap == 0

@@ -7,7 +7,7 @@ from itertools import groupby, product
 import pytest
 
 from revzoo.planning.solvers.problem import Ahead, Option, Problem, Recovery, Unit, cost, list_phase_peaks, peak
-from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
+from revzoo.planning.solvers.timeline import find_schedule, minimize_peak, solve_timeline
 
 
 def step(k: int) -> Unit:
@@ -174,3 +174,15 @@ def test_a_hundred_steps_of_two_kinds():
     prices = [cost(problem, solve_timeline(problem, least + (full - least) * part // 10)) for part in range(0, 11, 2)]
     assert prices == sorted(prices, reverse=True)
     assert prices[-1] == 0 < prices[-2]
+
+
+def test_the_bound_changes_no_schedule(search_near_bound):
+    rng, mixed = random.Random(2), 0
+    for _ in range(6):
+        problem = random_problem(rng, 6)
+        least, _ = minimize_peak(problem)
+        for budget in (least, least + 20, least + 60):
+            schedule = search_near_bound(problem, budget)
+            assert schedule == find_schedule(problem, budget)
+            mixed += len(set(schedule.modes)) > 1
+    assert mixed > 6

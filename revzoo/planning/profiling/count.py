@@ -22,8 +22,9 @@ Going back over a layer is part of its own backward, although it happens when th
 too high: inverted layers in front of a long run, by 8 bytes, the predicted growth of errors and what it explains.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise, product
 from operator import attrgetter
 from typing import Any, Literal
@@ -34,7 +35,7 @@ from revzoo.analysis.dry_run import isolated, preserve_schedules
 from revzoo.errors import InputError, join_names
 from revzoo.planning.profiling.hooks import PlannableModel, list_units, read_layout
 from revzoo.planning.profiling.trace import LossFunction, Recovered, Trace, trace
-from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit
+from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit, tabulate
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layer_rules import is_channelwise, is_coupled, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
@@ -273,10 +274,10 @@ def _build_options(
     kept, work, forward = _kept_storages(traced), _count_work(traced), _forward_peaks(traced)
     backward = {unit: span for unit, *span, _ in traced.phases("backward")}
     for k, context in enumerate(_list_contexts(traced, numbers, kept_states, coupled)):
-        peaks = [traced.peak(backward[k], without) if k in backward else 0 for without in context.without]
+        peaks = context.tabulate(partial(traced.peak, backward[k]) if k in backward else lambda without: 0)
         flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
         held = _number(context.held, numbers)
-        option = Option(traced.modes[k], sum(kept[k].values()), held, forward[k], tuple(peaks), flops, made_bytes)
+        option = Option(traced.modes[k], sum(kept[k].values()), held, forward[k], peaks, flops, made_bytes)
         yield k, replace(option, leaves_halves=context.leaves_halves), context
 
 
@@ -289,15 +290,27 @@ class _Context:
         leaves_halves: whether the next unit gets the state in halves.
         preceding: storages that the preceding units keep, and fixed ones.
         held: storages of the states that the unit itself keeps.
-        without: for every subset of the unit's inputs that preceding units may keep, all storages that do not count in its
-            backward, as in `Option.backward_bytes`.
+        others: storages that do not count in its backward, whatever the preceding units keep of its inputs.
+        inputs: storages of each of its inputs.
     """
 
     in_run: InRun
     leaves_halves: bool
     preceding: set[int]
     held: set[int]
-    without: list[set[int]]
+    others: set[int]
+    inputs: list[set[int]]
+
+    def tabulate(self, measure: Callable[[set[int]], int]) -> Sequence[int]:
+        """Return what is measured for each subset of the inputs that preceding units may keep, as in `Option.backward_bytes`.
+
+        Args: measure: returns bytes, given the storages that do not count.
+        """
+
+        def compute(subset: int) -> int:
+            return measure(self.others.union(*(storages for j, storages in enumerate(self.inputs) if subset >> j & 1)))
+
+        return tabulate(len(self.inputs), compute)
 
     @property
     def begins_run(self) -> bool:
@@ -329,10 +342,9 @@ def _list_contexts(
             held_before |= traced.pairs[k]
             run = 0
         others = own | held_before - (traced.inputs[k] if mode == "invert" else held)
-        without = [others.union(*(s for j, s in enumerate(given) if i >> j & 1)) for i in range(1 << len(given))]
         inverted, following = mode == "invert", traced.modes[k + 1 : k + 2] == ["invert"]
         place = InRun(inverted and run == 0, inverted and not following, halved[k])
-        yield _Context(place, halved[k + 1], own | held_before, held, without)
+        yield _Context(place, halved[k + 1], own | held_before, held, others, given)
         own |= kept[k].keys()
         held_before |= held
         run = run + 1 if mode == "invert" else 0
@@ -357,18 +369,7 @@ def _list_aheads(
         if begun is None and k not in recoveries:
             continue
         begun = begun or Recovered(k, end, frozenset(), end)  # it is the last that is recovered
-        made = traced.born(begun.start, begun.end)
-        ahead = Ahead(
-            before_bytes=tuple(traced.peak((start, begun.start), without) for without in context.without),
-            during_bytes=tuple(traced.sum(begun.start, without) for without in context.without),
-            after_bytes=tuple(traced.peak((begun.end, end), without | made) for without in context.without),
-            paired_bytes=tuple(
-                traced.peak((begun.end, end), without | made | begun.sources)
-                + traced.sum(begun.start, without, only=begun.sources)
-                for without in context.without
-            ),
-            recovery=None,
-        )
+        ahead = _count_ahead(traced, context, start, end, begun)
         if k in recoveries:
             own = recoveries[k]
             made, before = traced.born(own.start, own.end), traced.alive(own.start)
@@ -379,6 +380,23 @@ def _list_aheads(
             released = _list_released(mode, context.begins_run, pairs[k], pairs[k + 1])
             ahead = replace(ahead, recovery=Recovery(peak, left, released))
         yield k, (mode, context.begins_run), ahead
+
+
+def _count_ahead(traced: Trace, context: _Context, start: int, end: int, begun: Recovered) -> Ahead:
+    """Return the backward of a unit between two positions of the log, in which another one's recovery is begun."""
+    made = traced.born(begun.start, begun.end)
+
+    def measure_paired(without: set[int]) -> int:
+        sources = traced.sum(begun.start, without, only=begun.sources)
+        return traced.peak((begun.end, end), without | made | begun.sources) + sources
+
+    return Ahead(
+        before_bytes=context.tabulate(lambda without: traced.peak((start, begun.start), without)),
+        during_bytes=context.tabulate(lambda without: traced.sum(begun.start, without)),
+        after_bytes=context.tabulate(lambda without: traced.peak((begun.end, end), without | made)),
+        paired_bytes=context.tabulate(measure_paired),
+        recovery=None,
+    )
 
 
 def _list_released(mode: Mode, begins_run: bool, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:

@@ -5,8 +5,7 @@ stored step is also the output of the step before it, and one of the pair that a
 `count.py` reads the logs.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,6 +25,8 @@ from revzoo.runtime.lookahead import Recoverable, observe_recoveries
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.runtime.observation import observe_inversions
 from revzoo.runtime.schedule import Mode
+
+_SNAPSHOT_EVERY = 2048  # positions: fewer take more memory, more take longer
 
 LossFunction = Callable[[Any], Tensor]
 Phase = Literal["forward", "loss", "backward", "end"]
@@ -90,6 +91,7 @@ class Trace:
     fixed: Storages = frozenset()
     backward_start: int = 0
     recoveries: dict[str, Recovered] = field(default_factory=dict)
+    _snapshots: list[dict[int, int]] = field(default_factory=list, repr=False)  # what is alive, every so many positions
 
     def phases(self, phase: str) -> Iterator[tuple[int, int, int, int]]:
         """Yield unit, first and last position in the log, and FLOPs of all "forward" or all "backward" phases."""
@@ -99,21 +101,31 @@ class Trace:
 
     def alive(self, position: int) -> dict[int, int]:
         """Return the storages alive at a position of the log, and their bytes."""
-        sizes: Counter[int] = Counter()
-        for storage, change in self.log[:position]:
-            sizes[storage] += change
-        return {storage: size for storage, size in sizes.items() if size}
+        at = position // _SNAPSHOT_EVERY
+        while len(self._snapshots) <= at:
+            start = len(self._snapshots) * _SNAPSHOT_EVERY
+            self._snapshots.append(self._follow(self._snapshots[-1] if start else {}, start - _SNAPSHOT_EVERY, start))
+        return self._follow(self._snapshots[at], at * _SNAPSHOT_EVERY, position)
+
+    def _follow(self, alive: dict[int, int], start: int, end: int) -> dict[int, int]:
+        """Return the storages alive at a position of the log, given those at an earlier one."""
+        sizes = dict(alive)
+        for storage, change in self.log[max(start, 0) : end]:
+            size = sizes.pop(storage, 0) + change
+            if size:
+                sizes[storage] = size
+        return sizes
 
     def born(self, start: int, end: int) -> Storages:
         """Return the storages that appear between two positions of the log."""
         return frozenset(storage for storage, _ in self.log[start:end]) - self.alive(start).keys()
 
-    def sum(self, position: int, without: Collection[int], only: Collection[int] | None = None) -> int:
+    def sum(self, position: int, without: Set[int], only: Set[int] | None = None) -> int:
         """Return the bytes alive at a position of the log, in storages other than `without`, or in those of `only`."""
-        alive = self.alive(position).items()
-        return sum(size for storage, size in alive if storage not in without and (only is None or storage in only))
+        alive = self.alive(position)
+        return sum(alive[storage] for storage in (alive.keys() if only is None else alive.keys() & only) - without)
 
-    def peak(self, span: Sequence[int], without: Collection[int]) -> int:
+    def peak(self, span: Sequence[int], without: Set[int]) -> int:
         """Return the peak between two positions of the log, of all storages other than `without`."""
         start, end = span
         total = highest = self.sum(start, without)

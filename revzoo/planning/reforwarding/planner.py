@@ -195,8 +195,8 @@ class _Step:
         fixed = format_bytes(self.record.fixed_bytes + self._optimizer_bytes)
         raise BudgetError(
             f"No plan fits {format_bytes(budget)}: at least {format_bytes(self.least_peak)} ({self.least_peak} bytes) are "
-            f"needed. Of these {fixed} are weights, optimizer state and batch. Try a smaller batch, autocast, or an optimizer "
-            f"of less state. {self._describe_graphs()}".rstrip()
+            f"needed, {self.front.name_bottleneck()}. Of these {fixed} are weights, optimizer state and batch. Try a smaller "
+            f"batch, autocast, or an optimizer of less state. {self._describe_graphs()}".rstrip()
         )
 
     def _make_plan(self, spans: Spans | None, peak: int, flops: int, budget: int, notes: Sequence[str] = ()) -> ModulePlan:
@@ -212,7 +212,13 @@ class _Step:
             min_peak_bytes=min(self.least_peak, peak),
             no_recompute_peak_bytes=self.base.peak_bytes + self._optimizer_bytes,
             setting=self._setting,
-            notes=(*notes, *self._captured.notes, *self._describe_chains(), *([graphs] if graphs else [])),
+            notes=(
+                *notes,
+                *self._captured.notes,
+                *self._describe_chains(),
+                *([graphs] if graphs else []),
+                *self._list_losses(),
+            ),
         )
 
     def _describe_chains(self) -> Iterator[str]:
@@ -220,6 +226,15 @@ class _Step:
             if counts := Counter(mode for mode in modes if mode != "store"):
                 parts = join_names([f"{count} {mode}" for mode, count in counts.items()])
                 yield f"Of the {len(modes)} units of {path}, {parts}."
+
+    def _list_losses(self) -> list[str]:
+        if not self.front.lost_work:
+            return []
+        percent = 100 * self.front.lost_work / max(1, self.record.total_flops)
+        return [
+            f"There were too many plans to compare them all: another may take less work, by at most {percent:.2g} % of the "
+            "training step's FLOPs."
+        ]
 
     def _describe_graphs(self) -> str:
         count = len(self._captured.calls)

@@ -286,6 +286,8 @@ class Front:
         place = {at: i for i, at in enumerate(borders)}
         end = np.array([[choices.record.loss_bytes], [0], [0], [0]], np.int64)
         fronts: list[NDArray[np.int64]] = [end]
+        self.lost_work = 0
+        """How much less work there may be than a front tells, because it had too many points to keep them all."""
         for options in reversed(choices.options):
             columns = []
             for number, option in enumerate(options):
@@ -293,7 +295,9 @@ class Front:
                 cost = choices.price(option.flops, option.made_bytes)
                 need = np.maximum(option.need_bytes, option.kept_bytes + rest[0])
                 columns.append(np.stack([need, rest[1] + cost, np.full_like(need, number), np.arange(need.size)]))
-            fronts.append(prune(np.concatenate(columns, axis=1)))
+            front, lost = thin(list_best(np.concatenate(columns, axis=1)), _POINTS)
+            fronts.append(front)
+            self.lost_work += lost
         self._fronts = fronts[::-1]
 
     def list_points(self) -> list[tuple[int, int]]:
@@ -323,6 +327,22 @@ class Front:
                 return chosen
         raise AssertionError("the last point runs nothing again")
 
+    def find_bottleneck(self) -> Option | None:
+        """Return the span that sets the smallest peak; None if the loss does."""
+        chosen = self.choose(self.list_points()[0][0])
+        assert chosen is not None, "the first point has spans"
+        before = list(accumulate((option.kept_bytes for option in chosen), initial=0))
+        needs = [kept + option.need_bytes for kept, option in zip(before, chosen, strict=False)]
+        return None if before[-1] + self._choices.record.loss_bytes > max(needs) else chosen[needs.index(max(needs))]
+
+    def name_bottleneck(self) -> str:
+        """Return where the smallest peak is, in the user's words."""
+        option = self.find_bottleneck()
+        if option is None:
+            return "at the loss"
+        first, last = (self._choices.record.atoms[at].name for at in (option.start, option.end - 1))
+        return f"in {first}" if option.end == option.start + 1 else f"in the span from {first} to {last}"
+
     def make_spans(self, chosen: Sequence[Option]) -> Spans:
         """Return chosen spans as they are run."""
         storages = self._choices.record.storages
@@ -345,10 +365,21 @@ class Front:
         )
 
 
-def prune(columns: NDArray[np.int64], most: int = _POINTS) -> NDArray[np.int64]:
+def prune(columns: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     """Return the columns that no other beats in bytes and work, by rising bytes; of very many, those far enough apart."""
+    return thin(list_best(columns), most)[0]
+
+
+def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the columns that no other beats in bytes and work, by rising bytes."""
     columns = columns[:, np.lexsort((columns[1], columns[0]))]
-    columns = columns[:, np.diff(np.minimum.accumulate(columns[1]), prepend=np.iinfo(np.int64).max) < 0]
-    if columns.shape[1] > most:
-        columns = columns[:, np.unique(np.linspace(0, columns.shape[1] - 1, most).round().astype(int))]
-    return columns
+    return columns[:, np.diff(np.minimum.accumulate(columns[1]), prepend=np.iinfo(np.int64).max) < 0]
+
+
+def thin(columns: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], int]:
+    """Return at most so many columns of a front, and by how much the work of a dropped one may be below that of those left."""
+    if columns.shape[1] <= most:
+        return columns, 0
+    places = np.unique(np.linspace(0, columns.shape[1] - 1, most).round().astype(int))
+    nearest = places[places.searchsorted(np.arange(columns.shape[1]), "right") - 1]  # with as many bytes or fewer
+    return columns[:, places], int((columns[1, nearest] - columns[1]).max())

@@ -16,7 +16,33 @@ recovered before its backward is in use during all of it. The unit that backward
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, cast
+from functools import cache
+from typing import Any, Literal, NamedTuple, cast
+
+_FEW_INPUTS = 2  # as the units of the zoo have; more can be any number
+
+
+def tabulate(inputs: int, compute: Callable[[int], int]) -> Sequence[int]:
+    """Return one number for each subset of a unit's inputs; of many inputs, each computed when it is first asked for.
+
+    Args:
+        inputs: how many there are.
+        compute: returns the number of a subset, given its index: bit j says that input j belongs to it.
+    """
+    return tuple(map(compute, range(1 << inputs))) if inputs <= _FEW_INPUTS else _LazyTable(1 << inputs, compute)
+
+
+class _LazyTable(Sequence[int]):
+    """A sequence of numbers that are computed when they are asked for."""
+
+    def __init__(self, length: int, compute: Callable[[int], int]):
+        self._length, self._compute = length, cache(compute)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._compute(range(self._length)[index])
 
 
 @dataclass(frozen=True)
@@ -47,10 +73,10 @@ class Ahead:
         recovery: of this unit; None if no other begins it.
     """
 
-    before_bytes: tuple[int, ...]
-    during_bytes: tuple[int, ...]
-    after_bytes: tuple[int, ...]
-    paired_bytes: tuple[int, ...]
+    before_bytes: Sequence[int]
+    during_bytes: Sequence[int]
+    after_bytes: Sequence[int]
+    paired_bytes: Sequence[int]
     recovery: Recovery | None
 
 
@@ -78,7 +104,7 @@ class Option:
         kept_states: states that the unit keeps as well, from its inputs or its outputs.
         forward_bytes: peak of what the unit allocates during its forward; the states before it are not counted.
         backward_bytes: peak of its backward above what the preceding units keep, one number for each subset of the unit's
-            inputs: bit j of the index says that a preceding unit keeps `inputs[j]`, which is then not counted here.
+            inputs: bit j of the index says that a preceding unit keeps `inputs[j]`, which is then not counted (`tabulate`).
         cost: extra work over storing [nanoseconds or FLOPs], at least 0.
         made_bytes: bytes allocated in backward beyond those that storing allocates there.
         ahead: its backward with look-ahead; None if the unit drops nothing in this mode, or this was not counted.
@@ -91,7 +117,7 @@ class Option:
     kept_bytes: int
     kept_states: tuple[int, ...]
     forward_bytes: int
-    backward_bytes: tuple[int, ...]
+    backward_bytes: Sequence[int]
     cost: int
     made_bytes: int = 0
     ahead: Ahead | None = None
@@ -107,7 +133,7 @@ class Unit:
     Args:
         name: as in `model.units`.
         pair: its input and the older stream, each listed once.
-        inputs: states passed to it, each listed once, at most two.
+        inputs: states passed to it, each listed once.
         options: its modes, one option each. The option of "invert" is the one inside a run of inverted steps.
         first: the option of "invert" for a step that begins a run; None if this unit cannot begin one.
         beside: states alive while its forward runs, whatever the schedule: the pair, and what a chain was called with.

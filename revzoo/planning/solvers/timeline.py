@@ -4,74 +4,82 @@ What a unit keeps is freed before the preceding units run backward. It burdens o
 units keep costs almost nothing. Choosing the modes is thus a multiple-choice knapsack with a capacity for every prefix, which
 is weakly NP-hard. The additive knapsack of `knapsack.py` is the special case in which only the total counts.
 
-The search is dynamic programming. A *search state* before a unit is all that this unit and the following ones must know: the
-length of the run of inverted steps that ends there, and the states (tensors) that the preceding units keep; after an inverted
-layer, whether the run goes on, and in halves; with look-ahead also what the recovery of the unit before takes, and whether all
-units from here on drop nothing. A forward pass finds the search states that can be
-reached within the budget, and the fewest bytes that a schedule keeps on arrival. A backward pass,
-from the last unit to the first, finds the partial solutions of every search state: assignments of modes to all units after it,
-as pairs (bytes, cost), where bytes is the peak of these units if the preceding ones keep nothing. An edge that needs d bytes
-and keeps m extends a pair (b, c) to (max(d, m + b), c + its cost). Both entries grow with those of the pair that was extended.
-A pair that another one beats in both can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can one that exceeds
-the budget even with the fewest bytes kept before it. What remains before the first unit are whole schedules.
+The search is dynamic programming. A forward pass finds the search states (`search_states.py`) that can be reached within the
+budget, and the fewest bytes that a schedule keeps on arrival. A backward pass, from the last unit to the first, finds the
+partial solutions of every search state: assignments of modes to all units after it, as pairs (bytes, cost), where bytes is the
+peak of these units if the preceding ones keep nothing. An edge that needs d bytes and keeps m extends a pair (b, c) to
+(max(d, m + b), c + its cost). Both entries grow with those of the pair that was extended. A pair that another one beats in both
+can therefore be dropped for good (Nemhauser & Ullmann 1969), and so can one that exceeds the budget even with the fewest bytes
+kept before it. What remains before the first unit are whole schedules.
 
-Known inefficiencies: the number of partial solutions is exponential at worst. For 100 steps of two kinds it reached some
-thousands, for 100 different steps some tens of thousands, because many of them share their largest need. Search states with
-different tensors or recoveries are kept apart even where one is never better than the other, and so are different lengths of a
-run if that is limited. All partial solutions stay in memory (32 bytes each) to reconstruct the schedule. Every budget is a new
-search.
+Where there are too many pairs, a lower bound on the cost of the preceding units (`lower_bound.py`) narrows the search. It then
+looks for schedules that cost a little more than the bound on all of them, and drops every pair that none of these ends in. What
+it finds is the same schedule that the whole search would find. If it finds none, it goes on with a higher cost. A thousand
+different steps leave some millions of pairs. If there are still too many, only the lightest of each interval of costs is kept,
+and the possible loss is reported as the gap.
+
+Known inefficiencies: the number of partial solutions is exponential at worst, where costs and bytes are such that the bound
+does not tell them apart. Search states with different tensors or recoveries are kept apart even where one is never better than
+the other, and so are different lengths of a run if that is limited. All partial solutions stay in memory (32 bytes each) to
+reconstruct the schedule. Every budget is a new search.
 
 Source: Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation", Management Science 1969, with a
-maximum in place of a sum.
+maximum in place of a sum; the bounds as in Dyer, Riha and Walker, "A hybrid dynamic programming/branch-and-bound algorithm for
+the multiple-choice knapsack problem", 1995.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from revzoo.planning.solvers.problem import Edge, Place, Problem, list_edges, loss_need_bytes
+from revzoo.planning.solvers.lower_bound import LowerBound
+from revzoo.planning.solvers.problem import Place, Problem
+from revzoo.planning.solvers.search_states import ABOVE_ALL, Layer, Node, need_at_the_end, reach_search_states
 
 _Partials = NDArray[np.int64]  # partial solutions, one per column; by rising bytes and falling cost
 _BYTES, _COST, _EDGE, _REST = range(4)  # their rows: _EDGE indexes the node's edges, _REST the successor's partial solutions
-_ANY = 1 << 62  # a budget or cost above all
+_FEW = 2**20  # partial solutions that are found without a bound, in a fraction of a second
+_MANY = 2**24  # partial solutions that are kept: half a GiB
+_FIRST_GAP, _GROWTH = 1e-6, 4  # from the lower bound to the cost that is tried, relative to the bound
 
 
-@dataclass
-class _Node:
-    """A search state that can be reached within the budget.
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule within a budget.
 
     Args:
-        min_bytes: fewest bytes kept before it by a schedule that reaches it.
-        edges: one for each mode of the next unit, with the search state that it leads to.
+        modes: one per unit.
+        gap: upper bound on (its cost - the lowest) / its cost; 0.0 says that none is cheaper.
     """
 
-    min_bytes: int
-    edges: list[tuple[Edge, Place]] = field(default_factory=list)
+    modes: list[str]
+    gap: float = 0.0
+
+
+class _TooManyError(Exception):
+    """A search has more partial solutions than it may keep."""
 
 
 def solve_timeline(problem: Problem, budget: int) -> list[str] | None:
+    """Return the modes of `find_schedule`, or None where nothing fits: see `minimize_peak`."""
+    schedule = find_schedule(problem, budget)
+    return None if schedule is None else schedule.modes
+
+
+def find_schedule(problem: Problem, budget: int) -> Schedule | None:
     """Return the cheapest schedule whose peak is at most `budget` bytes; among equal costs, one with the lowest peak.
 
-    Returns: one mode per unit, or None where nothing fits: see `minimize_peak`.
+    Returns: None where nothing fits. The gap is 0 unless the search had to drop partial solutions that may be better.
     """
-    budget = min(budget, _ANY)
-    layers = _reach_search_states(problem, budget)
-    partials = [
-        {place: _end_partial(_need_at_the_end(problem, place), budget - node.min_bytes) for place, node in layers[-1].items()}
-    ]
-    for layer in reversed(layers[:-1]):
-        partials.append({state: _extend_partials(node, partials[-1], budget) for state, node in layer.items()})
-    (state,) = layers[0]
-    if not partials[-1][state].size:
-        return None
-    modes, column = [], -1
-    for layer in layers[:-1]:
-        chosen = partials.pop()[state][:, column]
-        edge, state = layer[state].edges[chosen[_EDGE]]
-        modes.append(edge.mode)
-        column = chosen[_REST]
-    return modes
+    budget = min(budget, ABOVE_ALL)
+    layers = reach_search_states(problem, budget)
+    try:
+        modes = _search(problem, layers, budget, most=_FEW)
+        return None if modes is None else Schedule(modes[0])
+    except _TooManyError:
+        return _search_near_bound(problem, layers, budget)
 
 
 def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
@@ -79,11 +87,11 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
 
     Raises: ValueError: no schedule is allowed, whatever the budget.
     """
-    layers = _reach_search_states(problem, _ANY)
-    rest = {place: _need_at_the_end(problem, place) for place in layers[-1]}
+    layers = reach_search_states(problem, ABOVE_ALL)
+    rest = {place: need_at_the_end(problem, place) for place in layers[-1]}
     for layer in reversed(layers[:-1]):
         rest = {
-            state: min((max(edge.need_bytes, edge.kept_bytes + rest[to]) for edge, to in node.edges), default=_ANY)
+            state: min((max(edge.need_bytes, edge.kept_bytes + rest[to]) for edge, to in node.edges), default=ABOVE_ALL)
             for state, node in layer.items()
         }
     smallest = problem.fixed_bytes + min(rest.values())
@@ -93,36 +101,86 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
     return smallest, modes
 
 
-def _reach_search_states(problem: Problem, budget: int) -> list[dict[Place, _Node]]:
-    """Return the search states that can be reached within the budget: before each unit, and after the last."""
-    longest = problem.max_invert_run
-    used_later = [frozenset(problem.pair_after)]  # for each unit, from the last: the states that it or a later one refers to
-    for unit in reversed(problem.units):
-        kept_states = (option.kept_states for option in unit.options)
-        used_later.append(used_later[-1].union(unit.pair, unit.beside, unit.inputs, *kept_states))
-    used_later.pop()
-    layers = [{Place(): _Node(problem.fixed_bytes)}]
-    for k in range(len(problem.units)):
-        following: dict[Place, _Node] = {}
-        matter = used_later.pop()
-        for place, node in layers[-1].items():
-            for edge in list_edges(problem, k, place):
-                after = edge.after
-                if node.min_bytes + edge.need_bytes > budget or (longest is not None and after.run > longest):
-                    continue
-                run = min(after.run, 1) if longest is None else after.run  # only a limit needs the length
-                to = after._replace(run=run, held=after.held & matter)
-                node.edges.append((edge, to))
-                kept = node.min_bytes + edge.kept_bytes
-                successor = following.setdefault(to, _Node(kept))
-                successor.min_bytes = min(successor.min_bytes, kept)
-        layers.append(following)
-    return layers
+def _search_near_bound(problem: Problem, layers: Sequence[Layer], budget: int) -> Schedule | None:
+    """Return the cheapest schedule, given that there are too many partial solutions to keep them all."""
+    bound = LowerBound(problem, layers, budget)
+    costs = [[edge.cost for node in layer.values() for edge, _ in node.edges] for layer in layers]
+    dearest = sum(max(each, default=0) for each in costs)
+    unit = max(bound.cost, min((cost for each in costs for cost in each if cost), default=0))
+    gap, most = _FIRST_GAP, None
+    while True:
+        limit = min(int(bound.cost + gap * unit) + 1, dearest)
+        is_last = limit == dearest
+
+        def is_above(k: int, place: Place, partials: _Partials, limit: int = limit) -> NDArray[np.bool_]:
+            return bound.is_above(limit, k, place, partials[_BYTES], partials[_COST])
+
+        try:
+            modes = _search(problem, layers, budget, _MANY, is_above, most)
+        except _TooManyError:
+            most = max(1, _MANY // sum(map(len, layers)))
+            continue
+        if modes is not None and (modes[1] <= limit or is_last):
+            return Schedule(modes[0], 0.0 if most is None else max(0.0, 1 - bound.cost / max(1, modes[1])))
+        if is_last:
+            return None
+        gap *= _GROWTH
 
 
-def _need_at_the_end(problem: Problem, place: Place) -> int:
-    is_open = place.awaited or place.goes_on  # a recovery that has to be begun, or a run that has to go on
-    return _ANY + 1 if is_open else loss_need_bytes(problem, place.held)
+def _search(
+    problem: Problem,
+    layers: Sequence[Layer],
+    budget: int,
+    most: int,
+    is_above: Callable[[int, Place, _Partials], NDArray[np.bool_]] | None = None,
+    each: int | None = None,
+) -> tuple[list[str], int] | None:
+    """Return the modes of the cheapest schedule and its cost; None where there is none.
+
+    Args:
+        problem, layers, budget: as for `LowerBound`.
+        most: partial solutions to keep.
+        is_above: says which partial solutions can be dropped, given the index of their unit and their search state.
+        each: partial solutions to keep of each search state; None: all.
+    Raises: _TooManyError: there are more than `most`, and `each` is None.
+    """
+    partials = [
+        {place: _end_partial(need_at_the_end(problem, place), budget - node.min_bytes) for place, node in layers[-1].items()}
+    ]
+    kept = 0
+    for k in reversed(range(len(problem.units))):
+        extended = {}
+        for place, node in layers[k].items():
+            columns = _extend_partials(node, partials[-1], budget)
+            if is_above is not None:
+                columns = columns[:, ~is_above(k, place, columns)]
+            if each is not None:
+                columns = _thin(columns, each)
+            extended[place] = columns
+            kept += columns.shape[1]
+        if each is None and kept > most:
+            raise _TooManyError
+        partials.append(extended)
+    (state,) = layers[0]
+    if not partials[-1][state].size:
+        return None
+    cost = int(partials[-1][state][_COST, -1])
+    modes, column = [], -1
+    for layer in layers[:-1]:
+        chosen = partials.pop()[state][:, column]
+        edge, state = layer[state].edges[chosen[_EDGE]]
+        modes.append(edge.mode)
+        column = chosen[_REST]
+    return modes, cost
+
+
+def _thin(partials: _Partials, most: int) -> _Partials:
+    """Return at most so many partial solutions: of each interval of costs the lightest."""
+    if partials.shape[1] <= most:
+        return partials
+    costs = partials[_COST]
+    intervals = (costs[0] - costs) // -(-int(costs[0] - costs[-1] + 1) // most)
+    return partials[:, np.diff(intervals, prepend=-1) > 0]
 
 
 def _end_partial(need: int, room: int) -> _Partials:
@@ -130,7 +188,7 @@ def _end_partial(need: int, room: int) -> _Partials:
     return np.array([[need], [0], [0], [0]])[:, : int(need <= room)]
 
 
-def _extend_partials(node: _Node, following: dict[Place, _Partials], budget: int) -> _Partials:
+def _extend_partials(node: Node, following: dict[Place, _Partials], budget: int) -> _Partials:
     """Return the partial solutions of a node, given those of all search states after its unit."""
     columns = [np.empty((4, 0), np.int64)]
     for i, (edge, to) in enumerate(node.edges):
@@ -143,5 +201,5 @@ def _extend_partials(node: _Node, following: dict[Place, _Partials], budget: int
         columns.append(np.stack([size, rest[_COST, chosen] + edge.cost, np.full_like(chosen, i), chosen]))
     partials = np.concatenate(columns, axis=1)
     order = partials[_BYTES].argsort(kind="stable")
-    order = order[np.diff(np.minimum.accumulate(partials[_COST, order]), prepend=_ANY) < 0]  # cheaper than all before it
-    return partials[:, order[np.diff(partials[_BYTES, order], append=_ANY) > 0]]  # and of as many bytes the last
+    order = order[np.diff(np.minimum.accumulate(partials[_COST, order]), prepend=ABOVE_ALL) < 0]  # cheaper than all before it
+    return partials[:, order[np.diff(partials[_BYTES, order], append=ABOVE_ALL) > 0]]  # and of as many bytes the last

@@ -1,0 +1,66 @@
+"""The search states that schedules can reach within a budget: before each unit, and after the last one.
+
+A *search state* is all that a unit and the following ones must know of those before it: the length of the run of inverted steps
+that ends there, and the states (tensors) that the preceding units keep; after an inverted layer, whether the run goes on, and
+in halves; with look-ahead also what the recovery of the unit before takes, and whether all units from here on drop nothing.
+"""
+
+from dataclasses import dataclass, field
+
+from revzoo.planning.solvers.problem import Edge, Place, Problem, list_edges, loss_need_bytes
+
+ABOVE_ALL = 1 << 62  # a budget or cost above all
+
+
+@dataclass
+class Node:
+    """A search state that can be reached within the budget.
+
+    Args:
+        min_bytes: fewest bytes kept before it by a schedule that reaches it.
+        edges: one for each mode of the next unit, with the search state that it leads to.
+    """
+
+    min_bytes: int
+    edges: list[tuple[Edge, Place]] = field(default_factory=list)
+
+
+Layer = dict[Place, Node]
+
+
+def reach_search_states(problem: Problem, budget: int) -> list[Layer]:
+    """Return the search states that can be reached within the budget: before each unit, and after the last."""
+    longest = problem.max_invert_run
+    last_use = _find_last_uses(problem)
+    layers = [{Place(): Node(problem.fixed_bytes)}]
+    for k in range(len(problem.units)):
+        following: Layer = {}
+        for place, node in layers[-1].items():
+            for edge in list_edges(problem, k, place):
+                after = edge.after
+                if node.min_bytes + edge.need_bytes > budget or (longest is not None and after.run > longest):
+                    continue
+                run = min(after.run, 1) if longest is None else after.run  # only a limit needs the length
+                held = frozenset(state for state in after.held if last_use.get(state, -1) > k)
+                to = after._replace(run=run, held=held)
+                node.edges.append((edge, to))
+                kept = node.min_bytes + edge.kept_bytes
+                successor = following.setdefault(to, Node(kept))
+                successor.min_bytes = min(successor.min_bytes, kept)
+        layers.append(following)
+    return layers
+
+
+def _find_last_uses(problem: Problem) -> dict[int, int]:
+    """Return for every state the last unit that refers to it; the number of units if the loss does."""
+    last_use: dict[int, int] = {}
+    for k, unit in enumerate(problem.units):
+        kept_states = (option.kept_states for option in unit.options)
+        last_use.update(dict.fromkeys((*unit.pair, *unit.beside, *unit.inputs, *(s for kept in kept_states for s in kept)), k))
+    return last_use | dict.fromkeys(problem.pair_after, len(problem.units))
+
+
+def need_at_the_end(problem: Problem, place: Place) -> int:
+    """Return what the loss needs at a search state after the last unit; above all where a schedule cannot end there."""
+    is_open = place.awaited or place.goes_on  # a recovery that has to be begun, or a run that has to go on
+    return ABOVE_ALL + 1 if is_open else loss_need_bytes(problem, place.held)
