@@ -1,6 +1,6 @@
 """Plans of ordinary networks: their fronts beside what rivals reach, and table 1 of the Re-forwarding paper.
 
-    python benchmarks/reforwarding.py               eight fronts and fifteen rows, about 10 minutes on a CPU core
+    python benchmarks/reforwarding.py               eleven fronts and fifteen rows, about 20 minutes on a CPU core
     python benchmarks/reforwarding.py --quick       one network at toy size
     python benchmarks/reforwarding.py --only resnet50
     python benchmarks/reforwarding.py --only table  table 1 (`reforwarding_table.py`)
@@ -29,6 +29,7 @@ from reforwarding_table import ROWS, measure_row
 from runtime import describe_environment
 from torch import Tensor, nn
 
+import revzoo
 from revzoo.planning.reforwarding.capture import capture
 from revzoo.planning.reforwarding.nesting import add_nests
 from revzoo.planning.reforwarding.record import count_step, record
@@ -75,6 +76,24 @@ class UNet(nn.Module):
         for level in self.up:
             x = level(torch.cat([nn.functional.interpolate(x, scale_factor=2.0), skips.pop()], 1))
         return self.head(x)
+
+
+class PlainRevNet(nn.Module):
+    """RevNet-104 as a plain module: the same functions, called without the chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = revzoo.create("revnet_104")
+        self.stem, self.split, self.stages, self.fuse, self.head = model.stem, model.split, model.stages, model.fuse, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        x1, x2 = self.split(self.stem(x))
+        for stage in self.stages:
+            x1, x2 = stage.transition(x1, x2)
+            for block in stage.blocks:
+                x1 = x1 + block.f(x2)
+                x2 = x2 + block.g(x1)
+        return self.head(self.fuse(x1, x2))
 
 
 def _make_pair(width: int, out: int) -> nn.Module:
@@ -144,6 +163,18 @@ def list_networks(quick: bool) -> dict[str, Network]:
             _make_llama, tokens, ((0.4, 1.0683), (0.3, 1.1256), (0.2, 1.183)), {budget: ((0.4, 1.1433), (0.3, 1.1433))}
         ),
         "resnet152": Network(_timm("resnet152"), images, ((0.3, 1.0546), (0.15, 1.1814))),
+        "vgg16": Network(_timm("vgg16"), images, ((0.7, 1.0019), (0.6, 1.0218))),
+        "vit_small_24_blocks": Network(
+            _timm("vit_small_patch16_224", depth=24),
+            images,
+            ((0.6, 1.0292), (0.5, 1.071), (0.4, 1.1106), (0.3, 1.1524), (0.2, 1.1945), (0.15, 1.2345), (0.125, 1.3538)),
+        ),
+        "revnet_104": Network(
+            PlainRevNet,
+            images,
+            ((0.5457, 1.0), (0.5297, 1.0), (0.4843, 1.0065), (0.4786, 1.0071), (0.36, 1.0726)),
+            {budget: ((0.5457, 1.0), (0.5297, 1.0), (0.4843, 1.0223), (0.4786, 1.0103))},
+        ),
     }
 
 
@@ -201,11 +232,13 @@ def main() -> None:
         if args.only in (None, name):
             data = results[name] = measure(network)
             draw(name, data, args.out)
-            over = max(each["counted_bytes"] / each["predicted_bytes"] for each in data["counted"])
+            ratios = [each["counted_bytes"] / each["predicted_bytes"] for each in data["counted"]]
             least, flops = data["points"][0]
             seconds = data["search_seconds"]
             print(
-                f"{name}: least {least:.4f} @ {flops:.4f}, counted / predicted at most {over:.5f}, {seconds:.1f} s", flush=True
+                f"{name}: least {least:.4f} @ {flops:.4f}, counted / predicted {min(ratios):.5f} to {max(ratios):.5f}, "
+                f"{seconds:.1f} s",
+                flush=True,
             )
             for each in data["to_reach"]:
                 print(f"  {each['fraction']}: {each['plan']} (to reach {each['flops']})")
@@ -216,7 +249,8 @@ def main() -> None:
             rows.append(measured := measure_row(row))
             print(
                 f"{row.name}, batch {row.batch}: published {row.regular} -> {row.published} MB, best cuts {row.best_cuts}, "
-                f"stored {measured['stored']:.0f} -> planned {measured['planned']:.0f} MB @ {measured['flops']:.3f}",
+                f"stored {measured['stored']:.0f} -> planned {measured['planned']:.0f} MB @ {measured['flops']:.3f}, "
+                f"floor {measured['floor']:.0f} MB",
                 flush=True,
             )
     path.write_text(json.dumps({"environment": describe_environment(), "networks": results, "table": rows}, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -77,11 +78,24 @@ class _Transformer(nn.Module):
         return x
 
 
+class _WideStem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [4, 32, 32, 4, 4]
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, conv in enumerate(self.convs):
+            x = conv(x if i != 2 else F.max_pool2d(x, 2)).relu_()
+        return x
+
+
 _NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "residual": _Residual,
     "dense": _Dense,
     "unet": _UNet,
     "transformer": _Transformer,
+    "wide stem": _WideStem,
 }
 
 
@@ -111,3 +125,21 @@ def test_a_budget_below_the_least_has_no_plan() -> None:
         least, _ = front.list_points()[0]
         assert front.choose(least) is not None
         assert front.choose(least - 1) is None
+
+
+@pytest.mark.parametrize("name", _NETWORKS)
+def test_no_plan_is_below_the_floor(name: str) -> None:
+    with _search(name) as (_, step, front):
+        assert step.fixed_bytes < step.floor_bytes <= front.list_points()[0][0]
+
+
+def test_the_smallest_plan_of_a_wide_stem_is_at_the_floor() -> None:
+    with _search("wide stem") as (captured, step, front):
+        least, work = front.list_points()[0]
+        assert work == step.flops[1] == 4718592  # the first convolution
+        chosen = front.choose(least)
+        assert chosen is not None
+        peak, _ = count_step(captured, front.make_spans(chosen))
+        wide = 8 * 32 * 16 * 16 * 4  # the gradient that reaches an activation, what it saves, and the gradient it makes
+        gradients = sum(weight.nbytes for weight in list(_WideStem().parameters())[1:]) + 2 * 4  # and of the loss, and the loss
+        assert peak == least == step.floor_bytes == step.fixed_bytes + 3 * wide + gradients < step.peak_bytes

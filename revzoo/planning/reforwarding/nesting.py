@@ -59,10 +59,10 @@ def add_nests(choices: Choices) -> None:
     """Add nests to the options of a graph."""
     for products in _list_rules(choices):
         inner: dict[tuple[int, int], _Inner] = {}
-        for end in range(2, len(choices.nest_borders)):
+        for end in range(2, len(choices.leaves)):
             nests = _Nests(choices, products, end, inner)
             for border, option in nests.list_options():
-                choices.options[choices.borders.index(choices.nest_borders[border])].append(option)
+                choices.options[choices.borders.index(choices.leaves[border])].append(option)
 
 
 def _list_rules(choices: Choices) -> Iterator[frozenset[int]]:
@@ -94,7 +94,7 @@ class _Nests:
 
     def list_options(self) -> Iterator[tuple[int, Option]]:
         """Yield nests with the numbers of the borders where they begin."""
-        choices, borders, end = self._choices, self._choices.nest_borders, self._end
+        choices, borders, end = self._choices, self._choices.leaves, self._end
         storages = choices.record.storages
         wall = max((at for at in choices.record.walls if at < borders[end]), default=0)
         first = max(borders.index(wall), end - _LONGEST)
@@ -131,7 +131,7 @@ class _Nests:
 
     def _list_nests(self, border: int, front: NDArray[np.int64]) -> Iterator[tuple[int, Option]]:
         choices = self._choices
-        start, end = choices.nest_borders[border], choices.nest_borders[self._end]
+        start, end = choices.leaves[border], choices.leaves[self._end]
         columns = [c for c in range(front.shape[1]) if front[4, c] < self._end]
         if not columns:
             return
@@ -152,13 +152,13 @@ class _Nests:
 
     def _measure(self, border: int, following: int) -> _Inner:
         choices = self._choices
-        span = Span(choices, choices.nest_borders[border], choices.nest_borders[following])
+        span = Span(choices, choices.leaves[border], choices.leaves[following])
         stays = self._products.intersection(span.own) | (span.forced & choices.always)
         handed = span.forced - stays
         kept = stays | handed
         _, flops, made, again = span.measure(kept)
         size = sum(choices.sizes[k] for k in kept)
-        start, end = choices.nest_borders[border], choices.nest_borders[following]
+        start, end = choices.leaves[border], choices.leaves[following]
         option = Option(start, end, tuple(sorted(kept)), size, span.peak_of_backward(kept, again), flops, made)
         _, flops, made, again = span.measure(stays, handed)
         run = span.peak_of_recovery(stays, again, handed)

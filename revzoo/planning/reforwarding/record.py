@@ -11,6 +11,7 @@ allocate is kept.
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from weakref import finalize
 
@@ -89,6 +90,20 @@ class Record:
     fixed_bytes: int
     loss_bytes: int
     peak_bytes: int
+
+    @property
+    def floor_bytes(self) -> int:
+        """A peak that no plan is below: every plan needs a saved tensor from the first time that backward asks for it.
+
+        Until it is freed, that is; and gradients are the same under every plan. Autograd's functions set this peak.
+        """
+        changes = [0] * (len(self.gradient_bytes) + 1)
+        for storage in self.storages:
+            if storage.unpacked >= 0:
+                changes[max(0, storage.unpacked - 1)] += storage.bytes
+                changes[storage.released] -= storage.bytes
+        needed = accumulate(changes[:-1])
+        return self.fixed_bytes + max(a + b for a, b in zip(needed, self.gradient_bytes, strict=True))
 
 
 class _Recorder:

@@ -1,12 +1,14 @@
 """Which tensors of a recorded graph to keep and which spans to recover together: the least work within a budget.
 
-A span is a run of atoms between two borders; borders are behind products (matrix products, convolutions) and sums. What crosses
-a border is kept. Of what a span makes besides, a subset may be kept; the rest is recovered when backward reaches the span, by
-running those of its atoms again that are needed. What a span needs depends on the spans before it only by what these keep, so
-the cheapest sequence of spans is found by dynamic programming from the last border to the first (`timeline.py` tells how).
+A span is a run of atoms between two borders. Long spans begin and end behind products (matrix products, convolutions) and sums;
+between two such places lies a leaf. Short ones may begin and end behind any atom, which counts where the largest tensors are.
+What crosses a border is kept. Of what a span makes besides, a subset may be kept; the rest is recovered when backward first
+asks for some of it, by running those of its atoms again that are needed. What a span needs depends on the spans before it only
+by what these keep, so the cheapest sequence of spans is found by dynamic programming from the last border to the first
+(`timeline.py` tells how).
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,6 +22,7 @@ from revzoo.planning.reforwarding.record import Record
 from revzoo.runtime.graph.spans import Nest, Spans
 
 _LONGEST = 24  # leaves in a span
+_LONGEST_INSIDE = 6  # leaves that a span overlaps, where it begins or ends inside one
 _SUBSETS = 8  # of what a span may keep
 _POINTS = 4000  # of a front
 _FLOPS_PER_BYTE = 16  # as for the zoo's plans: what a device computes while it moves a byte
@@ -85,27 +88,25 @@ class Choices:
         self.following = [len(self.gradient), *accumulate(later, min)]  # by atom: when backward first asks for one before it
         fixed = {k for i, atom in enumerate(atoms) if not atom.is_repeatable for k in (*self.born[i], *self.reads[i])}
         self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed
-        self.nest_borders = self._list_borders()
-        self.borders = sorted({*self.nest_borders, *self._list_more_borders()})
+        self.leaves = self._list_leaves()
+        self.borders = [0, *(i + 1 for i in range(count - 1) if self.born[i] or i + 1 in self.leaves), count]
         self.options: list[list[Option]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
 
-    def _list_borders(self) -> list[int]:
-        """Return the borders behind products and sums; they are those of nests."""
+    def _list_leaves(self) -> list[int]:
+        """Return the borders of leaves."""
         record = self.record
         inside = [i + 1 for i in range(len(record.atoms) - 1) if record.flops[i] or (len(self.reads[i]) > 1 and self.born[i])]
         return sorted({0, *inside, *record.walls, len(record.atoms)})
 
-    def _list_more_borders(self) -> list[int]:
-        """Return the borders in front of what reads one of the largest tensors: these set the smallest peak."""
-        least = max(self.sizes, default=0) / 2
-        return [i for i in range(len(self.record.atoms)) if any(self.sizes[k] >= least for k in self.reads[i])]
-
     def _list_options(self, border: int) -> Iterator[Option]:
-        start = self.borders[border]
+        start, leaves = self.borders[border], self.leaves
+        first = bisect_right(leaves, start)
         for end in self.borders[border + 1 :]:
-            if bisect_right(self.nest_borders, end - 1) - bisect_right(self.nest_borders, start) > _LONGEST:
+            overlapped = bisect_left(leaves, end) - first + 1
+            if overlapped > _LONGEST:
                 break
-            yield from Span(self, start, end).list_options()
+            if overlapped <= _LONGEST_INSIDE or (leaves[first - 1] == start and leaves[first - 1 + overlapped] == end):
+                yield from Span(self, start, end).list_options()
             if end in self.record.walls:
                 break
 
