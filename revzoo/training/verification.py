@@ -28,12 +28,14 @@ def describe_gradients(run: Run) -> str:
     # With several processes verify would not copy the model, whose parameters start the exchange of gradients.
     model = copy.deepcopy(run.model) if run.accelerator.num_processes > 1 else run.model
     examples = min(_EXAMPLES, run.recipe.data.batch_size)
+    lookahead, model.lookahead = model.lookahead, 0  # which changes no bit, and steps aside where verify draws random numbers
     try:
         with seeded(run.recipe.train.seed), run.accelerator.autocast():
             report = verify(model, model.example_input(examples, run.accelerator.device))
     except torch.OutOfMemoryError:
         return "Gradients are not verified: there is too little memory to compare them with those of storing everything."
     finally:
+        model.lookahead = lookahead
         if run.accelerator.device.type == "cuda":  # the peak of verifying is not the peak of training
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(run.accelerator.device)

@@ -28,6 +28,14 @@ def test_exact_arithmetic_has_the_same_bits(recipe, tmp_path):
     assert all(p.grad is None for p in run.model.parameters())
 
 
+def test_look_ahead_waits_for_training(recipe, tmp_path):
+    """It would warn that it steps aside, which is an error here."""
+    run = build_run(recipe(), tmp_path / "run", resumed=False)
+    run.model.lookahead = 1
+    assert describe_gradients(run).startswith("Gradients verified")
+    assert run.model.lookahead == 1
+
+
 @pytest.mark.parametrize(
     ("setting", "remedy"),
     [("false", "Use model.exact=true: inversion is then exact."), ("true", "Use model.schedule=recompute.")],
