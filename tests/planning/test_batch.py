@@ -135,7 +135,7 @@ def test_times_off_the_line_are_measured_before_a_size_is_recommended(known_devi
 
     monkeypatch.setattr(profiles, "measure_timing", times)
     monkeypatch.setattr(batches, "measure_timing", times)
-    monkeypatch.setattr(batches, "measure_step_seconds", lambda model, batch, schedules: [seconds(len(batch))])
+    monkeypatch.setattr(batches, "measure_step_seconds", lambda model, batch, schedules, loss: [seconds(len(batch))])
     monkeypatch.setattr(batches, "_CANDIDATES", 11)
     best = find_best_batch(create("rev_vit_digits"), "1GiB", 2, 12)
     assert measured == [2, 8, 12]
