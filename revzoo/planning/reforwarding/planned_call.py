@@ -70,6 +70,7 @@ class PlannedCall:
             warnings.warn(
                 f"A call of {self._setting.model} differs from the one that was planned (batch of "
                 f"{', '.join(self._setting.batch)}), so it stores what is not in the plan. Plan again for this batch, "
-                "or drop the last incomplete batch.",
+                "or drop the last incomplete batch. With the planned batch, its forward has taken another branch: plan a part "
+                "that does not.",
                 stacklevel=3,
             )

@@ -20,6 +20,7 @@ from torch.fx import Node
 from revzoo.analysis.dry_run import linear_loss
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.planning.reforwarding.capture import Capture, GraphCall
+from revzoo.planning.reforwarding.refusal import compute_loss
 from revzoo.runtime.graph.atoms import Atom, bind_inputs
 from revzoo.runtime.graph.recovery import Slot
 from revzoo.runtime.graph.spanned_graph import SMALL, SpannedGraph
@@ -175,7 +176,7 @@ def record(captured: Capture, loss: Loss | None = None) -> Record:
         recorder.begins[0] = live.now()
         outputs = captured.run(recorder.run_graph)
         recorder.end_forward()
-        total = (loss or linear_loss)(outputs)
+        total = compute_loss(loss, outputs)
         del outputs
         total.backward()
         del total
