@@ -38,6 +38,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
+    profile: bool = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -49,6 +50,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = ...,
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
+    profile: bool = ...,
 ) -> ModulePlan: ...
 def plan(
     model: nn.Module,
@@ -59,6 +61,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
+    profile: bool = False,
 ) -> Plan | ModulePlan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
@@ -75,6 +78,8 @@ def plan(
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
             for any other module.
+        profile: for any other module: run its calls a few times on its device, and choose by their times instead of FLOPs and
+            moved bytes. Models of the zoo and chains are always timed where they can be run.
     Raises:
         InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
         BudgetError: no schedule fits; names the smallest budget that would.
@@ -93,7 +98,7 @@ def plan(
             f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' or 'reforwarding', "
             f"and lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
         )
-    return plan_module(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss)
+    return plan_module(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, profile=profile)
 
 
 def profile_and_plan(

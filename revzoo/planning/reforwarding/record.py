@@ -114,9 +114,7 @@ class _Recorder:
         for i in each.numbers:  # for a graph that keeps nothing, because it runs without gradients
             self.begins[i] = self.ends[i] = self.live.now()
         self.taken |= {node: self.live.find(value) for node, value in bind_inputs(each.graph, inputs)}
-        makes = frozenset(node for atom in each.atoms for node in atom.makes)
-        everything = Spans(each.atoms, [len(each.atoms)], makes, frozenset(range(len(each.atoms))))
-        results = SpannedGraph(each.graph, everything, _CallObserver(self, each.first))(*inputs)
+        results = SpannedGraph(each.graph, Spans.keep_all(each.atoms), _CallObserver(self, each.first))(*inputs)
         self.ends[each.numbers.stop - 1] = self.begins[each.numbers.stop] = self.live.now()
         return results
 
