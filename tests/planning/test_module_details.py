@@ -143,6 +143,29 @@ def test_the_price_decides_what_runs_again(monkeypatch):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
 
 
+class Tapped(Net):
+    """One that `torch.compile` captures as several graphs."""
+
+    def forward(self, x):
+        x = F.dropout(F.gelu(self.layers[0](x)), 0.1, self.training)
+        torch._dynamo.graph_break()
+        return self.head(self.norm(F.gelu(self.layers[1](x.exp().log()))))
+
+
+def test_several_graphs_add_up_too(steady_clock):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = Tapped().train()
+    least = revzoo.plan(net, BATCH, "1TB").min_peak_bytes
+    plan, details = plan_in_detail(net, BATCH, least, profile=True)
+    assert len(plan.graphs) == 2
+    assert max(phase.bytes for phase in details.phases) == plan.peak_bytes == least
+    assert plan.extra_flops == sum(call.flops * call.num_reruns for call in details.calls)
+    reruns = sum(call.num_reruns for call in details.calls)
+    assert plan.seconds - plan.stored_seconds == reruns > 0
+    assert [call.name for call in details.calls].count("what runs between captured graphs") == 3
+
+
 def test_a_saved_plan_has_its_times(net, steady_clock, tmp_path):
     plan, _ = plan_at(net, 0.0, profile=True)
     plan.save(tmp_path / "plan.json")

@@ -56,7 +56,7 @@ def _tabulate_parts(details: PlanDetails) -> Table:
     for name, call in zip(names, details.calls, strict=True):
         row = sums.setdefault(name, [0] * 5)
         again = call.num_reruns * call.flops
-        for k, value in enumerate((call.kept_bytes, call.dropped_bytes, call.num_reruns, 1, again)):
+        for k, value in enumerate((call.kept_bytes, call.dropped_bytes, call.num_reruns > 0, 1, again)):
             row[k] += value
     for name, (kept, dropped, reruns, count, flops) in sums.items():
         cells = format_bytes(kept), format_bytes(dropped) if dropped else "", f"{reruns} of {count}" if reruns else ""

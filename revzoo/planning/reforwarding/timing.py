@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -141,7 +141,7 @@ class _Program:
 
     def run(self, inputs: Sequence[Any], now: Callable[[], Any]) -> Iterator[tuple[tuple[Any, Any], tuple[Any, Any]]]:
         """Run everything once; yield when every atom's forward began and ended, and its backward."""
-        env: dict[Node, Any] = dict(bind_inputs(self._graph, inputs))
+        env = {node: map_tensors(_cut, value) for node, value in bind_inputs(self._graph, inputs)}
         grad_mode = torch.is_grad_enabled()
         for atom, calls, dead in zip(self._atoms, self._calls, self._dead_after, strict=True):
             local = {node: env[node] for node in (*atom.reads, *atom.statistics)}
@@ -157,13 +157,18 @@ class _Program:
                 torch.autograd.grad(outputs, list(wanted.values()), gradients, allow_unused=True)
             backward.append(now())
             yield (forward[0], forward[1]), (backward[0], backward[1])
-            env |= {node: map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), local[node]) for node in atom.makes}
+            env |= {node: map_tensors(_cut, local[node]) for node in atom.makes}
             del local, outputs, gradients, wanted
             for node in dead:
                 del env[node]
         torch.set_grad_enabled(grad_mode)
         (results,) = next(node for node in self._graph.graph.nodes if node.op == "output").args
         self.results = map_arg(results, env.__getitem__)
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """Return a tensor without the graph that has made it."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _make_clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
