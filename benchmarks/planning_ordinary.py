@@ -5,7 +5,7 @@ weights, buffers, batch and parameter gradients, over those of the stored step; 
 Plans are priced in FLOPs alone here, as the rivals are. `planning_front.py` says how these are counted:
 
     checkpoint per block      torch.utils.checkpoint around every block of the network
-    activation_memory_budget  PyTorch's min-cut partitioner for every .05 of a budget
+    activation_memory_budget  PyTorch's min-cut partitioner for every .05 of a budget, on the graph of `torch.compile`
 """
 
 import re
@@ -17,8 +17,8 @@ from typing import Any
 
 from ordinary_networks import Network, list_networks
 from planning_figure import plot_front
-from planning_front import Point, count_point, partition_points
-from torch import nn
+from planning_front import Point, count_point, cut_joint_graph
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.analysis.dry_run import linear_loss
@@ -154,16 +154,30 @@ def count_rivals(network: Network, budgets: Sequence[float]) -> Iterator[Point]:
     module, batch = network.make().train(), network.batch()
     count = put_checkpoints(module, network.blocks)
     yield count_point("checkpoint per block", f"{count} blocks", module, (batch,))
-    yield from partition_points(network.make().train(), (batch,), False, budgets)
+    with capture(network.make().train(), batch) as captured:
+        (graph,) = (each.graph for each in captured.calls)
+        given: list[Tensor] = []
+
+        def note(_: int, inputs: Sequence[Any]) -> Any:
+            given.extend(inputs)
+            return graph.forward(*inputs)
+
+        captured.run(note)
+        yield from cut_joint_graph(lambda own, _: graph.forward(*own), given, [], False, budgets)
 
 
 def put_checkpoints(module: nn.Module, blocks: str) -> int:
     """Put a checkpoint around every submodule whose name is of a pattern, and return their number."""
     found = [each for name, each in module.named_modules() if re.fullmatch(blocks, name)]
     for each in found:
-        each.forward = partial(checkpoint, each.forward, use_reentrant=False)  # type: ignore[method-assign]
+        each.forward = partial(_call_checkpointed, each.forward)  # type: ignore[method-assign]
     assert found, "the pattern names no block"
     return len(found)
+
+
+def _call_checkpointed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    own = [list(each) if isinstance(each, list) else each for each in args]  # a DenseNet's list grows later
+    return checkpoint(forward, *own, use_reentrant=False, **options)
 
 
 def draw_ordinary(data: dict[str, Any], folder: Path) -> None:
