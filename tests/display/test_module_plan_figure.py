@@ -37,6 +37,7 @@ def make_plan(blocks: int, seconds: float | None = None) -> tuple[ModulePlan, Pl
     front = tuple(FrontPoint(size * MIB, 400 - 20 * size, seconds and seconds / size) for size in (4, 8, 12))
     plan = ModulePlan(
         graphs=(GraphPlan("0" * 64, (("x",),) * count, (), (), (2, count), ("x",), ()),),
+        schedules=(),
         peak_bytes=(count + 2) * MIB,
         budget_bytes=(count + 3) * MIB,
         extra_flops=100,

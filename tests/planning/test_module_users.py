@@ -106,6 +106,7 @@ def test_the_trainer_of_transformers(tmp_path: Any) -> None:
 
     rows = [{"input_ids": torch.randint(50, (12,)), "labels": torch.tensor(i % 3)} for i in range(8)]
     batch = {key: torch.stack([row[key] for row in rows[:4]]) for key in ("input_ids", "labels")}
+    batch["num_items_in_batch"] = torch.tensor(4)  # what the Trainer adds
     planned, plain = make_bert(), None
     plain = copy.deepcopy(planned)
     apply_least(planned.train(), batch, loss=lambda out: out.loss)

@@ -23,7 +23,7 @@ from revzoo.planning.reforwarding.refusal import (
     require_uncompiled,
     silence_failures,
 )
-from revzoo.runtime.graph.atoms import Atom, split_into_atoms
+from revzoo.runtime.graph.atoms import Atom, inline_checkpoints, split_into_atoms
 from revzoo.runtime.graph.captured_call import Runner, capture_calls
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.random_state import RandomState
@@ -114,11 +114,20 @@ class Capture:
             at, self._position = self._position, self._position + 1
             if at == len(self._graphs) and self._run_graph == self._note_and_run:
                 self._graphs.append(graph)
-            elif at >= len(self._graphs) or graph is not self._graphs[at]:
+            elif at >= len(self._graphs) or not self._is_same(graph, at, given):
                 raise self._differs()
             return self._run_graph(at, given)
 
         return run
+
+    def _is_same(self, graph: GraphModule, at: int, given: Sequence[Any]) -> bool:
+        """Return whether a graph is that of a call, or equal: a forward that notes something once is captured twice."""
+        if graph is not self._graphs[at]:
+            inline_checkpoints(graph)
+            if compute_digest(graph, given) != self.calls[at].digest:
+                return False
+            self._graphs[at] = graph
+        return True
 
     def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
         graph = self._graphs[at]

@@ -269,9 +269,7 @@ class _Step:
             graph.bind(each.graph) if graph.ends else Spans.keep_all(each.atoms)
             for graph, each in zip(plan.graphs, self._captured.calls, strict=True)
         ]
-        details = describe_step(
-            self._captured, self.record, spans, self._loss, self.front, self._optimizer_bytes, self.times
-        )
+        details = describe_step(self._captured, self.record, spans, self._loss, self.front, self._optimizer_bytes, self.times)
         more = self.record.total_flops - self.base.total_flops
         return replace(details, front=tuple(replace(each, extra_flops=each.extra_flops + more) for each in details.front))
 
