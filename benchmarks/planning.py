@@ -24,6 +24,7 @@ import torch
 from planning_figure import plot_front
 from planning_front import compare_with_plans, fronts, networks
 from planning_network import paper, planned_time, predicted_peaks
+from planning_ordinary import draw_ordinary, measure_ordinary
 from planning_solver import brute_force, knapsack_beside_timeline, more_budget, speed
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -123,6 +124,12 @@ ROWS = {
         "dominated nowhere, and better than each somewhere",
         pareto,
         draw_fronts,
+    ),
+    "ordinary": Row(
+        "Pareto fronts of ordinary networks against checkpoint per block and activation_memory_budget at every .05",
+        "every point beaten or equalled, the points to be reached reached, counted never above predicted",
+        measure_ordinary,
+        draw_ordinary,
     ),
     "bound": Row("time of a planned step over the fractional bound", "at most 1.05", planned_time),
     "paper": Row("RevNet-104 and the 12-layer Reformer over batch sizes", "figures 4 and 5, table 2", paper, draw_paper),

@@ -176,10 +176,24 @@ def partition_points(
 ) -> Iterator[Point]:
     """Cut the joint graph of a network for each budget, with or without inductor's decompositions, and run both halves."""
     names = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
-    halves: list[tuple[Any, Any, int]] = []
 
     def call(tensors: list[Tensor], inputs: list[Tensor]) -> Any:
         return functional_call(network, dict(zip(names, tensors, strict=True)), tuple(inputs))
+
+    with isolated(network, batch, fake=True) as inputs:
+        own = [*network.parameters(), *network.buffers()]
+        yield from cut_joint_graph(call, own, list(tensors_in(inputs)), decomposed, budgets)
+
+
+def cut_joint_graph(
+    call: Callable[[list[Tensor], list[Tensor]], Any],
+    own: list[Tensor],
+    inputs: list[Tensor],
+    decomposed: bool,
+    budgets: Sequence[float],
+) -> Iterator[Point]:
+    """Cut the joint graph of a function of parameters with buffers, and of a batch, all FakeTensors, for each budget."""
+    halves: list[tuple[Any, Any, int]] = []
 
     def partition(joint: Any, args: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         for budget in budgets:
@@ -191,17 +205,15 @@ def partition_points(
         raise _StopCompiling
 
     table = select_decomp_table() if decomposed else None
-    with isolated(network, batch, fake=True) as inputs:
-        inputs, own = list(tensors_in(inputs)), [*network.parameters(), *network.buffers()]
-        traced = aot_function(call, _itself, _itself, partition_fn=partition, decompositions=table)
-        with suppress(_StopCompiling):
-            traced(own, inputs)
-        for budget, (forward, backward, outputs) in zip(budgets, halves, strict=True):
-            yield Point(
-                "activation_memory_budget",
-                f"{budget}{', decomposed' if decomposed else ''}",
-                *run_halves(forward, backward, outputs, own, inputs),
-            )
+    traced = aot_function(call, _itself, _itself, partition_fn=partition, decompositions=table)
+    with suppress(_StopCompiling):
+        traced(own, inputs)
+    for budget, (forward, backward, outputs) in zip(budgets, halves, strict=True):
+        yield Point(
+            "activation_memory_budget",
+            f"{budget}{', decomposed' if decomposed else ''}",
+            *run_halves(forward, backward, outputs, own, inputs),
+        )
 
 
 def _itself(graph: Any, _: Any) -> Any:

@@ -72,12 +72,12 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         for gpu in {t.device for t in tensors if t.device.type not in ("cpu", "meta") and not isinstance(t, FakeTensor)}:
             stack.enter_context(torch.random.fork_rng(devices=[gpu], device_type=gpu.type))
         if mode := find_fake_mode(tensors, always=fake):
-            batch = map_tensors(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
+            batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
             _replace_tensors(model, stack, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))
             _replace_tensors(model, stack, "_buffers", lambda b: make_fake(b, mode, home))
             stack.enter_context(mode)
         else:
-            batch = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), batch)  # t.grad stays as it is
+            batch = _map_once(lambda t: t.detach().requires_grad_(t.requires_grad), batch)  # t.grad stays as it is
             _replace_tensors(model, stack, "_buffers", _copy_buffer)
         for p in model.parameters():
             stack.callback(setattr, p, "grad", p.grad)
@@ -222,6 +222,18 @@ class _Sum(torch.autograd.Function):
 def has_values(t: Tensor) -> bool:
     """Return whether a tensor has values: it is neither on the meta device nor a FakeTensor."""
     return not t.is_meta and not isinstance(t, FakeTensor)
+
+
+def _map_once(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Return a batch with a function applied to every tensor; one that is in it twice, such as tokens and labels, still is."""
+    known: dict[int, Tensor] = {}
+
+    def convert(t: Tensor) -> Tensor:
+        if id(t) not in known:
+            known[id(t)] = function(t)
+        return known[id(t)]
+
+    return map_tensors(convert, batch)
 
 
 def _copy_buffer(buffer: Tensor) -> Tensor:

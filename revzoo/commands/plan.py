@@ -59,6 +59,11 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--accumulate", action="store_true", help="count the gradients of earlier batches, which a step adds to"
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="for modules that are not the zoo's: time every call on this machine, and plan by time instead of FLOPs",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
     parser.add_argument("--json", action="store_true", help="print everything, and the data of --plot, as JSON instead")
@@ -77,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _plan_any_module(arguments)
     if arguments.solver == "reforwarding":
         raise InputError(f"--solver reforwarding is for modules that are not of the zoo. Received: {arguments.name}.")
+    if arguments.profile:
+        raise InputError("Models of the zoo are always timed where they can be run. Received: --profile. Leave it out.")
     model = create_model(arguments)
     parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
     make_plan = _plan_batches if isinstance(arguments.batch, tuple) else _plan_batch
@@ -90,10 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan_any_module(arguments: argparse.Namespace) -> int:
-    """Plan a module that is not the zoo's; print and save the plan."""
-    from revzoo.planning.reforwarding.planner import plan_module
+    """Plan a module that is not the zoo's; print, draw and save the plan."""
+    from revzoo.planning.reforwarding.planner import plan_in_detail
 
-    given = {"--plot": arguments.plot, "--estimate": arguments.estimate or None, "--device": arguments.device}
+    given = {"--estimate": arguments.estimate or None, "--device": arguments.device}
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
     given |= {"--loss": arguments.loss, "--accumulate": arguments.accumulate or None}
     given |= {"--solver knapsack": arguments.solver if arguments.solver == "knapsack" else None}
@@ -106,16 +113,22 @@ def _plan_any_module(arguments: argparse.Namespace) -> int:
     torch.manual_seed(0)
     module, batch = create_any_module(arguments.name, arguments.batch)
     optimizer = create_optimizer(arguments.optimizer, module)
-    plan = plan_module(module, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer)
+    plan, details = plan_in_detail(
+        module, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer, profile=arguments.profile
+    )
+    if arguments.plot is not None:
+        from revzoo.display.figures.module_plan import plot_module_plan
+
+        plot_module_plan(plan, details, arguments.plot)
     if arguments.out is not None:
         plan.save(arguments.out)
     if arguments.json:
-        print(json.dumps({"plan": asdict(plan)}, indent=2))
+        print(json.dumps({"plan": asdict(plan), "details": asdict(details)}, indent=2))
     else:
         from revzoo.display.console import print_renderable
         from revzoo.display.tables.module_plan import tabulate_module_plan
 
-        print_renderable(tabulate_module_plan(plan))
+        print_renderable(tabulate_module_plan(plan, details))
         if arguments.out is not None:
             print(f"{arguments.out}: give it to the module with revzoo.ModulePlan.load({str(arguments.out)!r}).apply(module).")
     return 0

@@ -40,6 +40,7 @@ def plan(
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
     accumulate: bool = ...,
+    profile: bool = ...,
 ) -> Plan: ...
 @overload
 def plan(
@@ -52,6 +53,7 @@ def plan(
     loss: LossFunction | None = ...,
     lookahead: LookaheadOption = ...,
     accumulate: bool = ...,
+    profile: bool = ...,
 ) -> ModulePlan: ...
 def plan(
     model: nn.Module,
@@ -63,6 +65,7 @@ def plan(
     loss: LossFunction | None = None,
     lookahead: LookaheadOption = 0,
     accumulate: bool = False,
+    profile: bool = False,
 ) -> Plan | ModulePlan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
@@ -81,6 +84,8 @@ def plan(
             for any other module.
         accumulate: whether steps begin with the gradients of earlier batches, as they do with gradient accumulation. Not for
             any other module.
+        profile: for any other module: run its calls a few times on its device, and choose by their times instead of FLOPs and
+            moved bytes. Models of the zoo and chains are always timed where they can be run.
     Raises:
         InputError: a model, batch, optimizer, budget or lookahead that cannot be used.
         BudgetError: no schedule fits; names the smallest budget that would.
@@ -105,7 +110,7 @@ def plan(
             f"{type(model).__name__} is no model of the zoo and no chain: planned with solver='timeline' or 'reforwarding', "
             f"and lookahead=0. Received: solver={solver!r}, lookahead={lookahead!r}."
         )
-    return plan_module(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss)
+    return plan_module(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, profile=profile)
 
 
 def profile_and_plan(

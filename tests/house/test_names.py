@@ -42,7 +42,9 @@ PINNED = {
     "load_spec": "(source, overrides=())",
     "measure_memory": "(model, batch, optimizer=None)",
     "measure_numerics": "(model, batch, *, loss=None)",
-    "plan": "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0, accumulate=False)",
+    "plan": (
+        "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0, accumulate=False, profile=False)"
+    ),
     "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, lookahead=False)",
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "release": "(module)",

@@ -17,7 +17,7 @@ from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 FILE = Path(__file__).parents[2] / "benchmarks" / "planning.py"
 MIB = 1 << 20
 slow = pytest.mark.slow  # together the rows take about as long as all other tests of this folder
-ROWS = ["peaks", "solvers", "monotone", "brute", "speed", "front", "bound", "paper"]
+ROWS = ["peaks", "solvers", "monotone", "brute", "speed", "front", "ordinary", "bound", "paper"]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,8 @@ def test_result_says_where_and_how_it_was_measured(result):
 def test_pictures(folder):
     pictures = sorted(path.name for path in folder.glob("*.png"))
     assert pictures == [
+        "front_bert.png",
+        "front_resnet18.png",
         "front_revnet_digits_batch_2.png",
         "front_transformer_2_blocks.png",
         "schedules_revnet.png",

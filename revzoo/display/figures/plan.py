@@ -3,6 +3,7 @@
 Every function draws what it is given and nothing else, so that the data written beside a picture is all there is in it.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def plot_plan(
     if front:
         left = (LEFT + span + _GAP) / width
         beside = figure.add_axes((left, bottom / height, side / width, rise / height))
-        _draw_front(beside, plan, front, others or {}, top)
+        draw_front(beside, summarize_plan(plan), plan.budget_bytes, front, others or {}, top)
     draw_mode_legend(figure, plan.schedule)
     save(figure, path)
 
@@ -91,18 +92,17 @@ def _draw_memory(axes: Axes, plan: Plan, fixed_bytes: int, inch: float) -> float
     axes.axvspan(n + 1, count, color=CREAM, lw=0)
     axes.stairs(sizes, range(count + 1), baseline=0, fill=True, color=LIGHT_BLUE)
     axes.stairs(sizes, range(count + 1), baseline=None, color=MODE_COLORS["invert"], lw=1.6)
-    if fixed_bytes:
-        axes.axhspan(0, fixed_bytes, color=GREY, lw=0)
-        if fixed_bytes > 0.05 * top:
-            words = f"weights, buffers, batch, optimizer state: {format_bytes(fixed_bytes)}"
-            axes.text(0.012 * count, fixed_bytes / 2, words, fontsize=8, color=INK, va="center")
+    draw_fixed_bytes(axes, fixed_bytes, count, top)
     for line in (n, n + 1):
         axes.axvline(line, color="white", lw=1.5)
         axes.axvline(line, color=PALE, lw=0.8, ls=(0, (2, 2)))
     for x, phase in ((n / 2, "forward"), (n + 0.5, "loss"), ((n + 1 + count) / 2, "backward")):
         axes.text(x, top * 1.012, phase, fontsize=9.5, color=INK, ha="center", va="bottom")
-    _draw_limits(axes, plan, top)
-    _draw_peak(axes, plan, top, fixed_bytes, inch)
+    draw_limits(axes, plan.budget_bytes, plan.no_recompute_peak_bytes, count, top)
+    k = max(range(count), key=sizes.__getitem__)
+    peak = plan.phase_peaks[k]
+    where = "at the loss" if peak.phase == "loss" else f"in {peak.phase} of {_short(peak.name)}"
+    draw_peak(axes, sizes, range(count + 1), where, top, fixed_bytes, inch)
     axes.set(xlim=(0, count), ylim=(0, top))
     axes.set_ylabel("peak memory", fontsize=9, color=INK)
     label_bytes(axes.yaxis, byte_ticks(0, top))
@@ -111,39 +111,48 @@ def _draw_memory(axes: Axes, plan: Plan, fixed_bytes: int, inch: float) -> float
     return top
 
 
-def _draw_limits(axes: Axes, plan: Plan, top: float) -> None:
-    """Draw the budget and the peak of storing everything."""
-    count, pad = len(plan.phase_peaks), 0.012 * top
-    stored, color = plan.no_recompute_peak_bytes, MODE_COLORS["store"]
+def draw_fixed_bytes(axes: Axes, fixed_bytes: int, right: float, top: float) -> None:
+    """Shade what is alive during the whole step, at the bottom of axes that end at `right` and `top`."""
+    if fixed_bytes:
+        axes.axhspan(0, fixed_bytes, color=GREY, lw=0)
+        if fixed_bytes > 0.05 * top:
+            words = f"weights, buffers, batch, optimizer state: {format_bytes(fixed_bytes)}"
+            axes.text(0.012 * right, fixed_bytes / 2, words, fontsize=8, color=INK, va="center")
+
+
+def draw_limits(axes: Axes, budget: int, stored: int, right: float, top: float) -> None:
+    """Draw the budget and the peak of storing everything into axes that end at `right` and `top`."""
+    pad, color = 0.012 * top, MODE_COLORS["store"]
     axes.axhline(stored, color=color, lw=1.2, ls=(0, (1, 2)))
     label = f"everything stored: {format_bytes(stored)}"
-    axes.text(count * 0.99, stored + pad, label, fontsize=8.5, color=color, ha="right", va="bottom")
-    label = f"budget: {format_bytes(plan.budget_bytes)}"
+    axes.text(right * 0.99, stored + pad, label, fontsize=8.5, color=color, ha="right", va="bottom")
+    label = f"budget: {format_bytes(budget)}"
     style: dict[str, Any] = {"fontsize": 8.5, "color": RED, "fontweight": "bold"}
-    if plan.budget_bytes > top:
-        axes.text(count * 0.01, top - pad, f"{label}, above this picture", va="top", **style)
+    if budget > top:
+        axes.text(right * 0.01, top - pad, f"{label}, above this picture", va="top", **style)
     else:
-        axes.axhline(plan.budget_bytes, color=RED, lw=1.6)
-        axes.text(count * 0.01, plan.budget_bytes + pad, label, va="bottom", **style)
+        axes.axhline(budget, color=RED, lw=1.6)
+        axes.text(right * 0.01, budget + pad, label, va="bottom", **style)
 
 
-def _draw_peak(axes: Axes, plan: Plan, top: float, fixed_bytes: int, inch: float) -> None:
-    """Mark the highest phase, and name it below the curve; one inch of the axis is `inch` phases."""
-    sizes, count = [phase.bytes for phase in plan.phase_peaks], len(plan.phase_peaks)
-    k = max(range(count), key=sizes.__getitem__)
-    highest = plan.phase_peaks[k]
-    where = "at the loss" if highest.phase == "loss" else f"in {highest.phase} of {_short(highest.name)}"
-    lines = (f"peak: {format_bytes(highest.bytes)}", where)
+def draw_peak(
+    axes: Axes, sizes: Sequence[int], edges: Sequence[float], where: str, top: float, fixed_bytes: int, inch: float
+) -> None:
+    """Mark the highest of some sizes between edges, and name it below the curve; an inch of the axis is `inch` of its units."""
+    k = max(range(len(sizes)), key=sizes.__getitem__)
+    highest, middle = sizes[k], (edges[k] + edges[k + 1]) / 2
+    lines = (f"peak: {format_bytes(highest)}", where)
     half = max(map(len, lines)) * CHARACTER * inch / 2
 
     def floor(x: float) -> int:
-        return min(sizes[max(int(x - half), 0) : int(x + half) + 1])
+        first, last = (max(bisect_right(edges, at) - 1, 0) for at in (x - half, x + half))
+        return min(sizes[first : last + 1])
 
-    near = [min(max(k + 0.5 + half * shift / 5, half), count - half) for shift in (0, -1, 1, -2, 2, -3, 3, -4, 4)]
+    near = [min(max(middle + half * shift / 5, half), edges[-1] - half) for shift in (0, -1, 1, -2, 2, -3, 3, -4, 4)]
     x = max(near, key=floor)  # where the curve leaves room for it
-    y = min(max(floor(x) - 0.03 * top, fixed_bytes + 0.14 * top), highest.bytes - 0.03 * top)
-    axes.plot([k + 0.5, k + 0.5], [y, highest.bytes], color=RED, lw=0.9, zorder=3)
-    axes.plot([k + 0.5], [highest.bytes], "o", ms=7, color=RED, mec="white", mew=1.2, zorder=4, clip_on=False)
+    y = min(max(floor(x) - 0.03 * top, fixed_bytes + 0.14 * top), highest - 0.03 * top)
+    axes.plot([middle, middle], [y, highest], color=RED, lw=0.9, zorder=3)
+    axes.plot([middle], [highest], "o", ms=7, color=RED, mec="white", mew=1.2, zorder=4, clip_on=False)
     style: dict[str, Any] = {"fontsize": 8.5, "color": INK, "ha": "center", "va": "top", "parse_math": False}
     box = {"boxstyle": "square,pad=0.1", "fc": LIGHT_BLUE, "ec": "none"}
     axes.text(x, y - 0.01 * top, "\n".join(lines), linespacing=1.35, bbox=box, **style)
@@ -164,24 +173,35 @@ def _draw_modes(cells: Axes, names: Axes, plan: Plan, span: float, below: float)
     names.text((n + 1 + count) / 2, below - 0.16, label, fontsize=8, color=INK, ha="center", va="top")
 
 
-def _draw_front(
-    axes: Axes, plan: Plan, front: Sequence[SchedulePoint], others: Mapping[str, SchedulePoint], top: float
+def draw_front(
+    axes: Axes,
+    planned: SchedulePoint,
+    budget: int,
+    front: Sequence[SchedulePoint],
+    others: Mapping[str, SchedulePoint],
+    top: float,
+    stored_flops: int | None = None,
 ) -> None:
-    """Draw peak against time of the plan, of other budgets and of other schedules, on the same axis of bytes."""
-    timed = plan.seconds is not None
+    """Draw peak against time of a plan, of other budgets and of other schedules, on the axis of bytes of the other panel.
+
+    Args:
+        stored_flops: of storing everything; FLOPs are shown in percent of them. None shows their number.
+    """
+    timed = planned["seconds"] is not None
 
     def work(point: SchedulePoint) -> float:
-        return float(point["seconds"] or 0) if timed else point["extra_flops"]
+        if timed:
+            return float(point["seconds"] or 0)
+        return point["extra_flops"] if stored_flops is None else 100 * point["extra_flops"] / max(1, stored_flops)
 
-    planned = summarize_plan(plan)
     points = sorted((point["peak_bytes"], work(point)) for point in front)
     best = [p for i, p in enumerate(points) if all(x > p[1] for _, x in points[:i])]  # FLOPs are not what was minimised
     ends = [size for size, _ in best[1:]] + [top]  # a schedule is the fastest up to the budget of the next one
     corners = [(x, y) for (size, x), end in zip(best, ends, strict=True) for y in (size, end)]
     axes.plot(*zip(*corners, strict=True), color=MODE_COLORS["invert"], lw=1.6, zorder=2)
     axes.plot([x for _, x in points], [size for size, _ in points], "o", ms=3.2, color=MODE_COLORS["invert"], zorder=3)
-    if plan.budget_bytes <= top:
-        axes.axhline(plan.budget_bytes, color=RED, lw=1.6, zorder=1)
+    if budget <= top:
+        axes.axhline(budget, color=RED, lw=1.6, zorder=1)
     values = [*(x for _, x in points), *map(work, others.values()), work(planned)]
     low, room = min(values), max(values) - min(values) or max(values) or 1
     axes.set(xlim=(low - 0.34 * room, low + 1.14 * room), ylim=(0, top))
@@ -200,7 +220,13 @@ def _draw_front(
     simplify_axes(axes)
     axes.tick_params(labelleft=False)
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_seconds(x) if timed else format_flops(int(x))))
+
+    def label_work(x: float, _: int) -> str:
+        if timed:
+            return format_seconds(x)
+        return format_flops(int(x)) if stored_flops is None else f"+{x:.3g} %"
+
+    axes.xaxis.set_major_formatter(FuncFormatter(label_work))
 
 
 def _short(name: str) -> str:

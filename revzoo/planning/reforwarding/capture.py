@@ -13,10 +13,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from revzoo.analysis.dry_run import call, find_fake_mode, has_values, isolated, mark_python_streams
-from revzoo.errors import InputError, join_names
+from revzoo.analysis.dry_run import call, find_fake_mode, has_values, isolated, mark_python_streams, require_module
+from revzoo.errors import InputError
 from revzoo.planning.reforwarding.graph_plan import compute_digest
-from revzoo.runtime.graph.atoms import Atom, split_into_atoms
+from revzoo.planning.reforwarding.refusal import (
+    explain_failures,
+    require_arguments,
+    require_results,
+    require_uncompiled,
+    silence_failures,
+)
+from revzoo.runtime.graph.atoms import Atom, inline_checkpoints, split_into_atoms
 from revzoo.runtime.graph.captured_call import Runner, capture_calls
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.random_state import RandomState
@@ -67,7 +74,7 @@ class Capture:
         self._random = RandomState({t.device for t in self.tensors}), mark_python_streams()
         self._run_graph: RunGraph = self._note_and_run
         self._runner = capture_calls(module, self._take)
-        self._run()
+        require_results(module, self._run())
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -107,11 +114,20 @@ class Capture:
             at, self._position = self._position, self._position + 1
             if at == len(self._graphs) and self._run_graph == self._note_and_run:
                 self._graphs.append(graph)
-            elif at >= len(self._graphs) or graph is not self._graphs[at]:
+            elif at >= len(self._graphs) or not self._is_same(graph, at, given):
                 raise self._differs()
             return self._run_graph(at, given)
 
         return run
+
+    def _is_same(self, graph: GraphModule, at: int, given: Sequence[Any]) -> bool:
+        """Return whether a graph is that of a call, or equal: a forward that notes something once is captured twice."""
+        if graph is not self._graphs[at]:
+            inline_checkpoints(graph)
+            if compute_digest(graph, given) != self.calls[at].digest:
+                return False
+            self._graphs[at] = graph
+        return True
 
     def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
         graph = self._graphs[at]
@@ -145,14 +161,10 @@ def capture(module: nn.Module, batch: Any) -> Iterator[Capture]:
         InputError: no module, an unusable batch, no parameter with a gradient, a compiled module, or a forward that runs other
             operations from call to call, or needs values that there are not.
     """
-    if isinstance(module, nn.Module) and (
-        compiled := [name or "the module" for name, m in module.named_modules() if m._compiled_call_impl is not None]
-    ):
-        raise InputError(
-            f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan before "
-            "compiling, or call revzoo.release(module) if it was planned before."
-        )
+    require_module(module)
+    require_uncompiled(module)
     with isolated(module, batch, fake=True) as fake_batch:
+        require_arguments(module, batch)
         captured = _try_without_values(module, fake_batch)
         if captured is not None:
             yield captured
@@ -163,12 +175,15 @@ def capture(module: nn.Module, batch: Any) -> Iterator[Capture]:
             "decide what to compute. Give module and batch values, or plan a submodule that reads none."
         )
     with isolated(module, batch) as own_batch:
-        yield Capture(module, own_batch, [_COMPUTED])
+        with explain_failures(module, batch):
+            captured = Capture(module, own_batch, [_COMPUTED])
+        yield captured
 
 
 def _try_without_values(module: nn.Module, batch: Any) -> Capture | None:
     try:
-        return Capture(module, batch)
+        with silence_failures():
+            return Capture(module, batch)
     except InputError:
         raise
     except Exception:  # of which there are many kinds; with values it is raised again, or there is none

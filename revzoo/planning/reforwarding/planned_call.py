@@ -36,7 +36,7 @@ class PlannedCall:
         if not torch.is_grad_enabled() or module.training != setting.training:
             return module._call_impl(*args, **kwargs)
         if sorted(list_shapes((args, kwargs))) != sorted(setting.batch):
-            self._warn()
+            self._warn(", not of " + ", ".join(list_shapes((args, kwargs))))
             return module._call_impl(*args, **kwargs)
         self._thread.position = 0
         return self._captured(*args, **kwargs)
@@ -64,12 +64,13 @@ class PlannedCall:
             self._warn()
         return graph.forward if place is None else SpannedGraph(graph, self._plans[place].bind(graph))
 
-    def _warn(self) -> None:
+    def _warn(self, received: str = "") -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"A call of {self._setting.model} differs from the one that was planned (batch of "
-                f"{', '.join(self._setting.batch)}), so it stores what is not in the plan. Plan again for this batch, "
-                "or drop the last incomplete batch.",
+                f"{', '.join(self._setting.batch)}{received}), so it stores what is not in the plan. Plan again for this "
+                "batch, or drop the last incomplete batch. With the planned batch, its forward has taken another branch: plan "
+                "a part that does not.",
                 stacklevel=3,
             )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.profiling.profile import count_model_bytes
 from revzoo.planning.reforwarding.capture import Capture, capture
+from revzoo.planning.reforwarding.details import PlanDetails, describe_step, list_reruns
 from revzoo.planning.reforwarding.graph_plan import GraphPlan
 from revzoo.planning.reforwarding.module_plan import ModulePlan
 from revzoo.planning.reforwarding.nesting import add_nests
@@ -23,10 +24,12 @@ from revzoo.planning.reforwarding.published import choose_as_published
 from revzoo.planning.reforwarding.record import Loss, Record, count_step, record
 from revzoo.planning.reforwarding.schedules import Schedules, list_schedules, set_schedules
 from revzoo.planning.reforwarding.search import Choices, Front
+from revzoo.planning.reforwarding.timing import CallTimes, assign_times, measure_graphs
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.graph.spans import Spans
 
 ModuleSolver = Literal["timeline", "reforwarding"]
+T = TypeVar("T")
 
 
 def plan_module(
@@ -37,8 +40,9 @@ def plan_module(
     solver: ModuleSolver = "timeline",
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], Tensor] | None = None,
+    profile: bool = False,
 ) -> ModulePlan:
-    """Return the plan with the least work whose counted peak is within the budget. Nothing is computed or allocated.
+    """Return the plan with the least work whose counted peak is within the budget.
 
     Args:
         module: any, in the state in which it will be trained.
@@ -49,33 +53,67 @@ def plan_module(
             takes what it takes, and the budget can only refuse it.
         optimizer: its state is part of every peak.
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
+        profile: run the module's calls a few times on its device, and choose by their times instead of FLOPs and moved bytes.
     Raises:
         InputError: a module, batch, optimizer or budget that cannot be used.
         BudgetError: no plan fits; names the smallest budget that would.
+        MemoryError: with `profile`, not even the forward fits.
     """
+    plan, _ = _plan(module, batch, budget, solver, optimizer, loss, profile, lambda step, plan: None)
+    return plan
+
+
+def plan_in_detail(
+    module: nn.Module,
+    batch: Any,
+    budget: str | int,
+    *,
+    solver: ModuleSolver = "timeline",
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    profile: bool = False,
+) -> tuple[ModulePlan, PlanDetails]:
+    """Return a plan, and what its step does call by call. Arguments and errors are those of `plan_module`."""
+    return _plan(module, batch, budget, solver, optimizer, loss, profile, lambda step, plan: step.describe(plan))
+
+
+def _plan(
+    module: nn.Module,
+    batch: Any,
+    budget: str | int | None,
+    solver: ModuleSolver,
+    optimizer: torch.optim.Optimizer | None,
+    loss: Loss | None,
+    profile: bool,
+    describe: "Callable[[_Step, ModulePlan], T]",
+) -> "tuple[ModulePlan, T]":
+    """Return a plan with what `describe` says of it."""
     setting, optimizer_bytes = read_setting(module, batch), count_optimizer_bytes(module, optimizer)
     if budget is not None:
         device = next(module.parameters()).device
         budget = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
     base: Record | None = None
-    plans: list[ModulePlan] = []
+    plans: list[tuple[ModulePlan, T]] = []
     refusals: list[tuple[int, BudgetError]] = []
     with preserve_schedules(module):
         for schedules in list_schedules(module):
             set_schedules(module, schedules)
+            measured = measure_graphs(module, batch) if profile else None
             with capture(module, batch) as captured:
                 step = _Step(captured, optimizer_bytes, loss, setting, schedules, base)
                 base = step.base
+                step.times = None if measured is None else assign_times(measured, captured.calls)
                 try:
-                    plans += step.plan(budget, solver)
+                    plans += [(plan, describe(step, plan)) for plan in step.plan(budget, solver)]
                 except BudgetError as error:
                     refusals.append((step.least_peak, error))
             if solver == "reforwarding":
                 break
     if not plans:
         raise min(refusals, key=lambda each: each[0])[1]
-    best = min(plans, key=lambda each: each.peak_bytes if budget is None else each.extra_flops)
-    return replace(best, min_peak_bytes=min([*(each.min_peak_bytes for each in plans), *(least for least, _ in refusals)]))
+    best, details = min(plans, key=lambda each: each[0].peak_bytes if budget is None else each[0].extra_flops)
+    least = min([*(each.min_peak_bytes for each, _ in plans), *(least for least, _ in refusals)])
+    return replace(best, min_peak_bytes=least), details
 
 
 def reforward(
@@ -131,6 +169,7 @@ class _Step:
         self._setting, self._schedules = setting, schedules
         self.record = record(captured, loss)
         self.base = base or self.record
+        self.times: CallTimes | None = None
 
     def plan(self, budget: int | None, solver: ModuleSolver) -> list[ModulePlan]:
         """Return the plan for a budget; none if without one nothing takes at most one more forward.
@@ -170,7 +209,7 @@ class _Step:
 
     @cached_property
     def front(self) -> Front:
-        choices = Choices(self.record)
+        choices = Choices(self.record, nanoseconds=None if self.times is None else self.times.forward)
         add_nests(choices)
         return Front(choices)
 
@@ -219,7 +258,26 @@ class _Step:
                 *([graphs] if graphs else []),
                 *self._list_losses(),
             ),
+            seconds=self._predict_seconds(spans),
+            stored_seconds=self._predict_seconds(None),
         )
+
+    def _predict_seconds(self, spans: Spans | None) -> float | None:
+        """Return the time of a step with these spans; None where nothing was timed, or chains take more between the graphs."""
+        if self.times is None or not self._is_base:
+            return None
+        reruns = [] if spans is None else list_reruns(self._captured, spans, self._loss)
+        return self.times.seconds + sum(self.times.forward[i] for i in reruns) / 1e9
+
+    def describe(self, plan: ModulePlan) -> PlanDetails:
+        """Return what the step of a plan does, call by call."""
+        spans = [
+            graph.bind(each.graph) if graph.ends else Spans.keep_all(each.atoms)
+            for graph, each in zip(plan.graphs, self._captured.calls, strict=True)
+        ]
+        details = describe_step(self._captured, self.record, spans, self._loss, self.front, self._optimizer_bytes, self.times)
+        more = self.record.total_flops - self.base.total_flops
+        return replace(details, front=tuple(replace(each, extra_flops=each.extra_flops + more) for each in details.front))
 
     def _describe_chains(self) -> Iterator[str]:
         for path, modes in self._schedules.items():

@@ -21,6 +21,7 @@ from torch.fx import Node
 from revzoo.analysis.dry_run import linear_loss
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.planning.reforwarding.capture import Capture, GraphCall
+from revzoo.planning.reforwarding.refusal import compute_loss
 from revzoo.runtime.graph.atoms import Atom, bind_inputs
 from revzoo.runtime.graph.recovery import Slot
 from revzoo.runtime.graph.spanned_graph import SMALL, SpannedGraph
@@ -128,9 +129,7 @@ class _Recorder:
         for i in each.numbers:  # for a graph that keeps nothing, because it runs without gradients
             self.begins[i] = self.ends[i] = self.live.now()
         self.taken |= {node: self.live.find(value) for node, value in bind_inputs(each.graph, inputs)}
-        makes = frozenset(node for atom in each.atoms for node in atom.makes)
-        everything = Spans(each.atoms, [len(each.atoms)], makes, frozenset(range(len(each.atoms))))
-        results = SpannedGraph(each.graph, everything, _CallObserver(self, each.first))(*inputs)
+        results = SpannedGraph(each.graph, Spans.keep_all(each.atoms), _CallObserver(self, each.first))(*inputs)
         self.ends[each.numbers.stop - 1] = self.begins[each.numbers.stop] = self.live.now()
         return results
 
@@ -190,7 +189,7 @@ def record(captured: Capture, loss: Loss | None = None) -> Record:
         recorder.begins[0] = live.now()
         outputs = captured.run(recorder.run_graph)
         recorder.end_forward()
-        total = (loss or linear_loss)(outputs)
+        total = compute_loss(loss, outputs)
         del outputs
         total.backward()
         del total

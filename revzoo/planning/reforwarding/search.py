@@ -25,7 +25,7 @@ _LONGEST = 24  # leaves in a span
 _LONGEST_INSIDE = 6  # leaves that a span overlaps, where it begins or ends inside one
 _SUBSETS = 8  # of what a span may keep
 _POINTS = 4000  # of a front
-_FLOPS_PER_BYTE = 16  # as for the zoo's plans: what a device computes while it moves a byte
+FLOPS_PER_BYTE = 16  # as for the zoo's plans: what a device computes while it moves a byte
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Option:
         kept_bytes: their size.
         need_bytes: the larger peak of its forward and its backward, above what the spans before it keep.
         flops: of what runs again.
-        made_bytes: what that allocates.
+        made_bytes: what that allocates; its nanoseconds where calls were timed.
         inside: where to find the spans of a nest; None for a span.
     """
 
@@ -66,11 +66,12 @@ class Choices:
     Args:
         record: of the graph.
         count_flops_only: whether norms and activations are free, as in published figures.
+        nanoseconds: of every atom's forward, where they were measured. Then time is the price.
     """
 
-    def __init__(self, record: Record, count_flops_only: bool = False):
+    def __init__(self, record: Record, count_flops_only: bool = False, nanoseconds: Sequence[int] | None = None):
         self.record = record
-        self._price = 0 if count_flops_only else _FLOPS_PER_BYTE
+        self._prices = (1, 0 if count_flops_only else FLOPS_PER_BYTE) if nanoseconds is None else (0, 1)
         atoms, count = record.atoms, len(record.atoms)
         of_node = {node: k for k, storage in enumerate(record.storages) for node in storage.nodes}
         self.sizes = [s.bytes for s in record.storages]
@@ -82,7 +83,7 @@ class Choices:
             if storage.maker is not None and storage.last_use < count:
                 self._dead[storage.last_use].append(k)
         self.reads = [sorted({of_node[each] for each in atom.reads if each in of_node}) for atom in atoms]
-        self.made = [sum(self.sizes[k] for k in born) for born in self.born]
+        self.made = nanoseconds or [sum(self.sizes[k] for k in born) for born in self.born]
         self.gradient = np.array(record.gradient_bytes, np.int64)
         later = (at if at >= 0 else len(self.gradient) for at in record.first_unpack)
         self.following = [len(self.gradient), *accumulate(later, min)]  # by atom: when backward first asks for one before it
@@ -111,8 +112,8 @@ class Choices:
                 break
 
     def price(self, flops: int, made_bytes: int) -> int:
-        """Return the work of FLOPs and moved bytes together [FLOPs]."""
-        return flops + self._price * made_bytes
+        """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
+        return self._prices[0] * flops + self._prices[1] * made_bytes
 
 
 class Span:

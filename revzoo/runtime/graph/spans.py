@@ -42,6 +42,11 @@ class Spans:
     kept_inside: frozenset[int]
     nests: Sequence[Nest] = ()
 
+    @classmethod
+    def keep_all(cls, atoms: Sequence[Atom]) -> "Spans":
+        """Return one span that keeps everything."""
+        return cls(atoms, [len(atoms)], frozenset(node for a in atoms for node in a.makes), frozenset(range(len(atoms))))
+
     def take(self, numbers: range) -> "Spans":
         """Return those of some consecutive atoms, across whose ends no span goes."""
         first, stop = numbers.start, numbers.stop

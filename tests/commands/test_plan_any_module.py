@@ -1,0 +1,92 @@
+"""`revzoo plan` for modules that are not the zoo's: by name, what is printed, drawn and saved, and mistakes."""
+
+import json
+
+import pytest
+import torch
+
+import revzoo
+
+OWN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + F.gelu(block(F.gelu(x)))
+        return x
+
+def make():
+    return Net(), torch.randn(32, 8)
+
+def make_nothing():
+    return Net()
+
+class Silent(Net):
+    def forward(self, x):
+        super().forward(x)
+
+def make_silent():
+    return Silent(), torch.randn(32, 8)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> str:
+    (tmp_path / "my_net.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "my_net", raising=False)
+    torch._dynamo.reset()
+    return "my_net:make"
+
+
+def test_a_plan_is_printed_drawn_and_saved(own, run, tmp_path):
+    whole = json.loads(run("plan", own, "--budget", "1GiB", "--json"))["plan"]
+    budget = (whole["min_peak_bytes"] + whole["no_recompute_peak_bytes"]) // 2
+    printed = run("plan", own, "--budget", budget, "--out", "plan.json", "--plot", "plan.png")
+    plan = revzoo.ModulePlan.load("plan.json")
+    assert whole["min_peak_bytes"] <= plan.peak_bytes <= plan.budget_bytes == budget
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
+    parts = {row[0]: row[1:] for row in rows[3:]}
+    assert list(parts) == ["stem", *(f"blocks.{i}" for i in range(4))]
+    assert any("of" in again for _, _, again, _ in parts.values())
+    assert "plan.json: give it to the module with revzoo.ModulePlan.load('plan.json').apply(module)." in printed
+    details = json.loads(run("plan", own, "--budget", budget, "--json"))["details"]
+    assert max(phase["bytes"] for phase in details["phases"]) == plan.peak_bytes
+    assert [point["peak_bytes"] for point in details["front"]] == sorted(point["peak_bytes"] for point in details["front"])
+
+
+def test_times_are_measured_where_asked_for(own, run):
+    plan = json.loads(run("plan", own, "--budget", "1GiB", "--json", "--profile"))["plan"]
+    assert plan["seconds"] == plan["stored_seconds"] > 0
+    assert "time of a step" in run("plan", own, "--budget", "1GiB", "--profile")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "plan my_net:make --budget 1000",
+            "No plan fits 1000 B: at least ",
+        ),
+        ("plan my_net:make --budget lots", "A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. "),
+        ("plan my_net:make --budget 1GiB --batch 4", "my_net:make makes its own batch. Received: --batch 4. Leave it out."),
+        ("plan my_net:make --budget 1GiB --meta", "Only models of the zoo take --meta. Received: my_net:make."),
+        ("plan my_net:make_nothing --budget 1GiB", "my_net:make_nothing returns a module and a batch. Received: Net."),
+        ("plan my_net:make_silent --budget 1GiB", "The forward of Silent returns no tensor, so there is no backward to plan. "),
+        ("plan my_net:nowhere --budget 1GiB", "my_net:nowhere cannot be called (module 'my_net' has no attribute 'nowhere'). "),
+        ("plan timm:resnet5 --budget 1GiB", "Unknown timm model 'resnet5'. Did you mean 'resnet50'? "),
+        ("plan rev_vit_digits --budget 1GiB --profile", "Models of the zoo are always timed where they can be run. Received: "),
+    ],
+)
+def test_mistakes(arguments, message, own, refused):
+    assert refused(*arguments.split())[: len(message)] == message

@@ -1,0 +1,188 @@
+"""Modules, batches and losses that cannot be planned: named, with what to type instead."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import revzoo
+from revzoo.errors import InputError
+
+BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(F.gelu(self.first(x)))
+
+
+class ReturnsNothing(Net):
+    def forward(self, x):
+        super().forward(x)
+
+
+class ReturnsNumber(Net):
+    def forward(self, x):
+        return super().forward(x).shape[0]
+
+
+class Detaches(Net):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+class ReadsValues(Net):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else self.first(x)
+
+
+class Switches(Net):
+    """Takes one branch or another."""
+
+    branch = True
+
+    def forward(self, x):
+        for _ in range(4):
+            x = F.gelu(self.first(x)) if self.branch else F.silu(self.first(x))
+        return self.second(x)
+
+
+class Alternates(Switches):
+    """Every other call takes another branch."""
+
+    def forward(self, x):
+        self.branch = not self.branch
+        return super().forward(x)
+
+
+def refuse(module, batch=BATCH, **options) -> str:
+    torch._dynamo.reset()
+    with pytest.raises(InputError) as refused:
+        revzoo.plan(module, batch, "1GiB", **options)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            ReturnsNothing,
+            "The forward of ReturnsNothing returns no tensor, so there is no backward to plan. Received: NoneType. Return what "
+            "the loss is computed from.",
+        ),
+        (ReturnsNumber, "The forward of ReturnsNumber returns no tensor, so there is no backward to plan. Received: int. "),
+        (
+            Detaches,
+            "Nothing that the forward of Detaches returns depends on a parameter that requires a gradient. Look for .detach(), "
+            ".item() and torch.no_grad() in it.",
+        ),
+        (
+            Alternates,
+            "Two calls of Alternates with the same batch ran other operations: its forward depends on what it remembers. Plan "
+            "a submodule that runs the same operations every time.",
+        ),
+    ],
+)
+def test_forwards_without_a_step_to_plan(make, message):
+    assert refuse(make())[: len(message)] == message
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            torch.zeros(4, 9),
+            "The forward of Net fails with this batch ([4, 9] float32): a and b must have same reduction dim, but got [4, 9] X "
+            "[8, 8]. Give one that module(batch) takes.",
+        ),
+        (
+            (BATCH, BATCH),
+            "The forward of Net cannot be called with this batch: too many positional arguments. A batch is a tensor, a tuple "
+            "or list of positional arguments, or a mapping of keyword arguments.",
+        ),
+        (
+            {"images": BATCH},
+            "The forward of Net cannot be called with this batch: missing a required argument: 'x'. A batch is ",
+        ),
+        ("images", "The batch must hold at least one tensor. Received: str."),
+        (torch.zeros(0, 8), "The batch must hold at least one example. Received: [(0, 8)]."),
+    ],
+)
+def test_wrong_batches(batch, message, caplog):
+    assert refuse(Net(), batch)[: len(message)] == message
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]  # PyTorch logs a traceback of its own
+
+
+@pytest.mark.parametrize(
+    ("loss", "received"),
+    [
+        (lambda out: out, "a tensor of shape (4, 8)"),
+        (lambda out: 3, "int"),
+        (lambda out: out.detach().sum(), "a tensor of shape () without a gradient"),
+    ],
+)
+def test_wrong_losses(loss, received):
+    message = f"loss= returns one number with a gradient. Received: {received}. Return a mean or a sum."
+    assert refuse(Net(), loss=loss) == message
+
+
+def test_compiled_modules_are_named():
+    words = "Plan before compiling, or call revzoo.release(module) if it was planned before."
+    for module, names in (
+        (torch.compile(Net()), "the module"),
+        (nn.Sequential(Net(), torch.compile(Net())), "1"),
+    ):
+        assert refuse(module) == f"What compiled code keeps cannot be counted. Received: compiled {names}. {words}"
+
+
+def test_errors_of_the_users_own_code_are_theirs():
+    class Fails(Net):
+        def forward(self, x):
+            raise ValueError("my own words")
+
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="^my own words$"):
+        revzoo.plan(Fails(), BATCH, "1GiB")
+
+
+def test_another_branch_is_stored_and_that_is_said():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    batch = BATCH.repeat(16, 1)
+    module = Switches()
+    plain = copy.deepcopy(module)
+    peak = revzoo.plan(module, batch, "1GiB").no_recompute_peak_bytes
+    plan = revzoo.plan(module, batch, peak - 1)
+    assert plan.drops_something
+    plan.apply(module, batch)
+    for branch in (True, False):
+        module.branch = plain.branch = branch
+        if branch:
+            out = module(batch)
+        else:
+            with pytest.warns(UserWarning, match="With the planned batch, its forward has taken another branch"):
+                out = module(batch)
+        expected = plain(batch)
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        assert torch.equal(out, expected)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_reads_values_needs_some():
+    torch._dynamo.reset()
+    notes = revzoo.plan(ReadsValues(), BATCH, "1GiB").notes
+    assert (
+        sum(note.startswith("Its forward reads the values of tensors, so that planning had to compute") for note in notes) == 1
+    )
+    with torch.device("meta"):
+        module = ReadsValues()
+    message = "The forward of ReadsValues cannot run without values: it reads those of tensors, by which it may decide what to"
+    assert refuse(module, torch.empty(4, 8, device="meta"))[: len(message)] == message
