@@ -256,7 +256,7 @@ class _Step:
                 *self._captured.notes,
                 *self._describe_chains(),
                 *([graphs] if graphs else []),
-                *self._list_losses(),
+                *self._describe_lost_work(),
             ),
             seconds=self._predict_seconds(spans),
             stored_seconds=self._predict_seconds(None),
@@ -285,7 +285,7 @@ class _Step:
                 parts = join_names([f"{count} {mode}" for mode, count in counts.items()])
                 yield f"Of the {len(modes)} units of {path}, {parts}."
 
-    def _list_losses(self) -> list[str]:
+    def _describe_lost_work(self) -> list[str]:
         if not self.front.lost_work:
             return []
         percent = 100 * self.front.lost_work / max(1, self.record.total_flops)
