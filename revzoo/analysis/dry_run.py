@@ -75,6 +75,7 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
             batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
             _replace_tensors(model, stack, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))
             _replace_tensors(model, stack, "_buffers", lambda b: make_fake(b, mode, home))
+            _keep_attributes(model, stack)  # which forward may set to FakeTensors
             stack.enter_context(mode)
         else:
             batch = _map_once(lambda t: t.detach().requires_grad_(t.requires_grad), batch)  # t.grad stays as it is
@@ -234,6 +235,30 @@ def _map_once(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         return known[id(t)]
 
     return map_tensors(convert, batch)
+
+
+def _keep_attributes(model: nn.Module, stack: ExitStack) -> None:
+    """Give every module the attributes back that it has now, and its lists, dicts and sets what is in them."""
+    for module in model.modules():
+        own = vars(module)
+        stack.callback(_restore_attributes, own, dict(own))
+        for name, value in own.items():
+            if isinstance(value, list | dict | set) and name not in ("_parameters", "_buffers", "_modules"):
+                stack.callback(_restore_contents, value, value.copy())
+
+
+def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    attributes.update(before)
+
+
+def _restore_contents(collection: Any, before: Any) -> None:
+    if isinstance(collection, list):
+        collection[:] = before
+    else:
+        collection.clear()
+        collection.update(before)
 
 
 def _copy_buffer(buffer: Tensor) -> Tensor:

@@ -228,8 +228,8 @@ def solve(
             modes = None if schedule is None else schedule.modes
             if schedule is not None and schedule.gap:
                 notes.append(
-                    f"The work added to storing everything is at most {100 * schedule.gap:.2g} % above the least possible: "
-                    "there were too many partial solutions to compare them all."
+                    f"Of the work added to storing everything, at most {100 * schedule.gap:.2g} % could be saved: there were "
+                    "too many partial solutions to compare them all."
                 )
     elif solver == "knapsack":
         modes = solve_knapsack(problem, limit, baseline)

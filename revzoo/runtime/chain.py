@@ -250,7 +250,7 @@ def _run_recorded(
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     if must_store() and segment is None:
         return _run_plain(links, x1, x2, side, exact)
-    refuse_to_drop("every step")
+    refuse_to_drop("Set the schedule of every step to 'store'")
     send_comparisons()
     judge_arrived()
     will_invert = any(isinstance(link, Step) and link.mode == "invert" for link in links)

@@ -157,7 +157,7 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
     x = inputs.pop()
     if must_store():
         return _run_plain(layers, x)
-    refuse_to_drop("every layer")
+    refuse_to_drop("Set the schedule of every layer to 'store'")
     send_comparisons()
     judge_arrived()
     settings = Settings(x.device)

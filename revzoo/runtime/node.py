@@ -40,7 +40,7 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahea
 def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahead: Lookahead | None) -> Any:
     if must_store():
         return module(*inputs)
-    refuse_to_drop(name)
+    refuse_to_drop(f"Set the schedule of {name} to 'store'")
     send_comparisons()
     judge_arrived()
     call = RecordedCall(module, name, Settings(inputs[0].device), selective=mode == "selective")

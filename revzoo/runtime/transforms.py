@@ -20,12 +20,12 @@ def must_store() -> bool:
     return is_tracing() or is_forward_mode
 
 
-def refuse_to_drop(name: str) -> None:
-    """Raise RecoveryError inside a transform that does not let `name` drop saved tensors."""
+def refuse_to_drop(remedy: str) -> None:
+    """Raise RecoveryError inside a transform that does not let saved tensors be dropped; `remedy` keeps them."""
     if innermost := _find_innermost():
         raise RecoveryError(
-            f"{_describe(innermost)} does not support the hooks on saved tensors that recovery needs. Set the schedule of "
-            f"{name} to 'store', or use torch.autograd.grad or .backward() instead."
+            f"{_describe(innermost)} does not support the hooks on saved tensors that recovery needs. {remedy}, or use "
+            "torch.autograd.grad or .backward() instead."
         )
 
 

@@ -29,9 +29,7 @@ from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.random_state import RandomState
 
 RunGraph = Callable[[int, Sequence[Any]], Any]
-_COMPUTED = (
-    "Its forward reads the values of tensors, so that planning had to compute training steps, stored, on the module's device."
-)
+_COMPUTED = "It reads the values of tensors, so that planning had to compute training steps on the module's device."
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ class Capture:
 
 
 @contextmanager
-def capture(module: nn.Module, batch: Any) -> Iterator[Capture]:
+def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iterator[Capture]:
     """Yield the captured forward of a module for a batch, and leave the module as it was.
 
     Nothing is computed or allocated inside, unless forward reads the values of tensors.
@@ -157,6 +155,7 @@ def capture(module: nn.Module, batch: Any) -> Iterator[Capture]:
     Args:
         module: any, in the state in which it will be trained.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        with_values: compute in any case, because backward or the loss reads values.
     Raises:
         InputError: no module, an unusable batch, no parameter with a gradient, a compiled module, or a forward that runs other
             operations from call to call, or needs values that there are not.
@@ -165,14 +164,14 @@ def capture(module: nn.Module, batch: Any) -> Iterator[Capture]:
     require_uncompiled(module)
     with isolated(module, batch, fake=True) as fake_batch:
         require_arguments(module, batch)
-        captured = _try_without_values(module, fake_batch)
+        captured = None if with_values else _try_without_values(module, fake_batch)
         if captured is not None:
             yield captured
             return
     if not all(map(has_values, [*module.parameters(), *tensors_in(batch)])):
         raise InputError(
-            f"The forward of {type(module).__name__} cannot run without values: it reads those of tensors, by which it may "
-            "decide what to compute. Give module and batch values, or plan a submodule that reads none."
+            f"A step of {type(module).__name__} cannot run without values: it reads those of tensors, by which it may decide "
+            "what to compute. Give module and batch values, or plan a submodule that reads none."
         )
     with isolated(module, batch) as own_batch:
         with explain_failures(module, batch):

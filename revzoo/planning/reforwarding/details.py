@@ -247,6 +247,6 @@ def _list_front(front: Front, other_bytes: int, is_timed: bool) -> tuple[FrontPo
         peak, _ = points[k]
         chosen = front.choose(peak)
         assert chosen is not None, "the peak is the front's own"
-        seconds = sum(option.made_bytes for option in chosen) / 1e9 if is_timed else None
+        seconds = sum(option.made for option in chosen) / 1e9 if is_timed else None
         rows.append(FrontPoint(peak + other_bytes, sum(option.flops for option in chosen), seconds))
     return tuple(rows)

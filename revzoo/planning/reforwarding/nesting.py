@@ -32,14 +32,14 @@ class _Inner:
         option: the span, and what it keeps or is handed.
         run_bytes: the peak of the nest's recovery in it.
         flops: what that runs again.
-        made_bytes: what that allocates.
+        made: what that allocates.
         gradient_bytes: when backward first asks for what the nest does not keep of it; -1 if it keeps all.
     """
 
     option: Option
     run_bytes: int
     flops: int
-    made_bytes: int
+    made: int
     gradient_bytes: int
 
 
@@ -115,12 +115,12 @@ class _Nests:
         for following in range(border + 1, min(border + _LONGEST_SPAN, self._end) + 1):
             inner = self._find(border, following)
             option, rest = inner.option, self._fronts[following]
-            flops, made, need = option.flops, option.made_bytes, option.need_bytes
+            flops, made, need = option.flops, option.made, option.need_bytes
             if following == self._end:
                 if inner.gradient_bytes < 0:
                     continue
             else:
-                flops, made = flops + inner.flops, made + inner.made_bytes
+                flops, made = flops + inner.flops, made + inner.made
                 need = max(need, base + inner.run_bytes)
             needs = np.maximum(need, option.kept_bytes + rest[0]) if following < self._end else np.array([need])
             full = np.full_like(needs, following)

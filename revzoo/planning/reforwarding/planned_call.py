@@ -62,7 +62,8 @@ class PlannedCall:
         place = next((place for place in equal if place >= at), equal[-1] if equal else None)
         if place != at and torch.is_grad_enabled():
             self._warn()
-        return graph.forward if place is None else SpannedGraph(graph, self._plans[place].bind(graph))
+        plan = None if place is None else self._plans[place]
+        return SpannedGraph(graph, plan.bind(graph)) if plan is not None and plan.ends else graph.forward
 
     def _warn(self, received: str = "") -> None:
         if not self._has_warned:

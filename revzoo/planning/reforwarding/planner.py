@@ -1,13 +1,16 @@
 """From any module and a budget to a plan: capture its graph, record a step, choose spans, and count the planned step."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from revzoo.analysis.dry_run import preserve_schedules
 from revzoo.analysis.memory_report import count_optimizer_bytes
@@ -53,7 +56,8 @@ def plan_module(
             takes what it takes, and the budget can only refuse it.
         optimizer: its state is part of every peak.
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
-        profile: run the module's calls a few times on its device, and choose by their times instead of FLOPs and moved bytes.
+        profile: run the module's calls a few times on its device, and choose by their times instead of FLOPs and moved bytes;
+            schedules of reversible chains in it are compared by FLOPs.
     Raises:
         InputError: a module, batch, optimizer or budget that cannot be used.
         BudgetError: no plan fits; names the smallest budget that would.
@@ -99,10 +103,9 @@ def _plan(
         for schedules in list_schedules(module):
             set_schedules(module, schedules)
             measured = measure_graphs(module, batch) if profile else None
-            with capture(module, batch) as captured:
-                step = _Step(captured, optimizer_bytes, loss, setting, schedules, base)
+            with _record(module, batch, optimizer_bytes, loss, setting, schedules, base) as step:
                 base = step.base
-                step.times = None if measured is None else assign_times(measured, captured.calls)
+                step.times = None if measured is None else assign_times(measured, step.captured.calls)
                 try:
                     plans += [(plan, describe(step, plan)) for plan in step.plan(budget, solver)]
                 except BudgetError as error:
@@ -144,6 +147,18 @@ def reforward(
     return module
 
 
+@contextmanager
+def _record(module: nn.Module, batch: Any, *arguments: Any) -> "Iterator[_Step]":
+    """Yield a recorded step; with values where backward, a hook or the loss reads them."""
+    with ExitStack() as stack:
+        try:
+            step = _Step(stack.enter_context(capture(module, batch)), *arguments)
+        except DataDependentOutputException:
+            stack.close()
+            step = _Step(stack.enter_context(capture(module, batch, with_values=True)), *arguments)
+        yield step
+
+
 class _Step:
     """A training step of a captured module with some schedules of its chains, recorded, with the front of its plans.
 
@@ -165,7 +180,7 @@ class _Step:
         schedules: Schedules,
         base: Record | None,
     ):
-        self._captured, self._optimizer_bytes, self._loss = captured, optimizer_bytes, loss
+        self.captured, self._optimizer_bytes, self._loss = captured, optimizer_bytes, loss
         self._setting, self._schedules = setting, schedules
         self.record = record(captured, loss)
         self.base = base or self.record
@@ -219,30 +234,34 @@ class _Step:
 
     def _count(self, spans: Spans) -> tuple[int, int]:
         """Return the counted peak and the FLOPs of the step with these spans."""
-        peak, flops = count_step(self._captured, spans, self._loss)
+        peak, flops = count_step(self.captured, spans, self._loss)
         return peak + self._optimizer_bytes, flops
 
     def _fit(self, budget: int) -> tuple[Spans, int, int]:
         """Return the spans with the least work whose counted peak is within the budget, that peak, and all FLOPs."""
-        room = budget
-        while (chosen := self.front.choose(room - self._optimizer_bytes)) is not None:
-            spans = self.front.make_spans(chosen)
+        predicted = [peak for peak, _ in self.front.list_points()]
+        above = list[int]()  # counted peaks
+        room = budget - self._optimizer_bytes
+        while number := bisect_right(predicted, room):
+            spans = self.front.make_spans(self.front.choose(predicted[number - 1]) or ())
             peak, flops = self._count(spans)
             if peak <= budget:
                 return spans, peak, flops
-            room -= peak - budget
+            above.append(peak)
+            room = predicted[number - 1] - (peak - budget)
         fixed = format_bytes(self.record.fixed_bytes + self._optimizer_bytes)
+        least = min(above, default=self.least_peak)
         raise BudgetError(
-            f"No plan fits {format_bytes(budget)}: at least {format_bytes(self.least_peak)} ({self.least_peak} bytes) are "
-            f"needed, {self.front.name_bottleneck()}. Of these {fixed} are weights, optimizer state and batch. Try a smaller "
-            f"batch, autocast, or an optimizer of less state. {self._describe_graphs()}".rstrip()
+            f"No plan fits {format_bytes(budget)}: at least {format_bytes(least)} ({least} bytes) are needed, "
+            f"{self.front.name_bottleneck()}. Of these {fixed} are weights, optimizer state and batch. Try a smaller batch, "
+            f"autocast, or an optimizer of less state. {self._describe_graphs()}".rstrip()
         )
 
     def _make_plan(self, spans: Spans | None, peak: int, flops: int, budget: int, notes: Sequence[str] = ()) -> ModulePlan:
         everything = Spans(self.record.atoms, (), frozenset(), frozenset())
         graphs = self._describe_graphs()
         return ModulePlan(
-            graphs=tuple(GraphPlan.of(each.digest, (spans or everything).take(each.numbers)) for each in self._captured.calls),
+            graphs=tuple(GraphPlan.of(each.digest, (spans or everything).take(each.numbers)) for each in self.captured.calls),
             schedules=tuple((path, tuple(modes)) for path, modes in self._schedules.items()),
             peak_bytes=peak,
             budget_bytes=budget,
@@ -253,7 +272,7 @@ class _Step:
             setting=self._setting,
             notes=(
                 *notes,
-                *self._captured.notes,
+                *self.captured.notes,
                 *self._describe_chains(),
                 *([graphs] if graphs else []),
                 *self._describe_lost_work(),
@@ -266,16 +285,16 @@ class _Step:
         """Return the time of a step with these spans; None where nothing was timed, or chains take more between the graphs."""
         if self.times is None or not self._is_base:
             return None
-        reruns = [] if spans is None else list_reruns(self._captured, spans, self._loss)
+        reruns = [] if spans is None else list_reruns(self.captured, spans, self._loss)
         return self.times.seconds + sum(self.times.forward[i] for i in reruns) / 1e9
 
     def describe(self, plan: ModulePlan) -> PlanDetails:
         """Return what the step of a plan does, call by call."""
         spans = [
             graph.bind(each.graph) if graph.ends else Spans.keep_all(each.atoms)
-            for graph, each in zip(plan.graphs, self._captured.calls, strict=True)
+            for graph, each in zip(plan.graphs, self.captured.calls, strict=True)
         ]
-        details = describe_step(self._captured, self.record, spans, self._loss, self.front, self._optimizer_bytes, self.times)
+        details = describe_step(self.captured, self.record, spans, self._loss, self.front, self._optimizer_bytes, self.times)
         more = self.record.total_flops - self.base.total_flops
         return replace(details, front=tuple(replace(each, extra_flops=each.extra_flops + more) for each in details.front))
 
@@ -288,14 +307,15 @@ class _Step:
     def _describe_lost_work(self) -> list[str]:
         if not self.front.lost_work:
             return []
-        percent = 100 * self.front.lost_work / max(1, self.record.total_flops)
+        whole, what = (self.record.total_flops, "FLOPs") if self.times is None else (round(self.times.seconds * 1e9), "time")
+        percent = 100 * self.front.lost_work / max(1, whole)
         return [
-            f"There were too many plans to compare them all: another may take less work, by at most {percent:.2g} % of the "
-            "training step's FLOPs."
+            f"Plans were too many to compare them all: one of those left out may take less work, by at most {percent:.2g} % of "
+            f"the training step's {what}."
         ]
 
     def _describe_graphs(self) -> str:
-        count = len(self._captured.calls)
+        count = len(self.captured.calls)
         if not count:
             return f"torch.compile captures nothing of {self._setting.model}, so everything is stored."
         if count == 1:

@@ -60,7 +60,7 @@ def make_spans(record: Record, makers: Sequence[int], chosen: Split) -> Spans:
     return Spans(
         atoms=record.atoms,
         ends=sorted({*_list_ends(_list_intervals(record, parts), len(record.atoms)), *record.walls}),
-        kept=frozenset(s.maker for s in kept if s.maker is not None),
+        kept=record.fixed_results | {s.maker for s in kept if s.maker is not None},
         kept_inside=frozenset(s.born for s in kept if s.maker is None and not s.is_small),
     )
 

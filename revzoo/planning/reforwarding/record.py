@@ -18,13 +18,12 @@ from weakref import finalize
 from torch import Tensor
 from torch.fx import Node
 
-from revzoo.analysis.dry_run import linear_loss
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.planning.reforwarding.capture import Capture, GraphCall
 from revzoo.planning.reforwarding.refusal import compute_loss
 from revzoo.runtime.graph.atoms import Atom, bind_inputs
 from revzoo.runtime.graph.recovery import Slot
-from revzoo.runtime.graph.spanned_graph import SMALL, SpannedGraph
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
 from revzoo.runtime.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls, Storages
 
@@ -93,6 +92,11 @@ class Record:
     peak_bytes: int
 
     @property
+    def fixed_results(self) -> frozenset[Node]:
+        """The results of atoms that may not run again. Some lie in buffers and take no memory of their own."""
+        return frozenset(node for atom in self.atoms if not atom.is_repeatable for node in atom.makes)
+
+    @property
     def floor_bytes(self) -> int:
         """A peak that no plan is below: every plan needs a saved tensor from the first time that backward asks for it.
 
@@ -116,7 +120,7 @@ class _Recorder:
         self.flops = [0] * captured.num_atoms
         self.taken: dict[Node, Storages] = {}  # by input of a graph
         self.made: dict[Node, Storages] = {}
-        self.saved: list[tuple[int, Node | None, int, int]] = []  # atom, source, storage, number of the slot
+        self.saved: list[tuple[int, int, int, bool]] = []  # atom, storage, number of the slot, whether it is small
         self.unpacked: dict[int, int] = {}  # by slot: when
         self.released: dict[int, int] = {}
         self._calls = captured.calls
@@ -141,7 +145,7 @@ class _Recorder:
         assert slot.kept is not None
         (storage,) = self.live.find(slot.kept.get())
         number = len(self.saved)
-        self.saved.append((atom, slot.source, storage, number))
+        self.saved.append((atom, storage, number, slot.is_small))
         self._numbers[id(slot)] = number
         finalize(slot, self._release, id(slot), number)
 
@@ -208,7 +212,7 @@ def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> tup
     live, flops = LiveBytesOfReplacedCalls(), FlopCounterOfReplacedCalls()
     with flops, live:
         live.watch(captured.tensors)
-        (loss or linear_loss)(captured.run(lambda at, inputs: programs[at](*inputs))).backward()
+        compute_loss(loss, captured.run(lambda at, inputs: programs[at](*inputs))).backward()
     return live.peak(), flops.forward + flops.backward
 
 
@@ -238,7 +242,7 @@ def _summarise(calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages,
             total += change
         gradient.append(total)
     first = [-1] * len(atoms)
-    for atom, _, _, number in recorder.saved:
+    for atom, _, number, _ in recorder.saved:
         if number in recorder.unpacked:
             at = recorder.unpacked[number] - forward_end
             first[atom] = at if first[atom] < 0 else min(first[atom], at)
@@ -295,7 +299,7 @@ class _Storages:
                     found.last_use = max(found.last_use, *(self._number.get(user, 0) for user in node.users), 0)
                     if any(user not in self._number for user in node.users):
                         self._leave(storage, found)
-        for atom, source, storage, slot in self._recorder.saved:
+        for atom, storage, slot, is_small in self._recorder.saved:
             if storage not in self._fixed:
                 found = self._find(storage, atom, None)
                 found.saved_by.add(atom)
@@ -303,7 +307,7 @@ class _Storages:
                     at = self._recorder.unpacked[slot] - self._end
                     found.unpacked = at if found.unpacked < 0 else min(found.unpacked, at)
                 found.released = max(found.released, self._recorder.released.get(slot, -1) - self._end)
-                found.is_small |= source is None and found.bytes * SMALL <= self._largest_result(atom)
+                found.is_small |= is_small
         return self._found
 
     def _find(self, storage: int, atom: int, maker: Node | None) -> Storage:
@@ -327,7 +331,3 @@ class _Storages:
 
     def _dies_at(self, storage: int) -> int:
         return self._death.get(storage, len(self._recorder.live.log) - 1)
-
-    def _largest_result(self, atom: int) -> int:
-        storages = (s for node in self._atoms[atom].makes for s in self._recorder.made[node] if s in self._found)
-        return max((self._found[s].bytes for s in storages), default=0)

@@ -14,6 +14,7 @@ from torch._dynamo.exc import TorchRuntimeError
 from revzoo.analysis.dry_run import linear_loss
 from revzoo.errors import InputError, join_names
 from revzoo.format import format_dtype
+from revzoo.runtime.graph.captured_call import is_replaced
 from revzoo.runtime.nested import tensors_in
 
 _REASON = re.compile(r"got \w+\(['\"](.*)['\"]\)")  # of a failure, in the compiler's words
@@ -21,15 +22,19 @@ _REASON = re.compile(r"got \w+\(['\"](.*)['\"]\)")  # of a failure, in the compi
 
 def require_uncompiled(module: nn.Module) -> None:
     """Raise InputError if the module or a part of it is compiled, or runs with a plan."""
-    compiled = [
-        name or "the module"
-        for name, each in module.named_modules()
-        if each._compiled_call_impl is not None or isinstance(each, OptimizedModule)
-    ]
+    planned, compiled = list[str](), list[str]()
+    for name, each in module.named_modules():
+        if is_replaced(each):
+            planned.append(f"module.{name}" if name else "module")
+        elif each._compiled_call_impl is not None or isinstance(each, OptimizedModule):
+            compiled.append(name or "the module")
+    if planned:
+        calls = join_names([f"revzoo.release({each})" for each in planned], most=3)
+        raise InputError(f"{join_names(planned, most=3)} has a plan already. Call {calls} first.")
     if compiled:
         raise InputError(
             f"What compiled code keeps cannot be counted. Received: compiled {join_names(compiled, most=3)}. Plan before "
-            "compiling, or call revzoo.release(module) if it was planned before."
+            "compiling."
         )
 
 

@@ -38,7 +38,7 @@ class Option:
         kept_bytes: their size.
         need_bytes: the larger peak of its forward and its backward, above what the spans before it keep.
         flops: of what runs again.
-        made_bytes: what that allocates; its nanoseconds where calls were timed.
+        made: what that allocates [bytes], or how long it takes where calls were timed [ns].
         inside: where to find the spans of a nest; None for a span.
     """
 
@@ -48,7 +48,7 @@ class Option:
     kept_bytes: int
     need_bytes: int
     flops: int
-    made_bytes: int
+    made: int
     inside: "Inside | None" = None
 
 
@@ -77,11 +77,11 @@ class Choices:
         self.sizes = [s.bytes for s in record.storages]
         self.array = np.array(self.sizes, np.int64)
         self.born: list[list[int]] = [[] for _ in range(count)]
-        self._dead: list[list[int]] = [[] for _ in range(count)]
+        self.dead: list[list[int]] = [[] for _ in range(count)]
         for k, storage in enumerate(record.storages):
             self.born[storage.born].append(k)
             if storage.maker is not None and storage.last_use < count:
-                self._dead[storage.last_use].append(k)
+                self.dead[storage.last_use].append(k)
         self.reads = [sorted({of_node[each] for each in atom.reads if each in of_node}) for atom in atoms]
         self.made = nanoseconds or [sum(self.sizes[k] for k in born) for born in self.born]
         self.gradient = np.array(record.gradient_bytes, np.int64)
@@ -111,9 +111,9 @@ class Choices:
             if end in self.record.walls:
                 break
 
-    def price(self, flops: int, made_bytes: int) -> int:
+    def price(self, flops: int, made: int) -> int:
         """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
-        return self._prices[0] * flops + self._prices[1] * made_bytes
+        return self._prices[0] * flops + self._prices[1] * made
 
 
 class Span:
@@ -187,7 +187,7 @@ class Span:
             for k in choices.born[i]:
                 if k in kept or (storages[k].maker is not None and storages[k].last_use > i):
                     total += choices.sizes[k]
-            for k in choices._dead[i]:
+            for k in choices.dead[i]:
                 if k not in kept and storages[k].born >= self._start and storages[k].born < i:
                     total -= choices.sizes[k]
         return max(highest, total)
@@ -294,7 +294,7 @@ class Front:
             columns = []
             for number, option in enumerate(options):
                 rest = fronts[len(borders) - 1 - place[option.end]]
-                cost = choices.price(option.flops, option.made_bytes)
+                cost = choices.price(option.flops, option.made)
                 need = np.maximum(option.need_bytes, option.kept_bytes + rest[0])
                 columns.append(np.stack([need, rest[1] + cost, np.full_like(need, number), np.arange(need.size)]))
             front, lost = thin(list_best(np.concatenate(columns, axis=1)), _POINTS)
@@ -349,7 +349,7 @@ class Front:
         """Return chosen spans as they are run."""
         storages = self._choices.record.storages
         kept = [storages[k] for option in chosen for k in option.kept]
-        makers = frozenset(storage.maker for storage in kept if storage.maker is not None)
+        makers = self._choices.record.fixed_results | {storage.maker for storage in kept if storage.maker is not None}
         ends: list[int] = []
         nests = []
         for option in chosen:

@@ -134,7 +134,8 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
     """
     inline_checkpoints(graph)
     follower = _Follower(graph, inputs)
-    calls = [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it
+        calls = [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
     place = {call.node: i for i, call in enumerate(calls)}
     group = list(range(len(calls)))  # by call: the number of the last call of its atom
     for i, call in enumerate(calls):
@@ -228,10 +229,8 @@ class _Follower:
         """Run a call and return what it does."""
         given = [t for each in node.all_input_nodes for t in tensors_in(self._env[each])]
         before = [t._version for t in given]
-        grad_mode = torch.is_grad_enabled()
         with _Drawing() as drawing:
             out = self._env[node] = prepare_call(self._graph, node)(self._env)
-        torch.set_grad_enabled(grad_mode)
         changed = {self._makers[_key(t)] for t, version in zip(given, before, strict=True) if t._version != version}
         for t in tensors_in(out):
             self._makers.setdefault(_key(t), node)
@@ -247,15 +246,6 @@ class _Follower:
         return _Call(
             node, reads, reads_inputs, frozenset(changed) - inputs, inputs, statistics, changes_setting, drawing.has_drawn
         )
-
-
-def find_last_uses(graph: GraphModule) -> dict[Node, Node]:
-    """Return for every node the last one that uses its result."""
-    last: dict[Node, Node] = {}
-    for node in graph.graph.nodes:
-        for each in node.all_input_nodes:
-            last[each] = node
-    return last
 
 
 def bind_inputs(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[Node, Any]]:

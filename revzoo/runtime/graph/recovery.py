@@ -69,10 +69,11 @@ class Slot:
     Attributes:
         atom: number of the atom in which it was saved.
         source: the node whose result it is, or lies in; None for an input of the graph, or what the atom saves besides.
+        is_small: whether it is kept under every plan, because it is so much smaller than what the atom reads and makes.
         tensor: until the atom has ended.
     """
 
-    __slots__ = ("__weakref__", "atom", "geometry", "holder", "kept", "place", "record", "source", "tensor")
+    __slots__ = ("__weakref__", "atom", "geometry", "holder", "is_small", "kept", "place", "record", "source", "tensor")
 
     def __init__(self, tensor: Tensor, record: "SpanRecord", atom: int, place: int):
         self.tensor: Tensor | None = tensor
@@ -80,6 +81,7 @@ class Slot:
         self.atom = atom
         self.place = place  # among what is saved in the atom
         self.source: Node | None = None
+        self.is_small = False
         self.geometry: Geometry | None = None  # in the result of the source
         self.kept: Kept | None = None
         self.holder: Any = None  # of the result of the source, from which recoveries may start
@@ -151,7 +153,10 @@ def unpack(slot: Slot, observer: Observer | None = None) -> Tensor:
         tensor, version = record.refilled.pop(key, (None, 0))
         if tensor is not None:
             if tensor._version != version:
-                raise RecoveryError(f"An operation changed a tensor {tuple(tensor.shape)} in place that its gradient needs.")
+                raise RecoveryError(
+                    f"An operation changed a tensor {tuple(tensor.shape)} in place that its gradient needs. Call "
+                    "revzoo.release(module)."
+                )
             return tensor
         _recover(record, key)
     name = record.shared.atoms[slot.atom].name
@@ -162,6 +167,8 @@ def unpack(slot: Slot, observer: Observer | None = None) -> Tensor:
 def _recover(record: SpanRecord, key: tuple[int, int] | None = None) -> None:
     """Refill the slots of a span; if it lies in a nest, those that the nest's recovery refills apart from the others."""
     with record.lock:
+        if key is not None and key in record.refilled:
+            return  # by another thread, since this one looked
         if record.nest is not None:
             is_handed = any(key == slot[:2] for slot in record.handed_slots)
             if is_handed or record.handed is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from revzoo.runtime.compiling import exclude_from_compilation
-from revzoo.runtime.graph.atoms import Atom, bind_inputs, find_last_uses, prepare_call
+from revzoo.runtime.graph.atoms import Atom, bind_inputs, prepare_call
 from revzoo.runtime.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, unpack
 from revzoo.runtime.graph.spans import Nest, Recipe, Spans, find_recipe
 from revzoo.runtime.nested import map_tensors, tensors_in
@@ -27,7 +27,7 @@ from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import is_watching, judge_arrived, send_comparisons, take_fingerprint
 
 _Kind = tuple[torch.dtype, bool, bool]  # dtype, whether it is a conjugate or negative view
-SMALL = 64  # what an atom saves besides its inputs and results is kept where it is so many times smaller than they are
+_SMALL = 64  # what an atom saves besides its inputs and results is kept where it is so many times smaller than they are
 
 
 class SpannedGraph:
@@ -46,16 +46,14 @@ class SpannedGraph:
         self.recipes: dict[int, Recipe] = {}  # by span, from the first call on
         self.calls = [[(node, prepare_call(graph, node)) for node in atom.nodes] for atom in spans.atoms]
         self.starts = self._list_starts()
-        last = find_last_uses(graph)
         self._output = next(node for node in graph.graph.nodes if node.op == "output")
         number = {node: i for i, atom in enumerate(spans.atoms) for node in atom.nodes}
         self.dead_after: list[list[Node]] = [[] for _ in spans.atoms]  # results that no later atom uses
-        for node, user in last.items():
-            if user in number and node in number:
-                self.dead_after[number[user]].append(node)
         for node, i in number.items():
-            if node not in last:
-                self.dead_after[i].append(node)
+            # Atoms may run in another order than calls stand in the graph.
+            last = max((number.get(user, len(spans.atoms)) for user in node.users), default=i)
+            if last < len(spans.atoms):
+                self.dead_after[last].append(node)
 
     def _list_starts(self) -> set[Node]:
         """Return the kept results that atoms read which may run again."""
@@ -67,7 +65,7 @@ class SpannedGraph:
     def __call__(self, *inputs: Any) -> Any:
         if not torch.is_grad_enabled() or must_store():
             return self.graph.forward(*inputs)
-        refuse_to_drop("the planned module")
+        refuse_to_drop("Call revzoo.release(module)")
         send_comparisons()
         judge_arrived()
         return _Run(self, inputs).forward(self._output)
@@ -99,6 +97,7 @@ class _Run:
         self._program = program
         self._env: dict[Node, Any] = dict(bind_inputs(program.graph, inputs))
         self._inputs = dict(self._env)
+        self._devices = {t.device for t in tensors_in(list(self._inputs.values()))}
         self.shared = Shared(program.spans.atoms, program.calls, program.recipes)
         self._held: dict[Node, Any] = {}
         self._held_by_slots = set[Node]()  # those that live as long as a slot in autograd's graph
@@ -112,8 +111,7 @@ class _Run:
         spans = self._program.spans
         lock = RLock()
         records = [SpanRecord(i, lock, self.shared) for i in range(len(spans.ends))]
-        devices = {t.device for t in tensors_in(list(self._inputs.values()))}
-        device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+        device = next((d for d in self._devices if d.type != "cpu"), torch.device("cpu"))
         settings = Settings(device)
         start = 0
         with torch.autograd.graph.saved_tensors_hooks(self._packed.pack, self._unpack):
@@ -145,7 +143,7 @@ class _Run:
             program.observer.begin(i)
         random = None
         if atom.draws:
-            random = RandomState({t.device for each in atom.reads for t in tensors_in(env[each])})
+            random = RandomState(self._devices)  # of all inputs: torch.rand(2, device="cuda") reads none
         self._packed.atom, self._packed.record = i, record
         for node, call in program.calls[i]:
             env[node] = call(env)
@@ -176,11 +174,13 @@ class _Run:
             maker = makers.find(tensor)
             is_input = maker in self._inputs
             slot.source = None if is_input or not makers.can_lie_in(tensor) else maker
+            slot.is_small = not is_input and slot.source is None and self._is_small(tensor, atom)
             if (
                 is_input
                 or not atom.is_repeatable
                 or maker in spans.kept
-                or (slot.source is None and (i in spans.kept_inside or self._is_small(tensor, atom)))
+                or slot.is_small
+                or (slot.source is None and i in spans.kept_inside)
             ):
                 holder = None if is_input or maker is None else self._held.get(maker)
                 slot.keep(holder)
@@ -202,7 +202,7 @@ class _Run:
 
     def _is_small(self, tensor: Tensor, atom: Atom) -> bool:
         around = (t for node in (*atom.makes, *atom.reads) for t in tensors_in(self._env[node]))
-        return tensor.untyped_storage().nbytes() * SMALL <= max((t.nbytes for t in around), default=0)
+        return tensor.untyped_storage().nbytes() * _SMALL <= max((t.nbytes for t in around), default=0)
 
     def _prepare(self, record: SpanRecord, handed: frozenset[Node]) -> None:
         """Give a span what its recovery starts from.

@@ -111,7 +111,10 @@ def find_recipe(
         i = waiting.pop() if waiting else None
         if i is not None and i not in again:
             if not spans.atoms[i].is_repeatable:
-                raise RecoveryError(f"{spans.atoms[i].name} changes a tensor or setting of others and cannot run again.")
+                raise RecoveryError(
+                    f"{spans.atoms[i].name} changes a tensor or setting of others and cannot run again. Call "
+                    "revzoo.release(module)."
+                )
             again.add(i)
             values += spans.atoms[i].reads
     order = sorted(again)
