@@ -25,7 +25,8 @@ from revzoo.training.seal import find_damage, seal
 
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
-    r"\.tmp[A-Za-z0-9]{6}|(config\.yaml|spec\.yaml|metrics\.jsonl|plan\.json|\w+\.safetensors|curves\.png)\.partial"
+    r"\.tmp[A-Za-z0-9]{6}|"
+    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|\w+\.safetensors|curves\.png)\.partial"
 )
 _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
 

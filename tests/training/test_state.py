@@ -169,7 +169,9 @@ def test_colleagues_can_read_what_is_saved(recipe, tmp_path, umask):
 
 def test_what_a_killed_run_leaves_is_swept_away(finished, copied, assert_same_run):
     state = copied / "state"
-    for name in (".tmpab12XY", "last.safetensors.partial", "curves.png.partial"):
+    written = [f"{path.name}.partial" for path in copied.iterdir() if path.is_file()]
+    assert {"classes.json.partial", "last.safetensors.partial"} < set(written)
+    for name in (".tmpab12XY", "plan.json.partial", *written):
         (copied / name).write_text("half")
     for name in ("writing", "deleted-00000-0000000", "replaced-00001-0000000"):
         (state / name).mkdir()
