@@ -29,11 +29,12 @@ _CHANGEABLE = (
     "train.mixed_precision",
     "train.save_every",
 )
+_PLANNED = ("memory", "mixup", "model.exact", "train.mixed_precision")  # of these, what a plan depends on
 _WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on the number of epochs
 
 
-def check_changes(run: Run, typed: Iterable[str], accept: bool) -> list[str]:
-    """Return, in words, what has changed since a run was started, if it can go on like this.
+def check_changes(run: Run, typed: Iterable[str], accept: bool) -> dict[str, str]:
+    """Return what has changed since a run was started, if it can go on like this: by path, in words.
 
     Args:
         run: the run; its newest state says what it was started with.
@@ -60,7 +61,12 @@ def check_changes(run: Run, typed: Iterable[str], accept: bool) -> list[str]:
         _refuse(folder, lines, f"{reason} reaches its end in the last epoch, so it would jump. {remedy}")
     if not accept and any(not _is_within(path, typed) for path in changes):
         _refuse(folder, lines, "Put it back, or accept it with --accept-changes.")
-    return lines
+    return changes
+
+
+def needs_new_plan(changed: Iterable[str]) -> bool:
+    """Return whether a plan made before these paths of the recipe were changed holds no more."""
+    return any(_is_within(path, _PLANNED) for path in changed)
 
 
 def _refuse(folder: Path, lines: list[str], remedy: str) -> NoReturn:

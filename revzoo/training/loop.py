@@ -30,7 +30,7 @@ from revzoo.file import write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
 from revzoo.training.budget import apply_plan, save_plan
-from revzoo.training.change import check_changes
+from revzoo.training.change import check_changes, needs_new_plan
 from revzoo.training.divergence import check_test_loss, check_training_loss, check_weights
 from revzoo.training.evaluation import evaluate
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
@@ -134,6 +134,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         InputError: recipe, spec, classes or examples are not those the run was started with; all changes are listed.
     """
     overrides = list(overrides)
+    typed = [override.partition("=")[0] for override in overrides]
     run_folder = RunFolder(folder)
     run_folder.require_run()
     recipe = load_recipe(folder / "config.yaml", overrides)
@@ -141,30 +142,30 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
     with _hold_folder(run_folder, accelerator, release=release_lock):
         call_on_main(accelerator, run_folder.sweep)
         if call_on_main(accelerator, run_folder.is_untouched):
-            return _begin_again(recipe, run_folder, accelerator)
+            return _begin_again(recipe, run_folder, accelerator, typed)
         damage = call_on_main(accelerator, run_folder.set_damaged_states_aside)
         run = build_run(recipe, folder, resumed=True, accelerator=accelerator)
         for line in damage:
             run.display.console.print(line, markup=False)
-        changes = check_changes(run, [override.partition("=")[0] for override in overrides], accept_changes)
+        changes = check_changes(run, typed, accept_changes)
         return _go_on(run, changes)
 
 
-def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator) -> Summary:
+def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator, typed: list[str]) -> Summary:
     """Train a run from the beginning that was killed before its first state was saved."""
     run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
     run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
     run.print_start()
-    plan = apply_plan(run)
+    plan = apply_plan(run, anew=needs_new_plan(typed))
     call_on_main(accelerator, lambda: folder.write(run.describe()))
     return _begin(run, plan)
 
 
-def _go_on(run: Run, changes: list[str]) -> Summary:
+def _go_on(run: Run, changes: dict[str, str]) -> Summary:
     """Train from the newest state of the run's folder; changes of the recipe are saved first."""
     load_state(run)
     run.print_start()
-    plan = apply_plan(run)
+    plan = apply_plan(run, anew=needs_new_plan(changes))
     save_plan(run, plan)
     if run.accelerator.is_main_process:
         run.folder.drop_records_after(run.progress.epoch)
@@ -173,8 +174,8 @@ def _go_on(run: Run, changes: list[str]) -> Summary:
     _print_plan(run, plan)
     _verify_gradients(run)
     if changes:
-        for line in changes:
-            run.display.console.print(f"Changed: {line}.", markup=False)
+        for path, words in changes.items():
+            run.display.console.print(f"Changed: {path}: {words}.", markup=False)
         call_on_main(run.accelerator, lambda: run.folder.write({"config.yaml": run.recipe.to_yaml()}))
         save_state(run)
     return _train_epochs(run)
