@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from revzoo.errors import InputError, join_names
 from revzoo.training.options import Recipe
-from revzoo.training.origin import Origin
+from revzoo.training.origin import ORIGIN, Origin
 from revzoo.training.setup import Run
 
 # What can change between two updates and then does what it says. Everything else has no effect in a resumed run, as the weights
@@ -45,7 +45,12 @@ def check_changes(run: Run, typed: Iterable[str], accept: bool) -> dict[str, str
         InputError: something has changed that cannot, or that nobody has accepted. All changes are listed.
         CheckpointError: the newest state does not say what the run was started with.
     """
-    changes = Origin.load(run.folder.find_state()).list_changes(run.origin)
+    state = run.folder.find_state()
+    try:
+        origin = Origin.load(state)
+    except (OSError, ValueError, TypeError) as error:
+        raise run.folder.explain_damage(state / ORIGIN, error) from error
+    changes = origin.list_changes(run.origin)
     lines = [f"{path}: {words}" for path, words in changes.items()]
     folder, done = run.folder.path, run.progress.epoch
     impossible = [path for path in changes if not _is_within(path, _CHANGEABLE)]
