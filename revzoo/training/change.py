@@ -61,8 +61,8 @@ def check_changes(run: Run, typed: Iterable[str], accept: bool) -> dict[str, str
     if run.recipe.train.epochs < done:
         _refuse(folder, lines, f"{done} epochs are done. Use train.epochs={done} or more.")
     if "train.epochs" in changes and (reason := _find_end(run.recipe)) and not accept:
-        weights = f"model.checkpoint={folder / 'last.safetensors'}"
-        remedy = f"Start a new run from the weights ({weights}), or accept the jump with --accept-changes."
+        weights = f" from the weights (model.checkpoint={run.folder.last})" if run.folder.last.is_file() else ""
+        remedy = f"Start a new run{weights}, or accept the jump with --accept-changes."
         _refuse(folder, lines, f"{reason} reaches its end in the last epoch, so it would jump. {remedy}")
     if not accept and any(not _is_within(path, typed) for path in changes):
         _refuse(folder, lines, "Put it back, or accept it with --accept-changes.")

@@ -90,6 +90,9 @@ def test_a_schedule_that_ended_is_not_extended_silently(copied, read_records):
         r"Start a new run from the weights \(model.checkpoint=.*last.safetensors\), or accept the jump with --accept-changes"
     )
     refuse(copied, message, "train.epochs=2")
+    (copied / "last.safetensors").rename(copied / "weights")  # as before the end of the first epoch
+    refuse(copied, r"would jump. Start a new run, or accept the jump with --accept-changes\.", "train.epochs=2")
+    (copied / "weights").rename(copied / "last.safetensors")
     resume(copied, ["train.epochs=2"], accept_changes=True)
     assert [record["epoch"] for record in read_records(copied)] == [1, 2]
     assert load_recipe(copied / "config.yaml").train.epochs == 2
