@@ -11,7 +11,7 @@ CPUs. After a signal the current update is finished and a state is saved; a kill
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from revzoo.training.lock import hold_lock
 from revzoo.training.main_process import call_on_main
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
-from revzoo.training.run_folder import RunFolder, find_free_folder
+from revzoo.training.run_folder import RunFolder, claim_free_folder
 from revzoo.training.setup import Run, build_run, make_accelerator
 from revzoo.training.state import gather_losses, load_state, save_state, saving
 from revzoo.training.verification import describe_gradients
@@ -83,20 +83,36 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         Interrupted: stopped by a signal, after everything was saved.
     """
     accelerator = make_accelerator(recipe)
-    folder = call_on_main(accelerator, lambda: _choose_folder(recipe, out))
-    run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
-    run.print_start()
-    plan = apply_plan(run)  # before the folder is made: a budget that is too small leaves none
+    with _claim_folder(recipe, out, accelerator) as folder:  # a budget that is too small leaves none
+        run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
+        run.print_start()
+        plan = apply_plan(run)
     with _hold_folder(folder, accelerator):
         call_on_main(accelerator, lambda: folder.create(run.describe()))
         return _begin(run, plan)
 
 
-def _choose_folder(recipe: Recipe, out: Path | None) -> RunFolder:
-    """Return the folder of a new run: `out`, or the first free one under runs/."""
-    folder = RunFolder(out or find_free_folder(Path("runs"), Path(recipe.file).stem))
-    folder.require_free()
-    return folder
+@contextmanager
+def _claim_folder(recipe: Recipe, out: Path | None, accelerator: Accelerator) -> Iterator[RunFolder]:
+    """Yield the folder of a new run: `out`, or the first free one under runs/, which is made at once.
+
+    Of jobs that start together each then gets its own. If the block fails, what was made is removed.
+    """
+    if out is not None:
+        folder = RunFolder(out)
+        call_on_main(accelerator, folder.require_free)
+        yield folder
+        return
+    parent = Path("runs")
+    made = [] if parent.exists() else [parent]
+    folder = call_on_main(accelerator, lambda: claim_free_folder(parent, Path(recipe.file).stem))
+    try:
+        yield folder
+    except BaseException:
+        for path in [folder.path, *made] if accelerator.is_main_process else []:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
+        raise
 
 
 @contextmanager
