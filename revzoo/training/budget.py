@@ -66,8 +66,9 @@ def apply_plan(run: Run, *, anew: bool = False) -> Plan | None:
 
 def save_plan(run: Run, plan: Plan | None) -> None:
     """Save the plan in the run's folder, where a resumed run looks for it."""
-    if plan is not None and run.accelerator.is_main_process:
-        write_atomically(run.folder.plan, plan.save)
+    if plan is not None:
+        save = plan.save
+        call_on_main(run.accelerator, lambda: write_atomically(run.folder.plan, save))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -183,8 +184,7 @@ def _go_on(run: Run, changes: dict[str, str]) -> Summary:
     run.print_start()
     plan = apply_plan(run, anew=needs_new_plan(changes))
     save_plan(run, plan)
-    if run.accelerator.is_main_process:
-        run.folder.drop_records_after(run.progress.epoch)
+    call_on_main(run.accelerator, lambda: run.folder.drop_records_after(run.progress.epoch))
     done = f"{run.progress.epoch} epochs and {run.progress.batch} batches"
     run.display.console.print(f"Resuming after {done}: {run.folder.path}")
     _print_plan(run, plan)
@@ -319,20 +319,28 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     progress.top1 = scores.top1
     if improved:
         progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
-    if accelerator.is_main_process:
-        metadata = {"revzoo.recipe": run.recipe.to_yaml(), "revzoo.epoch": str(epoch + 1), "revzoo.top1": repr(scores.top1)}
-        if run.data.class_names is not None:
-            metadata["revzoo.classes"] = json.dumps(run.data.class_names)
-        with saving(run):
-            run.folder.append_record(record)
-            files.save_weights(run.evaluated, run.folder.last, metadata)
-            if improved:
-                files.save_weights(run.evaluated, run.folder.best, metadata)
+    call_on_main(accelerator, lambda: _write_epoch(run, record, improved))
     progress.loss_sums = [0.0] * len(loss_sums)
     progress.epoch, progress.batch, progress.examples, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
     run.display.end_epoch(record, progress.best_top1)
     return 0
+
+
+def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
+    """Write the metrics and weights of an epoch."""
+    metadata = {
+        "revzoo.recipe": run.recipe.to_yaml(),
+        "revzoo.epoch": str(record["epoch"]),
+        "revzoo.top1": repr(record["top1"]),
+    }
+    if run.data.class_names is not None:
+        metadata["revzoo.classes"] = json.dumps(run.data.class_names)
+    with saving(run):
+        run.folder.append_record(record)
+        files.save_weights(run.evaluated, run.folder.last, metadata)
+        if improved:
+            files.save_weights(run.evaluated, run.folder.best, metadata)
 
 
 def _read_memory_bytes() -> int:
