@@ -351,4 +351,5 @@ def _read_memory_bytes() -> int:
 def _save_curves(run: Run) -> None:
     records = run.folder.read_records()
     if run.accelerator.is_main_process and records:
-        write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
+        with saving(run):
+            write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
