@@ -90,7 +90,8 @@ def find_classes(folder: Path) -> ClassFolders:
     A class has the images of its folder and of all folders in it. Links are followed, but no folder is read twice for a class.
 
     Raises:
-        DataError: a folder cannot be read, there is no class, an image is in no class, or a class has no image.
+        DataError: a folder cannot be read, a link leads nowhere, there is no class, an image is in no class, or a class has no
+            image.
     """
     suffixes, skipped = set(list_suffixes()), Counter[str]()
     files: dict[str, list[Path]] = {}
@@ -98,6 +99,8 @@ def find_classes(folder: Path) -> ClassFolders:
         if _is_folder(entry):
             inside = _walk(Path(entry.path), {_identify(folder)}, skipped)
             files[entry.name] = [Path(each.path) for each in inside if _is_image(each, suffixes, skipped)]
+        elif entry.is_symlink() and not os.path.exists(entry.path):  # without it the labels of other classes would shift
+            raise DataError(f"{entry.path} is a link to {os.readlink(entry.path)}, which does not exist. Mend or remove it.")
         elif _is_image(entry, suffixes, skipped):
             raise DataError(f"There are images directly in {folder}, outside of any class folder. Move or remove them.")
     if not files:

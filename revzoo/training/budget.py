@@ -35,13 +35,17 @@ _SCALAR_BYTES = 2 * 4  # the sum of an epoch's losses; a batch's loss beside the
 _MISSED_BYTES = 2 * 2
 
 
-def apply_plan(run: Run) -> Plan | None:
+def apply_plan(run: Run, *, anew: bool = False) -> Plan | None:
     """Give the model of every process the schedule of the run's plan and return the plan; None if there is no budget.
 
     Look-ahead is the plan's too; without a budget it is the recipe's.
 
     The plan is read from the run's folder if it has one, else made. Weights, gradients, buffers and the states of the random
     generators are left unchanged.
+
+    Args:
+        run: the run.
+        anew: make a plan even if the folder has one, which was made for what the user has changed since.
 
     Raises:
         BudgetError: no schedule fits the budget.
@@ -53,7 +57,8 @@ def apply_plan(run: Run) -> Plan | None:
         run.model.lookahead = run.recipe.memory.lookahead
         return None
     with _first_coupling(run):
-        plan = call_on_main(run.accelerator, lambda: _read_plan(run) if run.folder.plan.exists() else _make_plan(run))
+        has_plan = not anew and run.folder.plan.exists()
+        plan = call_on_main(run.accelerator, lambda: _read_plan(run) if has_plan else _make_plan(run))
         with run.accelerator.autocast():
             plan.apply(run.model)
     return plan
@@ -61,8 +66,9 @@ def apply_plan(run: Run) -> Plan | None:
 
 def save_plan(run: Run, plan: Plan | None) -> None:
     """Save the plan in the run's folder, where a resumed run looks for it."""
-    if plan is not None and run.accelerator.is_main_process:
-        write_atomically(run.folder.plan, plan.save)
+    if plan is not None:
+        save = plan.save
+        call_on_main(run.accelerator, lambda: write_atomically(run.folder.plan, save))
 
 
 @contextmanager

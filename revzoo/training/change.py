@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from revzoo.errors import InputError, join_names
 from revzoo.training.options import Recipe
-from revzoo.training.origin import Origin
+from revzoo.training.origin import ORIGIN, Origin
 from revzoo.training.setup import Run
 
 # What can change between two updates and then does what it says. Everything else has no effect in a resumed run, as the weights
@@ -29,11 +29,12 @@ _CHANGEABLE = (
     "train.mixed_precision",
     "train.save_every",
 )
+_PLANNED = ("memory", "mixup", "model.exact", "train.mixed_precision")  # of these, what a plan depends on
 _WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on the number of epochs
 
 
-def check_changes(run: Run, typed: Iterable[str], accept: bool) -> list[str]:
-    """Return, in words, what has changed since a run was started, if it can go on like this.
+def check_changes(run: Run, typed: Iterable[str], accept: bool) -> dict[str, str]:
+    """Return what has changed since a run was started, if it can go on like this: by path, in words.
 
     Args:
         run: the run; its newest state says what it was started with.
@@ -44,7 +45,12 @@ def check_changes(run: Run, typed: Iterable[str], accept: bool) -> list[str]:
         InputError: something has changed that cannot, or that nobody has accepted. All changes are listed.
         CheckpointError: the newest state does not say what the run was started with.
     """
-    changes = Origin.load(run.folder.find_state()).list_changes(run.origin)
+    state = run.folder.find_state()
+    try:
+        origin = Origin.load(state)
+    except (OSError, ValueError, TypeError) as error:
+        raise run.folder.explain_damage(state / ORIGIN, error) from error
+    changes = origin.list_changes(run.origin)
     lines = [f"{path}: {words}" for path, words in changes.items()]
     folder, done = run.folder.path, run.progress.epoch
     impossible = [path for path in changes if not _is_within(path, _CHANGEABLE)]
@@ -55,12 +61,17 @@ def check_changes(run: Run, typed: Iterable[str], accept: bool) -> list[str]:
     if run.recipe.train.epochs < done:
         _refuse(folder, lines, f"{done} epochs are done. Use train.epochs={done} or more.")
     if "train.epochs" in changes and (reason := _find_end(run.recipe)) and not accept:
-        weights = f"model.checkpoint={folder / 'last.safetensors'}"
-        remedy = f"Start a new run from the weights ({weights}), or accept the jump with --accept-changes."
+        weights = f" from the weights (model.checkpoint={run.folder.last})" if run.folder.last.is_file() else ""
+        remedy = f"Start a new run{weights}, or accept the jump with --accept-changes."
         _refuse(folder, lines, f"{reason} reaches its end in the last epoch, so it would jump. {remedy}")
     if not accept and any(not _is_within(path, typed) for path in changes):
         _refuse(folder, lines, "Put it back, or accept it with --accept-changes.")
-    return lines
+    return changes
+
+
+def needs_new_plan(changed: Iterable[str]) -> bool:
+    """Return whether a plan made before these paths of the recipe were changed holds no more."""
+    return any(_is_within(path, _PLANNED) for path in changed)
 
 
 def _refuse(folder: Path, lines: list[str], remedy: str) -> NoReturn:

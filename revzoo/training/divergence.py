@@ -14,10 +14,11 @@ class DivergedError(RevzooError, ArithmeticError):
 
 
 def check_training_loss(run: Run) -> None:
-    """Raise DivergedError unless the sum of this epoch's losses is finite."""
-    loss_sum = run.progress.loss_sums[run.accelerator.process_index]
-    if not math.isfinite(loss_sum):
-        raise _explain(run, f"The training loss is {loss_sum}")
+    """Raise DivergedError, in every process, unless the sum of this epoch's losses is finite in every process."""
+    own = torch.tensor([run.progress.loss_sums[run.accelerator.process_index]], device=run.accelerator.device)
+    for loss_sum in run.accelerator.gather(own).tolist():
+        if not math.isfinite(loss_sum):
+            raise _explain(run, f"The training loss is {loss_sum}")
 
 
 def check_test_loss(run: Run, loss: float) -> None:

@@ -11,9 +11,10 @@ CPUs. After a signal the current update is finished and a state is saved; a kill
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -30,7 +31,7 @@ from revzoo.file import write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
 from revzoo.training.budget import apply_plan, save_plan
-from revzoo.training.change import check_changes
+from revzoo.training.change import check_changes, needs_new_plan
 from revzoo.training.divergence import check_test_loss, check_training_loss, check_weights
 from revzoo.training.evaluation import evaluate
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
@@ -38,7 +39,7 @@ from revzoo.training.lock import hold_lock
 from revzoo.training.main_process import call_on_main
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
-from revzoo.training.run_folder import RunFolder, find_free_folder
+from revzoo.training.run_folder import RunFolder, claim_free_folder
 from revzoo.training.setup import Run, build_run, make_accelerator
 from revzoo.training.state import gather_losses, load_state, save_state, saving
 from revzoo.training.verification import describe_gradients
@@ -83,20 +84,36 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         Interrupted: stopped by a signal, after everything was saved.
     """
     accelerator = make_accelerator(recipe)
-    folder = call_on_main(accelerator, lambda: _choose_folder(recipe, out))
-    run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
-    run.print_start()
-    plan = apply_plan(run)  # before the folder is made: a budget that is too small leaves none
+    with _claim_folder(recipe, out, accelerator) as folder:  # a budget that is too small leaves none
+        run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
+        run.print_start()
+        plan = apply_plan(run)
     with _hold_folder(folder, accelerator):
         call_on_main(accelerator, lambda: folder.create(run.describe()))
         return _begin(run, plan)
 
 
-def _choose_folder(recipe: Recipe, out: Path | None) -> RunFolder:
-    """Return the folder of a new run: `out`, or the first free one under runs/."""
-    folder = RunFolder(out or find_free_folder(Path("runs"), Path(recipe.file).stem))
-    folder.require_free()
-    return folder
+@contextmanager
+def _claim_folder(recipe: Recipe, out: Path | None, accelerator: Accelerator) -> Iterator[RunFolder]:
+    """Yield the folder of a new run: `out`, or the first free one under runs/, which is made at once.
+
+    Of jobs that start together each then gets its own. If the block fails, what was made is removed.
+    """
+    if out is not None:
+        folder = RunFolder(out)
+        call_on_main(accelerator, folder.require_free)
+        yield folder
+        return
+    parent = Path("runs")
+    made = [] if parent.exists() else [parent]
+    folder = call_on_main(accelerator, lambda: claim_free_folder(parent, Path(recipe.file).stem))
+    try:
+        yield folder
+    except BaseException:
+        for path in [folder.path, *made] if accelerator.is_main_process else []:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
+        raise
 
 
 @contextmanager
@@ -134,6 +151,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         InputError: recipe, spec, classes or examples are not those the run was started with; all changes are listed.
     """
     overrides = list(overrides)
+    typed = [override.partition("=")[0] for override in overrides]
     run_folder = RunFolder(folder)
     run_folder.require_run()
     recipe = load_recipe(folder / "config.yaml", overrides)
@@ -141,40 +159,39 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
     with _hold_folder(run_folder, accelerator, release=release_lock):
         call_on_main(accelerator, run_folder.sweep)
         if call_on_main(accelerator, run_folder.is_untouched):
-            return _begin_again(recipe, run_folder, accelerator)
+            return _begin_again(recipe, run_folder, accelerator, typed)
         damage = call_on_main(accelerator, run_folder.set_damaged_states_aside)
         run = build_run(recipe, folder, resumed=True, accelerator=accelerator)
         for line in damage:
             run.display.console.print(line, markup=False)
-        changes = check_changes(run, [override.partition("=")[0] for override in overrides], accept_changes)
+        changes = check_changes(run, typed, accept_changes)
         return _go_on(run, changes)
 
 
-def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator) -> Summary:
+def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator, typed: list[str]) -> Summary:
     """Train a run from the beginning that was killed before its first state was saved."""
     run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
     run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
     run.print_start()
-    plan = apply_plan(run)
+    plan = apply_plan(run, anew=needs_new_plan(typed))
     call_on_main(accelerator, lambda: folder.write(run.describe()))
     return _begin(run, plan)
 
 
-def _go_on(run: Run, changes: list[str]) -> Summary:
+def _go_on(run: Run, changes: dict[str, str]) -> Summary:
     """Train from the newest state of the run's folder; changes of the recipe are saved first."""
     load_state(run)
     run.print_start()
-    plan = apply_plan(run)
+    plan = apply_plan(run, anew=needs_new_plan(changes))
     save_plan(run, plan)
-    if run.accelerator.is_main_process:
-        run.folder.drop_records_after(run.progress.epoch)
+    call_on_main(run.accelerator, lambda: run.folder.drop_records_after(run.progress.epoch))
     done = f"{run.progress.epoch} epochs and {run.progress.batch} batches"
     run.display.console.print(f"Resuming after {done}: {run.folder.path}")
     _print_plan(run, plan)
     _verify_gradients(run)
     if changes:
-        for line in changes:
-            run.display.console.print(f"Changed: {line}.", markup=False)
+        for path, words in changes.items():
+            run.display.console.print(f"Changed: {path}: {words}.", markup=False)
         call_on_main(run.accelerator, lambda: run.folder.write({"config.yaml": run.recipe.to_yaml()}))
         save_state(run)
     return _train_epochs(run)
@@ -302,20 +319,28 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     progress.top1 = scores.top1
     if improved:
         progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
-    if accelerator.is_main_process:
-        metadata = {"revzoo.recipe": run.recipe.to_yaml(), "revzoo.epoch": str(epoch + 1), "revzoo.top1": repr(scores.top1)}
-        if run.data.class_names is not None:
-            metadata["revzoo.classes"] = json.dumps(run.data.class_names)
-        with saving(run):
-            run.folder.append_record(record)
-            files.save_weights(run.evaluated, run.folder.last, metadata)
-            if improved:
-                files.save_weights(run.evaluated, run.folder.best, metadata)
+    call_on_main(accelerator, lambda: _write_epoch(run, record, improved))
     progress.loss_sums = [0.0] * len(loss_sums)
     progress.epoch, progress.batch, progress.examples, progress.seconds = epoch + 1, 0, 0, 0.0
     save_state(run)
     run.display.end_epoch(record, progress.best_top1)
     return 0
+
+
+def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
+    """Write the metrics and weights of an epoch."""
+    metadata = {
+        "revzoo.recipe": run.recipe.to_yaml(),
+        "revzoo.epoch": str(record["epoch"]),
+        "revzoo.top1": repr(record["top1"]),
+    }
+    if run.data.class_names is not None:
+        metadata["revzoo.classes"] = json.dumps(run.data.class_names)
+    with saving(run):
+        run.folder.append_record(record)
+        files.save_weights(run.evaluated, run.folder.last, metadata)
+        if improved:
+            files.save_weights(run.evaluated, run.folder.best, metadata)
 
 
 def _read_memory_bytes() -> int:
@@ -326,4 +351,5 @@ def _read_memory_bytes() -> int:
 def _save_curves(run: Run) -> None:
     records = run.folder.read_records()
     if run.accelerator.is_main_process and records:
-        write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
+        with saving(run):
+            write_atomically(run.folder.curves, lambda path: plot_curves(records, path))

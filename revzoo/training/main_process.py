@@ -1,10 +1,10 @@
-"""Work of the main process that the others wait for."""
+"""Work of one process or of all whose errors every process raises, so that none waits for one that has ended."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 T = TypeVar("T")
 
@@ -19,6 +19,19 @@ def call_on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     [(result, error)] = broadcast_object_list([_call(function) if accelerator.is_main_process else None])
     if error is not None:
         raise error
+    return result
+
+
+def call_on_all(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Call a function in every process and return its result; an error of any of them is raised in every process.
+
+    The function must not wait for the other processes.
+    """
+    result: T
+    result, own = _call(function)
+    errors = [error for error in (own, *gather_object([own])) if error is not None]
+    if errors:
+        raise errors[0]
     return result
 
 

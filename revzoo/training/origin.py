@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.data.base import Data
-from revzoo.errors import CheckpointError, join_names
+from revzoo.errors import join_names
 from revzoo.spec import Spec
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
 from revzoo.training.options import Recipe
 
-_FILE = "origin.json"
+ORIGIN = "origin.json"
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,27 @@ class Origin:
 
     def save(self, state: Path) -> None:
         """Write origin.json into the folder of a state."""
-        (state / _FILE).write_text(json.dumps(asdict(self)))
+        (state / ORIGIN).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, state: Path) -> "Origin":
         """Read origin.json of a state.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            OSError: it is missing.
+            ValueError, TypeError: it is damaged.
         """
-        try:
-            return cls(**json.loads((state / _FILE).read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{state / _FILE} cannot be used ({error}): delete {state} to use the one before it."
-            ) from error
+        return cls(**json.loads((state / ORIGIN).read_text()))
 
     def list_changes(self, now: "Origin") -> dict[str, str]:
-        """Return what is different now: a path in the recipe, "spec...." or "data", and in words what it was and is."""
+        """Return what is different now, and in words what it was and is.
+
+        The keys are paths in the recipe, "spec." with a path in the spec, "classes", and "training examples" and the like.
+        """
         changes = find_differences(self.recipe, now.recipe)
         changes |= {f"spec.{path}": words for path, words in find_differences(self.spec, now.spec).items()}
         if self.classes != now.classes:
-            changes["classes"] = f"{join_names(self.classes or [])} at the start, {join_names(now.classes or [])} now"
+            changes["classes"] = _compare_names(self.classes or [], now.classes or [])
         for split, examples in self.examples.items():
             if examples != now.examples[split]:
                 counts = f"{examples['count']} at the start, {now.examples[split]['count']} now"
@@ -71,3 +70,11 @@ class Origin:
                     counts if examples["count"] != now.examples[split]["count"] else "others than then"
                 )
         return changes
+
+
+def _compare_names(before: list[str], now: list[str]) -> str:
+    """Return in words how two lists of names differ: the names that only one of them has."""
+    old, present = set(before), set(now)
+    gone, new = [name for name in before if name not in present], [name for name in now if name not in old]
+    sides = [f"{join_names(names)} only {when}" for names, when in ((gone, "at the start"), (new, "now")) if names]
+    return ", ".join(sides) or "the same names, in another order"

@@ -15,6 +15,7 @@ import shutil
 import textwrap
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from revzoo.training.seal import find_damage, seal
 
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
-    r"\.tmp[A-Za-z0-9]{6}|(config\.yaml|spec\.yaml|metrics\.jsonl|plan\.json|\w+\.safetensors|curves\.png)\.partial"
+    r"\.tmp[A-Za-z0-9]{6}|"
+    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|\w+\.safetensors|curves\.png)\.partial"
 )
 _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
 
@@ -253,7 +255,23 @@ def _state_name(progress: Progress) -> str:
     return f"{progress.epoch:05d}-{progress.batch:07d}"
 
 
-def find_free_folder(parent: Path, name: str) -> Path:
-    """Return the first of parent/name, parent/name-2, parent/name-3 ... that does not exist."""
-    candidates = [parent / name, *(parent / f"{name}-{n}" for n in range(2, 10_000))]
-    return next(path for path in candidates if not path.exists())
+def claim_free_folder(parent: Path, name: str) -> RunFolder:
+    """Make the first of parent/name, parent/name-2, parent/name-3 ... that does not exist; no two processes get the same one.
+
+    Raises:
+        InputError: the parent is a file, or in one.
+    """
+    paths = (parent / (name if number == 1 else f"{name}-{number}") for number in count(1))
+    return next(folder for folder in map(RunFolder, paths) if _claim(folder))
+
+
+def _claim(folder: RunFolder) -> bool:
+    """Make a folder, if it does not exist yet; return whether this process has made it."""
+    if folder.path.exists():
+        return False
+    folder.require_free()
+    try:
+        folder.path.mkdir(parents=True)
+    except FileExistsError:  # another process was faster
+        return False
+    return True

@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 from revzoo.checkpoint import files
 from revzoo.errors import CheckpointError, RevzooError
 from revzoo.training.divergence import check_weights
+from revzoo.training.main_process import call_on_all, call_on_main
 from revzoo.training.setup import Run
 
 
@@ -19,23 +21,29 @@ def save_state(run: Run) -> None:
 
     Raises:
         DivergedError: there are infinities or NaN in the weights; nothing is saved.
+        RevzooError: it could not be written.
     """
     check_weights(run)
     writing = run.folder.states / "writing"
-    if run.accelerator.is_main_process:
-        shutil.rmtree(writing, ignore_errors=True)
-    run.accelerator.wait_for_everyone()
+    call_on_main(run.accelerator, lambda: shutil.rmtree(writing, ignore_errors=True))
     run.progress.loss_sums = gather_losses(run)
+    call_on_all(run.accelerator, lambda: _write_shared(run, writing))
+    call_on_main(run.accelerator, lambda: _publish(run, writing))
+
+
+def _write_shared(run: Run, writing: Path) -> None:
+    """Write what every process has its part in."""
     with saving(run), _quiet_about_tied_tensors():
         run.accelerator.save_state(str(writing))
-    run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process:
-        with saving(run):
-            if run.ema is not None:
-                files.save_weights(run.ema.module, writing / "ema.safetensors")
-            run.origin.save(writing)
-            run.folder.publish_state(writing, run.progress, run.recipe.train.keep_states)
-    run.accelerator.wait_for_everyone()
+
+
+def _publish(run: Run, writing: Path) -> None:
+    """Write the rest and make it the newest state."""
+    with saving(run):
+        if run.ema is not None:
+            files.save_weights(run.ema.module, writing / "ema.safetensors")
+        run.origin.save(writing)
+        run.folder.publish_state(writing, run.progress, run.recipe.train.keep_states)
 
 
 def load_state(run: Run) -> None:

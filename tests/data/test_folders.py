@@ -127,6 +127,15 @@ def test_a_link_to_nowhere_is_a_broken_image(image_folder):
         list(load(image_folder).train)
 
 
+@pytest.mark.parametrize("target", ["gone/dog", "dog"])
+def test_a_class_folder_that_is_a_link_to_nowhere_is_named(image_folder, target):
+    """As on a disk that is not mounted; without that class the labels of those after it would be others."""
+    shutil.rmtree(image_folder / "train" / "dog")
+    (image_folder / "train" / "dog").symlink_to(target)
+    with pytest.raises(DataError, match=f"train/dog is a link to {target}, which does not exist. Mend or remove it."):
+        find_classes(image_folder / "train")
+
+
 def test_classes_are_in_natural_order_and_have_the_images_of_nested_folders(image_folder):
     train = image_folder / "train"
     (train / "cat").rename(train / "class10")

@@ -45,6 +45,7 @@ def test_two_processes(tmp_path):
     assert output.count("Memory of a training step") == output.count("epoch 1/2") == output.count("top-1") - 2 == 1
     assert sorted(path.name for path in run.iterdir()) == [
         "best.safetensors",
+        "classes.json",
         "config.yaml",
         "curves.png",
         "last.safetensors",

@@ -260,6 +260,28 @@ def test_a_plan_for_something_else_is_refused(planned, tmp_path, change, reason)
     assert f"delete {file} to have it planned again, or start a new run" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("setting", "facts"),
+    [
+        ("memory.budget=4MiB", {"budget_bytes": 4 << 20}),
+        ("memory.solver=knapsack", {"solver": "knapsack"}),
+        ("memory.lookahead=1", {"lookahead": 1}),
+        ("train.clip_grad=2.0", {}),
+    ],
+)
+def test_a_changed_budget_is_planned_anew(planned, tmp_path, setting, facts, unmeasured):
+    """What no plan depends on leaves the plan, whose times were measured."""
+    shutil.copytree(planned, tmp_path / "run")
+    before = Plan.load(planned / "plan.json")
+    loop.resume(tmp_path / "run", [setting])
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert (plan == before) == (not facts)
+    asked = {name: getattr(before, name) for name in ("budget_bytes", "solver", "lookahead")} | facts
+    assert {name: getattr(plan, name) for name in asked} == asked
+    loop.resume(tmp_path / "run")  # with the plan that was saved
+    assert Plan.load(tmp_path / "run" / "plan.json") == plan
+
+
 def test_a_damaged_plan_is_refused(planned, tmp_path):
     shutil.copytree(planned, tmp_path / "run")
     file = tmp_path / "run" / "plan.json"

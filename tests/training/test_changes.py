@@ -1,7 +1,6 @@
 """What a run was started with is compared when it is resumed: changes are listed, and refused or accepted."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -12,11 +11,12 @@ from revzoo.data.base import Data
 from revzoo.errors import CheckpointError, InputError
 from revzoo.spec.loading import load_spec
 from revzoo.spec.parsing import to_plain
+from revzoo.training.change import check_changes
 from revzoo.training.loop import resume, train
 from revzoo.training.options import Recipe
 from revzoo.training.origin import Origin
 from revzoo.training.recipe import load_recipe
-from revzoo.training.run_folder import RunFolder
+from revzoo.training.setup import build_run
 
 CONSTANT = ["schedule.sched=constant", "schedule.warmup_epochs=0"]
 
@@ -90,6 +90,9 @@ def test_a_schedule_that_ended_is_not_extended_silently(copied, read_records):
         r"Start a new run from the weights \(model.checkpoint=.*last.safetensors\), or accept the jump with --accept-changes"
     )
     refuse(copied, message, "train.epochs=2")
+    (copied / "last.safetensors").rename(copied / "weights")  # as before the end of the first epoch
+    refuse(copied, r"would jump. Start a new run, or accept the jump with --accept-changes\.", "train.epochs=2")
+    (copied / "weights").rename(copied / "last.safetensors")
     resume(copied, ["train.epochs=2"], accept_changes=True)
     assert [record["epoch"] for record in read_records(copied)] == [1, 2]
     assert load_recipe(copied / "config.yaml").train.epochs == 2
@@ -122,8 +125,8 @@ def rename_image(images: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "lines"),
     [
-        (rename_class, "classes: cat, dog at the start, dog, zebra now\n  training examples: others than then"),
-        (add_class, "classes: cat, dog at the start, bird, cat, dog now\n  training examples: 8 at the start, 12 now"),
+        (rename_class, "classes: cat only at the start, zebra only now\n  training examples: others than then"),
+        (add_class, "classes: bird only now\n  training examples: 8 at the start, 12 now"),
         (remove_image, "training examples: 8 at the start, 7 now\n"),
         (rename_image, "training examples: others than then\n"),
     ],
@@ -151,11 +154,27 @@ def test_more_outputs_than_classes_are_resumed(recipe, tmp_path):
     assert load_spec(tmp_path / "run").head.arguments["outputs"] == 12
 
 
-def test_a_state_without_an_origin(copied):
-    state = RunFolder(copied).find_state()
-    (state / "origin.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=f"origin.json cannot be used .*: delete {re.escape(str(state))}"):
-        Origin.load(state)
+def test_one_class_of_many():
+    names = [f"n{i:04d}" for i in range(1000)]
+    now = [*names[:500], "other", *names[501:]]
+    before, after, turned = (Origin({}, {}, classes, {}) for classes in (names, now, names[::-1]))
+    assert before.list_changes(after) == {"classes": "n0500 only at the start, other only now"}
+    assert before.list_changes(turned) == {"classes": "the same names, in another order"}
+
+
+@pytest.mark.parametrize("content", ["[]", "{", None])
+def test_a_state_without_an_origin(finished, copied, content):
+    """The state before it is named only where there is one."""
+    run = build_run(load_recipe(finished), copied, resumed=True)
+    earlier, newest = run.folder.list_states()
+    (newest / "origin.json").unlink()
+    if content:
+        (newest / "origin.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"origin.json cannot be used \(.*\). Delete {newest} to resume from the state"):
+        check_changes(run, [], accept=False)
+    shutil.rmtree(earlier)
+    with pytest.raises(CheckpointError, match="There is no state before it: start again"):
+        check_changes(run, [], accept=False)
 
 
 class NoData(Data):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.errors import InputError
+from revzoo.errors import DataError, InputError
 from revzoo.training import loop
 from revzoo.training.lock import LockedError, hold_lock
 from revzoo.training.loop import resume, train
@@ -124,6 +124,30 @@ def test_two_new_runs_with_one_name(tmp_path, monkeypatch, recipe):
     with pytest.raises(InputError, match="is not empty. Resume that run"):
         train(recipe(), tmp_path / "run")
     assert (tmp_path / "run" / "config.yaml").read_text() == "first"
+
+
+def test_new_runs_that_start_together_get_a_folder_each(tmp_path, monkeypatch, recipe):
+    """The second starts while the first is being built; the third cannot be built, and leaves no folder."""
+    monkeypatch.chdir(tmp_path)
+    build_run, built = loop.build_run, []
+
+    def build(recipe, folder, **options):
+        built.append(folder)
+        number = len(built)
+        if number == 1:
+            train(recipe)
+        if number == 2:
+            with pytest.raises(DataError, match="no data"):
+                train(recipe)
+        if number == 3:
+            raise DataError("no data")
+        return build_run(recipe, folder, **options)
+
+    monkeypatch.setattr(loop, "build_run", build)
+    monkeypatch.setattr(loop, "_begin", lambda run, plan: None)
+    train(recipe())
+    assert built == [Path("runs/digits"), Path("runs/digits-2"), Path("runs/digits-3")]
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["digits", "digits-2"]
 
 
 @pytest.mark.slow

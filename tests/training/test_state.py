@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import revzoo
 from revzoo.errors import CheckpointError, RevzooError, SpecError
+from revzoo.training import loop
 from revzoo.training.loop import resume, train
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder
@@ -169,7 +170,9 @@ def test_colleagues_can_read_what_is_saved(recipe, tmp_path, umask):
 
 def test_what_a_killed_run_leaves_is_swept_away(finished, copied, assert_same_run):
     state = copied / "state"
-    for name in (".tmpab12XY", "last.safetensors.partial", "curves.png.partial"):
+    written = [f"{path.name}.partial" for path in copied.iterdir() if path.is_file()]
+    assert {"classes.json.partial", "last.safetensors.partial"} < set(written)
+    for name in (".tmpab12XY", "plan.json.partial", *written):
         (copied / name).write_text("half")
     for name in ("writing", "deleted-00000-0000000", "replaced-00001-0000000"):
         (state / name).mkdir()
@@ -215,3 +218,15 @@ def test_a_full_disk(recipe, tmp_path, monkeypatch, read_records):
     assert not (tmp_path / "run" / "state" / "writing").exists()
     resume(tmp_path / "run")
     assert [record["epoch"] for record in read_records(tmp_path / "run")] == [1, 2]
+
+
+def test_a_full_disk_when_the_curves_are_drawn(recipe, tmp_path, monkeypatch):
+    """The state is saved by then; the error says how to resume, as the end of a run that was stopped does."""
+
+    def draw(records, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop, "plot_curves", draw)
+    with pytest.raises(RevzooError, match=f"No space left.*resume with revzoo train --resume {tmp_path}/run"):
+        loop.train(recipe("train.epochs=1"), tmp_path / "run")
+    assert RunFolder(tmp_path / "run").read_progress().epoch == 1
