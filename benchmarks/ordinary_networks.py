@@ -127,7 +127,7 @@ def list_networks(quick: bool) -> dict[str, Network]:
         "bert_base": Network(_make_bert, tokens, layers, ((0.4, 1.0833), (0.3, 1.1366), (0.2, 1.1991))),
         "unet": Network(UNet, lambda: torch.zeros(8, 3, 256, 256), r"(down|up)\.\d+", ((0.6, 1.0016), (0.4, 1.0999))),
         "llama": Network(_make_llama, tokens, layers, ((0.4, 1.0683), (0.3, 1.1256), (0.2, 1.183))),
-        "vgg16": Network(_timm("vgg16"), images, r"features\.\d+", ((0.7, 1.0019), (0.6, 1.0218))),
+        "vgg16": Network(_timm("vgg16"), images, "features", ((0.7, 1.0019), (0.6, 1.0218))),
         "vit_small_24_blocks": Network(
             _timm("vit_small_patch16_224", depth=24),
             images,
