@@ -93,8 +93,9 @@ class Record:
 
     @property
     def fixed_results(self) -> frozenset[Node]:
-        """The results of atoms that may not run again. Some lie in buffers and take no memory of their own."""
-        return frozenset(node for atom in self.atoms if not atom.is_repeatable for node in atom.makes)
+        """The results of atoms that may not run again, of those that lie in buffers: they take no memory of their own."""
+        stored = {node for storage in self.storages for node in storage.nodes}
+        return frozenset(node for atom in self.atoms if not atom.is_repeatable for node in atom.makes if node not in stored)
 
     @property
     def floor_bytes(self) -> int:
