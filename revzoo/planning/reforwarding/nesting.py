@@ -145,10 +145,10 @@ class _Nests:
             yield border, Option(start, end, tuple(sorted(kept)), size, max(forward, need), flops, made, place)
 
     def _find(self, border: int, following: int) -> _Inner:
-        found = self._inner.get((border, following))
-        if found is None:
-            found = self._inner[border, following] = self._measure(border, following)
-        return found
+        inner = self._inner.get((border, following))
+        if inner is None:
+            inner = self._inner[border, following] = self._measure(border, following)
+        return inner
 
     def _measure(self, border: int, following: int) -> _Inner:
         choices = self._choices

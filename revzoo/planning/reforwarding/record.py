@@ -285,50 +285,50 @@ class _Storages:
             sizes[storage] = sizes.get(storage, 0) + change
             if not sizes[storage]:
                 self._death[storage] = at
-        self._found: dict[int, Storage] = {}
+        self._entries: dict[int, Storage] = {}
 
     def list(self) -> dict[int, Storage]:
         """Return them by their numbers."""
         for storage, atom in self._born.items():
             if not self._atoms[atom].nodes and self._dies_at(storage) >= self._recorder.ends[atom]:
-                self._find(storage, atom, None)
+                self._enter(storage, atom, None)
         for nodes in (self._recorder.made, self._recorder.taken):
             for node, storages in nodes.items():
                 for storage in storages - self._fixed:
-                    found = self._find(storage, self._number.get(node, 0), node)
-                    found.nodes.append(node)
-                    found.last_use = max(found.last_use, *(self._number.get(user, 0) for user in node.users), 0)
+                    entry = self._enter(storage, self._number.get(node, 0), node)
+                    entry.nodes.append(node)
+                    entry.last_use = max(entry.last_use, *(self._number.get(user, 0) for user in node.users), 0)
                     if any(user not in self._number for user in node.users):
-                        self._leave(storage, found)
+                        self._leave(storage, entry)
         for atom, storage, slot, is_small in self._recorder.saved:
             if storage not in self._fixed:
-                found = self._find(storage, atom, None)
-                found.saved_by.add(atom)
+                entry = self._enter(storage, atom, None)
+                entry.saved_by.add(atom)
                 if slot in self._recorder.unpacked:
                     at = self._recorder.unpacked[slot] - self._end
-                    found.unpacked = at if found.unpacked < 0 else min(found.unpacked, at)
-                found.released = max(found.released, self._recorder.released.get(slot, -1) - self._end)
-                found.is_small |= is_small
-        return self._found
+                    entry.unpacked = at if entry.unpacked < 0 else min(entry.unpacked, at)
+                entry.released = max(entry.released, self._recorder.released.get(slot, -1) - self._end)
+                entry.is_small |= is_small
+        return self._entries
 
-    def _find(self, storage: int, atom: int, maker: Node | None) -> Storage:
-        found = self._found.get(storage)
-        if found is None:
+    def _enter(self, storage: int, atom: int, maker: Node | None) -> Storage:
+        entry = self._entries.get(storage)
+        if entry is None:
             born = self._born.get(storage, atom)
-            found = self._found[storage] = Storage(self._sizes.get(storage, 0), born, maker, max(atom, born))
+            entry = self._entries[storage] = Storage(self._sizes.get(storage, 0), born, maker, max(atom, born))
             if not self._atoms[born].nodes:
-                found.maker = None
-                self._leave(storage, found)
-        return found
+                entry.maker = None
+                self._leave(storage, entry)
+        return entry
 
-    def _leave(self, storage: int, found: Storage) -> None:
+    def _leave(self, storage: int, entry: Storage) -> None:
         """Note that code outside of graphs has it, so that the log alone says when it is freed."""
         at = self._dies_at(storage)
         if at < self._end:
-            found.last_use = max(found.last_use, bisect_right(self._recorder.begins, at) - 1)
+            entry.last_use = max(entry.last_use, bisect_right(self._recorder.begins, at) - 1)
         else:
-            found.last_use = len(self._atoms)
-            found.released = max(found.released, at - self._end)
+            entry.last_use = len(self._atoms)
+            entry.released = max(entry.released, at - self._end)
 
     def _dies_at(self, storage: int) -> int:
         return self._death.get(storage, len(self._recorder.live.log) - 1)
