@@ -78,10 +78,11 @@ def _is_checkpoint(node: Node) -> bool:
 def _expand_attention(graph: GraphModule, node: Node) -> None:
     """Replace a call of attention by its parts, if these call the same operations. A fused kernel is one, and stays."""
     args: Any = map_arg(node.args, lambda each: each.meta.get("example_value"))
-    kwargs: Any = map_arg(node.kwargs, lambda each: each.meta.get("example_value"))
+    kwargs: Any = dict(map_arg(node.kwargs, lambda each: each.meta.get("example_value")))
     tensors = list(tensors_in([node.meta.get("example_value"), args, kwargs]))
-    if not tensors or not all(type(t) is FakeTensor and t.dtype in (tensors[0].dtype, torch.bool) for t in tensors):
-        return  # no values, or autocast, under which it returns another dtype
+    is_plain = all(type(t) is FakeTensor and t.dtype in (tensors[0].dtype, torch.bool) for t in tensors)
+    if not tensors or not is_plain or kwargs.pop("enable_gqa", False):
+        return  # autocast, under which it returns another dtype, for example
     parts: list[tuple[Callable[..., Tensor], tuple[Any, ...], Tensor]] = []
 
     def call(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -113,7 +114,6 @@ def _attend(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
 ) -> None:
     """Call the parts of attention one by one, as PyTorch does where no fused kernel takes the arguments."""
     factor = math.sqrt(abs(1 / math.sqrt(query.shape[-1]) if scale is None else scale))
