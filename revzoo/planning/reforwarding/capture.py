@@ -23,8 +23,9 @@ from revzoo.planning.reforwarding.refusal import (
     require_uncompiled,
     silence_failures,
 )
-from revzoo.runtime.graph.atoms import Atom, inline_checkpoints, split_into_atoms
+from revzoo.runtime.graph.atoms import Atom, split_into_atoms
 from revzoo.runtime.graph.captured_call import Runner, capture_calls
+from revzoo.runtime.graph.expansion import expand_calls
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.random_state import RandomState
 
@@ -121,7 +122,7 @@ class Capture:
     def _is_same(self, graph: GraphModule, at: int, given: Sequence[Any]) -> bool:
         """Return whether a graph is that of a call, or equal: a forward that notes something once is captured twice."""
         if graph is not self._graphs[at]:
-            inline_checkpoints(graph)
+            expand_calls(graph)
             if compute_digest(graph, given) != self.calls[at].digest:
                 return False
             self._graphs[at] = graph
