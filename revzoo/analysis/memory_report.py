@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.dry_run import call, find_chains, isolated, linear_loss, preserve_schedules, require_module
+from revzoo.analysis.dry_run import (
+    call,
+    find_chains,
+    isolated,
+    leave_autocast,
+    linear_loss,
+    preserve_schedules,
+    require_module,
+)
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.runtime.drift import ignore_error_growth
@@ -124,8 +132,9 @@ def run_and_measure(
         end = live.now()
         loss = linear_loss(outputs)
         del outputs
-        forward = live.now()
-        loss.backward()
+        with leave_autocast():
+            forward = live.now()
+            loss.backward()
         gradients = live.watch(p.grad for p in model.parameters())
     lasting = weights | buffers | inputs | gradients
     report = MemoryReport(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
@@ -102,6 +103,7 @@ class Capture:
         torch_streams, rewind_python_streams = self._random
         torch_streams.rewind()  # every run draws the same numbers
         rewind_python_streams()
+        torch.clear_autocast_cache()  # every run casts the weights
         self._position = 0
         outputs = call(self._runner, self._batch)
         if self._position != len(self.calls):
