@@ -1,8 +1,9 @@
 """Plan a run: find the fastest schedule with which training stays within the recipe's memory budget.
 
 The planned step is the one that training makes: its batch (for texts, of the greatest length), its autocast, its loss. Whatever
-is alive besides the step counts too: the optimizer's state, averaged weights, labels, on a CPU the next batch, which is loaded
-ahead, with gradient accumulation the gradients of earlier batches, and the buckets in which processes exchange gradients.
+is alive besides the step counts too: the optimizer's state and what its update takes, averaged weights, labels, on a CPU the
+next batch, which is loaded ahead, with gradient accumulation the gradients of earlier batches, and the buckets of gradients that
+processes exchange. With an optimizer inside backward each gradient counts as long as it is there.
 
 The main process makes the plan for all of them. The others wait for it, so nothing here may wait for another process.
 """
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revzoo.analysis.dry_run import accumulated_gradients
-from revzoo.analysis.memory_report import count_optimizer_bytes
+from revzoo.analysis.dry_run import accumulated_gradients, updates_in_backward
+from revzoo.analysis.optimizer_step import count_optimizer, count_updates_apart
 from revzoo.data.random import seeded
 from revzoo.errors import PlanError
 from revzoo.file import write_atomically
@@ -88,16 +89,16 @@ def _make_plan(run: Run) -> Plan:
     options, device, step = run.recipe.memory, run.accelerator.device, _Step(run)
     assert options.budget is not None
     limit = parse_budget(options.budget, device, step.present_bytes)
-    with step.accumulate():
+    with step.treat_gradients():
         _, plan = profile_and_plan(
             run.model,
             step.batch,
             limit,
             solver=options.solver,
-            optimizer=run.optimizer,
             loss=step.loss,
             lookahead=options.lookahead,
             other_bytes=step.other_bytes,
+            update_bytes=step.update_bytes,
             setting=step.setting,
         )
     if device.type == "cuda":  # the peak of profiling is not the peak of training
@@ -137,10 +138,9 @@ def _list_changes(run: Run, plan: Plan) -> Iterator[str]:
     if plan.units != run.model.units:
         yield "its units are not the model's"
         return
-    with step.accumulate():
-        state = count_optimizer_bytes(run.model, run.optimizer)
-        other_bytes = step.other_bytes + state
-        peak = count_peak(run.model, step.batch, plan.schedule, step.loss, other_bytes, lookahead=plan.lookahead)
+    with step.treat_gradients():
+        taken = {"other_bytes": step.other_bytes, "update_bytes": step.update_bytes}
+        peak = count_peak(run.model, step.batch, plan.schedule, step.loss, **taken, lookahead=plan.lookahead)
     if peak > max(plan.peak_bytes, plan.budget_bytes):
         yield f"peak: {format_bytes(plan.peak_bytes)} in the plan, {format_bytes(peak)} now, which is above the budget"
 
@@ -169,9 +169,15 @@ class _Step:
         soft = 0 if targets is labels else targets.nbytes
         norms = [m for m in run.model.modules() if isinstance(m, _BatchNorm) and recipe.train.mixed_precision != "no"]
         batch_norm_bytes = sum(norm.num_features for norm in norms) * _MISSED_BYTES
-        self.other_bytes = averaged + buckets + ahead + labels.nbytes + soft + batch_norm_bytes + _SCALAR_BYTES
-        state = count_optimizer_bytes(run.model, run.optimizer) if run.optimizer.state else 0
-        self.present_bytes = count_model_bytes(run.model) + averaged + buckets + state  # on the device already
+        taken = count_optimizer(run.model, run.optimizer)
+        self.update_bytes = taken.update
+        self._updates: list[int] | None = None  # one by one, inside backward
+        if recipe.train.optimizer_in_backward:
+            self.update_bytes, self._updates = 0, count_updates_apart(run.model, run.optimizer)
+        besides = averaged + buckets + taken.state
+        self.other_bytes = besides + ahead + labels.nbytes + soft + batch_norm_bytes + _SCALAR_BYTES
+        is_present = averaged + buckets + (taken.state if run.optimizer.state else 0)
+        self.present_bytes = count_model_bytes(run.model) + is_present  # on the device already
         with run.accelerator.autocast():
             self.setting: Setting = read_setting(run.model, self.batch)
 
@@ -180,6 +186,8 @@ class _Step:
         loss: Tensor = self._loss(outputs, self._targets)
         return loss
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Let every step inside the block begin as it does in training."""
+    def treat_gradients(self) -> AbstractContextManager[None]:
+        """Let every step inside the block begin and end with the gradients that there are in training."""
+        if self._updates is not None:
+            return updates_in_backward(self._model, self._updates)
         return accumulated_gradients(self._model) if self._accumulates else nullcontext()

@@ -42,6 +42,7 @@ def test_perceptron_to_the_byte(perceptron):
         "buffer_bytes": 0,
         "gradient_bytes": 2 * W,
         "optimizer_bytes": 0,
+        "update_bytes": 0,
         "batch_bytes": A,
         "allocator_peak_bytes": None,
         "allocator_reserved_bytes": None,
@@ -131,15 +132,15 @@ def test_batches_of_every_form_and_nested_outputs():
 
 
 @pytest.mark.parametrize(
-    ("make", "bytes_per_weight", "bytes_per_tensor"),
+    ("make", "bytes_per_weight", "bytes_per_tensor", "update"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0, 0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4, 0),
-        (lambda p: torch.optim.AdamW(p), 8, 4),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=False), 12, 4),
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0, 0, 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4, 0, 0),
+        (lambda p: torch.optim.AdamW(p), 8, 4, 2 * 4 * 128),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=False), 12, 4, 2 * 4 * 128),
     ],
 )
-def test_optimizer_state_is_predicted_and_then_counted(make, bytes_per_weight, bytes_per_tensor):
+def test_optimizer_state_is_predicted_and_then_counted(make, bytes_per_weight, bytes_per_tensor, update):
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 3)).requires_grad_()
     model[0].bias.requires_grad_(False)
     optimizer, x = make(model.parameters()), torch.randn(2, 16)
@@ -147,7 +148,10 @@ def test_optimizer_state_is_predicted_and_then_counted(make, bytes_per_weight, b
     predicted = revzoo.measure_memory(model, x, optimizer)
     assert predicted.optimizer_bytes == expected
     assert not optimizer.state
-    assert predicted.peak_bytes == revzoo.measure_memory(model, x).peak_bytes + expected
+    before = revzoo.measure_memory(model, x)
+    left = before.weight_bytes + before.gradient_bytes + before.batch_bytes + 4  # with the loss
+    assert predicted.update_bytes == update
+    assert predicted.peak_bytes == max(before.peak_bytes, left + update) + expected
     model(x).sum().backward()
     optimizer.step()
     assert revzoo.measure_memory(model, x, optimizer).optimizer_bytes == expected

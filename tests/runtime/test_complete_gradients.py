@@ -1,4 +1,4 @@
-"""Parameters that change inside backward, as soon as their gradients are complete: the weights are those of changing them after."""
+"""Parameters that change inside backward, when their gradients are complete: the weights are those of changing them after."""
 
 import copy
 from collections.abc import Callable
