@@ -2,8 +2,8 @@
 
 The planned step is the one that training makes: its batch (for texts, of the greatest length), its autocast, its loss. Whatever
 is alive besides the step counts too: the optimizer's state and what its update takes, averaged weights, labels, on a CPU the
-next batch, which is loaded ahead, with gradient accumulation the gradients of earlier batches, and the buckets of gradients that
-processes exchange. With an optimizer inside backward each gradient counts as long as it is there.
+next batch, which is loaded ahead, with gradient accumulation the gradients of earlier batches, and the buckets in which
+processes exchange gradients. With an optimizer inside backward each gradient counts as long as it is there.
 
 The main process makes the plan for all of them. The others wait for it, so nothing here may wait for another process.
 """
