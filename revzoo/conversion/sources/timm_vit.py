@@ -102,10 +102,9 @@ class TimmViT(TimmSource):
         """Return position embeddings of a square grid interpolated to another grid as timm does; None for another tensor."""
         if key != "pos_embed":
             return None
-        candidates = (
-            resize_positions(tensor, shape, prefix, grid) for prefix in (0, 1)
-        )  # without and with a row of the class token
-        return next((resized for resized in candidates if resized is not None), None)  # N and N - 1 are never both squares
+        # Without and with a row of the class token: N and N - 1 are never both squares.
+        candidates = (resize_positions(tensor, shape, prefix, grid) for prefix in (0, 1))
+        return next((resized for resized in candidates if resized is not None), None)
 
     def _check(self, vit: VisionTransformer) -> None:
         kind, embed = type(vit), vit.patch_embed
