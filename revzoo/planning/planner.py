@@ -124,7 +124,6 @@ def profile_and_plan(
     lookahead: LookaheadOption = 0,
     estimate: bool = False,
     other_bytes: int = 0,
-    update_bytes: int = 0,
     setting: Setting | None = None,
 ) -> tuple[Profile, Plan]:
     """Profile a model, solve for a budget and count the training step; return profile and plan. Raises as `plan` does.
@@ -133,20 +132,10 @@ def profile_and_plan(
         model, batch, budget, solver, optimizer, loss, lookahead: as for `plan`.
         estimate: time only the minimum-memory schedule, as for `revzoo.profile`.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
-        update_bytes: what the update of an optimizer that is not given takes beside gradients and all that.
         setting: what the plan will hold for; None is the model and batch as they are now.
     """
     depth = LookaheadSetting(lookahead).option
-    measured = profile(
-        model,
-        batch,
-        optimizer,
-        loss=loss,
-        estimate=estimate,
-        other_bytes=other_bytes,
-        update_bytes=update_bytes,
-        lookahead=depth != 0,
-    )
+    measured = profile(model, batch, optimizer, loss=loss, estimate=estimate, other_bytes=other_bytes, lookahead=depth != 0)
     if setting is not None:
         measured = replace(measured, setting=setting)
     return measured, plan_from_profile(model, batch, measured, budget, solver, depth, loss)

@@ -95,10 +95,10 @@ def _make_plan(run: Run) -> Plan:
             step.batch,
             limit,
             solver=options.solver,
+            optimizer=step.optimizer,
             loss=step.loss,
             lookahead=options.lookahead,
             other_bytes=step.other_bytes,
-            update_bytes=step.update_bytes,
             setting=step.setting,
         )
     if device.type == "cuda":  # the peak of profiling is not the peak of training
@@ -139,8 +139,16 @@ def _list_changes(run: Run, plan: Plan) -> Iterator[str]:
         yield "its units are not the model's"
         return
     with step.treat_gradients():
-        taken = {"other_bytes": step.other_bytes, "update_bytes": step.update_bytes}
-        peak = count_peak(run.model, step.batch, plan.schedule, step.loss, **taken, lookahead=plan.lookahead)
+        taken = count_optimizer(run.model, step.optimizer)
+        peak = count_peak(
+            run.model,
+            step.batch,
+            plan.schedule,
+            step.loss,
+            step.other_bytes + taken.state,
+            update_bytes=taken.update,
+            lookahead=plan.lookahead,
+        )
     if peak > max(plan.peak_bytes, plan.budget_bytes):
         yield f"peak: {format_bytes(plan.peak_bytes)} in the plan, {format_bytes(peak)} now, which is above the budget"
 
@@ -169,14 +177,14 @@ class _Step:
         soft = 0 if targets is labels else targets.nbytes
         norms = [m for m in run.model.modules() if isinstance(m, _BatchNorm) and recipe.train.mixed_precision != "no"]
         batch_norm_bytes = sum(norm.num_features for norm in norms) * _MISSED_BYTES
-        taken = count_optimizer(run.model, run.optimizer)
-        self.update_bytes = taken.update
-        self._updates: list[int] | None = None  # one by one, inside backward
-        if recipe.train.optimizer_in_backward:
-            self.update_bytes, self._updates = 0, count_updates_apart(run.model, run.optimizer)
-        besides = averaged + buckets + taken.state
+        state = count_optimizer(run.model, run.optimizer).state
+        # One that updates inside backward makes no update after it: what it takes is counted by `treat_gradients`.
+        in_backward = recipe.train.optimizer_in_backward
+        self.optimizer = None if in_backward else run.optimizer
+        self._updates = count_updates_apart(run.model, run.optimizer) if in_backward else None
+        besides = averaged + buckets + (state if in_backward else 0)
         self.other_bytes = besides + ahead + labels.nbytes + soft + batch_norm_bytes + _SCALAR_BYTES
-        is_present = averaged + buckets + (taken.state if run.optimizer.state else 0)
+        is_present = averaged + buckets + (state if run.optimizer.state else 0)
         self.present_bytes = count_model_bytes(run.model) + is_present  # on the device already
         with run.accelerator.autocast():
             self.setting: Setting = read_setting(run.model, self.batch)

@@ -55,6 +55,7 @@ def test_training_is_the_same_in_every_mode(mode, tmp_path):
         ("digits", VIT, ["optimizer.layer_decay=0.5", "train.freeze=[stem]", "ema={decay: 0.9}", "train.mixed_precision=bf16"]),
         ("digits", VIT, ["optimizer.opt=sgd", "optimizer.momentum=0.9", "model.exact=true", "optimizer.foreach=true"]),
         ("digits_revnet", REVNET, ["schedule.sched=cosine"]),
+        pytest.param("digits", VIT, ["train.compile=true"], marks=pytest.mark.slow),
         pytest.param("digits_revnext", "stages.1.depth=1", [], marks=pytest.mark.slow),
         pytest.param("text_reformer", REFORMER, ["data.batch_size=256"], marks=pytest.mark.slow),
         pytest.param("text_roberta", ROBERTA, ["data.batch_size=128"], marks=pytest.mark.slow),

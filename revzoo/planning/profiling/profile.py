@@ -62,7 +62,6 @@ def profile(
     run: bool = True,
     estimate: bool = False,
     other_bytes: int = 0,
-    update_bytes: int = 0,
     lookahead: bool = False,
 ) -> Profile:
     """Count the bytes and FLOPs of every unit in every mode, check how many steps can be inverted, and measure seconds.
@@ -80,15 +79,14 @@ def profile(
         run: False measures no seconds. Whether steps can be inverted is still checked, on a few examples.
         estimate: time only the minimum-memory schedule, and assume that every mode but storing costs one extra forward.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
-        update_bytes: what the update of an optimizer that is not given takes beside gradients and all that.
         lookahead: count what every unit needs with look-ahead as well, for `revzoo.solve(profile, budget, lookahead=1)`.
     Raises:
         InputError: not such a model, an unusable batch, no parameter with a gradient, or an optimizer of other parameters.
         RecoveryError: a step does not return the same output when it runs again.
     """
     taken = count_optimizer(model, optimizer)
-    other_bytes, update_bytes = other_bytes + taken.state, update_bytes + taken.update
-    counted = count(model, batch, loss, other_bytes, update_bytes=update_bytes, lookahead=lookahead)
+    other_bytes += taken.state
+    counted = count(model, batch, loss, other_bytes, update_bytes=taken.update, lookahead=lookahead)
     memory = replace(counted, max_invert_run=predict_inversion_limit(model))
     notes, timing = [], None
     if any(p.is_meta for p in model.parameters()):
@@ -110,7 +108,7 @@ def profile(
             timing, more = _measure_or_estimate(model, batch, memory, loss, estimate)
             notes += more
     setting, model_bytes = read_setting(model, batch), count_model_bytes(model)
-    return Profile(memory, timing, setting, model_bytes, other_bytes, tuple(notes), update_bytes)
+    return Profile(memory, timing, setting, model_bytes, other_bytes, tuple(notes), taken.update)
 
 
 def _measure_or_estimate(
