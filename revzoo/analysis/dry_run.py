@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
+from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.schedule import Mode
@@ -32,6 +33,35 @@ def accumulated_gradients(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def updates_in_backward(model: nn.Module, update_bytes: Sequence[int]) -> Iterator[None]:
+    """Let every backward inside the block free each gradient as an optimizer does that steps inside backward.
+
+    No weight changes, but the memory of the updates is taken.
+
+    Args:
+        model: its forward begins every step.
+        update_bytes: what the update takes of each of the model's parameters.
+    """
+    with ExitStack() as following:
+
+        def follow(model: nn.Module, inputs: Any) -> None:
+            following.close()  # in `isolated` the parameters of every step are others
+            sizes = {id(p): size for p, size in zip(model.parameters(), update_bytes, strict=True)}
+
+            def take(p: nn.Parameter) -> None:
+                torch.empty(sizes[id(p)], dtype=torch.uint8, device=p.device)
+                p.grad = None
+
+            following.enter_context(take_gradients(model.parameters(), take))
+
+        handle = model.register_forward_pre_hook(follow)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 @contextmanager

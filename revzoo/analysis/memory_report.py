@@ -1,15 +1,13 @@
 """Count the memory of a training step: weights, gradients, batch and activations, to the byte, with or without a device."""
 
-import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.dry_run import (
@@ -19,9 +17,9 @@ from revzoo.analysis.dry_run import (
     leave_autocast,
     linear_loss,
     preserve_schedules,
-    require_module,
+    updates_in_backward,
 )
-from revzoo.errors import InputError
+from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.format import format_bytes
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.graph.captured_call import is_replaced
@@ -36,7 +34,7 @@ class MemoryReport:
 
     Args:
         peak_bytes: peak of all memory: weights, buffers, the gradients that exist by then, the optimizer's state if one was
-            given, batch and activations.
+            given, batch and activations; or at the optimizer's update, if that takes more.
         activation_bytes: peak of everything but weights, buffers, parameter gradients, optimizer state and batch. These are
             activations, their gradients and temporaries, the only memory that depends on the schedule.
         after_forward_bytes: activations that are kept from forward to backward, with the loss; the outputs are freed by then.
@@ -44,6 +42,7 @@ class MemoryReport:
         buffer_bytes: all buffers.
         gradient_bytes: gradients of all parameters, as after backward.
         optimizer_bytes: the optimizer's state, as after a step; 0 without an optimizer.
+        update_bytes: the most that an update of the optimizer takes besides its state, such as copies of weights.
         batch_bytes: the tensors of the batch.
         allocator_peak_bytes: the CUDA allocator's own peak. It includes workspaces of kernels, and all else that the process
             has on the GPU. None without CUDA.
@@ -58,6 +57,7 @@ class MemoryReport:
     buffer_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    update_bytes: int
     batch_bytes: int
     allocator_peak_bytes: int | None = None
     allocator_reserved_bytes: int | None = None
@@ -77,6 +77,7 @@ LABELS = {
     "buffer_bytes": "buffers",
     "gradient_bytes": "gradients",
     "optimizer_bytes": "optimizer state",
+    "update_bytes": "optimizer update",
     "batch_bytes": "batch",
     "after_forward_bytes": "activations after forward",
     "activation_bytes": "activations at the peak",
@@ -97,19 +98,19 @@ def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
         model: any module. If its parameters are FakeTensors or on the meta device, it runs under `FakeTensorMode`, and nothing
             is allocated.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
-        optimizer: its state is counted too; before its first step, the state that this step will create. The step itself is
-            not run, so temporaries of the update are not in the peak.
+        optimizer: its state is counted too; before its first step, the state that this step will create. So is what its
+            update takes beside that, after backward.
     Raises:
         InputError: the model is no module; the batch has no tensor or no example; nothing requires a gradient; or the
             optimizer has other parameters than the model's, or a state that cannot be predicted.
     """
-    optimizer_bytes = count_optimizer_bytes(model, optimizer)
+    taken = count_optimizer(model, optimizer)
     with isolated(model, batch) as inputs:
-        return run_and_measure(model, inputs, optimizer_bytes)[0]
+        return run_and_measure(model, inputs, taken)[0]
 
 
 def run_and_measure(
-    model: nn.Module, batch: Any, optimizer_bytes: int = 0, units: Sequence[str] = ()
+    model: nn.Module, batch: Any, optimizer: OptimizerBytes = NO_OPTIMIZER, units: Sequence[str] = ()
 ) -> tuple[MemoryReport, dict[str, int]]:
     """Run a forward and backward inside `isolated`; return the report, and the bytes that each unit keeps for backward.
 
@@ -119,7 +120,7 @@ def run_and_measure(
     Args:
         model: the module to run.
         batch: as yielded by `isolated`.
-        optimizer_bytes: bytes of the optimizer's state, part of the peak.
+        optimizer: what the optimizer takes.
         units: names of submodules, in the order of their calls.
     """
     live = LiveBytesOfReplacedCalls() if any(map(is_replaced, model.modules())) else LiveBytes()
@@ -138,13 +139,14 @@ def run_and_measure(
         gradients = live.watch(p.grad for p in model.parameters())
     lasting = weights | buffers | inputs | gradients
     report = MemoryReport(
-        peak_bytes=live.peak() + optimizer_bytes,
+        peak_bytes=max(live.peak(), live.alive() + optimizer.update) + optimizer.state,
         activation_bytes=live.peak(without=lasting),
         after_forward_bytes=live.alive(without=lasting, at=forward),
         weight_bytes=live.size(weights),
         buffer_bytes=live.size(buffers),
         gradient_bytes=live.size(gradients),
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=optimizer.state,
+        update_bytes=optimizer.update,
         batch_bytes=live.size(inputs),
         **peaks,
     )
@@ -166,83 +168,34 @@ def _record_starts(model: nn.Module, units: Sequence[str], live: LiveBytes) -> I
 
 
 def measure_modes(
-    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None, *, in_backward: bool = False
 ) -> tuple[dict[str, MemoryReport], str | None]:
     """Measure a training step in every mode without allocating anything: also in modes that do not fit the device.
 
-    Args: as for `measure_memory`.
+    Args:
+        model, batch, optimizer: as for `measure_memory`.
+        in_backward: whether the optimizer updates each parameter inside backward. No gradients are then left after it, and
+            what one takes beside its update counts with the activations.
     Returns: a report for each mode (one report, "as it is", for a model without a schedule), and the model's present mode
         (None: its schedule mixes modes).
     """
-    optimizer_bytes = count_optimizer_bytes(model, optimizer)
+    taken = count_optimizer(model, optimizer)
+    updates: AbstractContextManager[None] = nullcontext()
+    if in_backward and optimizer is not None:
+        taken, updates = replace(taken, update=0), updates_in_backward(model, count_updates_apart(model, optimizer))
     present = [chain.schedule for chain in find_chains(model).values()]
     reports: dict[str, MemoryReport] = {}
     current: str | None = None
-    with preserve_schedules(model) as assign:
+    with preserve_schedules(model) as assign, updates:
         for mode in MODES if present else ():
             assign(mode)
             current = mode if [chain.schedule for chain in find_chains(model).values()] == present else current
             with isolated(model, batch, fake=True) as inputs, ignore_error_growth():
-                reports[mode], _ = run_and_measure(model, inputs, optimizer_bytes)
-    if not present:
-        with isolated(model, batch, fake=True) as inputs:
-            reports["as it is"], _ = run_and_measure(model, inputs, optimizer_bytes)
+                reports[mode], _ = run_and_measure(model, inputs, taken)
+        if not present:
+            with isolated(model, batch, fake=True) as inputs:
+                reports["as it is"], _ = run_and_measure(model, inputs, taken)
     return reports, current
-
-
-def count_optimizer_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of an optimizer's state; before its first step, of the state that this step will create.
-
-    Raises:
-        InputError: not an optimizer, parameters that are not the model's, or a state that cannot be predicted.
-    """
-    require_module(model)
-    if optimizer is None:
-        return 0
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"The optimizer must be a torch.optim.Optimizer. Received: {type(optimizer).__name__}.")
-    if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(map(id, model.parameters())):
-        raise InputError("The optimizer has parameters that are not the model's. Make it from model.parameters().")
-    if optimizer.state:
-        return _total_bytes(optimizer.state.values())
-    with torch.random.fork_rng(devices=[]):
-        return sum(_predict_bytes(optimizer, group) for group in optimizer.param_groups)
-
-
-def _predict_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    """Return the bytes of the state that the first step creates for a group of parameters.
-
-    A copy of the optimizer makes a step with one zero tensor per distinct (shape, dtype, device). The tensors are real,
-    because many optimizers cannot step on FakeTensors.
-    """
-    total = 0
-    empty = nn.Parameter(torch.empty(0))
-    memo = {id(p): empty for g in optimizer.param_groups for p in g["params"]}  # so that deepcopy copies no parameter
-    signatures = Counter(_signature(p) for p in group["params"] if p.requires_grad)
-    for (shape, dtype, device), count in signatures.items():
-        trial = copy.deepcopy(optimizer, dict(memo))
-        p = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        p.grad = torch.ones_like(p)
-        trial.param_groups = [{**group, "params": [p]}]
-        try:
-            trial.step()
-        except Exception as error:
-            raise InputError(
-                f"The state of {type(optimizer).__name__} cannot be predicted ({type(error).__name__}: {error}). Measure "
-                "without the optimizer, or after its first step."
-            ) from error
-        total += count * _total_bytes(trial.state.values())
-    return total
-
-
-def _signature(p: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return p.shape, p.dtype, torch.device("cpu") if p.is_meta or isinstance(p, FakeTensor) else p.device
-
-
-def _total_bytes(tensors: Any) -> int:
-    live = LiveBytes()
-    return live.size(live.watch(tensors))
 
 
 @contextmanager

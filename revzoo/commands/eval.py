@@ -4,9 +4,13 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from revzoo.commands.parser import Parser, split_overrides
 from revzoo.errors import InputError
+
+if TYPE_CHECKING:
+    from revzoo.training.evaluation import Scores
 
 SUMMARY = "Evaluate a trained model, or weights that ship."
 
@@ -28,13 +32,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     if targets:
         scores = evaluate_checkpoint(Path(targets[0]), overrides)
-        print(f"{targets[0]}: {scores}")
+        _print_scores(targets[0], scores)
         if not math.isfinite(scores.loss):
             print("revzoo: the loss is not finite: the model returns infinities or NaN.", file=sys.stderr)
             return 1
         return 0
     scores, entry = evaluate_pretrained(arguments.pretrained, overrides)
-    print(f"{arguments.pretrained}: {scores}")
+    _print_scores(arguments.pretrained, scores)
     same = abs(scores.top1 - entry.metric["top1"]) < 0.005  # the index has two decimals
     print(f"The index says top-1 {entry.metric['top1']:.2f} %: {'the same' if same else 'NOT the same'}.")
     return 0 if same else 1
+
+
+def _print_scores(name: str, scores: "Scores") -> None:
+    for note in scores.notes:
+        print(f"Note: {note}.")
+    print(f"{name}: {scores}")

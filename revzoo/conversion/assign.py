@@ -11,8 +11,11 @@ from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.original import Original, find_nearest_name
 from revzoo.conversion.report import Action, TensorRow
 from revzoo.conversion.sources.base import Source
+from revzoo.conversion.sources.tensors import Grid
 from revzoo.errors import ConversionError, join_names
 from revzoo.format import format_dtype
+from revzoo.model.network import Model
+from revzoo.spec.schema import ImageInput
 
 _BLOCK = re.compile(r"(?:^|\.)(?:blocks|layers?|layer\d)\.(\d+)\.")
 
@@ -52,7 +55,7 @@ def assign(
     tensors = original.tensors
     _check_values(tensors)
     _check_parameters(model, mappings, source, original)
-    own = model.state_dict()
+    own, grid = model.state_dict(), _find_grid(model)
     rows, values, interpolated, misshapen = list[TensorRow](), dict[str, Tensor](), dict[str, Tensor](), list[str]()
     for mapping in mappings:
         ours = [own[key] for key in mapping.ours]
@@ -62,7 +65,7 @@ def assign(
             rows.append(replace(row, note=f"{join_names(absent)} is missing"))
             continue
         given = {key: tensors[key] for key in mapping.theirs}
-        resized, misfits = _resize(given, expected, source)
+        resized, misfits = _resize(given, expected, source, grid)
         interpolated |= resized
         misshapen += misfits
         if misshapen:  # an error follows, which lists all of them
@@ -86,12 +89,23 @@ def assign(
     return Assignment(tuple(rows), values, interpolated)
 
 
-def _resize(given: Mapping[str, Tensor], expected: Sequence[Tensor], source: Source) -> tuple[dict[str, Tensor], list[str]]:
+def _find_grid(model: nn.Module) -> Grid | None:
+    """Return the rows and columns of tokens that a network makes of an image; None if it makes none."""
+    embed = getattr(getattr(model, "stem", None), "patch_embed", None)
+    if embed is None or not isinstance(model, Model) or not isinstance(model.spec.input, ImageInput):
+        return None
+    rows, columns = (side // stride for side, stride in zip(model.spec.input.size, embed.proj.stride, strict=True))
+    return rows, columns
+
+
+def _resize(
+    given: Mapping[str, Tensor], expected: Sequence[Tensor], source: Source, grid: Grid | None
+) -> tuple[dict[str, Tensor], list[str]]:
     """Interpolate tensors of another shape than expected; return these alone, and what is wrong with any others."""
     resized, misfits = dict[str, Tensor](), list[str]()
     for (key, tensor), like in zip(given.items(), expected, strict=True):
         if tensor.shape != like.shape:
-            new = source.resize(key, tensor, tuple(like.shape))
+            new = source.resize(key, tensor, tuple(like.shape), grid)
             if new is None or new.shape != like.shape:
                 misfits.append(f"{key} {tuple(tensor.shape)} instead of {tuple(like.shape)}")
             else:

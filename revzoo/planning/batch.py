@@ -173,7 +173,8 @@ class _Interpolation:
                 largest = model.example_input(high)
         except MemoryError as error:
             raise InputError(f"A batch of {high} cannot even be allocated here. Search up to a smaller size.") from error
-        self._large = count(model, largest, loss, self.small.other_bytes, lookahead=lookahead != 0) if high > low else None
+        taken = {"other_bytes": self.small.other_bytes, "update_bytes": self.small.update_bytes}
+        self._large = count(model, largest, loss, **taken, lookahead=lookahead != 0) if high > low else None
         self._timings = {low: self.small.timing}  # by size
         size = min(high, _STRETCH * low)
         while not self.measure(size) and size > low:
@@ -280,6 +281,7 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
         sizes={state: line.bytes(size, high.sizes[state]) for state, size in low.sizes.items()},
         fixed_bytes=line.bytes(low.fixed_bytes, high.fixed_bytes),
         loss_bytes=line.bytes(low.loss_bytes, high.loss_bytes),
+        update_bytes=line.bytes(low.update_bytes, high.update_bytes),
     )
 
 

@@ -78,7 +78,7 @@ def plan(
         budget: limit for the peak of all memory together, as for `revzoo.solve`.
         solver: "timeline" or "knapsack", as for `revzoo.solve`. For any other module, "timeline", or
             "reforwarding": the published plan of its graph, which knows no budget, for comparison.
-        optimizer: its state is part of every peak.
+        optimizer: its state is part of every peak, and its update may be the peak.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
             for any other module.
@@ -246,6 +246,8 @@ def solve(
     if set(modes) == {"store"}:
         notes.append(f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes.")
     planned_peak = peak(problem, modes)
+    if planned_peak == problem.update_peak:
+        notes.append("The peak is at the optimizer's update.")
     if planned_peak > limit:
         notes.append(
             f"The budget is exceeded by {format_bytes(planned_peak - limit)}: the additive model does not see the peak."
@@ -293,7 +295,8 @@ def enforce_budget(model: PlannableModel, batch: Any, profile: Profile, plan: Pl
     """
     limit = plan.budget_bytes
     while True:
-        counted = count_peak(model, batch, plan.schedule, loss, profile.other_bytes, lookahead=plan.lookahead)
+        taken = {"other_bytes": profile.other_bytes, "update_bytes": profile.update_bytes}
+        counted = count_peak(model, batch, plan.schedule, loss, **taken, lookahead=plan.lookahead)
         if counted <= plan.budget_bytes or plan.peak_bytes > limit:  # the latter is a knapsack plan, which says so in its notes
             return replace(plan, peak_bytes=counted)
         limit = plan.peak_bytes - (counted - plan.budget_bytes)
@@ -316,12 +319,13 @@ def _explain_shortage(problem: Problem, limit: int, min_peak: int, min_peak_mode
         return f"The knapsack has no schedule within {format_bytes(limit)}. Try solver='timeline', or a larger budget."
     worst = max(list_phase_peaks(problem, min_peak_modes), key=lambda phase: phase.bytes)
     where = "at the loss" if worst.phase == "loss" else f"in the {worst.phase} of {worst.name}"
-    without = ""
+    remedy, without = "Try a smaller batch, autocast, or an optimizer of less state.", ""
+    if min_peak == problem.update_peak:
+        where, remedy = "at the optimizer's update", "Try foreach=False, or an optimizer of less state."
     if problem.lookahead:
         least, _ = minimize_peak(replace(problem, lookahead=0))
         without = f" Without look-ahead (lookahead=0) {format_bytes(least)} are enough."
     return (
         f"No schedule fits {format_bytes(limit)}: at least {format_bytes(min_peak)} ({min_peak} bytes) are needed, {where}. Of "
-        f"these {format_bytes(problem.fixed_bytes)} are weights, optimizer state and batch. Try a smaller batch, autocast, "
-        f"or an optimizer of less state.{without}"
+        f"these {format_bytes(problem.fixed_bytes)} are weights, optimizer state and batch. {remedy}{without}"
     )

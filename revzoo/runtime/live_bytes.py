@@ -90,10 +90,10 @@ class LiveBytes(TorchDispatchMode):
             sums[bisect_right(times, born.setdefault(storage, i))] += 0 if storage in without else change
         return sums[1:]
 
-    def peak(self, without: Collection[int] = ()) -> int:
-        """Return the largest number of bytes alive at once in storages other than `without`."""
-        highest = total = 0
-        for storage, change in self.log:
+    def peak(self, without: Collection[int] = (), since: int = 0) -> int:
+        """Return the largest number of bytes alive at once, from a time on, in storages other than `without`."""
+        highest = total = self.alive(without, at=since)
+        for storage, change in self.log[since:]:
             if storage not in without:
                 total += change
                 highest = max(highest, total)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled
+from revzoo.runtime.complete_gradients import announce_run, dismiss_run
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.missing import NeedsFullRun
 from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
@@ -119,6 +120,7 @@ class RecordedCall:
 
         out = self._replay.run_first(run)
         given.clear()  # the hooks live as long as the graph
+        announce_run(self, self._replay.fixed)
         if lookahead is not None and dropped:
             lookahead.follow(handle)
         while latest:
@@ -240,6 +242,10 @@ class RecordedCall:
     def free_refilled(self) -> None:
         """Free the refilled tensors that were not unpacked; they can be recovered again."""
         self._refilled.clear()
+
+    def end_runs(self) -> None:
+        """Note that backward, which goes from the last call to the first, does not run f again."""
+        dismiss_run(self, self._replay.fixed)
 
     @property
     def is_in_graph(self) -> bool:

@@ -76,6 +76,7 @@ class SavedInputs:
         judge_arrived()
         call.refill(*(x.get() for x in self._inputs))
         call.compare_refilled(Watch())
+        call.end_runs()
 
     def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
         return ()  # the graph holds them until the gradient has been queued
@@ -219,6 +220,7 @@ class InvertedSegment:
             passed = self._items[self._at - 1].call
             self._invert(refill=False)
             if passed is not None:
+                passed.end_runs()
                 note_inversion(passed.f)
         self._free_passed()
         while self._at < goal:
@@ -237,6 +239,8 @@ class InvertedSegment:
         elif not (call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])):
             del states  # the run needs the memory
             self._invert(refill=True)
+        if goal == self._first or self._at <= goal:  # else it runs again for the state in front of it
+            call.end_runs()
         if goal == self._first and self._origin is not None:
             self.free_states()
 

@@ -1,8 +1,9 @@
 """Plan a run: find the fastest schedule with which training stays within the recipe's memory budget.
 
 The planned step is the one that training makes: its batch (for texts, of the greatest length), its autocast, its loss. Whatever
-is alive besides the step counts too: the optimizer's state, averaged weights, labels, on a CPU the next batch, which is loaded
-ahead, with gradient accumulation the gradients of earlier batches, and the buckets in which processes exchange gradients.
+is alive besides the step counts too: the optimizer's state and what its update takes, averaged weights, labels, on a CPU the
+next batch, which is loaded ahead, with gradient accumulation the gradients of earlier batches, and the buckets in which
+processes exchange gradients. With an optimizer inside backward each gradient counts as long as it is there.
 
 The main process makes the plan for all of them. The others wait for it, so nothing here may wait for another process.
 """
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.analysis.dry_run import accumulated_gradients
-from revzoo.analysis.memory_report import count_optimizer_bytes
+from revzoo.analysis.dry_run import accumulated_gradients, updates_in_backward
+from revzoo.analysis.optimizer_step import count_optimizer, count_updates_apart
 from revzoo.data.random import seeded
 from revzoo.errors import PlanError
 from revzoo.file import write_atomically
@@ -85,13 +86,13 @@ def _make_plan(run: Run) -> Plan:
     options, device, step = run.recipe.memory, run.accelerator.device, _Step(run)
     assert options.budget is not None
     limit = parse_budget(options.budget, device, step.present_bytes)
-    with step.accumulate():
+    with step.treat_gradients():
         _, plan = profile_and_plan(
             run.model,
             step.batch,
             limit,
             solver=options.solver,
-            optimizer=run.optimizer,
+            optimizer=step.optimizer,
             loss=step.loss,
             lookahead=options.lookahead,
             other_bytes=step.other_bytes,
@@ -134,10 +135,17 @@ def _list_changes(run: Run, plan: Plan) -> Iterator[str]:
     if plan.units != run.model.units:
         yield "its units are not the model's"
         return
-    with step.accumulate():
-        state = count_optimizer_bytes(run.model, run.optimizer)
-        other_bytes = step.other_bytes + state
-        peak = count_peak(run.model, step.batch, plan.schedule, step.loss, other_bytes, lookahead=plan.lookahead)
+    with step.treat_gradients():
+        taken = count_optimizer(run.model, step.optimizer)
+        peak = count_peak(
+            run.model,
+            step.batch,
+            plan.schedule,
+            step.loss,
+            step.other_bytes + taken.state,
+            update_bytes=taken.update,
+            lookahead=plan.lookahead,
+        )
     if peak > max(plan.peak_bytes, plan.budget_bytes):
         yield f"peak: {format_bytes(plan.peak_bytes)} in the plan, {format_bytes(peak)} now, which is above the budget"
 
@@ -164,9 +172,15 @@ class _Step:
         buckets = gradients if run.accelerator.num_processes > 1 else 0
         ahead = self.batch.nbytes + labels.nbytes if device.type == "cpu" else 0
         soft = 0 if targets is labels else targets.nbytes
-        self.other_bytes = averaged + buckets + ahead + labels.nbytes + soft + _SCALAR_BYTES
-        state = count_optimizer_bytes(run.model, run.optimizer) if run.optimizer.state else 0
-        self.present_bytes = count_model_bytes(run.model) + averaged + buckets + state  # on the device already
+        state = count_optimizer(run.model, run.optimizer).state
+        # One that updates inside backward makes no update after it: what it takes is counted by `treat_gradients`.
+        in_backward = recipe.train.optimizer_in_backward
+        self.optimizer = None if in_backward else run.optimizer
+        self._updates = count_updates_apart(run.model, run.optimizer) if in_backward else None
+        besides = averaged + buckets + (state if in_backward else 0)
+        self.other_bytes = besides + ahead + labels.nbytes + soft + _SCALAR_BYTES
+        is_present = averaged + buckets + (state if run.optimizer.state else 0)
+        self.present_bytes = count_model_bytes(run.model) + is_present  # on the device already
         with run.accelerator.autocast():
             self.setting: Setting = read_setting(run.model, self.batch)
 
@@ -175,6 +189,8 @@ class _Step:
         loss: Tensor = self._loss(outputs, self._targets)
         return loss
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Let every step inside the block begin as it does in training."""
+    def treat_gradients(self) -> AbstractContextManager[None]:
+        """Let every step inside the block begin and end with the gradients that there are in training."""
+        if self._updates is not None:
+            return updates_in_backward(self._model, self._updates)
         return accumulated_gradients(self._model) if self._accumulates else nullcontext()

@@ -27,9 +27,16 @@ _CHANGEABLE = (
     "train.keep_states",
     "train.label_smoothing",
     "train.mixed_precision",
+    "train.optimizer_in_backward",
     "train.save_every",
 )
-_PLANNED = ("memory", "mixup", "model.exact", "train.mixed_precision")  # of these, what a plan depends on
+_PLANNED = (
+    "memory",
+    "mixup",
+    "model.exact",
+    "train.mixed_precision",
+    "train.optimizer_in_backward",
+)  # of these, what a plan depends on
 _WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on the number of epochs
 
 

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,6 +36,7 @@ class Scores:
         loss: mean cross-entropy [nats], without label smoothing.
         count: number of labels.
         label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
+        notes: remarks on the data, such as which files were skipped.
     """
 
     top1: float
@@ -43,6 +44,7 @@ class Scores:
     loss: float
     count: int
     label_noun: str = "images"
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
@@ -154,7 +156,8 @@ def _load_and_evaluate(recipe: Recipe, source: str, classes: str | None = None, 
             f"{model.spec.name} was trained on these {len(known)} classes: {join_names(known)}. Received: data of "
             f"{len(data.class_names)} classes: {join_names(data.class_names)}. Evaluate it on data with the same classes."
         )
-    return evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
+    scores = evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
+    return replace(scores, notes=tuple(data.notes))
 
 
 def _parse_classes(text: str, checkpoint: Path) -> list[str]:

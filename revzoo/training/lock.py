@@ -2,11 +2,11 @@
 
 The lock is a record lock (`fcntl.lockf`) on a file. The operating system releases it when its process ends, however it ends, so
 a killed run leaves no lock behind. The file names host and process of its holder. If that is another host, which may hold a
-lock that this host does not see (network drives without locks), only the user knows whether the process still runs.
+lock that this host does not see (network drives without locks), only the user knows whether the process still runs. On Windows,
+which has no record locks of this kind, and on drives without them, what the file says has to do.
 """
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -18,6 +18,11 @@ from typing import IO
 import psutil
 
 from revzoo.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 class LockedError(InputError):
@@ -47,13 +52,14 @@ def hold_lock(file: Path, folder: Path, *, release: bool = False) -> Iterator[No
 
 
 def _acquire(stream: IO[str], folder: Path, release: bool) -> None:
-    has_locks = True
+    has_locks = fcntl is not None
     try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if has_locks:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise _explain(folder, *_read_holder(stream)) from None
-        has_locks = False  # on such a file system what the file says has to do
+        has_locks = False
     host, pid = _read_holder(stream)
     if not host:
         return

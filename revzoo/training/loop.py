@@ -11,7 +11,7 @@ CPUs. After a signal the current update is finished and a state is saved; a kill
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.change import check_changes, needs_new_plan
 from revzoo.training.divergence import check_test_loss, check_training_loss, check_weights
 from revzoo.training.evaluation import evaluate
+from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
 from revzoo.training.lock import hold_lock
 from revzoo.training.main_process import call_on_main
@@ -129,7 +130,8 @@ def _begin(run: Run, plan: Plan | None) -> Summary:
     save_plan(run, plan)
     if run.accelerator.is_main_process:
         batch = run.model.example_input(run.recipe.data.batch_size)
-        run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer)))
+        in_backward = run.recipe.train.optimizer_in_backward
+        run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer, in_backward=in_backward)))
     _print_plan(run, plan)
     _verify_gradients(run)
     save_state(run)
@@ -216,7 +218,9 @@ def _train_epochs(run: Run) -> Summary:
     if run.recipe.train.compile:  # after planning and measuring: what compiled code keeps cannot be counted
         compile_steps(run.model)
         run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
-    with run.display, StopSignal(run.accelerator) as stop:
+    in_backward = run.recipe.train.optimizer_in_backward  # from here on: what runs before must not change the weights
+    updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
+    with run.display, StopSignal(run.accelerator) as stop, updates:
         for epoch in range(progress.epoch, run.recipe.train.epochs):
             seen = progress.batch * run.recipe.data.batch_size * run.accelerator.num_processes
             run.data.start_epoch(epoch, skip=seen)

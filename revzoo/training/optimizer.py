@@ -1,6 +1,7 @@
 """timm's optimizers: which options each of them accepts, and how it is made."""
 
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
 from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
@@ -14,10 +15,11 @@ class OptimizerError(Exception):
 
 
 def find_accepted_options(opt: str) -> set[str]:
-    """Return those of momentum, betas and eps that timm's optimizer of this name accepts."""
+    """Return those of momentum, betas, eps, foreach and fused that timm's optimizer of this name accepts."""
     info = get_optimizer_info(opt)
     accepts = {"momentum": info.has_momentum, "betas": info.has_betas, "eps": info.has_eps}
-    return {name for name, accepted in accepts.items() if accepted}
+    parameters = signature(cast(Any, info.opt_class)).parameters
+    return {name for name, accepted in accepts.items() if accepted} | ({"foreach", "fused"} & parameters.keys())
 
 
 def make_optimizer(
@@ -49,5 +51,5 @@ def make_optimizer(
             parameters, layer_decay = param_groups_layer_decay(model, weight_decay, layer_decay=layer_decay), None
     try:
         return create_optimizer_v2(parameters, opt, lr, weight_decay, layer_decay=layer_decay, **arguments)
-    except (TypeError, ValueError, LookupError, AssertionError, ImportError) as error:
+    except (TypeError, ValueError, LookupError, AssertionError, ImportError, RuntimeError) as error:
         raise OptimizerError(f"{type(error).__name__}: {error}") from error

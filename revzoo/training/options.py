@@ -72,6 +72,9 @@ class OptimizerOptions:
     Args:
         weight_decay_of: what is decayed: weights (without biases, norms and tables of positions), these and the positions, or
             all parameters.
+        foreach: update all parameters together, which takes copies of them; False: one after the other. None: PyTorch's choice,
+            together on a GPU.
+        fused: one kernel for the whole update, which takes no copies.
     """
 
     opt: str
@@ -82,6 +85,8 @@ class OptimizerOptions:
     betas: tuple[Rate, Rate] | tuple[Rate, Rate, Rate] | None = None
     eps: PositiveFloat | None = None
     layer_decay: PositiveFloat | None = None
+    foreach: bool | None = None
+    fused: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,7 @@ class TrainOptions:
         compile: compile the reversible steps with `torch.compile`.
         save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
         keep_states: how many of the newest states are kept; the older ones are for when a newer one is damaged.
+        optimizer_in_backward: update each parameter in backward, as soon as its gradient is complete, and free the gradient.
     """
 
     epochs: PositiveInt
@@ -149,6 +155,7 @@ class TrainOptions:
     compile: bool = False
     save_every: PositiveInt | None = None
     keep_states: PositiveInt = 2
+    optimizer_in_backward: bool = False
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,10 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
         yield opt.problem(f"the name of a timm optimizer ({join_names(optimizers)})", hint=hint)
     elif isinstance(opt.value, str) and get_optimizer_info(opt.value).second_order:
         yield opt.problem("a first-order optimizer: this one needs the computation graph of the gradient")
+    elif isinstance(opt.value, str):
+        yield from _find_unsupported_updates(tree, opt.value)
+    if _value(tree, "train.optimizer_in_backward") is True:
+        yield from _find_needs_of_all_gradients(tree)
     name = _value(tree, "data.name")
     if name in ("folder", "cifar10", "cifar100", "imagenet") and _value(tree, "data.root") is None:
         yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}")
@@ -114,6 +118,33 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
         yield _node(tree, f"coupling.{moving[0]}").problem("null with memory.budget: the plan would have to change with it")
     if isinstance(_value(tree, "mixup"), dict) and not any(_value(tree, f"mixup.{a}_alpha") for a in ("mixup", "cutmix")):
         yield _node(tree, "mixup").problem("mixup_alpha or cutmix_alpha above 0, or null for neither")
+
+
+def _find_unsupported_updates(tree: YamlNode, opt: str) -> Iterator[SpecProblem]:
+    """Yield the problems of ways to update all parameters that this optimizer does not have."""
+    from revzoo.training.optimizer import find_accepted_options
+
+    accepted = find_accepted_options(opt)
+    for name in ("foreach", "fused"):
+        if _value(tree, f"optimizer.{name}") is not None and name not in accepted:
+            yield _node(tree, f"optimizer.{name}").problem(f"null: timm's {opt} does not have it")
+    if _value(tree, "optimizer.foreach") is True and _value(tree, "optimizer.fused") is True:
+        yield _node(tree, "optimizer.foreach").problem("null or false with fused: true, which updates them in another way")
+
+
+def _find_needs_of_all_gradients(tree: YamlNode) -> Iterator[SpecProblem]:
+    """Yield the problems of settings for which an update must not begin before backward has ended."""
+    without = "with train.optimizer_in_backward"
+    if _value(tree, "train.accumulate") not in (None, 1):
+        yield _node(tree, "train.accumulate").problem(f"1 {without}, which keeps no gradient for another batch")
+    if _value(tree, "train.clip_grad") is not None:
+        yield _node(tree, "train.clip_grad").problem(f"null {without}: the norm is that of all gradients")
+    if _value(tree, "train.mixed_precision") == "fp16":
+        allowed = f"bf16 or 'no' {without}: fp16 looks at all gradients before an update"
+        yield _node(tree, "train.mixed_precision").problem(allowed)
+    if _value(tree, "memory.lookahead") not in (None, 0):
+        allowed = f"0 {without}: a step that is recovered ahead reads weights that are being updated"
+        yield _node(tree, "memory.lookahead").problem(allowed)
 
 
 def _sets_outputs(overrides: list[Any]) -> bool:

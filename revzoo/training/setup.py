@@ -27,6 +27,7 @@ from revzoo.registry import heads
 from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
+from revzoo.training.in_backward import updates_each_alone
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin
@@ -169,6 +170,8 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     model = _make_model(model_options, spec, is_open, data, recipe)
     _freeze(model, recipe)
     optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
+    if options.optimizer_in_backward:
+        _require_updates_in_backward(recipe, optimizer, accelerator)
     ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
     if ema is not None:  # a copy of the bare model: a copy of the prepared one would run the original's weights
         ema.to(accelerator.device)
@@ -291,6 +294,16 @@ def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch
     except OptimizerError as error:
         allowed = f"what timm's {options.opt} accepts on this machine"
         raise SpecError([SpecProblem(file, "optimizer", str(error), allowed)]) from error
+
+
+def _require_updates_in_backward(recipe: Recipe, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> None:
+    allowed = ""
+    if accelerator.num_processes > 1:
+        allowed = "false with several processes: they add up their gradients before an update"
+    elif not updates_each_alone(optimizer):
+        allowed = f"false with optimizer.opt={recipe.optimizer.opt}, which needs all gradients for an update, or adamw or sgd"
+    if allowed:
+        raise SpecError([SpecProblem(recipe.file, "train.optimizer_in_backward", "true", allowed)])
 
 
 def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:

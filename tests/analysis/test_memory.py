@@ -7,8 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import revzoo
 from revzoo.analysis.memory_report import measure_modes
+from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.errors import InputError
-from revzoo.runtime import ReversibleChain
+from revzoo.runtime import LiveBytes, ReversibleChain
+from revzoo.training.optimizer import make_optimizer
 
 A = 512 * 256 * 4  # one activation of the perceptron
 W = 256 * 256 * 4
@@ -42,6 +44,7 @@ def test_perceptron_to_the_byte(perceptron):
         "buffer_bytes": 0,
         "gradient_bytes": 2 * W,
         "optimizer_bytes": 0,
+        "update_bytes": 0,
         "batch_bytes": A,
         "allocator_peak_bytes": None,
         "allocator_reserved_bytes": None,
@@ -131,15 +134,15 @@ def test_batches_of_every_form_and_nested_outputs():
 
 
 @pytest.mark.parametrize(
-    ("make", "bytes_per_weight", "bytes_per_tensor"),
+    ("make", "bytes_per_weight", "bytes_per_tensor", "update"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0, 0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4, 0),
-        (lambda p: torch.optim.AdamW(p), 8, 4),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=False), 12, 4),
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0, 0, 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4, 0, 0),
+        (lambda p: torch.optim.AdamW(p), 8, 4, 2 * 4 * 128),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=False), 12, 4, 2 * 4 * 128),
     ],
 )
-def test_optimizer_state_is_predicted_and_then_counted(make, bytes_per_weight, bytes_per_tensor):
+def test_optimizer_state_is_predicted_and_then_counted(make, bytes_per_weight, bytes_per_tensor, update):
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 3)).requires_grad_()
     model[0].bias.requires_grad_(False)
     optimizer, x = make(model.parameters()), torch.randn(2, 16)
@@ -147,10 +150,63 @@ def test_optimizer_state_is_predicted_and_then_counted(make, bytes_per_weight, b
     predicted = revzoo.measure_memory(model, x, optimizer)
     assert predicted.optimizer_bytes == expected
     assert not optimizer.state
-    assert predicted.peak_bytes == revzoo.measure_memory(model, x).peak_bytes + expected
+    before = revzoo.measure_memory(model, x)
+    left = before.weight_bytes + before.gradient_bytes + before.batch_bytes + 4  # with the loss
+    assert predicted.update_bytes == update
+    assert predicted.peak_bytes == max(before.peak_bytes, left + update) + expected
     model(x).sum().backward()
     optimizer.step()
     assert revzoo.measure_memory(model, x, optimizer).optimizer_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("opt", "settings", "copies"),
+    [
+        ("adamw", {"foreach": False}, "2 of the largest"),
+        ("adamw", {"foreach": True}, "1 of all"),
+        ("adamw", {"fused": True}, "none"),
+        ("adamw", {}, "2 of the largest"),
+        ("sgd", {"momentum": 0.9, "foreach": True}, "none"),
+        ("radamw", {"foreach": True}, "1 of all"),
+        ("lion", {"foreach": True}, "1 of all"),
+        ("muon", {}, "values"),
+    ],
+)
+def test_what_an_update_takes(opt, settings, copies):
+    """Foretold without values, and counted in real updates, of which the sixth of RAdam is the first to take most."""
+    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 16, bias=False), nn.Linear(16, 16, bias=False))
+    optimizer = make_optimizer(model, opt, lr=0.1, weight_decay=0.0, **settings)
+    taken = count_optimizer(model, optimizer)
+    all_bytes, live, most = sum(p.nbytes for p in model.parameters()), LiveBytes(), 0
+    live.watch(model.parameters())
+    for _ in range(8):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        live.watch([p.grad for p in model.parameters()])
+        start = live.now()
+        with live:
+            optimizer.step()
+        most = max(most, live.peak(since=start) - live.alive())
+    assert taken.update == most
+    expected = {"none": 0, "1 of all": all_bytes, "2 of the largest": 2 * 4 * 64 * 32}
+    assert most == expected.get(copies, most)
+    assert most > 0 or copies == "none"
+    assert taken.state == count_optimizer(model, optimizer).state == state_bytes(optimizer)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    live = LiveBytes()
+    return live.size(live.watch(optimizer.state.values()))
+
+
+def test_on_a_gpu_foreach_is_counted_unless_it_is_turned_off():
+    """Without values, so without a GPU."""
+    with FakeTensorMode(), torch.device("cuda"):
+        model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 16, bias=False))
+    weights = 4 * (64 * 32 + 32 * 16)
+    assert count_optimizer(model, torch.optim.AdamW(model.parameters())).update == weights
+    assert count_optimizer(model, torch.optim.AdamW(model.parameters(), foreach=False)).update == 2 * 4 * 64 * 32
+    assert count_optimizer(model, torch.optim.AdamW(model.parameters(), fused=True)).update == 0
 
 
 def test_optimizer_of_a_model_on_meta():

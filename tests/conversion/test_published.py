@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 
 import revzoo
@@ -423,10 +424,15 @@ def test_other_classes_are_kept_and_other_resolutions_said(tmp_path, kind):
     weights |= {f"{head}.weight": torch.randn(7, 128), f"{head}.bias": torch.randn(7)}
     torch.save(weights, tmp_path / "w.pth")
     (tmp_path / "larger.yaml").write_text(yaml.safe_dump(LARGER))
+    (tmp_path / "wider.yaml").write_text(yaml.safe_dump({**LARGER, "name": "wider", "input": {"size": [12, 16]}}))
     kept = revzoo.convert("rev_vit_digits", tmp_path / "w.pth")
     assert (kept.model.num_outputs, kept.expect) == (7, "The published network: the same function with other keys.")
     assert torch.equal(kept.model.head.linear.weight, weights[f"{head}.weight"])
     assert kept.notes[0] == "The head has 7 outputs, as in the file; rev_vit_digits has 10."
+    wider = revzoo.convert(tmp_path / "wider.yaml", tmp_path / "w.pth")
+    positions = weights["pos_embed" if kind == "pyslowfast" else "backbone.pos_embed"]
+    expected = resample_abs_pos_embed(positions[:, -16:], [6, 8], num_prefix_tokens=0)  # without a class token's
+    assert torch.equal(wider.model.stem.pos_embed, expected)
     larger = revzoo.convert(tmp_path / "larger.yaml", tmp_path / "w.pth")
     assert larger.model(torch.randn(1, 1, 12, 12)).shape == (1, 7)
     assert larger.model.spec.name == "larger"

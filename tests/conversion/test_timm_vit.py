@@ -121,6 +121,16 @@ def test_positions_of_another_square_grid_are_interpolated(rows):
     assert SOURCE.resize("head.weight", positions, (1, rows + 36, 12)) is None
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_positions_of_a_grid_that_is_not_square_are_interpolated_from_a_square_one(rows):
+    positions = torch.randn(1, rows + 16, 12)
+    resized = SOURCE.resize("pos_embed", positions, (1, rows + 36, 12), (4, 9))
+    assert torch.equal(resized, resample_abs_pos_embed(positions, [4, 9], num_prefix_tokens=rows))
+    assert not torch.equal(resized, SOURCE.resize("pos_embed", positions, (1, rows + 36, 12)))
+    assert SOURCE.resize("pos_embed", positions, (1, rows + 36, 12), (4, 8)) is None
+    assert SOURCE.resize("pos_embed", torch.randn(1, rows + 35, 12), (1, rows + 36, 12), (4, 9)) is None
+
+
 @pytest.mark.parametrize("names", ["q k v", "q_proj k_proj v_proj"])
 def test_separate_queries_keys_and_values_are_merged(converter, randomise, names):
     expected = randomise(tiny()).state_dict()

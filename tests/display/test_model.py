@@ -140,7 +140,9 @@ def test_a_model_without_a_schedule_has_one_column():
 
 
 def test_rows_that_are_zero_in_every_mode_are_left_out():
-    report = MemoryReport(8, 4, 2, weight_bytes=2, buffer_bytes=0, gradient_bytes=2, optimizer_bytes=0, batch_bytes=1)
+    report = MemoryReport(
+        8, 4, 2, weight_bytes=2, buffer_bytes=0, gradient_bytes=2, optimizer_bytes=0, update_bytes=0, batch_bytes=1
+    )
     text = text_of(MemoryTable({"store": report}))
     assert "weights" in text
     assert not any(label in text for label in ("buffers", "optimizer", "CUDA"))

@@ -41,7 +41,7 @@ def known_device(monkeypatch):
         ((modes, _),) = schedules
         return [1 + 0.01 * len(batch) + 0.002 * len(batch) * sum(mode != "store" for mode in modes)]
 
-    def counted_once(model, batch, loss=None, other_bytes=0, lookahead=False):
+    def counted_once(model, batch, loss=None, other_bytes=0, update_bytes=0, lookahead=False):
         return counted(model.spec.name, len(batch))
 
     monkeypatch.setattr(profiles, "count", counted_once)

@@ -35,7 +35,7 @@ def _fresh_accelerate() -> Iterator[None]:
 def _nothing_shown() -> Iterator[None]:
     """Leave out the table of memory, verifying and the curves, which take longer than a small run; `shown` puts them back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "measure_modes", lambda model, batch, optimizer: ({}, None))
+        patch.setattr(loop, "measure_modes", lambda model, batch, optimizer, in_backward: ({}, None))
         patch.setattr(loop, "describe_gradients", lambda run: "")
         patch.setattr(loop, "plot_curves", lambda records, path: path.write_bytes(b""))
         yield

@@ -44,6 +44,10 @@ SETTINGS = {
         [*FAST, f"model.overrides=[{REVNET}]", "train.mixed_precision=bf16", "data.batch_size=16"],
     ),
     "looked ahead": ("digits", [*FAST, f"model.overrides=[{VIT.replace('depth=1', 'depth=2')}]", "memory.lookahead=1"]),
+    "updated in backward": (
+        "digits",
+        [*FAST, f"model.overrides=[{VIT}]", "train.optimizer_in_backward=true", "train.clip_grad=null", "data.batch_size=32"],
+    ),
     "bytes": ("text_reformer", [f"model.overrides=[{REFORMER}]", "data.batch_size=32", "train.epochs=1"]),
 }
 EXACT = {"rev_vit": ("digits", VIT.replace("depth=1", "depth=2")), "revnet": ("digits_revnet", REVNET)}
@@ -89,6 +93,24 @@ def counted(monkeypatch) -> list[tuple[int, int, int]]:
 
     monkeypatch.setattr(loop, "_train_epoch", count)
     return epochs
+
+
+def test_the_update_may_be_the_peak(tmp_path, counted, unmeasured):
+    """Of a small batch; the real loop takes at its update what the plan says, to the byte, and less is refused."""
+    wide = VIT.replace("width=8", "width=32")
+    settings = [*FAST, f"model.overrides=[{wide}]", "data.batch_size=2", "ema=null"]
+    settings += ["optimizer.foreach=true", "optimizer.weight_decay_of=all"]  # in one group
+    with interrupted_after(updates=3), pytest.raises(Interrupted):
+        loop.train(load_recipe("digits", [*settings, "memory.budget=1TiB", "train.clip_grad=null"]), tmp_path / "run")
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert "The peak is at the optimizer's update." in plan.notes
+    steps, training, _ = counted[-1]
+    assert plan.peak_bytes == plan.min_peak_bytes == plan.no_recompute_peak_bytes
+    assert steps < training == plan.peak_bytes - 4  # by then there is no loss divided by the batches of an update
+    budget = plan.peak_bytes - 1
+    message = rf"at least .*\({plan.peak_bytes} bytes\) are needed, at the optimizer's update\. .* Try foreach=False, or"
+    with pytest.raises(BudgetError, match=message):
+        loop.train(load_recipe("digits", [*settings, f"memory.budget={budget}"]), tmp_path / "less")
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

@@ -14,6 +14,7 @@ from revzoo.data.base import IGNORED
 from revzoo.errors import CheckpointError, InputError
 from revzoo.training.evaluation import Scores, evaluate, evaluate_checkpoint, evaluate_pretrained
 from revzoo.training.loop import train
+from zoo_cli import main
 
 
 class Lookup(nn.Module):
@@ -46,6 +47,17 @@ def test_what_training_saved(recipe, tmp_path, ema):
     alone = tmp_path / "alone.safetensors"  # a checkpoint says by itself what it is of, and which data it is for
     (tmp_path / "run" / "best.safetensors").rename(alone)
     assert evaluate_checkpoint(alone, ["data.batch_size=7"]).top1 == best["top1"]
+
+
+def test_remarks_on_the_data_are_printed(recipe, image_folder, tmp_path, capsys):
+    data = [f"data.root={image_folder}", "data.name=folder", "data.batch_size=8", "data.shift=0"]
+    train(recipe(*data, "train.epochs=1", "schedule.warmup_epochs=0"), tmp_path / "run")
+    (image_folder / "val" / "notes.txt").touch()
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    note, scores = capsys.readouterr().out.splitlines()
+    assert note == f"Note: skipped in {image_folder}/val: 1 .txt."
+    assert scores.startswith(f"{tmp_path / 'run'}: top-1 ")
 
 
 def test_foreign_checkpoints(tmp_path):

@@ -78,13 +78,17 @@ def test_a_damaged_lock_names_nobody(tmp_path, text):
         pass
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["drive", "Windows"])
+def test_a_system_without_locks(tmp_path, monkeypatch, where):
     """Then a process that runs is told from one that does not by its number."""
 
     def refuse(*arguments):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("revzoo.training.lock.fcntl.lockf", refuse)
+    if where == "Windows":
+        monkeypatch.setattr("revzoo.training.lock.fcntl", None)
+    else:
+        monkeypatch.setattr("revzoo.training.lock.fcntl.lockf", refuse)
     file = tmp_path / "lock"
     file.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid()}))
     with pytest.raises(LockedError, match=f"in use by process {os.getppid()}"), hold_lock(file, Path("run")):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping
+from revzoo.conversion.sources.tensors import Grid
 
 Tensors = Mapping[str, Tensor]
 
@@ -58,8 +59,15 @@ class Source(ABC):
         """Return whether a tensor of theirs is a constant or unused, so that it is dropped without `strict=False`."""
         return False
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return a tensor of theirs interpolated to the shape of another resolution, or None where that is impossible."""
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+        """Return a tensor of theirs interpolated to the shape of another resolution, or None where that is impossible.
+
+        Args:
+            key: theirs.
+            tensor: with this key.
+            shape: of the result.
+            grid: of the converted network's tokens; None where it has none.
+        """
         return None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from revzoo.conversion.mapping import TensorMapping, rename
 from revzoo.conversion.sources.base import Tensors
 from revzoo.conversion.sources.published import PublishedNetwork, PublishedSource
-from revzoo.conversion.sources.tensors import resize_positions
+from revzoo.conversion.sources.tensors import Grid, resize_positions
 
 _FAMILIES = ("rev_vit",)
 _RULES = {  # from our keys, layers numbered through all stages, to theirs
@@ -67,10 +67,10 @@ class MMPretrain(PublishedSource):
             return mappings
         return [rename(m.ours[0], _POSITIONS) if m.theirs == (_POSITIONS,) else m for m in mappings]
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return position embeddings interpolated to another square grid, with a class token's row as it is; else None."""
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+        """Return positions of a square grid interpolated to another grid, with a class token's row as it is; else None."""
         prefix = 0 if tensor.dim() == 3 and _is_square(tensor.shape[1]) else 1
-        return resize_positions(tensor, shape, prefix) if key == _POSITIONS else None
+        return resize_positions(tensor, shape, prefix, grid) if key == _POSITIONS else None
 
     def canonicalise(self, description: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors with the prefix that a file of the backbone alone lacks, and notes."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from revzoo.conversion.mapping import TensorMapping, merge, rename, reshape
 from revzoo.conversion.sources.base import Tensors
 from revzoo.conversion.sources.published import PublishedSource
-from revzoo.conversion.sources.tensors import resize_distances, resize_positions
+from revzoo.conversion.sources.tensors import Grid, resize_distances, resize_positions
 
 _FAMILIES = ("rev_vit", "rev_mvit")
 _RULES = {  # from our keys, layers numbered through all stages, to theirs
@@ -42,11 +42,11 @@ class PySlowFast(PublishedSource):
         """Return whether a file has PySlowFast's keys."""
         return any(key.startswith("rev_backbone.layers.") for key in tensors)
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return position embeddings interpolated to another square grid, absolute or relative; None for another tensor."""
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+        """Return positions of a square grid interpolated to another grid, absolute or relative; None for another tensor."""
         if key.endswith((".rel_pos_h", ".rel_pos_w")):
             return resize_distances(tensor, shape)
-        return resize_positions(tensor, shape) if key == "pos_embed" else None
+        return resize_positions(tensor, shape, grid=grid) if key == "pos_embed" else None
 
     def canonicalise(self, description: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors with matrices of q, k and v together split into three, and a note on it."""

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 
+Grid = tuple[int, int]  # rows and columns of tokens
+
 _SEPARATE_NAMES = (("q", "k", "v"), ("q_proj", "k_proj", "v_proj"))
 
 
@@ -43,20 +45,24 @@ def merge_qkv(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[st
     return result, [f"{3 * count} tensors of separate queries, keys and values were merged into {count} (qkv)"]
 
 
-def resize_positions(tensor: Tensor, shape: Sequence[int], prefix: int = 0) -> Tensor | None:
-    """Return position embeddings interpolated to another square grid as timm does, or None if a grid is not square.
+def resize_positions(tensor: Tensor, shape: Sequence[int], prefix: int = 0, grid: Grid | None = None) -> Tensor | None:
+    """Return position embeddings of a square grid interpolated to another grid as timm does, or None if they are of no such.
 
     Args:
         tensor: (1, prefix + N, D).
         shape: the shape of the result, (1, prefix + M, D).
         prefix: number of rows in front that belong to no position in the grid; they are kept.
+        grid: the grid of the M positions; None: it is square.
     """
     if tensor.ndim != 3 or len(shape) != 3 or tensor.shape[::2] != tuple(shape)[::2]:
         return None
     old, new = tensor.shape[1] - prefix, shape[1] - prefix
-    if min(old, new) < 1 or isqrt(old) ** 2 != old or isqrt(new) ** 2 != new:
+    if min(old, new) < 1:
         return None
-    resampled: Tensor = resample_abs_pos_embed(tensor, [isqrt(new)] * 2, [isqrt(old)] * 2, prefix)
+    grid = grid or (isqrt(new), isqrt(new))
+    if isqrt(old) ** 2 != old or grid[0] * grid[1] != new:
+        return None
+    resampled: Tensor = resample_abs_pos_embed(tensor, list(grid), [isqrt(old)] * 2, prefix)
     return resampled
 
 

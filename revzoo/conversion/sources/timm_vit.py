@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.base import Tensors, find_mlp_ratio
-from revzoo.conversion.sources.tensors import merge_qkv, resize_positions
+from revzoo.conversion.sources.tensors import Grid, merge_qkv, resize_positions
 from revzoo.conversion.sources.timm_base import TimmSource, read_rate
 from revzoo.errors import ConversionError
 
@@ -98,12 +98,13 @@ class TimmViT(TimmSource):
         """Return whether a key belongs to the layer in front of the head of old checkpoints, which timm drops as well."""
         return key.startswith("pre_logits.")
 
-    def resize(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return position embeddings interpolated to another square grid as timm does; None for another tensor."""
+    def resize(self, key: str, tensor: Tensor, shape: Sequence[int], grid: Grid | None = None) -> Tensor | None:
+        """Return position embeddings of a square grid interpolated to another grid as timm does; None for another tensor."""
         if key != "pos_embed":
             return None
-        candidates = (resize_positions(tensor, shape, prefix) for prefix in (0, 1))  # without and with a row of the class token
-        return next((resized for resized in candidates if resized is not None), None)  # N and N - 1 are never both squares
+        # Without and with a row of the class token: N and N - 1 are never both squares.
+        candidates = (resize_positions(tensor, shape, prefix, grid) for prefix in (0, 1))
+        return next((resized for resized in candidates if resized is not None), None)
 
     def _check(self, vit: VisionTransformer) -> None:
         kind, embed = type(vit), vit.patch_embed

@@ -50,7 +50,13 @@ _ALTERNATING: tuple[tuple[Mode, Mode], ...] = (("invert", "recompute"), ("recomp
 
 
 def count(
-    model: PlannableModel, batch: Any, loss: LossFunction | None = None, other_bytes: int = 0, *, lookahead: bool = False
+    model: PlannableModel,
+    batch: Any,
+    loss: LossFunction | None = None,
+    other_bytes: int = 0,
+    *,
+    update_bytes: int = 0,
+    lookahead: bool = False,
 ) -> Problem:
     """Return the bytes and FLOPs of every unit in every mode, counted without running the model.
 
@@ -61,6 +67,7 @@ def count(
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         other_bytes: other memory that is alive during the whole training step, such as optimizer state and averaged weights.
+        update_bytes: what the optimizer's update takes beside gradients and all that.
         lookahead: count the backward of every unit with look-ahead as well, from five more schedules.
     Raises:
         InputError: not a model that can be planned, compiled steps, an unusable batch, or no parameter with a gradient; with
@@ -90,7 +97,10 @@ def count(
             traces += [_trace_apart(model, batch, modes, loss, fake) for modes in others]
             schedules = list_schedules_ahead(entries) if lookahead else ()
             ahead = [_trace_apart(model, batch, modes, loss, fake, lookahead=1) for modes in schedules]
-    return build_problem(read_layout(model), traces, other_bytes, ahead)
+    problem = build_problem(read_layout(model), traces, other_bytes, ahead)
+    if update_bytes:
+        problem = replace(problem, update_bytes=_count_left(traces[0]) + other_bytes + update_bytes - problem.fixed_bytes)
+    return problem
 
 
 def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
@@ -135,11 +145,13 @@ def count_peak(
     loss: LossFunction | None = None,
     other_bytes: int = 0,
     *,
+    update_bytes: int = 0,
     lookahead: Literal[0, 1] = 0,
 ) -> int:
     """Return the peak memory of a training step with this schedule [bytes], counted without running it. Args: as `count`."""
     with preserve_schedules(model):
-        return _step_peak(_trace_apart(model, batch, modes, loss, lookahead=lookahead)) + other_bytes
+        traced = _trace_apart(model, batch, modes, loss, lookahead=lookahead)
+        return max(_step_peak(traced), _count_left(traced) + update_bytes) + other_bytes
 
 
 def _trace_apart(
@@ -162,6 +174,11 @@ def _trace_apart(
 
 def _step_peak(traced: Trace) -> int:
     return max(accumulate(change for _, change in traced.log))
+
+
+def _count_left(traced: Trace) -> int:
+    """Return what is alive after backward, when the optimizer makes its update."""
+    return sum(change for _, change in traced.log[: traced.marks[-1].position])
 
 
 def build_problem(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.analysis.memory_report import count_optimizer_bytes
+from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.planning.budget import free_bytes
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import PlannableModel
@@ -32,6 +32,7 @@ class Profile:
         model_bytes: weights and buffers, which are on the device already.
         other_bytes: optimizer state, and whatever else was given as alive during the whole training step.
         notes: remarks for the reader, such as why nothing was run.
+        update_bytes: what the optimizer's update takes, beside gradients and all that.
     """
 
     memory: Problem
@@ -40,6 +41,7 @@ class Profile:
     model_bytes: int
     other_bytes: int = 0
     notes: tuple[str, ...] = ()
+    update_bytes: int = 0
 
     @property
     def problem(self) -> Problem:
@@ -72,7 +74,7 @@ def profile(
         model: a `revzoo.Model`, a `ReversibleChain` or a `LayerChain`, in the state in which it will be trained. On the meta
             device only bytes and FLOPs are counted.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
-        optimizer: its state is part of every peak, at full size even before the first optimizer step.
+        optimizer: its state is part of every peak, at full size even before the first optimizer step. Its update is counted.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         run: False measures no seconds. Whether steps can be inverted is still checked, on a few examples.
         estimate: time only the minimum-memory schedule, and assume that every mode but storing costs one extra forward.
@@ -82,8 +84,9 @@ def profile(
         InputError: not such a model, an unusable batch, no parameter with a gradient, or an optimizer of other parameters.
         RecoveryError: a step does not return the same output when it runs again.
     """
-    other_bytes += count_optimizer_bytes(model, optimizer)
-    counted = count(model, batch, loss, other_bytes, lookahead=lookahead)
+    taken = count_optimizer(model, optimizer)
+    other_bytes += taken.state
+    counted = count(model, batch, loss, other_bytes, update_bytes=taken.update, lookahead=lookahead)
     memory = replace(counted, max_invert_run=predict_inversion_limit(model))
     notes, timing = [], None
     if any(p.is_meta for p in model.parameters()):
@@ -104,7 +107,8 @@ def profile(
         if run:
             timing, more = _measure_or_estimate(model, batch, memory, loss, estimate)
             notes += more
-    return Profile(memory, timing, read_setting(model, batch), count_model_bytes(model), other_bytes, tuple(notes))
+    setting, model_bytes = read_setting(model, batch), count_model_bytes(model)
+    return Profile(memory, timing, setting, model_bytes, other_bytes, tuple(notes), taken.update)
 
 
 def _measure_or_estimate(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from revzoo.analysis.dry_run import preserve_schedules
-from revzoo.analysis.memory_report import count_optimizer_bytes
+from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
 from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
@@ -54,7 +54,7 @@ def plan_module(
             with at most one more forward.
         solver: "timeline" looks for the least work within the budget. "reforwarding" is the published plan, for comparison: it
             takes what it takes, and the budget can only refuse it.
-        optimizer: its state is part of every peak.
+        optimizer: its state is part of every peak, and its update may be the peak.
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
         profile: run the module's calls a few times on its device, and choose by their times instead of FLOPs and moved bytes;
             schedules of reversible chains in it are compared by FLOPs.
@@ -92,7 +92,7 @@ def _plan(
     describe: "Callable[[_Step, ModulePlan], T]",
 ) -> "tuple[ModulePlan, T]":
     """Return a plan with what `describe` says of it."""
-    setting, optimizer_bytes = read_setting(module, batch), count_optimizer_bytes(module, optimizer)
+    setting, taken = read_setting(module, batch), count_optimizer(module, optimizer)
     if budget is not None:
         device = next(module.parameters()).device
         budget = parse_budget(budget, device, count_model_bytes(module))  # a wrong one is refused before anything is captured
@@ -103,7 +103,7 @@ def _plan(
         for schedules in list_schedules(module):
             set_schedules(module, schedules)
             measured = measure_graphs(module, batch) if profile else None
-            with _record(module, batch, optimizer_bytes, loss, setting, schedules, base) as step:
+            with _record(module, batch, taken, loss, setting, schedules, base) as step:
                 base = step.base
                 step.times = None if measured is None else assign_times(measured, step.captured.calls)
                 try:
@@ -137,7 +137,7 @@ def reforward(
         module: any, in the state in which it will be trained.
         batch: as for `revzoo.plan`.
         budget: as for `revzoo.plan`; None is the smallest peak that is reached with at most one more forward.
-        optimizer: its state is part of every peak.
+        optimizer: its state is part of every peak, and its update may be the peak.
         loss: as for `revzoo.plan`.
     Raises:
         InputError: a module, batch, optimizer or budget that cannot be used.
@@ -164,7 +164,7 @@ class _Step:
 
     Args:
         captured: the module.
-        optimizer_bytes: of the optimizer's state.
+        optimizer: what the optimizer takes.
         loss: as for `plan_module`.
         setting: what plans hold for.
         schedules: of the chains in the module.
@@ -174,13 +174,13 @@ class _Step:
     def __init__(
         self,
         captured: Capture,
-        optimizer_bytes: int,
+        optimizer: OptimizerBytes,
         loss: Loss | None,
         setting: Setting,
         schedules: Schedules,
         base: Record | None,
     ):
-        self.captured, self._optimizer_bytes, self._loss = captured, optimizer_bytes, loss
+        self.captured, self._optimizer, self._loss = captured, optimizer, loss
         self._setting, self._schedules = setting, schedules
         self.record = record(captured, loss)
         self.base = base or self.record
@@ -192,7 +192,7 @@ class _Step:
         Raises:
             BudgetError: no plan fits.
         """
-        stored_peak = self.record.peak_bytes + self._optimizer_bytes
+        stored_peak = self._add_optimizer(self.record.peak_bytes)
         if solver == "reforwarding":
             return [self._plan_as_published(budget)]
         if budget is None:
@@ -230,18 +230,23 @@ class _Step:
 
     @property
     def least_peak(self) -> int:
-        return self.front.list_points()[0][0] + self._optimizer_bytes
+        return self._add_optimizer(self.front.list_points()[0][0])
+
+    def _add_optimizer(self, peak: int) -> int:
+        """Return the peak of the step with the optimizer, given that of forward and backward."""
+        left = self.record.fixed_bytes + self.record.gradient_bytes[-1]
+        return max(peak, left + self._optimizer.update) + self._optimizer.state
 
     def _count(self, spans: Spans) -> tuple[int, int]:
         """Return the counted peak and the FLOPs of the step with these spans."""
         peak, flops = count_step(self.captured, spans, self._loss)
-        return peak + self._optimizer_bytes, flops
+        return self._add_optimizer(peak), flops
 
     def _fit(self, budget: int) -> tuple[Spans, int, int]:
         """Return the spans with the least work whose counted peak is within the budget, that peak, and all FLOPs."""
         predicted = [peak for peak, _ in self.front.list_points()]
         above = list[int]()  # counted peaks
-        room = budget - self._optimizer_bytes
+        room = budget - self._optimizer.state if self._add_optimizer(0) <= budget else 0
         while number := bisect_right(predicted, room):
             spans = self.front.make_spans(self.front.choose(predicted[number - 1]) or ())
             peak, flops = self._count(spans)
@@ -249,12 +254,14 @@ class _Step:
                 return spans, peak, flops
             above.append(peak)
             room = predicted[number - 1] - (peak - budget)
-        fixed = format_bytes(self.record.fixed_bytes + self._optimizer_bytes)
+        fixed = format_bytes(self.record.fixed_bytes + self._optimizer.state)
         least = min(above, default=self.least_peak)
+        where, remedy = self.front.name_bottleneck(), "Try a smaller batch, autocast, or an optimizer of less state."
+        if least == self._add_optimizer(0):
+            where, remedy = "at the optimizer's update", "Try foreach=False, or an optimizer of less state."
         raise BudgetError(
             f"No plan fits {format_bytes(budget)}: at least {format_bytes(least)} ({least} bytes) are needed, "
-            f"{self.front.name_bottleneck()}. Of these {fixed} are weights, optimizer state and batch. Try a smaller batch, "
-            f"autocast, or an optimizer of less state. {self._describe_graphs()}".rstrip()
+            f"{where}. Of these {fixed} are weights, optimizer state and batch. {remedy} {self._describe_graphs()}".rstrip()
         )
 
     def _make_plan(self, spans: Spans | None, peak: int, flops: int, budget: int, notes: Sequence[str] = ()) -> ModulePlan:
@@ -268,7 +275,7 @@ class _Step:
             extra_flops=flops - self.base.total_flops,
             total_flops=self.base.total_flops,
             min_peak_bytes=min(self.least_peak, peak),
-            no_recompute_peak_bytes=self.base.peak_bytes + self._optimizer_bytes,
+            no_recompute_peak_bytes=self._add_optimizer(self.base.peak_bytes),
             setting=self._setting,
             notes=(
                 *notes,
@@ -294,7 +301,7 @@ class _Step:
             graph.bind(each.graph) if graph.ends else Spans.keep_all(each.atoms)
             for graph, each in zip(plan.graphs, self.captured.calls, strict=True)
         ]
-        details = describe_step(self.captured, self.record, spans, self._loss, self.front, self._optimizer_bytes, self.times)
+        details = describe_step(self.captured, self.record, spans, self._loss, self.front, self._optimizer.state, self.times)
         more = self.record.total_flops - self.base.total_flops
         return replace(details, front=tuple(replace(each, extra_flops=each.extra_flops + more) for each in details.front))
 

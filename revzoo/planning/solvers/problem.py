@@ -163,6 +163,7 @@ class Problem:
         pair_after: states after the last unit; they are alive at the loss, and a run that ends there keeps them.
         max_invert_run: most inverted steps in one run; None: any number.
         lookahead: how many units are recovered ahead of backward.
+        update_bytes: in use at the optimizer's update besides what is fixed: gradients, and what the update takes.
     """
 
     units: tuple[Unit, ...]
@@ -172,6 +173,12 @@ class Problem:
     pair_after: tuple[int, ...]
     max_invert_run: int | None = None
     lookahead: Literal[0, 1] = 0
+    update_bytes: int = 0
+
+    @property
+    def update_peak(self) -> int:
+        """Peak of the optimizer's update, the same for every schedule; 0 if it takes nothing."""
+        return self.fixed_bytes + self.update_bytes if self.update_bytes else 0
 
     @property
     def counts_lookahead(self) -> bool:
@@ -416,7 +423,7 @@ def peak(problem: Problem, modes: Sequence[str]) -> int:
 
     Raises: ValueError: not one mode per unit, or a mode that its unit cannot have there.
     """
-    return max(phase.bytes for phase in list_phase_peaks(problem, modes))
+    return max(problem.update_peak, *(phase.bytes for phase in list_phase_peaks(problem, modes)))
 
 
 def cost(problem: Problem, modes: Sequence[str]) -> int:

@@ -73,6 +73,8 @@ def find_schedule(problem: Problem, budget: int) -> Schedule | None:
 
     Returns: None where nothing fits. The gap is 0 unless the search had to drop partial solutions that may be better.
     """
+    if problem.update_peak > budget:
+        return None
     budget = min(budget, ABOVE_ALL)
     layers = reach_search_states(problem, budget)
     try:
@@ -94,7 +96,7 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
             state: min((max(edge.need_bytes, edge.kept_bytes + rest[to]) for edge, to in node.edges), default=ABOVE_ALL)
             for state, node in layer.items()
         }
-    smallest = problem.fixed_bytes + min(rest.values())
+    smallest = max(problem.fixed_bytes + min(rest.values()), problem.update_peak)
     modes = solve_timeline(problem, smallest)
     if modes is None:
         raise ValueError("Every schedule has a unit without a mode that is allowed there.")

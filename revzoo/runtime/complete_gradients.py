@@ -1,0 +1,83 @@
+"""Hand out each gradient in backward as soon as it is complete and nothing there needs the parameter as it was.
+
+When it is complete, a post-accumulate hook of the parameter says. But a step that is recovered may need the parameter later
+still: a step that ends by adding it has its gradient before it runs again, and one that saves nothing but its input runs again
+only for the state in front of it. So recorded calls announce with which parameters they will run, and when they have done so
+for the last time. What is complete before that waits.
+
+Known inefficiency: a gradient that waits is handed out with the next one that is complete, or never; then it is still there
+after backward.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def take_gradients(parameters: Iterable[nn.Parameter], take: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Call `take` in every backward inside the block with each parameter whose gradient is complete; it may change both.
+
+    Args:
+        parameters: those to follow; frozen ones are left out.
+        take: called with one at a time. Gradients that wait until the end of backward are not handed out.
+    """
+    global _follower
+    followed = [p for p in parameters if p.requires_grad]
+    previous, _follower = _follower, _Follower(followed, take)
+    handles = [p.register_post_accumulate_grad_hook(_follower.note_gradient) for p in followed]
+    try:
+        yield
+    finally:
+        _follower = previous
+        for handle in handles:
+            handle.remove()
+
+
+class _Follower:
+    """Knows of some parameters which calls will run with them, and which gradients wait for those."""
+
+    def __init__(self, parameters: list[nn.Parameter], take: Callable[[nn.Parameter], None]):
+        self._take = take
+        self._calls: dict[int, WeakSet[object]] = {id(p): WeakSet() for p in parameters}
+        self._waiting: list[nn.Parameter] = []
+        self._lock = Lock()  # devices have a thread each in backward
+
+    def announce(self, call: object, tensors: Iterable[Tensor]) -> None:
+        for calls in self._find_calls(tensors):
+            calls.add(call)
+
+    def dismiss(self, call: object, tensors: Iterable[Tensor]) -> None:
+        for calls in self._find_calls(tensors):
+            calls.discard(call)
+
+    def note_gradient(self, parameter: nn.Parameter) -> None:
+        with self._lock:
+            waiting = [p for p in self._waiting if p is not parameter and p.grad is not None]
+            self._waiting = []
+            for p in (*waiting, parameter):
+                if self._calls[id(p)]:
+                    self._waiting.append(p)
+                else:
+                    self._take(p)
+
+    def _find_calls(self, tensors: Iterable[Tensor]) -> Iterator[WeakSet[object]]:
+        return (self._calls[id(t)] for t in tensors if id(t) in self._calls)
+
+
+_follower: _Follower | None = None
+
+
+def announce_run(call: object, tensors: Iterable[Tensor]) -> None:
+    """Say that a call, which only the graph keeps alive, will run again in backward with these tensors as they are now."""
+    if _follower is not None:
+        _follower.announce(call, tensors)
+
+
+def dismiss_run(call: object, tensors: Iterable[Tensor]) -> None:
+    """Say that a call will not run again in this backward."""
+    if _follower is not None:
+        _follower.dismiss(call, tensors)
