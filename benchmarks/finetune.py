@@ -87,7 +87,7 @@ VARIANTS = {
         "ViT",
     ),
 }
-DEFAULT = "bits_4"
+DEFAULT = "stay"
 
 
 def select_variants(name: str) -> dict[str, Variant]:

@@ -66,6 +66,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print(report)
-        override = "" if report.coupling.get("kept_bits") == 8 else " coupling=null"  # the recipe starts from 8 kept bits
-        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES{override}")
+        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES")
     return 0
