@@ -27,3 +27,12 @@ def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, caps
     expected, back = load_file(file), load_file(tmp_path / "back.safetensors")
     assert back.keys() == expected.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in expected.items())
+
+
+def test_overrides_of_the_block_reach_the_converted_network(file, tmp_path):
+    """Its spec.yaml has all that the stages share in one place."""
+    folder = tmp_path / "rev"
+    revzoo.convert("test_vit", file, out=folder)
+    changed = revzoo.load_spec(folder, ["block.f.layer_scale=true", "block.g.layer_scale=true"])
+    assert [stage.f.arguments["layer_scale"] for stage in changed.stages] == [True]
+    assert [stage.g.arguments["layer_scale"] for stage in changed.stages] == [True]
