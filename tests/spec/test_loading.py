@@ -374,7 +374,9 @@ def test_saved_yaml_says_once_what_stages_share_so_that_overrides_of_the_block_r
     assert [stage.g.arguments["ratio"] for stage in changed.stages] == [2, 2]
 
 
-@pytest.mark.parametrize(("override", "path"), [("block.f.heads=8", "f.heads"), ("block.f={type: attention, heads: 8}", "f.heads")])
+@pytest.mark.parametrize(
+    ("override", "path"), [("block.f.heads=8", "f.heads"), ("block.f={type: attention, heads: 8}", "f.heads")]
+)
 def test_an_override_that_no_stage_takes_is_refused(write, override, path):
     stages = ["stages.0.f.heads=2", "stages.1.f.heads=4"]
     with pytest.raises(SpecError, match=rf"override: block.{path}: found 8; allowed: stages.N.{path}: every stage has a value"):
