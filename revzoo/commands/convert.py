@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from revzoo.commands.parser import Parser
+from revzoo.commands.parser import Parser, positive_count
 
 SUMMARY = "Make a pretrained network reversible."
 
@@ -44,6 +44,12 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--no-strict", action="store_true", help="initialise missing tensors at random and drop extra ones instead of refusing"
     )
+    parser.add_argument(
+        "--outputs",
+        type=positive_count,
+        metavar="N",
+        help="number of classes to fine-tune for: what the head lacks starts at random (default: the original's own head)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead")
 
 
@@ -61,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         beta=arguments.beta,
         out=arguments.out,
         strict=not arguments.no_strict,
+        num_outputs=arguments.outputs,
     )
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))

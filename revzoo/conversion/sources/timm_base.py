@@ -9,7 +9,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from revzoo.conversion.mapping import TensorMapping, rename
-from revzoo.conversion.sources.base import Source, Tensors
+from revzoo.conversion.sources.base import IN_PLACE, Source, Tensors
 from revzoo.conversion.sources.tensors import merge_qkv
 from revzoo.errors import ConversionError, join_names
 
@@ -36,7 +36,7 @@ class TimmSource(Source):
         if present:
             raise ConversionError(
                 f"A {self.name} with {join_names(present)} cannot be converted: revzoo has no part for it. Convert a variant "
-                "without it. If it acts in training only (dropout, drop path, ...), make the original with it set to 0."
+                f"without it. If it acts in training only (dropout, drop path, ...), make the original with it set to 0. {IN_PLACE}"
             )
 
     def _name_norm(self, norm: nn.Module) -> str:
