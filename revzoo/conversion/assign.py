@@ -96,7 +96,7 @@ def assign(
     missing = [key for mapping in needed for key in mapping.theirs if key not in tensors]
     problems = {"of another shape or kind": misshapen} | ({"missing": missing, "extra": extra} if strict else {})
     if any(problems.values()):
-        raise _make_error(original, problems, used)
+        raise _make_error(original, problems, used, {key for m in mappings if _is_of_head(m) for key in m.theirs})
     _check_share(len(values), sum(len(mapping.ours) for mapping in mappings))
     return Assignment(tuple(rows), values, interpolated, unused)
 
@@ -158,8 +158,15 @@ def _check_parameters(model: nn.Module, mappings: Sequence[TensorMapping], sourc
         )
 
 
-def _make_error(original: Original, problems: Mapping[str, Sequence[str]], expected: set[str]) -> ConversionError:
-    """Return the error that lists all problems, and the network that the tensors look like."""
+def _make_error(
+    original: Original, problems: Mapping[str, Sequence[str]], expected: set[str], head: set[str]
+) -> ConversionError:
+    """Return the error that lists all problems, and the network that the tensors look like.
+
+    Args:
+        expected: keys of all tensors that are needed.
+        head: those of the head among them.
+    """
     lines = [f"\n  {len(keys)} {what}: {join_names(list(keys), most=1000)}" for what, keys in problems.items() if keys]
     wrong = sum(len(keys) for what, keys in problems.items() if what != "extra")
     nearest = find_nearest_name(original.tensors) if wrong > len(expected) / 2 else ""
@@ -167,6 +174,8 @@ def _make_error(original: Original, problems: Mapping[str, Sequence[str]], expec
     theirs, ours = _count_blocks(original.tensors), _count_blocks(expected)
     hint += f"\nThe file has {theirs} blocks in a row, the network {ours}." if theirs != ours else ""
     advice = "" if problems.get("of another shape or kind") else "\nGo on all the same with strict=False (--no-strict)."
+    if problems.get("missing") and head >= set(problems["missing"]):
+        advice = "\nThe head is missing: make a new one for N classes with num_outputs=N (--outputs N)." + advice
     return ConversionError(
         f"These are not the tensors of {original.name}, which has {len(expected)}; nothing was written."
         f"{''.join(lines)}{hint}{advice}"

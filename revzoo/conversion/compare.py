@@ -110,9 +110,9 @@ def _select_output(outputs: Any, like: Tensor) -> Tensor:
     Logits of begin and end of an answer, or one logit for each token, have no last dimension.
     """
     named = [getattr(outputs, name, None) for name in _OUTPUT_NAMES]
-    scores = [getattr(outputs, name, None) for name in ("start_logits", "end_logits")]
-    if all(isinstance(score, Tensor) for score in scores):
-        named.append(torch.stack(scores, -1))
+    begin, end = (getattr(outputs, name, None) for name in ("start_logits", "end_logits"))
+    if isinstance(begin, Tensor) and isinstance(end, Tensor):
+        named.append(torch.stack((begin, end), -1))
     candidates = [t for t in (*named, *tensors_in(outputs)) if isinstance(t, Tensor)]
     fitting = [t for t in (*candidates, *(t[..., None] for t in candidates)) if t.shape == like.shape]
     if not fitting:

@@ -20,8 +20,8 @@ def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
         name: `data.name` of the recipe, for messages.
 
     Raises:
-        DataError: a classifier for a language model's data or the reverse, a head without predictions, or next-byte prediction with a model that sees
-            later bytes.
+        DataError: a classifier for a language model's data or the reverse, a head that predicts nothing, or next-byte
+            prediction with a model that sees later bytes.
     """
     if isinstance(spec.input, ImageInput):
         return data.num_classes or 0

@@ -98,7 +98,7 @@ def create(
 
 
 def _replace_head(model: Model, spec: Spec) -> Model:
-    """Return a network of a spec that differs in the head, with the same tensors wherever it has them; log those that are new."""
+    """Return the network of a spec with another head, with the same tensors wherever it has them; log which are new."""
     other = build(spec)
     own = other.state_dict()
     common = {key: t for key, t in model.state_dict().items() if key in own and own[key].shape == t.shape}

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-DEFAULTS = {"coupling": "momentum", "kept_bits": 8, "m": None, "beta": None, "strict": True}
+DEFAULTS = {"coupling": "momentum", "kept_bits": 8, "m": None, "beta": None, "strict": True, "num_outputs": None}
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def calls(monkeypatch) -> list[dict[str, object]]:
         ("--m 0", {"m": 0.0, "kept_bits": None}),
         ("--coupling dual_residual --beta 0.25", {"coupling": "dual_residual", "beta": 0.25, "kept_bits": None}),
         ("--no-strict", {"strict": False}),
+        ("--outputs 5", {"num_outputs": 5}),
     ],
 )
 def test_options(options, changed, calls, run):

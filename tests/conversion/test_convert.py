@@ -330,3 +330,39 @@ def test_a_converted_network_is_rebuilt_bit_for_bit_at_any_depth(depth, bits, re
             block.mlp.fc2.weight.mul_(0.01)
     model, x = revzoo.convert(deep, kept_bits=bits).model.train(), torch.randn(2, 1, 8, 8)
     rebuilds_exactly(model, x)
+
+
+def test_another_number_of_outputs_makes_a_new_last_layer(vit, tmp_path):
+    plain, report = convert_model(vit)
+    model, report = convert_model(vit, num_outputs=3, out=tmp_path / "rev")
+    initialised = [row for row in report.rows if row.action == "initialised"]
+    assert [row.ours for row in initialised] == [("head.linear.weight",), ("head.linear.bias",)]
+    (note,) = report.notes
+    assert note == "The head pooled_linear has 3 outputs. Initialised at random: head.linear.weight, head.linear.bias."
+    assert len(report.comparisons) == 2, "made with the original's own head"
+    created = revzoo.create(tmp_path / "rev")
+    assert created.num_outputs == created.spec.head.arguments["outputs"] == 3
+    for key, tensor in created.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[key])
+        assert key.startswith("head.linear") or torch.equal(tensor, plain.state_dict()[key])
+    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    assert {key: t.shape[0] for key, t in load_file(tmp_path / "back.safetensors").items() if "head" in key} == {
+        "head.weight": 3, "head.bias": 3,
+    }  # fmt: skip
+    same, report = convert_model(vit, num_outputs=7)
+    assert report.counts == {"renamed": 44}
+    assert torch.equal(same.head.linear.weight, vit.head.weight)
+
+
+def test_a_file_without_a_head_needs_a_number_of_outputs(vit, tmp_path):
+    tensors = {key: tensor for key, tensor in vit.state_dict().items() if not key.startswith("head.")}
+    torch.save(tensors, tmp_path / "w.pth")
+    with pytest.raises(ConversionError, match=r"2 missing: head.weight, head.bias\nThe head is missing: .*--outputs N"):
+        revzoo.convert(vit, tmp_path / "w.pth")
+    model, report = convert_model(vit, tmp_path / "w.pth", num_outputs=3)
+    assert (model.num_outputs, report.comparisons) == (3, ())
+    torch.save(tensors | {"more": torch.ones(1)}, tmp_path / "more.pth")
+    with pytest.raises(ConversionError, match=r"1 extra: more"):
+        revzoo.convert(vit, tmp_path / "more.pth", num_outputs=3)
+    with pytest.raises(InputError, match="Received: 0"):
+        revzoo.convert(vit, num_outputs=0)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.resnet import BasicBlock, ResNet
@@ -9,14 +10,17 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForPreTraining,
     BertForSequenceClassification,
+    BertModel,
     DistilBertConfig,
     DistilBertForQuestionAnswering,
     ElectraConfig,
     ElectraForPreTraining,
     RobertaConfig,
     RobertaForMaskedLM,
+    RobertaForTokenClassification,
 )
 
 import revzoo
@@ -102,3 +106,34 @@ def test_the_exported_file_loads_as_it_is(name, tmp_path):
     revzoo.export(tmp_path / "rev", tmp_path / "tuned_back.safetensors", tmp_path / "tuned.safetensors")
     other.load_state_dict(load_file(tmp_path / "tuned_back.safetensors"))
     assert (other.get_output_embeddings().weight == 2).all()
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("original", "config", "result", "fresh"),
+    [
+        (BertModel, BertConfig, "BertForSequenceClassification", ("out_proj",)),
+        (BertForPreTraining, BertConfig, "BertForSequenceClassification", ("out_proj",)),
+        (BertForMaskedLM, BertConfig, "BertForSequenceClassification", ("dense", "out_proj")),
+        (ElectraForPreTraining, ElectraConfig, "ElectraForSequenceClassification", ("dense", "out_proj")),
+        (RobertaForTokenClassification, RobertaConfig, "RobertaForTokenClassification", ("linear",)),
+    ],
+)
+def test_text_encoders_get_a_classifier(original, config, result, fresh, tmp_path):
+    """As Transformers makes one: what the file has of it is kept, and the rest starts at random."""
+    torch.manual_seed(0)
+    network = original(config(**SIZES)).eval()
+    report = revzoo.convert(network, num_outputs=7, out=tmp_path / "rev")
+    assert len(report.comparisons) == 2, "made with the original's own head"
+    new = [f"head.{layer}.{name}" for layer in fresh for name in ("weight", "bias")]
+    assert [key for row in report.rows if row.action == "initialised" for key in row.ours] == new
+    assert report.notes[-1].endswith(f"has 7 outputs. Initialised at random: {', '.join(new)}.")
+    assert revzoo.create(tmp_path / "rev").num_outputs == 7
+    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    classifier = getattr(transformers, result)(config(**SIZES, num_labels=7))
+    classifier.load_state_dict(load_file(tmp_path / "back.safetensors"))
+    expected = {key.removeprefix("bert."): tensor for key, tensor in network.state_dict().items()}
+    own = {key.removeprefix("bert."): tensor for key, tensor in classifier.state_dict().items()}
+    common = [key for key in own if key in expected and own[key].shape == expected[key].shape]
+    assert len(common) >= len(own) - 4
+    assert all(torch.equal(own[key], expected[key]) for key in common if not key.startswith("classifier"))

@@ -1,4 +1,4 @@
-"""Encoders of Transformers, BERT and its kin: tiny random originals, converted, give equal logits, and their weights come back."""
+"""BERT and its kin of Transformers: tiny random originals, converted, give equal logits, and their weights come back."""
 
 from pathlib import Path
 

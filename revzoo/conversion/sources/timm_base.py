@@ -36,7 +36,8 @@ class TimmSource(Source):
         if present:
             raise ConversionError(
                 f"A {self.name} with {join_names(present)} cannot be converted: revzoo has no part for it. Convert a variant "
-                f"without it. If it acts in training only (dropout, drop path, ...), make the original with it set to 0. {IN_PLACE}"
+                "without it. If it acts in training only (dropout, drop path, ...), make the original with it set to 0. "
+                f"{IN_PLACE}"
             )
 
     def _name_norm(self, norm: nn.Module) -> str:

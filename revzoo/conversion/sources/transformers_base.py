@@ -290,7 +290,7 @@ class TransformersEncoder(Source):
                 )
 
     def _resolve(self, description: Config) -> tuple[dict[str, Any], Task]:
-        """Return the configuration under BERT's names with all defaults, and the task of its class, or raise ConversionError."""
+        """Return the configuration under BERT's names, with all defaults, and the task of its class; or raise an error."""
         if not self.handles(description):
             raise self._make_error("model_type", description.get("model_type"), join_names(sorted(self.classes)))
         if absent := [self._name(key) for key in _SIZES if not isinstance(self._read(description, key), int)]:

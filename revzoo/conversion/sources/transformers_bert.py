@@ -1,15 +1,16 @@
 """Transformers' BERT and RoBERTa, and those whose networks are the same: XLM-RoBERTa, CamemBERT."""
 
-from revzoo.conversion.sources.transformers_base import TransformersEncoder
+from revzoo.conversion.sources.transformers_base import Task, TransformersEncoder
 
+_ATTENTION = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
 MODULES = {
-    **{
-        f"f.{name}": f"attention.{name}"
-        for name in ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
-    },
+    **{f"f.{name}": f"attention.{name}" for name in _ATTENTION},
     **{f"g.{name}": name for name in ("intermediate.dense", "output.dense", "output.LayerNorm")},
 }
-DROPOUTS = {"ForSequenceClassification": "classifier_dropout", "ForTokenClassification": "classifier_dropout"}
+DROPOUTS: dict[Task, str] = {
+    "ForSequenceClassification": "classifier_dropout",
+    "ForTokenClassification": "classifier_dropout",
+}
 
 _BERT_LM = {
     "head.dense": "cls.predictions.transform.dense",
