@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -304,6 +305,10 @@ def _write(folder: Path, model: Model, report: ConvertReport, unused: Mapping[st
         if folder.exists():
             folder.rmdir()
         writing.rename(folder)
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        raise InputError(
+            f"{folder} cannot be written ({error}); nothing of it is left. Is the disk full? Make room or name another (--out)."
+        ) from error
     finally:
         shutil.rmtree(writing, ignore_errors=True)
 

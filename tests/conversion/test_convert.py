@@ -141,7 +141,7 @@ def test_the_folder_appears_complete_or_not_at_all(vit, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(convert_module, "plot_conversion", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(InputError, match="rev cannot be written .*No space left on device.*; nothing of it is left"):
         revzoo.convert(vit, out=tmp_path / "rev")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
@@ -366,3 +366,28 @@ def test_a_file_without_a_head_needs_a_number_of_outputs(vit, tmp_path):
         revzoo.convert(vit, tmp_path / "more.pth", num_outputs=3)
     with pytest.raises(InputError, match="Received: 0"):
         revzoo.convert(vit, num_outputs=0)
+
+
+class Adapter(nn.Module):
+    """A layer as peft wraps it."""
+
+    __module__ = "peft.tuners.lora.layer"
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.lora_A = base_layer, nn.ModuleDict({"default": nn.Linear(128, 2)})
+
+
+def test_adapters_of_peft_are_to_be_merged_first(vit, tmp_path):
+    """In a module, in its file, and in a folder of adapters alone."""
+    vit.blocks[0].mlp.fc2 = Adapter(vit.blocks[0].mlp.fc2)
+    torch.save(vit.state_dict(), tmp_path / "w.pth")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for arguments, received in (
+        ((vit,), "VisionTransformer"),
+        (("test_vit", tmp_path / "w.pth"), "w.pth"),
+        ((tmp_path / "adapter",), "adapter"),
+    ):
+        with pytest.raises(ConversionError, match=rf"Received: .*{received}\. Merge them first: .*merge_and_unload\(\)"):
+            revzoo.convert(*arguments)
