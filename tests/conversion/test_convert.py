@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -391,3 +392,21 @@ def test_adapters_of_peft_are_to_be_merged_first(vit, tmp_path):
     ):
         with pytest.raises(ConversionError, match=rf"Received: .*{received}\. Merge them first: .*merge_and_unload\(\)"):
             revzoo.convert(*arguments)
+
+
+TEXTS = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: VisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=1, reg_tokens=1, num_heads=4), "register"),
+        (lambda: nn.Linear(2, 2), "What can: timm ViT"),
+        (lambda: transformers.GPT2Model(transformers.GPT2Config(**TEXTS)), "gpt2.* What can"),
+        (lambda: transformers.BertForMultipleChoice(transformers.BertConfig(**TEXTS)), "architectures cannot be converted"),
+    ],
+    ids=["part", "class", "family", "task"],
+)
+def test_what_cannot_be_converted_can_become_reversible_in_place(make, message):
+    with pytest.raises(ConversionError, match=rf"{message}.* reversible in place.* revzoo\.reversible_\(module\)"):
+        revzoo.convert(make())
