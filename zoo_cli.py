@@ -1,10 +1,14 @@
 """The command line: parses arguments and calls the command, which is the file of its name in `revzoo/commands/`."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
-from typing import cast
+from types import FrameType
+from typing import NoReturn, cast
 
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError
@@ -27,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = load_command(name)
         parser = Parser(prog=f"revzoo {name}", description=command.SUMMARY)
         command.declare(parser)
-        return command.run(parser.parse(rest))
+        with _end_by_exception():
+            return command.run(parser.parse(rest))
     except RevzooError as error:
         print(f"revzoo: {error}", file=sys.stderr)
         return 2
@@ -37,6 +42,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(f"\nrevzoo: {stopped if stopped.args else 'stopped'}", file=sys.stderr)
         return 128 + getattr(stopped, "signum", 2)
+
+
+class _Terminated(KeyboardInterrupt):
+    signum = signal.SIGTERM
+
+
+@contextmanager
+def _end_by_exception() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, by an exception: temporary files are then removed."""
+
+    def end(signum: int, frame: FrameType | None) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield  # signals can only be caught in the main thread, and a handler of the caller's stays
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def load_command(name: str) -> Command:

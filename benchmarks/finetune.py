@@ -8,7 +8,8 @@ Each network is trained once on a first task. Then it gets a fresh head and is f
 (finetune_tasks.py): as it is, and converted with each of several couplings. Three seeds draw the head and the batches. Loop,
 optimizer and the batches of a seed are the same for all. Converted networks rebuild their activations (schedule "invert"); in
 floating point some steps keep their input. The result is the accuracy on the test set after the last update, when the learning
-rate is 0; no earlier update is chosen. Writes finetune.json and a figure of curves for each network.
+rate is 0; no earlier update is chosen. Momentum networks are then tested as the ordinary networks that their weights are for
+("deployed"). Writes finetune.json and a figure of curves for each network.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 
 import revzoo
 from revzoo.conversion.choice import CouplingName
+from revzoo.conversion.compare import zero_b
 from revzoo.data.base import IGNORED
 from revzoo.format import format_bytes
 from revzoo.model.network import Model
@@ -87,7 +89,7 @@ VARIANTS = {
         "ViT",
     ),
 }
-DEFAULT = "bits_4"
+DEFAULT = "stay"
 
 
 def select_variants(name: str) -> dict[str, Variant]:
@@ -130,7 +132,16 @@ def finetune(name: str, variant: Variant, seed: int, quick: bool, file: Path) ->
         _train(network, task, updates, arch.tuning_lr, arch.evaluations, arch.every, torch.Generator().manual_seed(seed), moves)
     )
     keys = ("update", "accuracy", "loss", "seconds")
-    return {"seed": seed, "curve": [dict(zip(keys, point, strict=True)) for point in curve], "activation_bytes": memory}
+    result = {"seed": seed, "curve": [dict(zip(keys, point, strict=True)) for point in curve], "activation_bytes": memory}
+    if variant.coupling == "momentum":
+        test = [t[:: arch.every] for t in task.test()]
+        own = measure_loss(network, *test)
+        with zero_b(network):  # what `revzoo export` makes of it
+            result["deployed"] = {
+                "points": measure_accuracy(network, *test) - result["curve"][-1]["accuracy"],
+                "loss": measure_loss(network, *test) - own,
+            }
+    return result
 
 
 def load_pretrained(arch: Arch, seed: int, file: Path) -> nn.Module:
@@ -204,6 +215,14 @@ def measure_accuracy(network: nn.Module, x: Tensor, labels: Tensor) -> float:
     return 100 * correct / total
 
 
+@torch.no_grad()
+def measure_loss(network: nn.Module, x: Tensor, labels: Tensor) -> float:
+    """Return the mean cross-entropy."""
+    network.eval()
+    logits = torch.cat([_compute_logits(network, inputs) for inputs in x.split(256)])
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED).item()
+
+
 def _compute_logits(network: nn.Module, x: Tensor) -> Tensor:
     outputs = network(x)
     logits: Tensor = getattr(outputs, "logits", outputs)  # Transformers wraps them
@@ -244,6 +263,7 @@ def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "deviation": stdev(last) if len(last) > 1 else 0.0,
             "activation_bytes": runs[0]["activation_bytes"],
             "seconds": mean(run["curve"][-1]["seconds"] for run in runs),
+            "deployed": _average([run["deployed"] for run in runs if "deployed" in run]),
             "runs": runs,
         }
     for row in rows.values():
@@ -251,9 +271,14 @@ def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {"variants": rows, "met": rows[DEFAULT]["difference"] >= -POINTS}
 
 
+def _average(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each value over rows with the same keys."""
+    return {key: mean(row[key] for row in rows) for row in rows[:1] for key in row}
+
+
 def make_table(results: dict[str, dict[str, Any]]) -> Table:
     lines = Table(box=SIMPLE_HEAD)
-    for head in ("network", "coupling", "accuracy", "+-", "points", "activations", "share", "seconds"):
+    for head in ("network", "coupling", "accuracy", "+-", "points", "deployed", "activations", "share", "seconds"):
         lines.add_column(head, justify="left" if head in ("network", "coupling") else "right", no_wrap=head != "coupling")
     for name, net in results.items():
         stored = net["variants"]["original"]["activation_bytes"][0]
@@ -267,6 +292,7 @@ def make_table(results: dict[str, dict[str, Any]]) -> Table:
                 f"{row['accuracy']:.2f} %",
                 f"{row['deviation']:.2f}",
                 f"[{color}]{row['difference']:+.2f}[/]",
+                f"loss {row['deployed']['loss']:+.4f}" if row["deployed"] else "",
                 sizes,
                 f"{last / stored:.0%}",
                 f"{row['seconds']:.1f}",

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from revzoo.errors import CheckpointError, join_names
+from revzoo.errors import CheckpointError, SpecError, join_names
 from revzoo.file import write_atomically
+from revzoo.spec.loading import parse_spec
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import STATEMENTS, Spec
 from revzoo.spec.tree import find_differences
@@ -186,9 +187,10 @@ def _name_storage(tensor: Tensor) -> str:
 def _compare_specs(text: str, spec: Spec) -> list[str]:
     """Return the dotted paths at which a spec differs from the YAML text of a saved one."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.create(text))
-    except (OmegaConfBaseException, YAMLError, ValueError, AssertionError):  # no YAML, or no mapping
-        return []
+        saved: Any = OmegaConf.to_container(OmegaConf.create(text))
+        saved = to_plain(parse_spec(saved, "the saved spec"))
+    except (SpecError, OmegaConfBaseException, YAMLError, ValueError, AssertionError, AttributeError):
+        return []  # no YAML, no mapping, or no spec of this version
     return [path for path in find_differences(to_plain(spec), saved) if not path.startswith(_NOT_COMPARED)]
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from revzoo.commands.parser import Parser
+from revzoo.commands.parser import Parser, positive_count
 
 SUMMARY = "Make a pretrained network reversible."
 
@@ -44,6 +44,12 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--no-strict", action="store_true", help="initialise missing tensors at random and drop extra ones instead of refusing"
     )
+    parser.add_argument(
+        "--outputs",
+        type=positive_count,
+        metavar="N",
+        help="number of classes to fine-tune for: what the head lacks starts at random (default: the original's own head)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead")
 
 
@@ -61,11 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         beta=arguments.beta,
         out=arguments.out,
         strict=not arguments.no_strict,
+        num_outputs=arguments.outputs,
     )
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print(report)
-        override = "" if report.coupling.get("kept_bits") == 8 else " coupling=null"  # the recipe starts from 8 kept bits
-        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES{override}")
+        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES")
     return 0

@@ -1,7 +1,7 @@
 """Assign the tensors of a file to the parameters of the converted network; for those left over, say why."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,11 +28,13 @@ class Assignment:
         rows: what was done with every tensor.
         values: tensors of the converted network, by key; without those that are initialised at random.
         interpolated: tensors of the original that were interpolated, by the original's key.
+        unused: tensors of the original that the converted network has no place for and that `export` gives back.
     """
 
     rows: tuple[TensorRow, ...]
     values: dict[str, Tensor]
     interpolated: dict[str, Tensor]
+    unused: dict[str, Tensor]
 
 
 def assign(
@@ -41,6 +43,9 @@ def assign(
     source: Source,
     original: Original,
     strict: bool,
+    *,
+    new_head: bool = False,
+    replaced: Collection[str] = (),
 ) -> Assignment:
     """Compute the converted network's tensors from those of a file.
 
@@ -49,6 +54,8 @@ def assign(
         mappings: of every tensor.
         original: its tensors are under the keys that the mappings use.
         strict: refuse missing and extra tensors; else missing ones are initialised at random, and extra ones are dropped.
+        new_head: initialise tensors of the head at random where the file has none or one of another shape.
+        replaced: keys of the original's own head, which are dropped unless the new one has them too.
     Raises:
         ConversionError: tensors are missing, extra, or of another shape or dtype, or contain values that are not finite.
     """
@@ -57,12 +64,18 @@ def assign(
     _check_parameters(model, mappings, source, original)
     own, grid = model.state_dict(), _find_grid(model)
     rows, values, interpolated, misshapen = list[TensorRow](), dict[str, Tensor](), dict[str, Tensor](), list[str]()
+    unused = {key: tensors[key] for mapping in mappings for key in mapping.theirs if not mapping.ours and key in tensors}
     for mapping in mappings:
+        if not mapping.ours:
+            continue
         ours = [own[key] for key in mapping.ours]
         expected = mapping.to_theirs(ours)
         row = TensorRow(mapping.ours, mapping.theirs, "initialised", _shapes(ours), _shapes(expected), (), mapping.transform)
         if absent := [key for key in mapping.theirs if key not in tensors]:
             rows.append(replace(row, note=f"{join_names(absent)} is missing"))
+            continue
+        if new_head and _is_of_head(mapping) and [tensors[key].shape for key in mapping.theirs] != [t.shape for t in expected]:
+            rows.append(replace(row, note="the head has other outputs"))
             continue
         given = {key: tensors[key] for key in mapping.theirs}
         resized, misfits = _resize(given, expected, source, grid)
@@ -77,16 +90,22 @@ def assign(
         dtypes = tuple(format_dtype(tensor.dtype) for tensor in given.values())
         rows.append(replace(row, action=action, original_dtypes=dtypes, note=note))
     used = {key for mapping in mappings for key in mapping.theirs}
-    ignored = [key for key in tensors if key not in used and source.ignores(key)]
+    ignored = [key for key in tensors if key not in used and (source.ignores(key) or key in replaced)]
     extra = [key for key in tensors if key not in used and key not in ignored]
     rows += [TensorRow((), (key,), "dropped", note="constant, or not used here") for key in ignored]
     rows += [TensorRow((), (key,), "dropped", note="not part of the network") for key in extra]
-    missing = [key for mapping in mappings for key in mapping.theirs if key not in tensors]
+    rows += [TensorRow((), (key,), "unused", note="kept for revzoo export alone") for key in unused]
+    needed = [mapping for mapping in mappings if mapping.ours and not (new_head and _is_of_head(mapping))]
+    missing = [key for mapping in needed for key in mapping.theirs if key not in tensors]
     problems = {"of another shape or kind": misshapen} | ({"missing": missing, "extra": extra} if strict else {})
     if any(problems.values()):
-        raise _make_error(original, problems, used)
+        raise _make_error(original, problems, used, {key for m in mappings if _is_of_head(m) for key in m.theirs})
     _check_share(len(values), sum(len(mapping.ours) for mapping in mappings))
-    return Assignment(tuple(rows), values, interpolated)
+    return Assignment(tuple(rows), values, interpolated, unused)
+
+
+def _is_of_head(mapping: TensorMapping) -> bool:
+    return all(key.startswith("head.") for key in mapping.ours)
 
 
 def _find_grid(model: nn.Module) -> Grid | None:
@@ -153,8 +172,15 @@ def _check_parameters(model: nn.Module, mappings: Sequence[TensorMapping], sourc
         )
 
 
-def _make_error(original: Original, problems: Mapping[str, Sequence[str]], expected: set[str]) -> ConversionError:
-    """Return the error that lists all problems, and the network that the tensors look like."""
+def _make_error(
+    original: Original, problems: Mapping[str, Sequence[str]], expected: set[str], head: set[str]
+) -> ConversionError:
+    """Return the error that lists all problems, and the network that the tensors look like.
+
+    Args:
+        expected: keys of all tensors that are needed.
+        head: those of the head among them.
+    """
     lines = [f"\n  {len(keys)} {what}: {join_names(list(keys), most=1000)}" for what, keys in problems.items() if keys]
     wrong = sum(len(keys) for what, keys in problems.items() if what != "extra")
     nearest = find_nearest_name(original.tensors) if wrong > len(expected) / 2 else ""
@@ -162,6 +188,8 @@ def _make_error(original: Original, problems: Mapping[str, Sequence[str]], expec
     theirs, ours = _count_blocks(original.tensors), _count_blocks(expected)
     hint += f"\nThe file has {theirs} blocks in a row, the network {ours}." if theirs != ours else ""
     advice = "" if problems.get("of another shape or kind") else "\nGo on all the same with strict=False (--no-strict)."
+    if problems.get("missing") and head >= set(problems["missing"]):
+        advice = "\nThe head is missing: make a new one for N classes with num_outputs=N (--outputs N)." + advice
     return ConversionError(
         f"These are not the tensors of {original.name}, which has {len(expected)}; nothing was written."
         f"{''.join(lines)}{hint}{advice}"

@@ -105,9 +105,16 @@ def _make_examples(model: Model) -> Tensor:
 
 
 def _select_output(outputs: Any, like: Tensor) -> Tensor:
-    """Return the tensor that corresponds to ours among the outputs of a library's model: the first of its shape."""
+    """Return the tensor that corresponds to ours among the outputs of a library's model: the first of its shape.
+
+    Logits of begin and end of an answer, or one logit for each token, have no last dimension.
+    """
     named = [getattr(outputs, name, None) for name in _OUTPUT_NAMES]
-    fitting = [t for t in (*named, *tensors_in(outputs)) if isinstance(t, Tensor) and t.shape == like.shape]
+    begin, end = (getattr(outputs, name, None) for name in ("start_logits", "end_logits"))
+    if isinstance(begin, Tensor) and isinstance(end, Tensor):
+        named.append(torch.stack((begin, end), -1))
+    candidates = [t for t in (*named, *tensors_in(outputs)) if isinstance(t, Tensor)]
+    fitting = [t for t in (*candidates, *(t[..., None] for t in candidates)) if t.shape == like.shape]
     if not fitting:
         raise ConversionError(f"The original returns nothing of shape {tuple(like.shape)}, as the converted network does.")
     return fitting[0]

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from revzoo.checkpoint.files import save_weights
 from revzoo.conversion.assign import Assignment, assign
@@ -29,9 +31,10 @@ from revzoo.conversion.sources.base import Source
 from revzoo.display.figures.conversion import plot_conversion
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, join_names
 from revzoo.model.builder import build
-from revzoo.model.network import Model
+from revzoo.model.network import Model, check_num_outputs
+from revzoo.spec.edit import with_outputs
 from revzoo.spec.loading import parse_spec
-from revzoo.spec.names import CONVERTED_WEIGHTS
+from revzoo.spec.names import CONVERTED_WEIGHTS, UNUSED_WEIGHTS
 from revzoo.spec.schema import Spec
 
 _ROUNDING = 1e-4  # largest relative difference of logits that the order of sums may explain; 1e-6 is usual
@@ -54,6 +57,7 @@ def convert(
     beta: float | None = None,
     out: str | Path | None = None,
     strict: bool = True,
+    num_outputs: int | None = None,
     batch: Any = None,
 ) -> ConvertReport:
     """Make a pretrained network reversible.
@@ -72,6 +76,8 @@ def convert(
         out: folder to write, new or empty: spec.yaml, model.safetensors, report.json, report.txt, report.png.
         strict: refuse missing and extra tensors; if False, missing ones are initialised at random, and extra ones
             are dropped.
+        num_outputs: number of classes of the head, of which what the file has not is initialised at random. A text encoder
+            gets a classifier of texts, unless it is one of tokens. None: the original's own head.
         batch: examples on which both networks are compared; None: random ones.
     Returns: the reversible network in eval mode (`.model`), and a report of what was done.
     Raises:
@@ -80,15 +86,17 @@ def convert(
         InputError: another argument has a value that is not allowed.
     """
     choice = _check_coupling(coupling, kept_bits, {"m": m, "beta": beta})
+    if num_outputs is not None:
+        check_num_outputs(num_outputs)
     folder = None if out is None else _check_folder(out)
-    original = find_original(source, weights)
-    source_family = find_source(original)
+    found = find_original(source, weights)
+    source_family = find_source(found)
     if source_family.published:
         choice = CouplingChoice("additive", None)
-    original, spec, mappings, notes = _read_original(original, source_family, choice)
+    original, spec, mappings, notes = _read_original(found, source_family, choice)
     with torch.device("meta"):
         meta_model = build(spec)
-    assignment = assign(meta_model, mappings, source_family, original, strict)
+    assignment = assign(meta_model, mappings, source_family, original, strict, new_head=num_outputs is not None)
     dtypes = {dtype for row in assignment.rows for dtype in row.original_dtypes}
     if cast := sorted(dtypes & {"float16", "bfloat16", "float64"}):
         notes.append(f"Tensors of {join_names(cast)} became float32.")
@@ -99,6 +107,10 @@ def convert(
             model.load_state_dict(assignment.values, strict=False)
         notes += _coarsen_grid(model, batch)
         comparisons, reasons = _compare_networks(model, original, assignment, choice, batch)
+        if num_outputs is not None:
+            model, assignment = _attach_head(model, found, original, source_family, choice, num_outputs)
+            fresh = join_names([key for row in assignment.rows if row.action == "initialised" for key in row.ours])
+            reasons.append(f"The head {model.spec.head.type} has {num_outputs} outputs. Initialised at random: {fresh}.")
     model.schedule = "invert"
     report = ConvertReport(
         original=original.name,
@@ -111,7 +123,7 @@ def convert(
         model=model,
     )
     if folder is not None:
-        _write(folder, model, report)
+        _write(folder, model, report, assignment.unused)
     return report
 
 
@@ -164,6 +176,29 @@ def _read_original(
         ) from error
     spec = parse_spec({"name": _make_name(original.name, choice, source_family), **settings}, original.name)
     return replace(original, description=description, tensors=tensors), spec, mappings, notes
+
+
+def _attach_head(
+    model: Model, found: Original, original: Original, source_family: Source, choice: CouplingChoice, num_outputs: int
+) -> tuple[Model, Assignment]:
+    """Return the converted network with a classifier of so many outputs, and where every tensor of the file went now.
+
+    Args:
+        model: the network with the original's own head, which is compared with the original.
+        found: the original with its keys as they are in the file.
+        original: the same, completed, with the keys that the mappings use.
+    """
+    own = {key for mapping in source_family.map_tensors(original.description) for key in mapping.theirs}
+    description = source_family.classify(original.description, num_outputs)
+    headed, spec, mappings, _ = _read_original(replace(found, description=description), source_family, choice)
+    spec = replace(with_outputs(spec, num_outputs), block=model.spec.block)
+    with torch.device("meta"):
+        meta_model = build(spec)
+    assignment = assign(meta_model, mappings, source_family, headed, strict=False, new_head=True, replaced=own)
+    other = build(spec).eval()
+    other.load_state_dict({key: t for key, t in model.state_dict().items() if not key.startswith("head.")}, strict=False)
+    other.load_state_dict(assignment.values, strict=False)
+    return other, assignment
 
 
 def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:
@@ -254,13 +289,15 @@ def _check_folder(out: str | Path) -> Path:
     return folder
 
 
-def _write(folder: Path, model: Model, report: ConvertReport) -> None:
+def _write(folder: Path, model: Model, report: ConvertReport, unused: Mapping[str, Tensor]) -> None:
     """Write everything into a temporary folder beside `folder`, and rename it when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     writing = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         (writing / "spec.yaml").write_text(model.spec.to_yaml())
         save_weights(model, writing / CONVERTED_WEIGHTS)
+        if unused:
+            save_file({key: tensor.contiguous() for key, tensor in unused.items()}, writing / UNUSED_WEIGHTS)
         report.save(writing / "report.json")
         (writing / "report.txt").write_text(f"{report}\n")
         _draw(report, writing / "report.png")
@@ -268,6 +305,10 @@ def _write(folder: Path, model: Model, report: ConvertReport) -> None:
         if folder.exists():
             folder.rmdir()
         writing.rename(folder)
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        raise InputError(
+            f"{folder} cannot be written ({error}); nothing of it is left. Is the disk full? Make room or name another (--out)."
+        ) from error
     finally:
         shutil.rmtree(writing, ignore_errors=True)
 

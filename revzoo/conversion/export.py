@@ -15,14 +15,15 @@ from revzoo.checkpoint.foreign import read_weights
 from revzoo.conversion.report import TensorRow
 from revzoo.errors import ConversionError, InputError, RevzooError, join_names
 from revzoo.file import write_atomically
-from revzoo.spec.names import CONVERTED_WEIGHTS
+from revzoo.spec.names import CONVERTED_WEIGHTS, UNUSED_WEIGHTS
 
 
 def export(folder: str | Path, out: str | Path, weights: str | Path | None = None) -> int:
     """Write the tensors of a converted network under the original's keys, as safetensors; return their number.
 
     The folder's report lists the tensors of the original and their changes, which are undone here. Tensors that were dropped
-    are not written. The folder's own weights get the original's dtypes back; other weights keep theirs.
+    are not written; those that the converted network does not use are the original's, unchanged. The folder's own weights get
+    the original's dtypes back; other weights keep theirs.
 
     Args:
         folder: a folder that `convert` wrote.
@@ -67,7 +68,8 @@ def _restore_tensors(folder: Path, rows: Sequence[TensorRow], tensors: Mapping[s
     Args:
         dtypes: whether to give them the original's dtypes as well.
     """
-    restored: dict[str, Tensor] = {}
+    unused = [row.theirs[0] for row in rows if row.action == "unused"]
+    restored = {key: tensor for key, tensor in read_weights(folder / UNUSED_WEIGHTS).items() if key in unused} if unused else {}
     for row in rows:
         if missing := [key for key in row.ours if key not in tensors]:
             raise ConversionError(f"The weights are not of the network in {folder}: {join_names(missing)} is missing.")
@@ -91,6 +93,8 @@ def _check_output(out: str | Path, folder: Path) -> Path:
 
 def _invert_row(row: TensorRow, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return a row's tensors with the original's values and shapes."""
+    if row.transform == "tied":
+        return [tensors[0]] * len(row.theirs)
     if row.transform == "merged":
         return torch.split(tensors[0], [shape[0] for shape in row.original_shapes])
     if row.transform == "reshaped":

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Transform = Literal["copied", "renamed", "merged", "reshaped"]
+Transform = Literal["copied", "renamed", "tied", "merged", "reshaped", "unused"]
 TensorFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
@@ -23,7 +23,7 @@ class TensorMapping:
     """Some tensors of the original, the tensors of the converted network with the same values, and the functions between them.
 
     Args:
-        ours: keys in the converted network's state dict.
+        ours: keys in the converted network's state dict; none where the tensors have no place in it and are only given back.
         theirs: keys in the original's state dict.
         transform: name of the change, for the report.
         to_ours: computes the tensors at `ours` from those at `theirs`, both in the order of the keys.
@@ -46,6 +46,18 @@ def rename_module(ours: str, theirs: str, names: Sequence[str] = ("weight", "bia
     """Yield the mappings of a module's parameters, which have the same names in both networks."""
     for name in names:
         yield rename(f"{ours}.{name}", f"{theirs}.{name}")
+
+
+def tie(ours: str, theirs: Sequence[str]) -> TensorMapping:
+    """Return the mapping of a tensor that the original has under several keys."""
+    return TensorMapping(
+        (ours,), tuple(theirs), "tied", lambda tensors: tensors[:1], lambda tensors: [tensors[0]] * len(theirs)
+    )
+
+
+def set_aside(theirs: str) -> TensorMapping:
+    """Return the mapping of a parameter of the original that the converted network has no place for; it may be missing."""
+    return TensorMapping((), (theirs,), "unused", lambda _: [], lambda _: [])
 
 
 def merge(ours: str, theirs: Sequence[str]) -> TensorMapping:

@@ -1,6 +1,7 @@
 """Find the network that a user names by a name, a folder or a module, and its weights."""
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,6 +16,8 @@ from revzoo.checkpoint.foreign import read_config, read_weights
 from revzoo.errors import ConversionError, InputError, did_you_mean
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import model_files
+
+_ADAPTER = re.compile(r"\.(base_layer|lora_\w+)\.")  # in the keys of peft's models and adapters
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,22 @@ def find_original(source: str | Path | nn.Module, weights: str | Path | None) ->
         network: nn.Module = getattr(source, "_orig_mod", source)  # under torch.compile
         if isinstance(network, nn.DataParallel | nn.parallel.DistributedDataParallel):
             network = network.module
-        return _from_module(network, None if weights is None else read_weights(weights))
+        if any(type(module).__module__.partition(".")[0] == "peft" for module in network.modules()):
+            raise _make_adapter_error(type(network).__name__)
+        return _from_module(network, None if weights is None else _read_plain_weights(weights))
     if not isinstance(source, str | Path):
         raise InputError(f"A name, a folder or a module can be converted. Received: {type(source).__name__}.")
+    if (Path(source) / "adapter_config.json").is_file():
+        raise _make_adapter_error(str(source))
     if Path(source).is_dir() and (Path(source) / "config.json").is_file():
-        return _from_folder(str(source), read_config(source), read_weights(source if weights is None else weights))
+        return _from_folder(str(source), read_config(source), _read_plain_weights(source if weights is None else weights))
     name = str(source)
     is_spec = Path(source).suffix == ".yaml" or (Path(source) / "spec.yaml").is_file()
     if name in model_files() or is_spec:
         spec = load_spec(source)
         if weights is None:
             raise ConversionError(f"{name} is reversible already. Give a published checkpoint of it: --weights FILE.")
-        return Original(spec.name, source, read_weights(weights), None)
+        return Original(spec.name, source, _read_plain_weights(weights), None)
     if timm.is_model(name):
         return _from_timm(name, weights)
     known = [*timm.list_models(), *model_files()]
@@ -74,6 +81,22 @@ def find_original(source: str | Path | nn.Module, weights: str | Path | None) ->
         "folder with a Transformers config.json, the name or spec file of a reversible model for its published checkpoints, "
         "or, from Python, a module."
     )
+
+
+def _make_adapter_error(received: str) -> ConversionError:
+    return ConversionError(
+        f"The adapters of peft are no layers of a network that can be converted. Received: {received}. Merge them first: "
+        "network = peft_model.merge_and_unload(), and convert that; or keep them, and make the base model reversible in place: "
+        "revzoo.reversible_(module)."
+    )
+
+
+def _read_plain_weights(path: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of a file, or raise ConversionError if they are those of adapters."""
+    tensors = read_weights(path)
+    if any(_ADAPTER.search(key) for key in tensors):
+        raise _make_adapter_error(str(path))
+    return tensors
 
 
 def _from_timm(name: str, weights: str | Path | None) -> Original:
@@ -87,7 +110,7 @@ def _from_timm(name: str, weights: str | Path | None) -> Original:
                 "give the file: --weights FILE."
             ) from error
         return _from_module(network, None, name)
-    tensors = read_weights(weights)
+    tensors = _read_plain_weights(weights)
     classifier = timm.get_pretrained_cfg_value(name, "classifier") or "head"
     head = tensors.get(f"{classifier if isinstance(classifier, str) else classifier[0]}.weight", tensors.get("head.weight"))
     options: dict[str, Any] = {} if head is None else {"num_classes": head.shape[0]}  # another number after fine-tuning

@@ -18,9 +18,10 @@ class TensorRow:
     """What was done with one tensor, or with several that belong together.
 
     Args:
-        ours: keys in the converted network; empty if the original's tensor was dropped.
+        ours: keys in the converted network; empty if the original's tensor was dropped or is unused.
         theirs: keys in the original.
-        action: copied, renamed, merged, reshaped, interpolated, initialised or dropped.
+        action: copied, renamed, tied, merged, reshaped, interpolated, initialised, dropped, or unused (`export` gives it
+            back).
         shapes: of the tensors in the converted network.
         original_shapes: of the original's tensors, after an interpolation.
         original_dtypes: of the original's tensors, such as "float16"; empty where they are missing or dropped.
@@ -93,7 +94,7 @@ class ConvertReport:
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of tensors of the converted network by action; those of the original for "dropped"."""
+        """Number of tensors of the converted network by action; those of the original for "dropped" and "unused"."""
         counts: Counter[str] = Counter()
         for row in self.rows:
             counts[row.action] += len(row.ours or row.theirs)
@@ -127,5 +128,5 @@ def _list_changes(rows: Sequence[TensorRow]) -> list[str]:
     return [
         f"{row.action}: {', '.join(row.ours if row.action == 'initialised' else row.theirs)} ({row.note})"
         for row in rows
-        if row.action in ("interpolated", "initialised", "dropped")
+        if row.action in ("interpolated", "initialised", "dropped", "unused")
     ]

@@ -20,19 +20,22 @@ def count_required_outputs(spec: Spec, data: Data, name: str) -> int:
         name: `data.name` of the recipe, for messages.
 
     Raises:
-        DataError: a classifier for a language model's data or the reverse, or next-byte prediction with a model that sees
-            later bytes.
+        DataError: a classifier for a language model's data or the reverse, a head that predicts nothing, or next-byte
+            prediction with a model that sees later bytes.
     """
     if isinstance(spec.input, ImageInput):
         return data.num_classes or 0
     with torch.device("meta"):
         model = build(spec).eval()
         per_token = model(model.example_input(1)).dim() == 3
-    if per_token == (data.num_classes is not None):
-        needed, head = ("one class for a text", "sequence_classification") if per_token else ("an id per token", "masked_lm")
+    has_classes = data.num_classes is not None
+    returns_features = spec.head.type == "text_features"
+    if per_token == has_classes or returns_features:
+        needed, head = ("one class for a text", "sequence_classification") if has_classes else ("an id per token", "masked_lm")
+        features = f", which returns {model.num_outputs} features and predicts nothing" if returns_features else ""
         raise DataError(
-            f"data.name={name} needs a model that predicts {needed}. Received: {spec.name} with the head {spec.head.type}. Use "
-            f"another model, or another head: model.overrides=['head={{type: {head}}}']."
+            f"data.name={name} needs a model that predicts {needed}. Received: {spec.name} with the head {spec.head.type}"
+            f"{features}. Use another model, or another head: model.overrides=['head={{type: {head}}}']."
         )
     if name == "characters" and not _is_causal(spec):
         raise DataError(

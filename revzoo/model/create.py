@@ -2,19 +2,21 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from revzoo.checkpoint.files import load_weights
 from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
-from revzoo.errors import CheckpointError, InputError
+from revzoo.errors import CheckpointError, InputError, join_names
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS
+from revzoo.spec.schema import Spec
 
 _logger = logging.getLogger("revzoo")  # which prints warnings to stderr unless it is configured otherwise
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,7 +40,8 @@ def create(
     Args:
         source: a model name (`revzoo.list_models()`), a spec file, or a folder with a spec.yaml, such as a training run's.
             The weights in a folder are loaded too, except on the meta device: those that `revzoo convert` wrote, or the best
-            ones of a run, which is logged.
+            ones of a run, which is logged. If `overrides` change the head, what the folder has no tensors for starts at random,
+            which is logged as well.
         pretrained: load the weights that ship with revzoo for this model.
         checkpoint: file with the weights to load: safetensors, or a pickled state dict (read with `weights_only=True`).
         num_outputs: number of classes. If it is not the spec's number, the last linear layer is replaced by a new one with
@@ -69,23 +72,42 @@ def create(
     target = _check_device(device)
     spec = load_spec(source, list(overrides or ()))
     file = find_shipped_weights(str(source)) if pretrained else checkpoint
+    own_head = spec.head
     if file is None and target.type != "meta":
         file = find_folder_weights(source)
         if file is not None and file.name == BEST_WEIGHTS:
             _logger.warning("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
+        if file is not None and overrides:
+            own_head = load_spec(source).head
     with target:
-        model = build(spec)
+        model = build(replace(spec, head=own_head))
     model.to(dtype)
     if model.coupling.is_exact:
         Grid(next(model.parameters()).dtype)  # raises for a dtype without a grid
     if file is not None:
         load_weights(model, file)
+    if own_head != spec.head:
+        with target:
+            model = _replace_head(model, spec).to(dtype)
     if num_outputs is not None and num_outputs != model.num_outputs:
         model.reset_head(num_outputs)
     model.schedule = schedule
     model.lookahead = lookahead
     model.exact = exact
     return model
+
+
+def _replace_head(model: Model, spec: Spec) -> Model:
+    """Return the network of a spec with another head, with the same tensors wherever it has them; log which are new."""
+    other = build(spec)
+    own = other.state_dict()
+    common = {key: t for key, t in model.state_dict().items() if key in own and own[key].shape == t.shape}
+    left = other.load_state_dict(common, strict=False).missing_keys
+    _logger.warning(
+        "%s has the head %s now, not %s. Initialised at random: %s.",
+        spec.name, spec.head.type, model.spec.head.type, join_names(left) if left else "nothing",
+    )  # fmt: skip
+    return other
 
 
 def _check_device(device: torch.device | str | None) -> torch.device:

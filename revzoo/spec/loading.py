@@ -10,7 +10,7 @@ from revzoo.errors import SpecError, SpecProblem, UnknownNameError
 from revzoo.spec.names import model_files
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
-from revzoo.spec.tree import YamlNode, apply_overrides, load_tree, merge
+from revzoo.spec.tree import OVERRIDE, YamlNode, apply_overrides, load_tree, merge
 
 _MOST_BLOCKS = 10_000  # of all stages; more only fill the memory while they are built
 
@@ -49,8 +49,10 @@ def parse_spec(mapping: Mapping[str, Any], file: str) -> Spec:
 
 
 def _check(tree: YamlNode, problems: Sequence[SpecProblem], file: str) -> Spec:
-    spec, more = parse(Spec, _fill_stages(tree))
-    if spec is None or problems:
+    filled = _fill_stages(tree)
+    spec, more = parse(Spec, filled)
+    more += _find_shadowed_overrides(filled)
+    if spec is None or problems or more:
         raise SpecError([*problems, *more])
     if (depth := sum(stage.depth for stage in spec.stages)) > _MOST_BLOCKS:
         allowed = f"stages of at most {_MOST_BLOCKS} blocks together"
@@ -75,6 +77,30 @@ def _fill_stages(tree: YamlNode) -> YamlNode:
 def _fill_stage(shared: dict[str, YamlNode], stage: YamlNode) -> YamlNode:
     branches = {k: merge(_expand_name(node), _expand_name(stage.value.get(k, node))) for k, node in shared.items()}
     return replace(stage, value=stage.value | branches)
+
+
+def _find_shadowed_overrides(tree: YamlNode) -> list[SpecProblem]:
+    """Return a problem for every override of the block's branches that no stage takes, because each has a value of its own.
+
+    Args:
+        tree: with the stages filled from the block: a value that a stage takes is the block's own node.
+    """
+    block, stages = tree.value.get("block"), tree.value.get("stages")
+    if block is None or not isinstance(block.value, dict) or stages is None or not isinstance(stages.value, list):
+        return []
+    branches = [stage.value[k] for stage in stages.value if isinstance(stage.value, dict) for k in "fg" if k in stage.value]
+    taken = {id(leaf) for branch in branches for leaf in _list_leaves(branch)}
+    shared = [leaf for k in "fg" if k in block.value for leaf in _list_leaves(_expand_name(block.value[k]))]
+    return [
+        leaf.problem(f"stages.N.{leaf.path.partition('.')[2]}: every stage has a value of its own, which counts")
+        for leaf in shared
+        if leaf.file == OVERRIDE and id(leaf) not in taken
+    ]
+
+
+def _list_leaves(node: YamlNode) -> list[YamlNode]:
+    """Return the nodes below this one that are no mappings."""
+    return [leaf for item in node.value.values() for leaf in _list_leaves(item)] if isinstance(node.value, dict) else [node]
 
 
 def _expand_name(part: YamlNode) -> YamlNode:

@@ -6,6 +6,7 @@ from pathlib import Path
 from revzoo.errors import SpecError, SpecProblem, UnknownNameError
 
 CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `revzoo convert` wrote
+UNUSED_WEIGHTS = "unused.safetensors"  # there too: tensors of the original that the converted network has no place for
 BEST_WEIGHTS = "best.safetensors"  # beside spec.yaml in the folder of a run
 
 

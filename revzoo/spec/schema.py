@@ -180,8 +180,16 @@ class Spec:
         return self.block.drop_path
 
     def to_yaml(self) -> str:
-        """Return the spec as self-contained YAML: without base and overrides, and with every default written out."""
-        return OmegaConf.to_yaml(OmegaConf.create(to_plain(self)))
+        """Return the spec as self-contained YAML: without base and overrides, and with every default written out.
+
+        What a stage takes from the block is written there alone, so that an override of the block reaches the stage.
+        """
+        plain = to_plain(self)
+        for stage in plain["stages"]:
+            for key in ("f", "g"):
+                if (own := _leave_out(plain["block"][key], stage.pop(key))) is not _SHARED:
+                    stage[key] = own
+        return OmegaConf.to_yaml(OmegaConf.create(plain))
 
     @property
     def digest(self) -> str:
@@ -192,6 +200,18 @@ class Spec:
         facts = {key: value for key, value in to_plain(self).items() if key not in (*STATEMENTS, "block")}
         facts |= {"coupling": to_plain(self.coupling), "drop_path": to_plain(self.drop_path)}
         return hashlib.sha256(json.dumps(_canonical(facts), sort_keys=True).encode()).hexdigest()
+
+
+_SHARED = object()  # stands for a branch that a stage has from the block, as it is
+
+
+def _leave_out(shared: Any, branch: Any) -> Any:
+    """Return what of a stage's branch is not the block's, or _SHARED where that is nothing."""
+    if shared == branch:
+        return _SHARED
+    if not shared or not branch or shared["type"] != branch["type"]:
+        return branch
+    return {key: value for key, value in branch.items() if key not in shared or shared[key] != value}
 
 
 def _canonical(value: Any) -> Any:

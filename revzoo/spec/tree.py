@@ -21,6 +21,7 @@ from revzoo.errors import SpecError, SpecProblem, did_you_mean, join_names
 
 MISSING = object()  # value of a node that stands for an absent key
 TOP = "(top level)"  # path of a whole file
+OVERRIDE = "override"  # file of values that an override sets
 _OVERRIDE = re.compile(r"(\w+(?:\.\w+|\[\w+\])*)=(.*)", re.DOTALL)
 BOOLEAN_HINT = " YAML reads a bare yes, no, on or off as true or false: quote it."
 
@@ -31,7 +32,7 @@ class YamlNode:
 
     Args:
         value: a scalar, a list of nodes, or a dict from key to node.
-        file: the YAML file, or "override".
+        file: the YAML file, or OVERRIDE.
         path: dotted path in that file, list indices included; empty for the whole file.
     """
 
@@ -195,13 +196,13 @@ def _read_override(override: str) -> YamlNode:
     match = _OVERRIDE.fullmatch(override)
     if match is None:
         allowed = "a dotted path, '=' and a YAML value, such as stages.0.depth=6"
-        raise SpecError([SpecProblem("override", repr(override), "no PATH=VALUE", allowed)])
+        raise SpecError([SpecProblem(OVERRIDE, repr(override), "no PATH=VALUE", allowed)])
     path = match[1].replace("[", ".").replace("]", "")
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={match[2]}"]))
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise SpecError([SpecProblem("override", path, repr(match[2][:200]), "a YAML value")]) from error
-    return YamlNode.from_plain(values["value"], "override", path)
+        raise SpecError([SpecProblem(OVERRIDE, path, repr(match[2][:200]), "a YAML value")]) from error
+    return YamlNode.from_plain(values["value"], OVERRIDE, path)
 
 
 def _apply(base: YamlNode, value: YamlNode, depth: int = 0) -> YamlNode:
@@ -211,14 +212,14 @@ def _apply(base: YamlNode, value: YamlNode, depth: int = 0) -> YamlNode:
         return merge(base, value)
     key, here = keys[depth], ".".join(keys[:depth])
     if base.value is None or base.value is MISSING:
-        base = YamlNode({}, "override", here)
+        base = YamlNode({}, OVERRIDE, here)
     items = base.value
     if isinstance(items, dict):
         return replace(base, value=items | {key: _apply(items.get(key, base.missing(key)), value, depth + 1)})
     if not isinstance(items, list):
         received, allowed = f"{key!r} inside {base.problem('').received}", f"another value for {here} as a whole"
-        raise SpecError([SpecProblem("override", value.path, received, allowed)])
+        raise SpecError([SpecProblem(OVERRIDE, value.path, received, allowed)])
     if not key.isdecimal() or int(key) >= len(items):
         received = f"index {key} into a list of {len(items)}"
-        raise SpecError([SpecProblem("override", value.path, received, f"0 to {len(items) - 1}" if items else "none")])
+        raise SpecError([SpecProblem(OVERRIDE, value.path, received, f"0 to {len(items) - 1}" if items else "none")])
     return replace(base, value=[_apply(n, value, depth + 1) if i == int(key) else n for i, n in enumerate(items)])

@@ -31,8 +31,11 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         path = path / "config.yaml"
     if not (path.suffix == ".yaml" and path.is_file()):
         path = recipe_file(str(source))
-    tree, problems = apply_overrides(load_tree(path, recipe_files()), overrides)
-    tree = _expand_model_name(tree)
+    tree, problems = _expand_model_name(load_tree(path, recipe_files())), []
+    for override in overrides:  # one by one: model.overrides=[...] may follow model=NAME
+        tree, more = apply_overrides(tree, [override])
+        tree = _expand_model_name(tree)
+        problems += more
     recipe, parse_problems = parse(Recipe, tree)
     problems += parse_problems
     # Sections that parsed are checked further even if another one did not, so that all problems are reported at once.

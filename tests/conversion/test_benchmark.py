@@ -56,6 +56,9 @@ def test_every_variant_was_trained(result, name):
         assert run["curve"][0]["loss"] != run["curve"][1]["loss"]
         assert row["accuracy"] == run["curve"][-1]["accuracy"]
         assert row["difference"] == row["accuracy"] - original["accuracy"]
+    deployed = {key: row["deployed"] for key, row in net["variants"].items() if row["deployed"]}
+    assert list(deployed) == [key for key in net["variants"] if key not in ("original", "additive", "float_dual")]
+    assert abs(deployed["stay"]["loss"]) < abs(deployed["bits_0"]["loss"])
     assert net["first_task"]["start"].keys() == {"examples", "cosine", "agreement"}
     assert net["first_task"]["start"]["cosine"] > 0.99
     assert net["met"] == (net["variants"][result["default"]]["difference"] >= -0.5)

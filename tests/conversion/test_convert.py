@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -141,7 +142,7 @@ def test_the_folder_appears_complete_or_not_at_all(vit, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(convert_module, "plot_conversion", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(InputError, match="rev cannot be written .*No space left on device.*; nothing of it is left"):
         revzoo.convert(vit, out=tmp_path / "rev")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
@@ -330,3 +331,82 @@ def test_a_converted_network_is_rebuilt_bit_for_bit_at_any_depth(depth, bits, re
             block.mlp.fc2.weight.mul_(0.01)
     model, x = revzoo.convert(deep, kept_bits=bits).model.train(), torch.randn(2, 1, 8, 8)
     rebuilds_exactly(model, x)
+
+
+def test_another_number_of_outputs_makes_a_new_last_layer(vit, tmp_path):
+    plain, report = convert_model(vit)
+    model, report = convert_model(vit, num_outputs=3, out=tmp_path / "rev")
+    initialised = [row for row in report.rows if row.action == "initialised"]
+    assert [row.ours for row in initialised] == [("head.linear.weight",), ("head.linear.bias",)]
+    (note,) = report.notes
+    assert note == "The head pooled_linear has 3 outputs. Initialised at random: head.linear.weight, head.linear.bias."
+    assert len(report.comparisons) == 2, "made with the original's own head"
+    created = revzoo.create(tmp_path / "rev")
+    assert created.num_outputs == created.spec.head.arguments["outputs"] == 3
+    for key, tensor in created.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[key])
+        assert key.startswith("head.linear") or torch.equal(tensor, plain.state_dict()[key])
+    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    assert {key: t.shape[0] for key, t in load_file(tmp_path / "back.safetensors").items() if "head" in key} == {
+        "head.weight": 3, "head.bias": 3,
+    }  # fmt: skip
+    same, report = convert_model(vit, num_outputs=7)
+    assert report.counts == {"renamed": 44}
+    assert torch.equal(same.head.linear.weight, vit.head.weight)
+
+
+def test_a_file_without_a_head_needs_a_number_of_outputs(vit, tmp_path):
+    tensors = {key: tensor for key, tensor in vit.state_dict().items() if not key.startswith("head.")}
+    torch.save(tensors, tmp_path / "w.pth")
+    with pytest.raises(ConversionError, match=r"2 missing: head.weight, head.bias\nThe head is missing: .*--outputs N"):
+        revzoo.convert(vit, tmp_path / "w.pth")
+    model, report = convert_model(vit, tmp_path / "w.pth", num_outputs=3)
+    assert (model.num_outputs, report.comparisons) == (3, ())
+    torch.save(tensors | {"more": torch.ones(1)}, tmp_path / "more.pth")
+    with pytest.raises(ConversionError, match=r"1 extra: more"):
+        revzoo.convert(vit, tmp_path / "more.pth", num_outputs=3)
+    with pytest.raises(InputError, match="Received: 0"):
+        revzoo.convert(vit, num_outputs=0)
+
+
+class Adapter(nn.Module):
+    """A layer as peft wraps it."""
+
+    __module__ = "peft.tuners.lora.layer"
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.lora_A = base_layer, nn.ModuleDict({"default": nn.Linear(128, 2)})
+
+
+def test_adapters_of_peft_are_to_be_merged_first(vit, tmp_path):
+    """In a module, in its file, and in a folder of adapters alone."""
+    vit.blocks[0].mlp.fc2 = Adapter(vit.blocks[0].mlp.fc2)
+    torch.save(vit.state_dict(), tmp_path / "w.pth")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for arguments, received in (
+        ((vit,), "VisionTransformer"),
+        (("test_vit", tmp_path / "w.pth"), "w.pth"),
+        ((tmp_path / "adapter",), "adapter"),
+    ):
+        with pytest.raises(ConversionError, match=rf"Received: .*{received}\. Merge them first: .*merge_and_unload\(\)"):
+            revzoo.convert(*arguments)
+
+
+TEXTS = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: VisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=1, reg_tokens=1, num_heads=4), "register"),
+        (lambda: nn.Linear(2, 2), "What can: timm ViT"),
+        (lambda: transformers.GPT2Model(transformers.GPT2Config(**TEXTS)), "gpt2.* What can"),
+        (lambda: transformers.BertForMultipleChoice(transformers.BertConfig(**TEXTS)), "architectures cannot be converted"),
+    ],
+    ids=["part", "class", "family", "task"],
+)
+def test_what_cannot_be_converted_can_become_reversible_in_place(make, message):
+    with pytest.raises(ConversionError, match=rf"{message}.* reversible in place.* revzoo\.reversible_\(module\)"):
+        revzoo.convert(make())

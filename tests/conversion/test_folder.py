@@ -1,12 +1,15 @@
 """The folder that `revzoo convert` writes: every command takes it, and `revzoo export` gives the source's tensors back."""
 
 import json
+import resource
+import signal
 
 import torch
 from safetensors.torch import load_file
 
 import revzoo
 import zoo_cli
+from revzoo.conversion import convert as convert_module
 
 
 def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, capsys):
@@ -27,3 +30,43 @@ def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, caps
     expected, back = load_file(file), load_file(tmp_path / "back.safetensors")
     assert back.keys() == expected.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in expected.items())
+
+
+def test_overrides_of_the_block_reach_the_converted_network(file, tmp_path):
+    """Its spec.yaml has all that the stages share in one place."""
+    folder = tmp_path / "rev"
+    revzoo.convert("test_vit", file, out=folder)
+    changed = revzoo.load_spec(folder, ["block.f.layer_scale=true", "block.g.layer_scale=true"])
+    assert [stage.f.arguments["layer_scale"] for stage in changed.stages] == [True]
+    assert [stage.g.arguments["layer_scale"] for stage in changed.stages] == [True]
+
+
+def test_a_full_disk_is_explained_and_nothing_is_left(file, tmp_path, capsys):
+    """No file can grow beyond a few bytes while the folder is written; safetensors has an error of its own for that."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "out").mkdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        code = zoo_cli.main(["convert", "test_vit", "--weights", str(file), "--out", str(tmp_path / "out" / "rev")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    assert "rev cannot be written (" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_conversion_that_is_terminated_leaves_nothing(file, tmp_path, capsys, monkeypatch):
+    """SIGTERM while the folder is written; the handler from before is back afterwards."""
+    (tmp_path / "out").mkdir()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminate(*_):
+        assert [path.name[:5] for path in (tmp_path / "out").iterdir()] == [".rev-"]
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(convert_module, "plot_conversion", terminate)
+    code = zoo_cli.main(["convert", "test_vit", "--weights", str(file), "--out", str(tmp_path / "out" / "rev")])
+    assert code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "\nrevzoo: stopped\n"
+    assert list((tmp_path / "out").iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before

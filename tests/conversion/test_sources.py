@@ -2,14 +2,29 @@
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.resnet import BasicBlock, ResNet
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
-from transformers import BertConfig, BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertModel,
+    DistilBertConfig,
+    DistilBertForQuestionAnswering,
+    ElectraConfig,
+    ElectraForPreTraining,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForTokenClassification,
+)
 
 import revzoo
+from revzoo.checkpoint.files import save_weights
 from revzoo.conversion.sources import SOURCES
 
 SIZES = {
@@ -38,6 +53,10 @@ ORIGINALS = {
     "timm ResNet": resnet,
     "Transformers BERT": lambda: BertForSequenceClassification(BertConfig(**SIZES)),
     "Transformers RoBERTa": lambda: RobertaForMaskedLM(RobertaConfig(**SIZES)),
+    "Transformers ELECTRA": lambda: ElectraForPreTraining(ElectraConfig(**SIZES, embedding_size=16)),
+    "Transformers DistilBERT": lambda: DistilBertForQuestionAnswering(
+        DistilBertConfig(vocab_size=60, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=40)
+    ),
 }
 
 
@@ -60,7 +79,61 @@ def test_a_conversion_begins_as_the_original_and_comes_back(name, tmp_path, rebu
     assert start.cosine >= 0.9999
     assert revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
     back, expected = load_file(tmp_path / "back.safetensors"), original.state_dict()
-    assert set(expected) - set(back) <= {"lm_head.decoder.weight", "lm_head.decoder.bias"}  # copies, tied again on loading
+    assert back.keys() == expected.keys()  # tied tensors under all of their keys
     assert all(torch.equal(tensor, expected[key]) for key, tensor in back.items())
     model = revzoo.create(tmp_path / "rev")
     rebuilds_exactly(model, model.example_input(2))
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", ["BertForPreTraining", "RobertaForMaskedLM"])
+def test_the_exported_file_loads_as_it_is(name, tmp_path):
+    """Tied tensors are in it under all of their keys, and what the converted network does not use is in it, too."""
+    make, config = {"B": (BertForPreTraining, BertConfig), "R": (RobertaForMaskedLM, RobertaConfig)}[name[0]]
+    torch.manual_seed(0)
+    original, other = (make(config(**SIZES)).eval() for _ in range(2))
+    report = revzoo.convert(original.half(), out=tmp_path / "rev")
+    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    other.load_state_dict(load_file(tmp_path / "back.safetensors"))
+    expected = original.state_dict()
+    assert all(torch.equal(tensor, expected[key].float()) for key, tensor in other.state_dict().items())
+    assert report.counts["unused"] == (4 if name.startswith("Bert") else 0)
+    assert (tmp_path / "rev" / "unused.safetensors").exists() == name.startswith("Bert")
+    with torch.no_grad():
+        tuned = revzoo.create(tmp_path / "rev")
+        tuned.stem.word_embeddings.weight.fill_(2.0)
+    save_weights(tuned, tmp_path / "tuned.safetensors")
+    revzoo.export(tmp_path / "rev", tmp_path / "tuned_back.safetensors", tmp_path / "tuned.safetensors")
+    other.load_state_dict(load_file(tmp_path / "tuned_back.safetensors"))
+    assert (other.get_output_embeddings().weight == 2).all()
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("original", "config", "result", "fresh"),
+    [
+        (BertModel, BertConfig, "BertForSequenceClassification", ("out_proj",)),
+        (BertForPreTraining, BertConfig, "BertForSequenceClassification", ("out_proj",)),
+        (BertForMaskedLM, BertConfig, "BertForSequenceClassification", ("dense", "out_proj")),
+        (ElectraForPreTraining, ElectraConfig, "ElectraForSequenceClassification", ("dense", "out_proj")),
+        (RobertaForTokenClassification, RobertaConfig, "RobertaForTokenClassification", ("linear",)),
+    ],
+)
+def test_text_encoders_get_a_classifier(original, config, result, fresh, tmp_path):
+    """As Transformers makes one: what the file has of it is kept, and the rest starts at random."""
+    torch.manual_seed(0)
+    network = original(config(**SIZES)).eval()
+    report = revzoo.convert(network, num_outputs=7, out=tmp_path / "rev")
+    assert len(report.comparisons) == 2, "made with the original's own head"
+    new = [f"head.{layer}.{name}" for layer in fresh for name in ("weight", "bias")]
+    assert [key for row in report.rows if row.action == "initialised" for key in row.ours] == new
+    assert report.notes[-1].endswith(f"has 7 outputs. Initialised at random: {', '.join(new)}.")
+    assert revzoo.create(tmp_path / "rev").num_outputs == 7
+    revzoo.export(tmp_path / "rev", tmp_path / "back.safetensors")
+    classifier = getattr(transformers, result)(config(**SIZES, num_labels=7))
+    classifier.load_state_dict(load_file(tmp_path / "back.safetensors"))
+    expected = {key.removeprefix("bert."): tensor for key, tensor in network.state_dict().items()}
+    own = {key.removeprefix("bert."): tensor for key, tensor in classifier.state_dict().items()}
+    common = [key for key in own if key in expected and own[key].shape == expected[key].shape]
+    assert len(common) >= len(own) - 4
+    assert all(torch.equal(own[key], expected[key]) for key in common if not key.startswith("classifier"))

@@ -38,6 +38,7 @@ VARIANTS = {
     "no bias": {"qkv_bias": False},
     "no norm": {"final_norm": False},
     "other sizes": {"img_size": (12, 8), "in_chans": 1, "mlp_ratio": 1.7, "act_layer": "relu"},
+    "approximated GELU": {"act_layer": "gelu_tanh"},
     "eps 1e-5": {"norm_layer": partial(torch.nn.LayerNorm, eps=1e-5), "embed_norm_layer": torch.nn.LayerNorm},
 }
 
@@ -91,7 +92,7 @@ REFUSED = {
     "patch_drop_rate": {"patch_drop_rate": 0.1},
     "blocks of class ParallelScalingBlock": {"block_fn": ParallelScalingBlock},
     "MLP of class SwiGLU": {"mlp_layer": timm.layers.SwiGLU},
-    "the activation": {"act_layer": "gelu_tanh"},
+    "the activation": {"act_layer": "quick_gelu"},
     "the norm RmsNorm": {"norm_layer": "rmsnorm"},
     "patches do not cover": {"img_size": 10},
 }

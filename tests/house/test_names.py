@@ -30,7 +30,8 @@ PINNED = {
     "bytes_per_pixel": "(model, batch=None)",
     "compile_steps": "(model, **options)",
     "convert": (
-        "(source, weights=None, *, coupling='momentum', kept_bits=8, m=None, beta=None, out=None, strict=True, batch=None)"
+        "(source, weights=None, *, coupling='momentum', kept_bits=8, m=None, beta=None, out=None, strict=True, "
+        "num_outputs=None, batch=None)"
     ),
     "create": (
         "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', lookahead=0, "

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from revzoo.errors import RevzooError, SpecError
 from revzoo.spec import DropPathSpec, ImageInput, Part, StageSpec, list_models, load_spec, names, recipe_file, spec_file
@@ -359,3 +360,24 @@ def test_files_that_are_too_much(tmp_path, text, message):
 def test_an_override_with_too_many_digits():
     with pytest.raises(SpecError, match="override: head.outputs: found .*; allowed: a YAML value"):
         load_spec("rev_vit_digits", ["head.outputs=" + "9" * 4400])
+
+
+def test_saved_yaml_says_once_what_stages_share_so_that_overrides_of_the_block_reach_them(write):
+    spec = load_spec(write(SPEC), ["stages.1.f.heads=4"])
+    saved = write(spec.to_yaml(), "run/spec.yaml")
+    plain = yaml.safe_load(spec.to_yaml())
+    assert [{key: stage.get(key) for key in "fg"} for stage in plain["stages"]] == [
+        {"f": None, "g": None}, {"f": {"heads": 4}, "g": None},
+    ]  # fmt: skip
+    changed = load_spec(saved, ["block.f.heads=8", "block.g.ratio=2"])
+    assert [stage.f.arguments["heads"] for stage in changed.stages] == [8, 4]
+    assert [stage.g.arguments["ratio"] for stage in changed.stages] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("override", "path"), [("block.f.heads=8", "f.heads"), ("block.f={type: attention, heads: 8}", "f.heads")]
+)
+def test_an_override_that_no_stage_takes_is_refused(write, override, path):
+    stages = ["stages.0.f.heads=2", "stages.1.f.heads=4"]
+    with pytest.raises(SpecError, match=rf"override: block.{path}: found 8; allowed: stages.N.{path}: every stage has a value"):
+        load_spec(write(SPEC), [*stages, override])

@@ -23,6 +23,7 @@ from revzoo.training.recipe import load_recipe
 from revzoo.training.setup import build_run
 
 DIGITS = ("data.name=digits", "data.num_workers=0", "data.augment=null", "train.epochs=2", "schedule.warmup_epochs=0")
+FALLING = "coupling={kept_bits: [8, 4], share: 1.0}"
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +56,14 @@ def test_bits_fall_in_equal_parts_and_then_stay():
     ]  # fmt: skip
 
 
+def test_the_recipe_leaves_the_coupling_as_it_was_converted(folder, tmp_path):
+    run = build_run(recipe(folder), tmp_path / "run", resumed=False)
+    assert (run.coupling, run.model.coupling.kept_bits) == (None, 8)
+
+
 def test_a_moving_coupling_is_trained_saved_and_resumed(folder, tmp_path, monkeypatch):
     """An interruption in the first epoch, and the rest: the same weights as without; the checkpoint has the last coupling."""
-    options = recipe(folder, "data.batch_size=320", "ema.decay=0.9", "coupling.share=1.0", "train.freeze=[stem]")
+    options = recipe(folder, "data.batch_size=320", "ema.decay=0.9", FALLING, "train.freeze=[stem]")
     stem = revzoo.create(folder).stem.state_dict()
     whole = train(options, tmp_path / "whole")
     records = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
@@ -84,7 +90,7 @@ def test_a_moving_coupling_is_trained_saved_and_resumed(folder, tmp_path, monkey
 def test_a_plan_is_made_for_the_first_coupling(folder, tmp_path, monkeypatch):
     """A resumed run has moved on, and its plan is the one of the first update; afterwards it is where it was."""
     monkeypatch.setattr(planner, "profile", partial(planner.profile, run=False))
-    options = recipe(folder, "data.batch_size=320", "ema.decay=0.9", "coupling.share=1.0", "memory.budget=1GiB")
+    options = recipe(folder, "data.batch_size=320", "ema.decay=0.9", FALLING, "memory.budget=1GiB")
     first, later = (build_run(options, tmp_path / name, resumed=False) for name in ("first", "later"))
     later.progress.updates = 8
     later.set_coupling(8)
@@ -97,11 +103,11 @@ def test_a_plan_is_made_for_the_first_coupling(folder, tmp_path, monkeypatch):
     ("overrides", "message"),
     [
         (
-            ["coupling={kept_bits: null, m: [0.0, 0.5]}"],
+            ["coupling={m: [0.0, 0.5]}"],
             "m, alpha or beta for a network converted with m or beta",
         ),
         (
-            ["coupling={kept_bits: null, beta: [0.0, 0.5]}"],
+            ["coupling={beta: [0.0, 0.5]}"],
             r"coupling.beta: found a schedule; .*momentum: m, gain, residual, kept_bits",
         ),
         (["train.freeze=[steem]"], r"train.freeze: found 'steem'; allowed: parts of the model, such as stem"),
@@ -116,7 +122,7 @@ def test_recipes_that_do_not_fit_the_model(folder, overrides, message, tmp_path)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["coupling.m=[0,0.5]"], "coupling.m: found .*allowed: null beside coupling.kept_bits"),
+        ([FALLING, "coupling.m=[0,0.5]"], "coupling.m: found .*allowed: null beside coupling.kept_bits"),
         (["coupling={m: [0.1, 0.5]}", "memory.budget=1GiB"], "null with memory.budget"),
         (["coupling.kept_bits=[9,0]"], "an integer from 0 to 8"),
         (["coupling.kept_bits=null"], "kept_bits, or m, alpha or beta, or null for a coupling that stays"),
@@ -177,7 +183,7 @@ def test_floating_point_trains_from_the_m_it_was_converted_with(vit, tmp_path):
     """Nothing has moved at the first update, and yet few steps in a row may be inverted; what was stored stays stored."""
     deep = VisionTransformer(img_size=8, patch_size=2, in_chans=1, embed_dim=16, depth=6, num_heads=2, num_classes=10)
     revzoo.convert(deep, m=0.1, out=tmp_path / "rev")
-    moving = ("coupling={kept_bits: null, m: [0.1, 0.9]}", "coupling.share=1.0", "train.epochs=1", "data.batch_size=320")
+    moving = ("coupling={m: [0.1, 0.9], share: 1.0}", "train.epochs=1", "data.batch_size=320")
     train(recipe(tmp_path / "rev", *moving), tmp_path / "run")
     last = read_metadata(tmp_path / "run" / "last.safetensors")["revzoo.spec"]
     assert "m: 0.9" in last

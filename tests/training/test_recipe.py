@@ -2,6 +2,7 @@ import pytest
 
 from revzoo.errors import SpecError, UnknownNameError
 from revzoo.spec import list_recipes, load_spec
+from revzoo.training.options import ModelOptions
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 
@@ -202,3 +203,11 @@ def test_paths_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = load_recipe("text_bert", ["data.root=rows.csv", "data.text.tokenizer=t.json"]).data
     assert (data.root, data.text.tokenizer) == (str(tmp_path / "rows.csv"), str(tmp_path / "t.json"))
+
+
+def test_options_of_the_model_may_follow_its_name():
+    """`model=NAME` resets the options that came before, and `model.overrides=...` adds to it."""
+    sizes = ["stages.0.depth=3"]
+    recipe = load_recipe("digits", ["model.exact=true", "model=rev_vit_digits", f"model.overrides={sizes}"])
+    assert recipe.model == ModelOptions("rev_vit_digits", overrides=("stages.0.depth=3",))
+    assert load_recipe("digits", ["model.exact=true"]).model.exact

@@ -1,7 +1,7 @@
 """The families of networks that can be converted, one file each."""
 
 from revzoo.conversion.original import Original
-from revzoo.conversion.sources.base import Source
+from revzoo.conversion.sources.base import IN_PLACE, Source
 from revzoo.conversion.sources.mmpretrain import MMPretrain
 from revzoo.conversion.sources.pyslowfast import PySlowFast
 from revzoo.conversion.sources.timm_mvit import TimmMViT
@@ -9,6 +9,8 @@ from revzoo.conversion.sources.timm_resnet import TimmResNet
 from revzoo.conversion.sources.timm_swin import TimmSwin
 from revzoo.conversion.sources.timm_vit import TimmViT
 from revzoo.conversion.sources.transformers_bert import BERT, ROBERTA
+from revzoo.conversion.sources.transformers_distilbert import DISTILBERT
+from revzoo.conversion.sources.transformers_electra import ELECTRA
 from revzoo.errors import ConversionError, join_names
 
 SOURCES: tuple[Source, ...] = (
@@ -18,6 +20,8 @@ SOURCES: tuple[Source, ...] = (
     TimmResNet(),
     BERT,
     ROBERTA,
+    ELECTRA,
+    DISTILBERT,
     PySlowFast(),
     MMPretrain(),
 )
@@ -45,4 +49,4 @@ def find_source(original: Original) -> Source:
     else:
         kind = type(description).__name__
     names = join_names([source.name for source in SOURCES])
-    raise ConversionError(f"{original.name} ({kind}) cannot be converted. What can: {names}.")
+    raise ConversionError(f"{original.name} ({kind}) cannot be converted. What can: {names}. {IN_PLACE}")

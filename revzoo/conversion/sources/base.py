@@ -11,6 +11,7 @@ from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.tensors import Grid
 
 Tensors = Mapping[str, Tensor]
+IN_PLACE = "A module becomes reversible in place, as it is, with revzoo.reversible_(module)."  # ends refusals of architectures
 
 
 class Source(ABC):
@@ -54,6 +55,10 @@ class Source(ABC):
     def canonicalise(self, description: Any, tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         """Return a file's tensors under the keys that `map_tensors` uses, and notes on what was changed."""
         return dict(tensors), []
+
+    def classify(self, description: Any, outputs: int) -> Any:
+        """Return the description of the same network with a classifier; as it is where the head is one."""
+        return description
 
     def ignores(self, key: str) -> bool:
         """Return whether a tensor of theirs is a constant or unused, so that it is dropped without `strict=False`."""

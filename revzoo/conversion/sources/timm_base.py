@@ -9,11 +9,11 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from revzoo.conversion.mapping import TensorMapping, rename
-from revzoo.conversion.sources.base import Source, Tensors
+from revzoo.conversion.sources.base import IN_PLACE, Source, Tensors
 from revzoo.conversion.sources.tensors import merge_qkv
 from revzoo.errors import ConversionError, join_names
 
-_ACTIVATIONS = {"GELU": "gelu", "ReLU": "relu", "SiLU": "silu", "Swish": "silu"}
+_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "ReLU": "relu", "SiLU": "silu", "Swish": "silu"}
 _NORMS = {1e-6: "layer_norm", 1e-5: "layer_norm_1e-5"}  # by eps
 
 
@@ -36,7 +36,8 @@ class TimmSource(Source):
         if present:
             raise ConversionError(
                 f"A {self.name} with {join_names(present)} cannot be converted: revzoo has no part for it. Convert a variant "
-                "without it. If it acts in training only (dropout, drop path, ...), make the original with it set to 0."
+                "without it. If it acts in training only (dropout, drop path, ...), make the original with it set to 0. "
+                f"{IN_PLACE}"
             )
 
     def _name_norm(self, norm: nn.Module) -> str:
@@ -51,9 +52,8 @@ class TimmSource(Source):
     def _name_activation(self, act: nn.Module) -> str:
         """Return the name of an activation in a spec."""
         kind = type(act).__name__
-        known = kind in _ACTIVATIONS and getattr(act, "approximate", "none") == "none"
-        self._refuse({f"the activation {act} (not GELU, ReLU or SiLU)": not known})
-        return _ACTIVATIONS[kind]
+        self._refuse({f"the activation {act} (not GELU, ReLU or SiLU)": kind not in _ACTIVATIONS})
+        return "gelu_tanh" if getattr(act, "approximate", "none") == "tanh" else _ACTIVATIONS[kind]
 
     def _describe_drop_path(self, rates: Sequence[float], transitions: bool = False) -> dict[str, Any]:
         """Return the rule of a spec that gives these drop path rates.

@@ -1,37 +1,49 @@
 """The classification head of BERT and RoBERTa. Module names are those of Transformers' RoBERTa."""
 
-import torch
+from typing import Literal
+
 from torch import Tensor, nn
 
 from revzoo.bounds import PositiveInt, Rate
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.first_token import select_first_token
 from revzoo.parts.layers.linear_head import LinearHead
+from revzoo.parts.layers.norm import Activation, get_activation
 from revzoo.registry import heads
 
 
 @heads.register("sequence_classification")
 class SequenceClassification(LinearHead):
-    """Classify a text by its first token: dense layer, tanh, linear layer.
+    """Classify a text by its first token: dense layer, activation, linear layer.
 
     Shapes: (B, N, D) -> (B, outputs); mask (B, N), False at padding, which may be before a text as well as after it.
     Args:
         outputs: number of classes.
         dropout: probability of dropping a channel before the last layer, in [0, 1).
         input_dropout: probability of dropping a channel before the first layer, in [0, 1). RoBERTa has it, BERT has not.
+        act: activation after the first layer: `tanh` in BERT and RoBERTa, `gelu` in ELECTRA, `relu` in DistilBERT.
     Source: Transformers' RobertaClassificationHead; BERT's pooler and classifier are `dense` and `out_proj`.
     """
 
-    def __init__(self, context: BuildContext, *, outputs: PositiveInt, dropout: Rate = 0.0, input_dropout: Rate = 0.0):
+    def __init__(
+        self,
+        context: BuildContext,
+        *,
+        outputs: PositiveInt,
+        dropout: Rate = 0.0,
+        input_dropout: Rate = 0.0,
+        act: Activation | Literal["tanh"] = "tanh",
+    ):
         super().__init__("out_proj")
         width = context.shape.width
         context.require_kind("tokens", "sequence_classification", "pooled_linear, or a stem that gives tokens")
         self.input_dropout = nn.Dropout(input_dropout)
         self.dense = nn.Linear(width, width)
+        self.act = nn.Tanh() if act == "tanh" else get_activation(act)()
         self.dropout = nn.Dropout(dropout)
         self.out_proj = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        pooled = torch.tanh(self.dense(self.input_dropout(select_first_token(x, mask))))
+        pooled = self.act(self.dense(self.input_dropout(select_first_token(x, mask))))
         logits: Tensor = self.out_proj(self.dropout(pooled))
         return logits

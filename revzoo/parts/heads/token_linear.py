@@ -4,10 +4,10 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from revzoo.bounds import PositiveInt
+from revzoo.bounds import PositiveInt, Rate
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.linear_head import LinearHead
-from revzoo.parts.layers.norm import build_token_norm
+from revzoo.parts.layers.norm import Activation, build_token_norm, get_activation
 from revzoo.registry import heads
 
 
@@ -19,6 +19,9 @@ class TokenLinear(LinearHead):
     Args:
         outputs: size of the vocabulary, or number of classes.
         norm: norm before the linear layer, or `none`.
+        dropout: probability of dropping a channel before the linear layer, in [0, 1).
+        act: activation after one more linear layer of the same width, which comes first; `none`: there is no such layer.
+    Source: Transformers' token classification and question answering, and ElectraDiscriminatorPredictions (`act`).
     """
 
     def __init__(
@@ -27,13 +30,21 @@ class TokenLinear(LinearHead):
         *,
         outputs: PositiveInt,
         norm: Literal["layer_norm", "layer_norm_1e-5", "none"] = "layer_norm",
+        dropout: Rate = 0.0,
+        act: Activation | Literal["none"] = "none",
     ):
         super().__init__("linear")
         width = context.shape.width
         context.require_kind("tokens", "token_linear", "pooled_linear, or a stem that gives tokens, for example token_embed")
         self.norm = nn.Identity() if norm == "none" else build_token_norm(norm, width)
+        self.dense = None if act == "none" else nn.Linear(width, width)
+        self.act = nn.Identity() if act == "none" else get_activation(act)()
+        self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.linear(self.norm(x))
+        x = self.norm(x)
+        if self.dense is not None:
+            x = self.act(self.dense(x))
+        logits: Tensor = self.linear(self.dropout(x))
         return logits

@@ -9,7 +9,7 @@ from revzoo.inplace_abn import InPlaceABN2d
 
 TokenNorm = Literal["layer_norm", "layer_norm_1e-5", "rms_norm"]
 LeakyNorm = Literal["in_place_abn", "leaky_batch_norm"]
-Activation = Literal["gelu", "relu", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu_tanh: GELU approximated with tanh
 
 
 def build_token_norm(name: TokenNorm, width: int) -> nn.Module:

@@ -31,7 +31,9 @@ class TokenStem(nn.Module):
         norm: `layer_norm` of the sum, or `none`.
         eps: eps of the LayerNorm.
         dropout: probability of dropping a channel of a token, in [0, 1).
-    Source: Transformers' BertEmbeddings (`learned`) and RobertaEmbeddings (`after_padding`); Vaswani et al. (2017),
+        embedding_width: channels of the tables, the norm and dropout, E, if a linear layer makes them D; None: D itself.
+    Source: Transformers' BertEmbeddings (`learned`), RobertaEmbeddings (`after_padding`) and ElectraModel
+        (`embedding_width`); Vaswani et al. (2017),
         section 3.5 (`sinusoidal`).
     """
 
@@ -45,6 +47,7 @@ class TokenStem(nn.Module):
         norm: Literal["layer_norm", "none"] = "layer_norm",
         eps: PositiveFloat = 1e-5,
         dropout: Rate = 0.0,
+        embedding_width: PositiveInt | None = None,
     ):
         super().__init__()
         vocabulary, padding = context.shape.width, context.padding
@@ -53,24 +56,27 @@ class TokenStem(nn.Module):
             raise PartArgumentError("type", "token_embed", f"an input.padding below {vocabulary}, the vocabulary")
         if position == "after_padding" and padding is None:
             raise PartArgumentError("position", position, "learned, sinusoidal or none, or an input with a padding id")
-        if position == "sinusoidal" and width % 2:
-            raise PartArgumentError("width", width, "an even number, half of it for sines and half for cosines")
+        embedded = width if embedding_width is None else embedding_width
+        if position == "sinusoidal" and embedded % 2:
+            argument = "width" if embedding_width is None else "embedding_width"
+            raise PartArgumentError(argument, embedded, "an even number, half of it for sines and half for cosines")
         (length,) = context.shape.size
         self.out_shape = Shape(width, (length,), "tokens")
         self._position, self._padding = position, padding
-        self.word_embeddings = nn.Embedding(vocabulary, width, padding_idx=padding)
+        self.word_embeddings = nn.Embedding(vocabulary, embedded, padding_idx=padding)
         self.position_embeddings: nn.Embedding | None = None
         if position == "learned":
-            self.position_embeddings = nn.Embedding(length, width)
+            self.position_embeddings = nn.Embedding(length, embedded)
         if position == "after_padding" and padding is not None:
-            self.position_embeddings = nn.Embedding(length + padding + 1, width, padding_idx=padding)
-        self.token_type_embeddings = nn.Embedding(types, width) if types else None
-        self.LayerNorm = nn.LayerNorm(width, eps=eps) if norm == "layer_norm" else nn.Identity()
+            self.position_embeddings = nn.Embedding(length + padding + 1, embedded, padding_idx=padding)
+        self.token_type_embeddings = nn.Embedding(types, embedded) if types else None
+        self.LayerNorm = nn.LayerNorm(embedded, eps=eps) if norm == "layer_norm" else nn.Identity()
         self.dropout = nn.Dropout(dropout)
+        self.embeddings_project = None if embedding_width is None else nn.Linear(embedded, width)
 
     @property
     def embedding(self) -> nn.Parameter:
-        """The embedding table (vocabulary, D), which a head may share."""
+        """The embedding table (vocabulary, D or E), which a head may share."""
         return cast(nn.Parameter, self.word_embeddings.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -82,7 +88,7 @@ class TokenStem(nn.Module):
         elif self._position == "sinusoidal":
             x = x + _compute_sinusoids(ids.shape[1], x)
         dropped: Tensor = self.dropout(self.LayerNorm(x))
-        return dropped
+        return dropped if self.embeddings_project is None else self.embeddings_project(dropped)
 
     def _count_positions(self, ids: Tensor) -> Tensor:
         if self._position == "learned" or self._padding is None:
