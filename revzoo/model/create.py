@@ -1,22 +1,25 @@
 """Create a network with weights from a model name, a spec file or a folder."""
 
 import logging
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from revzoo.checkpoint.files import load_weights
+from revzoo.checkpoint.files import compare_specs, load_weights
 from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
 from revzoo.errors import CheckpointError, InputError, join_names
+from revzoo.hub import find_source
+from revzoo.model.adapt import adapt_input
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS
-from revzoo.spec.schema import Spec
+from revzoo.spec.schema import ImageInput, Spec
 
 _logger = logging.getLogger("revzoo")  # which prints warnings to stderr unless it is configured otherwise
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,15 +41,17 @@ def create(
     """Create a reversible network. It is in training mode, like any new module.
 
     Args:
-        source: a model name (`revzoo.list_models()`), a spec file, or a folder with a spec.yaml, such as a training run's.
-            The weights in a folder are loaded too, except on the meta device: those that `revzoo convert` wrote, or the best
-            ones of a run, which is logged. If `overrides` change the head, what the folder has no tensors for starts at random,
-            which is logged as well.
+        source: a model name (`revzoo.list_models()`), a spec file, a folder with a spec.yaml, such as a training run's, or
+            such a folder on the Hugging Face hub: `hf-hub:OWNER/NAME`, or `hf-hub:OWNER/NAME@REVISION`. The weights in a
+            folder are loaded too, except on the meta device: those that `save_pretrained` or `revzoo convert` wrote, or the
+            best ones of a run, which is logged. If `overrides` change the head, what the folder has no tensors for starts at
+            random, which is logged as well.
         pretrained: load the weights that ship with revzoo for this model.
         checkpoint: file with the weights to load: safetensors, or a pickled state dict (read with `weights_only=True`).
         num_outputs: number of classes. If it is not the spec's number, the last linear layer is replaced by a new one with
             random weights, after loading. None: the spec's number.
-        overrides: values to replace in the spec, such as `["stages.0.depth=6"]`.
+        overrides: values to replace in the spec, such as `["stages.0.depth=6"]`. Shipped weights and those of a folder are
+            adapted to another `input.size` or `input.channels`: positions are interpolated, the first convolution repeated.
         schedule: one mode for all steps, "stage_inputs", or a list with one mode for each of `model.units`.
         lookahead: how many units are recovered ahead of backward: 0, 1, or "auto" (`model.lookahead`).
         exact: round the streams to a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
@@ -58,7 +63,7 @@ def create(
         UnknownNameError: there is no such model, or no weights ship for it.
         SpecError: the spec or the overrides have problems.
         InputError: another argument has a value that is not allowed.
-        CheckpointError: the weights do not fit the model, or there are none in the folder.
+        CheckpointError: the weights do not fit the model, there are none in the folder, or the hub does not have it.
         ScheduleError: the schedule does not fit the model.
     """
     if pretrained and checkpoint is not None:
@@ -70,23 +75,26 @@ def create(
     if num_outputs is not None:
         check_num_outputs(num_outputs)
     target = _check_device(device)
+    source = find_source(source)
     spec = load_spec(source, list(overrides or ()))
     file = find_shipped_weights(str(source)) if pretrained else checkpoint
-    own_head = spec.head
     if file is None and target.type != "meta":
         file = find_folder_weights(source)
         if file is not None and file.name == BEST_WEIGHTS:
             _logger.warning("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
-        if file is not None and overrides:
-            own_head = load_spec(source).head
+    is_own = pretrained or (file is not None and file != checkpoint)
+    original = _find_original(source, spec) if is_own and overrides else spec
     with target:
-        model = build(replace(spec, head=own_head))
+        model = build(original)
     model.to(dtype)
     if model.coupling.is_exact:
         Grid(next(model.parameters()).dtype)  # raises for a dtype without a grid
     if file is not None:
         load_weights(model, file)
-    if own_head != spec.head:
+    if original.input != spec.input:
+        model = adapt_input(model, replace(spec, head=original.head))
+        _logger.info("The weights are of images %s, and were adapted to %s.", original.input, spec.input)
+    if original.head != spec.head:
         with target:
             model = _replace_head(model, spec).to(dtype)
     if num_outputs is not None and num_outputs != model.num_outputs:
@@ -95,6 +103,18 @@ def create(
     model.lookahead = lookahead
     model.exact = exact
     return model
+
+
+def _find_original(source: str | Path, spec: Spec) -> Spec:
+    """Return the spec to load the weights of a source with: with its own head, and all its own if its images are others."""
+    original = load_spec(source)
+    images = isinstance(spec.input, ImageInput) and isinstance(original.input, ImageInput)
+    if not images or spec.input == original.input:
+        return replace(spec, head=original.head)
+    differing = [path for path in compare_specs(original.to_yaml(), spec) if not path.startswith(("input.", "head."))]
+    if differing:
+        warnings.warn(f"The weights of {source} were made for another spec. Differing: {join_names(differing)}.", stacklevel=3)
+    return original
 
 
 def _replace_head(model: Model, spec: Spec) -> Model:

@@ -1,7 +1,8 @@
 """The network as a module: stem, split into two streams, stages of reversible blocks with transitions, fuse, head."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,9 @@ from torch import Tensor, nn
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.model import inputs
+from revzoo.model.hub_methods import HubMethods
+from revzoo.model.tap import Tap, insert_taps
+from revzoo.model.timm_methods import Head, TimmMethods
 from revzoo.registry import couplings
 from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
@@ -24,19 +28,6 @@ from revzoo.runtime.schedule import Applicable, Mode
 from revzoo.runtime.tape import InvertedSegment
 from revzoo.spec.edit import with_coupling, with_outputs
 from revzoo.spec.schema import Spec
-
-
-class Head(Protocol):
-    """The interface of all heads."""
-
-    @property
-    def outputs(self) -> int:
-        """Size of the last dimension of the logits."""
-
-    def reset(self, outputs: int) -> None:
-        """Replace the last linear layer by a new one with random weights; raise InputError if there is none to replace."""
-
-    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
 
 
 class Block(nn.Module):
@@ -62,7 +53,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
 
-class Model(nn.Module):
+class Model(HubMethods, TimmMethods, nn.Module):
     """A reversible network built from a spec; make one with `revzoo.create` or `revzoo.build`.
 
     Reversible steps that follow each other form one chain. Stem, fuse, head, and the transitions that are not bijections, are
@@ -82,7 +73,7 @@ class Model(nn.Module):
         split: nn.Module,
         stages: Sequence[Stage],
         fuse: nn.Module,
-        head: nn.Module,
+        head: Head,
     ):
         super().__init__()
         self.spec = spec
@@ -207,27 +198,9 @@ class Model(nn.Module):
         Raises:
             InputError: `num_outputs` is not an integer >= 1, or the head's outputs are the ids of a vocabulary.
         """
-        cast(Head, self.head).reset(check_num_outputs(num_outputs))
+        like = None if self.num_classes else next(self.parameters())
+        cast(Head, self.head).reset(check_num_outputs(num_outputs), like)
         self.spec = with_outputs(self.spec, num_outputs)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters that should have no weight decay: position tables and class token.
-
-        timm's `create_optimizer_v2` calls this.
-        """
-        names = {"pos_embed", "cls_token", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"}
-        return {name for name, _ in self.named_parameters() if name.rpartition(".")[2] in names}
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return patterns that group parameters by depth: stem, blocks, the rest.
-
-        timm's `create_optimizer_v2` calls this for layer-wise learning rates.
-
-        Args:
-            coarse: one group for each stage instead of one for each block.
-        """
-        per_block = [(r"^stages\.(\d+)\.transition", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
-        return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else per_block}
 
     def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
         """Return a random batch: images (batch_size, C, H, W), or ids (batch_size, length) without padding."""
@@ -276,15 +249,30 @@ class Model(nn.Module):
         self._check_features(features)
         return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
 
-    def _compute_features(self, x: Tensor, mask: Tensor | None, lookahead: Lookahead | None) -> Tensor:
+    def _compute_tapped_features(
+        self, x: Tensor, attention_mask: Tensor | None, taps: Mapping[str, Tap], stop_early: bool
+    ) -> Tensor:
+        """Return what `forward_features` returns, and call each tap with the streams after the step or layer of its name."""
+        mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
+        return self._compute_features(x, mask, self._lookahead.begin_forward(self._schedule, x), taps, stop_early)
+
+    def _compute_features(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        lookahead: Lookahead | None,
+        taps: Mapping[str, Tap] = MappingProxyType({}),
+        stop_early: bool = False,
+    ) -> Tensor:
         layout = self.layout()
         modes = self._modes(layout)
+        entries = insert_taps(layout[:-1], taps, stop_early) if taps else layout[:-1]
         tensors: tuple[Tensor, ...] = (x,)  # after the split the two streams, unless there is no coupling
         chain: list[Step | Bijection] | None = None  # steps since the split or the last node
         layers: list[Layer] = []  # layers and bijections of one tensor, since the last node
         segment: InvertedSegment | None = None  # the layers before the split, which the chain after it goes on with
         del x  # a reference here would keep it alive for the whole forward pass
-        for entry in layout[:-1]:
+        for entry in entries:
             if entry.kind == "split" and not self.has_streams:
                 continue  # the layers before it and behind it are one chain
             if chain is not None and entry.kind != "node":
@@ -306,7 +294,7 @@ class Model(nn.Module):
                     tensors, layers = run_layers_apart(layers, given, lookahead=lookahead), []
                 elif layers:
                     tensors, layers = (run_layers(layers, *tensors, lookahead=lookahead),), []
-                out = run_node(entry.module, entry.name, modes[entry.name], *tensors, lookahead=lookahead)
+                out = run_node(entry.module, entry.name, modes.get(entry.name, "store"), *tensors, lookahead=lookahead)
                 tensors = out if isinstance(out, tuple) else (out,)
                 del out
         return tensors[0]

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from revzoo.errors import SpecError, SpecProblem, UnknownNameError
 
-CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `revzoo convert` wrote
-UNUSED_WEIGHTS = "unused.safetensors"  # there too: tensors of the original that the converted network has no place for
+CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `convert` or `save_pretrained` wrote
+WEIGHTS_INDEX = "model.safetensors.index.json"  # instead of it, where the weights are in several files
+UNUSED_WEIGHTS = "unused.safetensors"  # of a converted network: tensors of the original that it has no place for
 BEST_WEIGHTS = "best.safetensors"  # beside spec.yaml in the folder of a run
 
 
