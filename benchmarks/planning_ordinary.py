@@ -2,7 +2,8 @@
 
 A point is one training step, counted without running it: the most bytes of activations and their gradients alive, without
 weights, buffers, batch and parameter gradients, over those of the stored step; and its FLOPs over those of the stored step.
-Plans are priced in FLOPs alone here, as the rivals are. `planning_front.py` says how these are counted:
+Plans are searched for these bytes and priced in FLOPs alone here, as the rivals are, and `planning_front.py` says how these
+are counted:
 
     checkpoint per block      torch.utils.checkpoint around every block of the network
     activation_memory_budget  PyTorch's min-cut partitioner for every .05 of a budget, on the graph of `torch.compile`
@@ -26,7 +27,7 @@ from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.planning.reforwarding.capture import Capture, capture
 from revzoo.planning.reforwarding.nesting import add_nests
 from revzoo.planning.reforwarding.record import Record, record
-from revzoo.planning.reforwarding.search import Choices, Front
+from revzoo.planning.reforwarding.search import Choices, Front, Option
 from revzoo.runtime.graph.spanned_graph import SpannedGraph
 from revzoo.runtime.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
@@ -66,7 +67,7 @@ def measure_network(network: Network, budgets: Sequence[float]) -> dict[str, Any
     rivals = list(count_rivals(network, budgets))
     begin = time.process_time()
     with capture(network.make().train(), network.batch()) as captured:
-        step = record(captured)
+        step = record(captured, with_parameter_gradients=False)
         choices = Choices(step, count_flops_only=True)
         add_nests(choices)
         front = Front(choices)
@@ -74,12 +75,11 @@ def measure_network(network: Network, budgets: Sequence[float]) -> dict[str, Any
         counter = _Counter(captured, front, step)
         points = front.list_points()
         counted = [counter.count(need) for need, _ in points[:: max(1, len(points) // POINTS)]]
-        slack = max(each["counted_bytes"] - step.fixed_bytes - each["activation_bytes"] for each in counted)
         stored, stored_flops = counter.stored
-        rows = [_compare(point, counter.fit(point.activation_bytes, slack), stored, stored_flops) for point in rivals]
+        rows = [_compare(point, counter.fit(point.activation_bytes), stored, stored_flops) for point in rivals]
         reached = []
         for fraction, flops in network.to_reach:
-            plan = counter.fit(int(fraction * stored), slack)
+            plan = counter.fit(int(fraction * stored))
             reached.append({"fraction": fraction, "flops": flops, "plan": plan and plan["flops"] / stored_flops})
     return {
         "stored_bytes": stored,
@@ -98,34 +98,30 @@ class _Counter:
 
     def __init__(self, captured: Capture, front: Front, step: Record):
         self._captured, self._front, self._step = captured, front, step
-        self._known: dict[tuple[Any, ...], tuple[int, int, int]] = {}
-        _, *self.stored = self._run([Spans.keep_all(each.atoms) for each in captured.calls])
+        self._known: dict[tuple[Option, ...], tuple[int, int]] = {}
+        self.stored = self._run([Spans.keep_all(each.atoms) for each in captured.calls])
 
     def count(self, room: int) -> dict[str, int] | None:
-        """Return what the plan for a peak takes; None if there is no plan."""
+        """Return what the plan for a peak without parameter gradients takes; None if there is no plan."""
         chosen = self._front.choose(room)
         if chosen is None:
             return None
-        key = tuple((option.start, option.end, option.kept) for option in chosen)
+        key = tuple(chosen)
         if key not in self._known:
             spans = self._front.make_spans(chosen)
             self._known[key] = self._run([spans.take(each.numbers) for each in self._captured.calls])
-        peak, activations, flops = self._known[key]
-        return {"predicted_bytes": room, "counted_bytes": peak, "activation_bytes": activations, "flops": flops}
+        activations, flops = self._known[key]
+        counted = activations + self._step.fixed_bytes
+        return {"predicted_bytes": room, "counted_bytes": counted, "activation_bytes": activations, "flops": flops}
 
-    def fit(self, most: int, slack: int) -> dict[str, int] | None:
-        """Return the plan with the fewest FLOPs that takes at most so many bytes of activations; None if there is none.
-
-        Args:
-            slack: the most bytes of parameter gradients at a peak.
-        """
-        room = self._step.fixed_bytes + most + slack
-        while (plan := self.count(room)) is not None and plan["activation_bytes"] > most:
-            room -= plan["activation_bytes"] - most
+    def fit(self, most: int) -> dict[str, int] | None:
+        """Return the plan with the fewest FLOPs that takes at most so many bytes of activations; None if there is none."""
+        plan = self.count(self._step.fixed_bytes + most)
+        assert plan is None or plan["activation_bytes"] <= most, "a plan takes no more than was predicted"
         return plan
 
-    def _run(self, spans: Sequence[Spans]) -> tuple[int, int, int]:
-        """Return the peak of a step, the peak without parameter gradients, weights, buffers and batch, and FLOPs."""
+    def _run(self, spans: Sequence[Spans]) -> tuple[int, int]:
+        """Return the peak of a step without parameter gradients, weights, buffers and batch, and FLOPs."""
         captured = self._captured
         programs = [SpannedGraph(call.graph, each) for call, each in zip(captured.calls, spans, strict=True)]
         live, flops = LiveBytesOfReplacedCalls(), FlopCounterOfReplacedCalls()
@@ -133,7 +129,7 @@ class _Counter:
             lasting = live.watch(captured.tensors)
             linear_loss(captured.run(lambda at, inputs: programs[at](*inputs))).backward()
             gradients = live.watch([t.grad for t in captured.tensors])
-        return live.peak(), live.peak(without=lasting | gradients), flops.forward + flops.backward
+        return live.peak(without=lasting | gradients), flops.forward + flops.backward
 
 
 def _compare(point: Point, plan: dict[str, int] | None, stored: int, stored_flops: int) -> dict[str, Any]:

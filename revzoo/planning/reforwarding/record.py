@@ -180,12 +180,13 @@ class _CallObserver:
             recorder.save(slot, number)
 
 
-def record(captured: Capture, loss: Loss | None = None) -> Record:
+def record(captured: Capture, loss: Loss | None = None, *, with_parameter_gradients: bool = True) -> Record:
     """Return what a training step of a captured module does.
 
     Args:
         captured: inside its `capture`.
         loss: computes the loss from what the module returns; None is a sum, which keeps nothing for backward.
+        with_parameter_gradients: whether they are among the gradients. Published figures leave them out.
     """
     live, flops = LiveBytesOfReplacedCalls(), FlopCounterOfReplacedCalls()
     recorder = _Recorder(captured, live, flops)
@@ -200,7 +201,8 @@ def record(captured: Capture, loss: Loss | None = None) -> Record:
         with leave_autocast():
             total.backward()
         del total
-    return _summarise(captured.calls, recorder, fixed, fixed_bytes)
+        left_out = frozenset() if with_parameter_gradients else live.watch([t.grad for t in captured.tensors])
+    return _summarise(captured.calls, recorder, fixed, fixed_bytes, left_out)
 
 
 def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> tuple[int, int]:
@@ -225,7 +227,9 @@ def _list_atoms(calls: Sequence[GraphCall]) -> list[Atom]:
     return [_BETWEEN, *(atom for each in calls for atom in (*each.atoms, _BETWEEN))]
 
 
-def _summarise(calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages, fixed_bytes: int) -> Record:
+def _summarise(
+    calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages, fixed_bytes: int, left_out: Storages
+) -> Record:
     atoms, live, log = _list_atoms(calls), recorder.live, recorder.live.log
     forward_end = recorder.ends[-1]
     inner = [0] * len(atoms)
@@ -243,7 +247,7 @@ def _summarise(calls: Sequence[GraphCall], recorder: _Recorder, fixed: Storages,
     gradient, total = [], 0
     in_forward = {storage for storage, _ in log[:forward_end]}
     for storage, change in log[forward_end:]:
-        if storage not in in_forward:
+        if storage not in in_forward and storage not in left_out:
             total += change
         gradient.append(total)
     first = [-1] * len(atoms)

@@ -7,7 +7,7 @@ as on a CPU with dropout, is two products with a softmax between them; of what i
 import math
 from collections.abc import Callable
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.nested import map_tensors
 
 _NOT_COMPARED = ("aten.detach", "prim.")  # autograd calls the first where hooks are set; subclasses ask for the others
 
@@ -77,31 +77,33 @@ def _is_checkpoint(node: Node) -> bool:
 
 def _expand_attention(graph: GraphModule, node: Node) -> None:
     """Replace a call of attention by its parts, if these call the same operations. A fused kernel is one, and stays."""
-    args: Any = map_arg(node.args, lambda each: each.meta.get("example_value"))
-    kwargs: Any = dict(map_arg(node.kwargs, lambda each: each.meta.get("example_value")))
-    tensors = list(tensors_in([node.meta.get("example_value"), args, kwargs]))
-    is_plain = all(type(t) is FakeTensor and t.dtype in (tensors[0].dtype, torch.bool) for t in tensors)
-    if not tensors or not is_plain or kwargs.pop("enable_gqa", False):
-        return  # autocast, under which it returns another dtype, for example
+    values: dict[Node, Any] = {each: each.meta.get("example_value") for each in (node, *node.all_input_nodes)}
+    out = values[node]
+    if not all(type(t) is FakeTensor and t.dtype in (out.dtype, torch.bool) for t in values.values()) or not out.requires_grad:
+        return  # under autocast, for example, it returns another dtype
+    args: Any = map_arg(node.args, values.__getitem__)
+    kwargs: Any = dict(map_arg(node.kwargs, values.__getitem__))
+    if kwargs.pop("enable_gqa", False):
+        return
     parts: list[tuple[Callable[..., Tensor], tuple[Any, ...], Tensor]] = []
 
     def call(function: Callable[..., Tensor], *args: Any) -> Tensor:
         parts.append((function, args, function(*args)))
         return parts[-1][-1]
 
-    mode = cast(FakeTensor, tensors[0]).fake_mode
-    with mode, torch.enable_grad(), _Operations() as expected:
+    with out.fake_mode, torch.enable_grad(), _Operations() as expected:
         F.scaled_dot_product_attention(*args, **kwargs)
-    with mode, torch.enable_grad(), _Operations() as operations:
+    with out.fake_mode, torch.enable_grad(), _Operations() as operations:
         _attend(call, *args, **kwargs)
     if operations.called != expected.called:
         return
-    made = {id(each.meta.get("example_value")): each for each in node.all_input_nodes}
+    made = {id(values[each]): each for each in node.all_input_nodes}
     with graph.graph.inserting_before(node):
         for function, given, result in parts:
-            made[id(result)] = out = graph.graph.call_function(function, tuple(made.get(id(each), each) for each in given))
-            out.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
-    node.replace_all_uses_with(out)
+            part = graph.graph.call_function(function, tuple(made.get(id(each), each) for each in given))
+            part.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
+            made[id(result)] = part
+    node.replace_all_uses_with(part)
     graph.graph.erase_node(node)
 
 

@@ -71,6 +71,7 @@ WHOLE = {
     "fused kernel": lambda: Attention(),
     "half precision": lambda: Attention(dropout_p=0.2).bfloat16(),
     "negative scale": lambda: Attention(dropout_p=0.2, scale=-0.3),
+    "no gradient": lambda: Attention(dropout_p=0.2).requires_grad_(False),
     "groups of queries": lambda: Attention(dropout_p=0.2, groups=2, enable_gqa=True),
 }
 
