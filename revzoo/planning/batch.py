@@ -255,6 +255,7 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
             cost=line.bytes(a.cost, b.cost),
             made_bytes=line.bytes(a.made_bytes, b.made_bytes),
             freed_bytes=line.bytes(a.freed_bytes, b.freed_bytes),
+            left_bytes=line.bytes(a.left_bytes, b.left_bytes),
             ahead=None if a.ahead is None or b.ahead is None else ahead(a.ahead, b.ahead),
         )
 

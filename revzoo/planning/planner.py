@@ -239,9 +239,11 @@ def solve(
             schedule = find_schedule(problem, limit)
             modes = None if schedule is None else schedule.modes
             if schedule is not None and schedule.gap:
+                reason = "there were too many partial solutions to compare them all"
+                if any(option.left_bytes for unit in problem.units for option in unit.options):
+                    reason = "autocast's casts of weights were counted during backward too"
                 notes.append(
-                    f"Of the work added to storing everything, at most {100 * schedule.gap:.2g} % could be saved: there were "
-                    "too many partial solutions to compare them all."
+                    f"Of the work added to storing everything, at most {100 * schedule.gap:.2g} % could be saved: {reason}."
                 )
     elif solver == "knapsack":
         modes = solve_knapsack(problem, limit, baseline)
