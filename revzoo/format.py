@@ -37,6 +37,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def format_spread(spread: float | None) -> str:
+    """Return by how much a number may differ, to stand behind it, such as " +- 2.5 %"; "" where it is not known."""
+    return "" if spread is None else f" +- {100 * spread:.2g} %"
+
+
 def format_ratio(ratio: float) -> str:
     """Return a ratio of any size to two digits, such as "0.15", "83" or "3e+11"; "exact" for an infinite one."""
     return "exact" if ratio == inf else f"{ratio:.2g}" if ratio < 1000 else f"{ratio:.0e}"

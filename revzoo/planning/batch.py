@@ -24,7 +24,7 @@ from revzoo.planning.planner import plan_from_profile, solve
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.inversion_limit import place_anchors
-from revzoo.planning.profiling.profile import Profile, profile
+from revzoo.planning.profiling.profile import Profile, count_model_bytes, profile
 from revzoo.planning.profiling.timing import Timing, measure_step_seconds, measure_timing, memory_errors
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.setting import read_setting
@@ -130,8 +130,8 @@ def find_best_batch(
             "The best batch depends on measured seconds. Received: a model on the meta device. Make it on a real one."
         )
     depth = LookaheadSetting(lookahead).option
-    profiles = _Interpolation(model, low, high, optimizer, depth, loss)
-    limit = parse_budget(budget, profiles.small.setting.device.split()[0], profiles.small.model_bytes)
+    limit = parse_budget(budget, next(model.parameters()).device, count_model_bytes(model))
+    profiles = _Interpolation(model, low, high, optimizer, depth, limit, loss)
     compared: Literal[0, 1] = 1 if depth == 1 else 0
     solve(profiles.at(low), limit, solver, lookahead=compared)  # raises BudgetError where not even this fits
     sizes = range(low, high + 1, -(-(high - low + 1) // _CANDIDATES))
@@ -145,10 +145,10 @@ def find_best_batch(
             with memory_errors():
                 predicted, batch = profiles.at(row.batch), model.example_input(row.batch)
             plan = plan_from_profile(model, batch, predicted, limit, solver, depth, loss)
-            (seconds,) = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead)], loss)
+            ((seconds, spread),) = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead)], loss)
         except (MemoryError, BudgetError):
             continue  # the counted bytes fit, but kernel workspaces and fragments come on top
-        return BatchPlan(row.batch, replace(plan, seconds=seconds), seconds, row.planned, rows)
+        return BatchPlan(row.batch, replace(plan, seconds=seconds, spread=spread), seconds, row.planned, rows)
     raise BudgetError(f"No batch from {low} to {high} could be run within {format_bytes(limit)} on this device.")
 
 
@@ -162,11 +162,13 @@ class _Interpolation:
         high: int,
         optimizer: torch.optim.Optimizer | None,
         lookahead: LookaheadOption,
+        limit: int,
         loss: LossFunction | None = None,
     ):
-        self._model, self._low, self._high, self._loss = model, low, high, loss
-        self.small = profile(model, model.example_input(low), optimizer, loss=loss, lookahead=lookahead != 0)
+        self._model, self._low, self._high, self._limit, self._loss = model, low, high, limit, loss
+        self.small = profile(model, model.example_input(low), optimizer, loss=loss, lookahead=lookahead != 0, budget=limit)
         if self.small.timing is None:
+            solve(self.small, limit)  # raises BudgetError where not even this fits
             raise BudgetError(f"A batch of {low} cannot be run on this device: {' '.join(self.small.notes)}")
         try:
             with memory_errors():
@@ -193,7 +195,7 @@ class _Interpolation:
             with memory_errors():
                 batch = self._model.example_input(size)
             memory = count(self._model, batch, self._loss, self.small.other_bytes)
-            allowance = free_bytes(batch.device) + self.small.model_bytes
+            allowance = min(self._limit, free_bytes(batch.device) + self.small.model_bytes)
             self._timings[size] = measure_timing(self._model, batch, memory, allowance, self._loss)
         except MemoryError:
             return False
@@ -211,6 +213,7 @@ class _Interpolation:
         timing = replace(
             timing,
             step_seconds=line(lower.step_seconds, other.step_seconds),
+            spread=max(lower.spread, other.spread),
             forward_seconds=tuple(map(line, lower.forward_seconds, other.forward_seconds)),
             extra=tuple(
                 {variant: max(0, round(line(ns, more[variant]))) for variant, ns in extra.items()}
@@ -253,6 +256,7 @@ def _interpolate_problem(low: Problem, high: Problem, line: _Line) -> Problem:
             cost=line.bytes(a.cost, b.cost),
             made_bytes=line.bytes(a.made_bytes, b.made_bytes),
             freed_bytes=line.bytes(a.freed_bytes, b.freed_bytes),
+            left_bytes=line.bytes(a.left_bytes, b.left_bytes),
             ahead=None if a.ahead is None or b.ahead is None else ahead(a.ahead, b.ahead),
         )
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from revzoo.errors import PlanError
-from revzoo.format import format_bytes
+from revzoo.format import format_bytes, format_spread
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.problem import PhasePeak
@@ -30,7 +30,8 @@ class Plan:
         schedule: their modes.
         peak_bytes: peak of all memory together, as `revzoo.measure_memory` counts it.
         budget_bytes: limit that the peak had to stay within.
-        seconds: of one forward and backward; None where nothing was run.
+        seconds: of one forward and backward; None where nothing was run. On a CPU those of the calling thread.
+        spread: by how much of themselves the seconds differ if they are measured again: the standard error.
         extra_flops: of one forward and backward, beyond those of storing everything.
         min_peak_bytes: the smallest peak that any schedule has.
         no_recompute_peak_bytes: peak of storing everything.
@@ -56,6 +57,7 @@ class Plan:
     max_invert_run: int | None = None
     notes: tuple[str, ...] = ()
     lookahead: Literal[0, 1] = 0
+    spread: float | None = None
 
     def apply(self, model: nn.Module, batch: Any = None) -> None:
         """Give the model this schedule and look-ahead.
@@ -108,8 +110,9 @@ class Plan:
         sizes = (self.peak_bytes, self.budget_bytes, self.min_peak_bytes, self.no_recompute_peak_bytes, self.extra_flops)
         if not all(type(size) is int and size >= 0 for size in (*sizes, *(phase.bytes for phase in self.phase_peaks))):
             raise ValueError("its bytes and FLOPs are not all whole numbers")
-        if not (self.seconds is None or (type(self.seconds) in (int, float) and math.isfinite(self.seconds))):
-            raise ValueError("its seconds are not a number")
+        for number in (self.seconds, self.spread):
+            if not (number is None or (type(number) in (int, float) and math.isfinite(number))):
+                raise ValueError("its seconds or their spread are not a number")
         if not all(isinstance(text, str) for text in (*self.units, *self.notes, *self.setting.batch)):
             raise ValueError("its names are not all strings")
         if self.solver not in get_args(Solver) or not set(self.schedule) <= set(MODES):
@@ -127,7 +130,7 @@ class Plan:
         work = (
             f"{self.extra_flops:.2e} FLOPs more than storing"
             if self.seconds is None
-            else f"{self.seconds:.4g} s a training step"
+            else f"{self.seconds:.4g} s{format_spread(self.spread)} a training step"
         )
         lines = [
             f"{self.setting.model}, batch of {', '.join(self.setting.batch)}, {self.setting.dtype} on {self.setting.device}",

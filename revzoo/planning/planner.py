@@ -135,7 +135,16 @@ def profile_and_plan(
         setting: what the plan will hold for; None is the model and batch as they are now.
     """
     depth = LookaheadSetting(lookahead).option
-    measured = profile(model, batch, optimizer, loss=loss, estimate=estimate, other_bytes=other_bytes, lookahead=depth != 0)
+    measured = profile(
+        model,
+        batch,
+        optimizer,
+        loss=loss,
+        estimate=estimate,
+        other_bytes=other_bytes,
+        lookahead=depth != 0,
+        budget=budget,
+    )
     if setting is not None:
         measured = replace(measured, setting=setting)
     return measured, plan_from_profile(model, batch, measured, budget, solver, depth, loss)
@@ -174,16 +183,19 @@ def plan_from_profile(
         if profile.timing is None:
             return ahead
         with memory_errors():
-            seconds = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead) for plan in candidates], loss)
+            times = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead) for plan in candidates], loss)
     except (BudgetError, MemoryError):
         if serial is None:
             raise
         return replace(serial, notes=(*serial.notes, "No schedule with look-ahead could be run within the budget."))
     if serial is None:
-        return replace(ahead, seconds=seconds[0])
-    note = f"A training step takes {seconds[1]:.4g} s with look-ahead, {seconds[0]:.4g} s without."
-    best = int(seconds[1] < LARGEST_RATIO * seconds[0])
-    return replace(candidates[best], seconds=seconds[best], notes=(*candidates[best].notes, note))
+        return replace(ahead, seconds=times[0].seconds, spread=times[0].spread)
+    without, beside = (each.seconds for each in times)
+    note = f"A training step takes {beside:.4g} s with look-ahead, {without:.4g} s without."
+    best = int(beside < LARGEST_RATIO * without)
+    return replace(
+        candidates[best], seconds=times[best].seconds, spread=times[best].spread, notes=(*candidates[best].notes, note)
+    )
 
 
 def solve(
@@ -227,9 +239,11 @@ def solve(
             schedule = find_schedule(problem, limit)
             modes = None if schedule is None else schedule.modes
             if schedule is not None and schedule.gap:
+                reason = "there were too many partial solutions to compare them all"
+                if any(option.left_bytes for unit in problem.units for option in unit.options):
+                    reason = "autocast's casts of weights were counted during backward too"
                 notes.append(
-                    f"Of the work added to storing everything, at most {100 * schedule.gap:.2g} % could be saved: there were "
-                    "too many partial solutions to compare them all."
+                    f"Of the work added to storing everything, at most {100 * schedule.gap:.2g} % could be saved: {reason}."
                 )
     elif solver == "knapsack":
         modes = solve_knapsack(problem, limit, baseline)
@@ -258,6 +272,7 @@ def solve(
         peak_bytes=planned_peak,
         budget_bytes=limit,
         seconds=profile.predict_seconds(modes),
+        spread=None if profile.timing is None else profile.timing.spread,
         extra_flops=cost(profile.memory, modes),
         min_peak_bytes=min_peak,
         no_recompute_peak_bytes=stored_peak,

@@ -27,7 +27,7 @@ def middle(profile: revzoo.Profile) -> int:
 def counted_once(monkeypatch, profile_of):
     """Let the command have the profile that other tests have of the same model, batch and optimizer."""
 
-    def profile(model, batch, optimizer, loss=None, **settings):
+    def profile(model, batch, optimizer, loss=None, budget=None, **settings):
         assert (len(batch), type(optimizer).__name__, next(model.parameters()).device.type) == (BATCH, "AdamW", "meta")
         assert not any(settings.values())
         return profile_of(model.spec.name)

@@ -60,7 +60,7 @@ def test_seconds_of_the_table_and_the_papers_observation(profile):
     assert inversion_ratio(timed) == 2.0
     text = text_of(tabulate_profile(timed))
     assert "A training step takes 250 ms with everything stored." in text
-    assert "Median of 16 runs; half of the samples of a unit lie within 12% of their median." in text
+    assert "Medians of 16 runs, which would differ by 12.5% if measured again (standard error)." in text
     assert "Inverting takes 2.00 of the forward time (the paper assumes 1)." in text
     (line,) = (line for line in text.splitlines() if "stages.0.blocks.1.f" in line)
     assert [cell.strip() for cell in line.split("│")[3:4] + line.split("│")[7:10]] == [

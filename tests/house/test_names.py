@@ -46,7 +46,9 @@ PINNED = {
     "plan": (
         "(model, batch, budget, *, solver='timeline', optimizer=None, loss=None, lookahead=0, accumulate=False, profile=False)"
     ),
-    "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, lookahead=False)",
+    "profile": (
+        "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, lookahead=False, budget=None)"
+    ),
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "release": "(module)",
     "solve": "(profile, budget, solver='timeline', *, baseline='peak', lookahead=0)",

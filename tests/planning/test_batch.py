@@ -9,6 +9,7 @@ from revzoo.errors import BudgetError, InputError
 from revzoo.planning import batch as batches
 from revzoo.planning.batch import find_best_batch
 from revzoo.planning.profiling import profile as profiles
+from revzoo.planning.profiling.clock import Median
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.timing import Timing
 from revzoo.planning.solvers.problem import Problem, peak
@@ -39,7 +40,7 @@ def known_device(monkeypatch):
 
     def run(model, batch, schedules, loss=None):
         ((modes, _),) = schedules
-        return [1 + 0.01 * len(batch) + 0.002 * len(batch) * sum(mode != "store" for mode in modes)]
+        return [Median(1 + 0.01 * len(batch) + 0.002 * len(batch) * sum(mode != "store" for mode in modes), 0.02)]
 
     def counted_once(model, batch, loss=None, other_bytes=0, update_bytes=0, lookahead=False):
         return counted(model.spec.name, len(batch))
@@ -57,7 +58,7 @@ def known_device(monkeypatch):
 def test_a_third_batch_size_is_never_predicted_too_small(name, known_device):
     """Sizes and FLOPs lie on the line; a peak, the larger of several lines, lies under the chord through two of its points."""
     model = create(name)
-    predicted, third = batches._Interpolation(model, LOW, HIGH, None, 0).at(7).memory, counted(name, 7)
+    predicted, third = batches._Interpolation(model, LOW, HIGH, None, 0, 2**40).at(7).memory, counted(name, 7)
     assert (predicted.fixed_bytes, predicted.sizes, predicted.loss_bytes) == (
         third.fixed_bytes,
         third.sizes,
@@ -86,7 +87,7 @@ def test_bytes_between_two_batch_sizes_are_rounded_up(low, high, at, bytes_):
 
 
 def test_times_are_interpolated(known_device):
-    interpolation = batches._Interpolation(create("rev_vit_digits"), LOW, HIGH, None, 0)
+    interpolation = batches._Interpolation(create("rev_vit_digits"), LOW, HIGH, None, 0, 2**40)
     times = interpolation.at(10).timing
     assert times.step_seconds == pytest.approx(1.1, rel=1e-12)
     assert {ns for extra in times.extra for ns in extra.values()} == {0, 20_000_000}
@@ -135,7 +136,7 @@ def test_times_off_the_line_are_measured_before_a_size_is_recommended(known_devi
 
     monkeypatch.setattr(profiles, "measure_timing", times)
     monkeypatch.setattr(batches, "measure_timing", times)
-    monkeypatch.setattr(batches, "measure_step_seconds", lambda model, batch, schedules, loss: [seconds(len(batch))])
+    monkeypatch.setattr(batches, "measure_step_seconds", lambda model, batch, schedules, loss: [Median(seconds(len(batch)), 0)])
     monkeypatch.setattr(batches, "_CANDIDATES", 11)
     best = find_best_batch(create("rev_vit_digits"), "1GiB", 2, 12)
     assert measured == [2, 8, 12]
@@ -148,7 +149,7 @@ def test_a_size_that_the_device_cannot_run_is_passed_over(known_device, monkeypa
     def full(model, batch, schedules, loss=None):
         if len(batch) > 8:
             raise MemoryError
-        return [1 + 0.01 * len(batch)]
+        return [Median(1 + 0.01 * len(batch), 0.02)]
 
     monkeypatch.setattr(batches, "measure_step_seconds", full)
     assert find_best_batch(create("rev_vit_digits"), "1GiB", LOW, HIGH).batch == 8

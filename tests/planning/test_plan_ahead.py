@@ -10,6 +10,7 @@ from revzoo.errors import BudgetError, InputError, PlanError
 from revzoo.planning import planner
 from revzoo.planning.plan import Plan
 from revzoo.planning.planner import enforce_budget, plan_from_profile
+from revzoo.planning.profiling.clock import Median
 from revzoo.planning.profiling.profile import Profile
 from revzoo.planning.profiling.timing import Timing
 from revzoo.planning.solvers.timeline import minimize_peak
@@ -42,7 +43,7 @@ def takes(monkeypatch):
 
     def set_seconds(ahead: float, serial: float = 1.0) -> None:
         def measure(model, batch, schedules, loss=None):
-            return [ahead if depth else serial for _, depth in schedules]
+            return [Median(ahead if depth else serial, 0.02) for _, depth in schedules]
 
         monkeypatch.setattr(planner, "measure_step_seconds", measure)
 
@@ -113,7 +114,7 @@ def test_the_faster_is_kept(seconds, kept, timed, tiny, x, budget, takes):
     plan = plan_from_profile(tiny, x, timed, budget, lookahead="auto")
     expected = enforce_budget(tiny, x, timed, revzoo.solve(timed, budget, lookahead=kept))
     note = f"A training step takes {seconds:.4g} s with look-ahead, 1 s without."
-    assert plan == replace(expected, seconds=(1.0, seconds)[kept], notes=(*expected.notes, note))
+    assert plan == replace(expected, seconds=(1.0, seconds)[kept], spread=0.02, notes=(*expected.notes, note))
 
 
 def test_asked_for_it_is_timed_alone(timed, tiny, x, budget, takes):

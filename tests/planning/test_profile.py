@@ -1,6 +1,7 @@
 """Profiles: what is counted, what is measured, and which notes explain what could not be."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import nn
 import revzoo
 from revzoo.errors import InputError
 from revzoo.planning.profiling import profile as module
+from revzoo.planning.profiling import timing
 from revzoo.planning.profiling.count import count
 from revzoo.planning.solvers.problem import cost, peak
+from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime import ReversibleChain
 
 
@@ -63,12 +66,12 @@ def test_without_the_memory_there_is_an_estimate_and_then_what_is_counted(tiny, 
     profile = revzoo.profile(tiny, x)
     assert profile.timing.step_seconds > 0
     assert profile.notes == (
-        "Profiling with stored units ran out of memory, so every other mode is assumed to cost one extra forward.",
+        "No step with stored units fits the memory: every other mode is assumed to cost one extra forward.",
     )
     monkeypatch.setattr(module, "estimate_timing", failing(error))
     profile = revzoo.profile(tiny, x)
     assert profile.timing is None
-    assert profile.notes == ("Profiling ran out of memory, so costs are counted FLOPs and bytes instead of seconds.",)
+    assert profile.notes == ("No step fits the memory: costs are counted FLOPs and bytes instead of seconds.",)
     assert revzoo.solve(profile, "8GiB").seconds is None
 
 
@@ -87,8 +90,41 @@ def test_running_out_of_memory_falls_back_to_what_is_counted(error, tiny):
     counting, calls = len(calls), []
     profile = revzoo.profile(tiny, x, loss=loss)
     assert profile.timing is None
-    assert profile.notes == ("Profiling ran out of memory, so costs are counted FLOPs and bytes instead of seconds.",)
+    assert profile.notes == ("No step fits the memory: costs are counted FLOPs and bytes instead of seconds.",)
     assert tiny.schedule == ["store", *["invert"] * 4, "store", "store"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_no_step_that_is_timed_takes_more_than_the_budget(share, tiny, monkeypatch):
+    x = tiny.example_input(64)
+    memory, run, peaks = count(tiny, x), timing._time_step, []
+    smallest, stored = minimize_peak(memory)[0], peak(memory, ["store"] * 7)
+    budget = int(smallest + share * (stored - smallest))
+
+    def note(model, batch, modes, *others, **settings):
+        peaks.append(peak(memory, modes))
+        return run(model, batch, modes, *others, **settings)
+
+    monkeypatch.setattr(timing, "_time_step", note)
+    plan = revzoo.plan(tiny, x, budget)
+    assert plan.spread is not None
+    assert smallest <= min(peaks) <= max(peaks) <= budget
+    peaks.clear()
+    assert revzoo.profile(tiny, x, budget=smallest - 1).timing is None
+    assert not peaks
+
+
+def test_the_spread_is_saved_with_the_profile_and_printed_with_the_plan(tiny, tmp_path):
+    x = tiny.example_input(2)
+    profile = revzoo.profile(tiny, x, run=False)
+    units = len(profile.memory.units)
+    extra = dict.fromkeys(("store", "selective", "recompute", "invert", "first"), 0)
+    profile = replace(profile, timing=timing.Timing(0.5, (0.1,) * units, (extra,) * units, 0.025, 16))
+    plan = revzoo.solve(profile, "8GiB")
+    assert plan.spread == 0.025
+    assert "7 store; 0.5 s +- 2.5 % a training step" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert revzoo.Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_the_estimate_is_a_forward(tiny):

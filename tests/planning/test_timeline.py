@@ -1,6 +1,7 @@
 """The search over schedules against every schedule there is, and the walk against sums done by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -125,13 +126,13 @@ def all_schedules(problem: Problem) -> dict[tuple[str, ...], tuple[int, int]]:
     def size(states):
         return sum(problem.sizes[state] for state in states)
 
-    def go_on(modes, kept, held, run, price, top):
+    def go_on(modes, kept, held, run, price, top, left=0):
         k = len(modes)
         end = k == len(problem.units)
         pair = problem.pair_after if end else problem.units[k].pair
         ended = kept + size(set(pair) - held), held | set(pair)
         if end:
-            schedules[modes] = price, max(top, ended[0] + problem.loss_bytes)
+            schedules[modes] = price, max(top, ended[0] + problem.loss_bytes + left * problem.is_left_at_loss)
             return
         unit = problem.units[k]
         for option in unit.options:
@@ -143,12 +144,12 @@ def all_schedules(problem: Problem) -> dict[tuple[str, ...], tuple[int, int]]:
             elif run:
                 S, H = ended
             mask = [state in H for state in (*unit.inputs, None)]
-            forward = S + size(set(pair) - H) + option.forward_bytes
+            forward = S + left + size(set(pair) - H) + option.forward_bytes
             backward = S + option.backward_bytes[mask[0] + 2 * mask[1]]
             after = S + option.kept_bytes + size(set(option.kept_states) - H)
             inverted = run + 1 if option.mode == "invert" else 0
             rest = price + option.cost, max(top, forward, backward)
-            go_on((*modes, option.mode), after, H | set(option.kept_states), inverted, *rest)
+            go_on((*modes, option.mode), after, H | set(option.kept_states), inverted, *rest, left + option.left_bytes)
 
     go_on((), problem.fixed_bytes, frozenset(), 0, 0, 0)
     return schedules
@@ -181,6 +182,45 @@ def test_equals_brute_force(count):
             mixed += len(set(modes)) > 1
     assert solved == 3 * count
     assert mixed > count / 2
+
+
+def test_what_units_leave_in_forward_counts_there():
+    """Casts of weights: never over the budget, found whenever something fits, and as cheap as the gap says."""
+    tight, gaps = 0, []
+    for rng, plain in problems(60, 7):
+        problem = leave_bytes(plain, rng)
+        schedules = all_schedules(problem)
+        smallest, modes = minimize_peak(problem)
+        assert smallest == peak(problem, modes) == schedules[tuple(modes)][1]
+        for budget in rng.choices([peak_bytes for _, peak_bytes in schedules.values()], k=3):
+            best = min(price for price, peak_bytes in schedules.values() if peak_bytes <= budget)
+            found = find_schedule(problem, budget)
+            if found is None:
+                assert budget < smallest
+                continue
+            price, peak_bytes = schedules[tuple(found.modes)]
+            assert peak_bytes == peak(problem, found.modes) <= budget
+            assert best <= price
+            assert price * (1 - found.gap) <= best + 1e-9
+            tight += price == best
+            gaps.append(found.gap)
+    assert tight > 0.9 * len(gaps) > 100
+    assert gaps.count(0.0) > 0.75 * len(gaps)
+
+
+def leave_bytes(problem: Problem, rng: random.Random) -> Problem:
+    """Return the problem as under autocast: a unit has casts of some bytes, which it keeps when it stores, or leaves."""
+
+    def leave(option: Option, size: int) -> Option:
+        stores = option.mode == "store"
+        return replace(option, kept_bytes=option.kept_bytes + size * stores, left_bytes=size * (not stores))
+
+    def cast(unit: Unit) -> Unit:
+        size = rng.randint(0, 12)
+        first = None if unit.first is None else leave(unit.first, size)
+        return replace(unit, options=tuple(leave(option, size) for option in unit.options), first=first)
+
+    return replace(problem, units=tuple(map(cast, problem.units)), is_left_at_loss=rng.random() < 0.5)
 
 
 def test_more_budget_is_never_slower():

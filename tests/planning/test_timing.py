@@ -1,5 +1,6 @@
 """Seconds of every unit in every mode: what is run, what is made of it, and that the model is left unchanged."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -23,7 +24,7 @@ def timetable(monkeypatch):
     seconds = {"store": 3.0, "selective": 3.25, "recompute": 3.5, "invert": 4.0, "first": 3.75}
     seen: list[list[str]] = []
 
-    def known(model, batch, modes, loss):
+    def known(model, batch, modes, loss, lookahead=0, *, elapsed=False):
         seen.append(list(modes))
         noise = 100.0 if len(seen) == 2 else 0.0  # one bad step, which a median does not feel
         spent = [seconds[variant] - 1 + noise for variant in list_variants(modes)]
@@ -83,6 +84,63 @@ def test_nothing_is_run_where_nothing_fits(timetable):
     assert not timetable
 
 
+def test_where_one_unit_of_each_kind_is_too_much_kinds_take_turns(timetable):
+    chain, batch = chain_of(20, rows=300)
+    problem = count(chain, batch)
+    together = peak(problem, ["store", "store", *["invert"] * 17, "store"])
+    times = measure_timing(chain, batch, problem, together - 1)
+    assert {len(extra) for extra in times.extra} == {5}
+    assert max(peak(problem, modes) for modes in timetable) < together
+    assert {Counter(modes)["invert"] for modes in timetable} == {18, 19, 20}  # of three kinds one or two
+
+
+def set_seconds(monkeypatch, seconds):
+    """Let every unit take known seconds, given its variant and the number of the step."""
+    steps = itertools.count()
+
+    def known(model, batch, modes, loss, lookahead=0, *, elapsed=False):
+        step = next(steps)
+        spent = [seconds(variant, step) - 1 for variant in list_variants(modes)]
+        return sum(spent) + len(modes) + 0.5, [1.0] * len(modes), spent
+
+    monkeypatch.setattr(timing, "_time_step", known)
+
+
+def test_no_mode_takes_less_than_one_that_runs_less_again(monkeypatch):
+    seconds = {"store": 3.0, "selective": 5.0, "recompute": 4.0, "invert": 4.25, "first": 6.0}
+    set_seconds(monkeypatch, lambda variant, step: seconds[variant])
+    chain, batch = chain_of(8)
+    extra = measure_timing(chain, batch, count(chain, batch), PLENTY).extra[1]
+    assert list(extra.values()) == sorted(extra.values())
+    assert extra["store"] == 0
+    assert 10**9 < extra["selective"] == extra["recompute"] < 2 * 10**9
+    assert extra["first"] == extra["invert"]
+    # Every mode has been run as often, and a quarter of the inverted steps or more begin a run: the mean of all is kept.
+    assert 1.25 * 10**9 < extra["invert"] < 3 * 10**9
+
+
+@pytest.mark.parametrize(("noise", "runs"), [(0.0, 16), (0.25, 16), (8.0, 64)])
+def test_more_rounds_where_samples_are_spread(noise, runs, monkeypatch):
+    set_seconds(monkeypatch, lambda variant, step: 3.0 + noise * (step % 3))
+    chain, batch = chain_of(8)
+    times = measure_timing(chain, batch, count(chain, batch), PLENTY)
+    assert times.runs == runs
+    assert (times.spread == 0.0) == (noise == 0.0)
+    assert (times.spread <= 0.03) == (noise < 1)
+
+
+def test_the_clock_is_that_of_the_thread_except_where_a_second_one_works(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr("revzoo.planning.profiling.clock.time.thread_time", lambda: next(ticks))
+    chain, batch = chain_of(2)
+    schedules = [(("store", "store"), 0), (("invert", "store"), 0)]
+    # Marks at the beginning, two forwards, the loss, two backwards and the end.
+    assert timing.measure_step_seconds(chain, batch, schedules) == [(6.0, 0.0), (6.0, 0.0)]
+    assert next(ticks) == 6 * 2 * 7
+    assert timing.measure_step_seconds(chain, batch, [(("invert", "invert"), 1)])[0].seconds < 6
+    assert next(ticks) == 6 * 2 * 7 + 1
+
+
 def test_costs_become_nanoseconds_over_storing():
     chain, batch = chain_of(3)
     problem = count(chain, batch)
@@ -99,7 +157,7 @@ def test_costs_become_nanoseconds_over_storing():
 def test_steps_that_are_run_give_times_of_every_unit(tiny):
     x = tiny.example_input(2)
     times = measure_timing(tiny, x, count(tiny, x), PLENTY)
-    assert times.runs == 16
+    assert times.runs in range(16, 65, 4)
     assert len(times.extra) == len(times.forward_seconds) == 7
     assert [set(extra) for extra in times.extra[1:5]] == [MODES] * 4
     assert {"store", "selective", "recompute"} == set(times.extra[0]) == set(times.extra[5])

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from revzoo.display.unit_name import parse_unit_name
-from revzoo.format import format_bytes, format_flops, format_seconds
+from revzoo.format import format_bytes, format_flops, format_seconds, format_spread
 from revzoo.planning.comparison import SchedulePoint, summarize_plan
 from revzoo.planning.plan import Plan
 from revzoo.runtime.schedule import MODES
@@ -39,6 +39,7 @@ def _tabulate_comparison(plan: Plan, beside: Mapping[str, SchedulePoint]) -> Tab
     for name, point in {"this plan": summarize_plan(plan), **beside}.items():
         fits = _yes_or_no(point["peak_bytes"] <= plan.budget_bytes)
         seconds = "" if point["seconds"] is None else format_seconds(point["seconds"])
+        seconds += format_spread(plan.spread) if seconds and name == "this plan" else ""
         table.add_row(name, format_bytes(point["peak_bytes"]), fits, seconds, _describe_extra_work(point, stored))
     table.add_row("smallest possible", format_bytes(plan.min_peak_bytes), _yes_or_no(plan.min_peak_bytes <= plan.budget_bytes))
     return table

@@ -82,7 +82,7 @@ def _list_remarks(profile: Profile) -> Iterable[str]:
     if profile.timing is not None:
         timing = profile.timing
         yield f"A training step takes {format_seconds(timing.step_seconds)} with everything stored."
-        yield f"Median of {timing.runs} runs; half of the samples of a unit lie within {timing.spread:.0%} of their median."
+        yield f"Medians of {timing.runs} runs, which would differ by {timing.spread:.1%} if measured again (standard error)."
         ratio = inversion_ratio(profile)
         if ratio is not None:
             yield f"Inverting takes {ratio:.2f} of the forward time (the paper assumes 1)."

@@ -6,7 +6,8 @@ recomputed one. From each log follows, for every unit in the mode that it had th
 
     kept_bytes          storages that appeared in its forward and are alive between forward and backward, without states
     kept_states         the states that it keeps
-    forward_bytes       peak of the storages that appeared in its forward, and of what earlier ones have left
+    left_bytes          storages that appeared in its forward and are alive until forward ends, without those it keeps
+    forward_bytes       peak of the storages that appeared in its forward, and of what earlier ones have left for a while
     backward_bytes      peak of its backward above what the preceding units keep
     cost, made_bytes    FLOPs, and bytes allocated in backward, beyond those that storing needs
 
@@ -232,6 +233,7 @@ def build_problem(
         fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
         loss_bytes=_loss_peak(stored),
         pair_after=pairs[-1],
+        is_left_at_loss=any(map(_freed_casts, traces)),
     )
 
 
@@ -288,14 +290,14 @@ def _build_options(
     coupled: Sequence[int | None],
 ) -> Iterator[tuple[int, Option, "_Context"]]:
     """Yield for every unit its index, its option in this trace, and what precedes it there."""
-    kept, work, forward = _kept_storages(traced), _count_work(traced), _forward_peaks(traced)
+    kept, work, forward, left = _kept_storages(traced), _count_work(traced), _forward_peaks(traced), _left_storages(traced)
     backward = {unit: span for unit, *span, _ in traced.phases("backward")}
     for k, context in enumerate(_list_contexts(traced, numbers, kept_states, coupled)):
         peaks = context.tabulate(partial(traced.peak, backward[k]) if k in backward else lambda without: 0)
         flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
         held = _number(context.held, numbers)
         option = Option(traced.modes[k], sum(kept[k].values()), held, forward[k], peaks, flops, made_bytes)
-        yield k, replace(option, leaves_halves=context.leaves_halves), context
+        yield k, replace(option, leaves_halves=context.leaves_halves, left_bytes=sum(left[k].values())), context
 
 
 @dataclass(frozen=True)
@@ -461,13 +463,34 @@ def _kept_storages(traced: Trace) -> list[dict[int, int]]:
     return kept
 
 
+def _left_storages(traced: Trace) -> list[dict[int, int]]:
+    """Return for every unit the storages, with their bytes, that it leaves until forward ends and does not keep.
+
+    These are casts of weights under autocast. Where only the model's forward is inside it, they are freed before the loss.
+    """
+    kept, earlier = _kept_storages(traced), {storage for storage, _ in traced.log[: traced.marks[0].position]}
+    others, spans = earlier.union(traced.number_states(), *kept), [span for _, *span, _ in traced.phases("forward")]
+    alive, left = _freed_casts(traced) or traced.alive(spans[-1][0]), list[dict[int, int]]()
+    for start, end in spans:
+        new = {storage for storage, _ in traced.log[start:end]} - others
+        left.append({storage: alive[storage] for storage in new if storage in alive})
+        others |= new
+    return left
+
+
+def _freed_casts(traced: Trace) -> dict[int, int]:
+    """Return the storages, with their bytes, that are freed where the step leaves autocast, between loss and backward."""
+    before, after = traced.alive(traced.loss_end), traced.alive(traced.backward_start)
+    return {storage: before[storage] for storage in before.keys() - after.keys()}
+
+
 def _forward_peaks(traced: Trace) -> list[int]:
     """Return for every unit the peak of its forward, without the states and what other units keep that was there before.
 
     What earlier forwards have left and no backward needs is counted: on a grid, the streams before they were rounded.
     """
     known, peaks = {storage for storage, _ in traced.log[: traced.marks[0].position]}, []
-    lasting = known.union(traced.number_states(), *_kept_storages(traced))
+    lasting = known.union(traced.number_states(), *_kept_storages(traced), *_left_storages(traced))
     for _, start, end, _ in traced.phases("forward"):
         peaks.append(traced.peak((start, end), known & lasting))
         known |= {storage for storage, _ in traced.log[start:end]}
@@ -476,7 +499,8 @@ def _forward_peaks(traced: Trace) -> list[int]:
 
 def _loss_peak(traced: Trace) -> int:
     """Return the loss's peak bytes between forward and backward, beyond what units keep and the model returned."""
-    states, kept = traced.number_states().keys(), {s for storages in _kept_storages(traced) for s in storages}
+    states = traced.number_states().keys()
+    kept = set[int]().union(*_kept_storages(traced), *_left_storages(traced))
     start = next(mark.position for mark in traced.marks if mark.phase == "loss")
     end = next(mark.position for mark in traced.marks if mark.position >= start and mark.phase in ("backward", "end"))
     return traced.peak((start, end), traced.fixed | kept | states)

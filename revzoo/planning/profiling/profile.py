@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from revzoo.analysis.optimizer_step import count_optimizer
-from revzoo.planning.budget import free_bytes
+from revzoo.planning.budget import free_bytes, parse_budget
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, predict_inversion_limit
@@ -63,12 +63,13 @@ def profile(
     estimate: bool = False,
     other_bytes: int = 0,
     lookahead: bool = False,
+    budget: str | int | None = None,
 ) -> Profile:
     """Count the bytes and FLOPs of every unit in every mode, check how many steps can be inverted, and measure seconds.
 
     Bytes are counted under `FakeTensorMode` (small steps on a CPU are run), so a batch that does not fit can be profiled.
     Seconds are medians over training steps with mixed modes on the model's device; units that do the same work share
-    their samples. The model is left as it was.
+    their samples. On a CPU they are those of the calling thread. The model is left as it was.
 
     Args:
         model: a `revzoo.Model`, a `ReversibleChain` or a `LayerChain`, in the state in which it will be trained. On the meta
@@ -80,8 +81,10 @@ def profile(
         estimate: time only the minimum-memory schedule, and assume that every mode but storing costs one extra forward.
         other_bytes: other memory that is alive during the whole training step, such as averaged weights.
         lookahead: count what every unit needs with look-ahead as well, for `revzoo.solve(profile, budget, lookahead=1)`.
+        budget: no training step that takes more is timed, as for `revzoo.solve`; None is what is free.
     Raises:
-        InputError: not such a model, an unusable batch, no parameter with a gradient, or an optimizer of other parameters.
+        InputError: not such a model, an unusable batch, no parameter with a gradient, an optimizer of other parameters, or no
+            such budget.
         RecoveryError: a step does not return the same output when it runs again.
     """
     taken = count_optimizer(model, optimizer)
@@ -105,30 +108,36 @@ def profile(
                 f"At most {memory.max_invert_run} steps in a row are inverted: longer runs would lose too much precision."
             )
         if run:
-            timing, more = _measure_or_estimate(model, batch, memory, loss, estimate)
+            allowance = _find_allowance(model, budget)
+            timing, more = _measure_or_estimate(model, batch, memory, loss, estimate, allowance)
             notes += more
     setting, model_bytes = read_setting(model, batch), count_model_bytes(model)
     return Profile(memory, timing, setting, model_bytes, other_bytes, tuple(notes), taken.update)
 
 
 def _measure_or_estimate(
-    model: PlannableModel, batch: Any, memory: Problem, loss: LossFunction | None, estimate: bool
+    model: PlannableModel, batch: Any, memory: Problem, loss: LossFunction | None, estimate: bool, allowance: int
 ) -> tuple[Timing | None, list[str]]:
-    """Return the best timing that there is memory for, and notes about it."""
+    """Return the best timing whose training steps take no more than the allowance, and notes about it."""
     notes = ["Every mode but storing is assumed to cost one extra forward of the unit."]
     if not estimate:
         try:
-            device = next(model.parameters()).device
-            allowance = free_bytes(device) + count_model_bytes(model) if device.type in ("cpu", "cuda") else 2**62
             with memory_errors():
                 return measure_timing(model, batch, memory, allowance, loss), []
         except MemoryError:
-            notes = ["Profiling with stored units ran out of memory, so every other mode is assumed to cost one extra forward."]
+            notes = ["No step with stored units fits the memory: every other mode is assumed to cost one extra forward."]
     try:
         with memory_errors():
-            return estimate_timing(model, batch, memory, loss), notes
+            return estimate_timing(model, batch, memory, allowance, loss), notes
     except MemoryError:
-        return None, ["Profiling ran out of memory, so costs are counted FLOPs and bytes instead of seconds."]
+        return None, ["No step fits the memory: costs are counted FLOPs and bytes instead of seconds."]
+
+
+def _find_allowance(model: PlannableModel, budget: str | int | None) -> int:
+    """Return what a training step that is timed may take: no more than the budget, nor than is free."""
+    device, model_bytes = next(model.parameters()).device, count_model_bytes(model)
+    free = free_bytes(device) + model_bytes if device.type in ("cpu", "cuda") else 2**62
+    return free if budget is None else min(free, parse_budget(budget, device, model_bytes))
 
 
 def price_by_work(memory: Problem) -> Problem:

@@ -2,32 +2,34 @@
 
 Whole training steps are run, each with another random mix of modes, and the time is noted whenever a unit begins its forward or
 its backward. A unit is thus timed in its place, with the caches and the allocator as training has them. Units that do the same
-work share their samples, and the median of the samples in a mode is the time of that mode.
+work share their samples, and the median of the samples in a mode is the time of that mode. A mode that runs again all that
+another one does takes no less: medians in which it does are averaged.
 """
 
 import random
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
 
 from revzoo.analysis.dry_run import call, isolated, leave_autocast, preserve_schedules
+from revzoo.planning.profiling.clock import Clock, Median, combine_spreads, find_median, make_clock, repeat, smooth_rising
 from revzoo.planning.profiling.hooks import PlannableModel, StepHooks, list_units
 from revzoo.planning.profiling.trace import LossFunction, compute_loss
 from revzoo.planning.solvers.problem import Problem, Unit, peak, reprice
 from revzoo.planning.solvers.timeline import minimize_peak
+from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.schedule import Mode
 
-_RUNS = 5
-_ROUNDS = 4  # after each round, even a unit that shares its samples with no other has had every mode
-_LIMIT_SECONDS = 120  # no further round begins after this time
+_RUNS = 5  # at least
+_ROUNDS = 4  # at least; after each, even a unit that shares its samples with no other has had every mode
+_MODES = ("store", "selective", "recompute")  # each runs again what the one before does, and more
+_INVERTED = ("first", "invert")  # of a step both run all of it again
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Timing:
         forward_seconds: of each unit when stored.
         extra: for each unit, by mode, the time of forward and backward beyond storing [nanoseconds]; "first" is "invert" for a
             step that begins a run of inverted steps.
-        spread: half of the samples of a unit and mode lie within this fraction of their median, typically.
+        spread: by how much of itself a time differs if it is measured again: the standard error of the medians.
         runs: number of training steps that were run.
         backward_seconds: of each unit when stored, without any recovery.
     """
@@ -57,8 +59,8 @@ def measure_step_seconds(
     batch: Any,
     schedules: Sequence[tuple[Sequence[Mode], Literal[0, 1]]],
     loss: LossFunction | None = None,
-) -> list[float]:
-    """Run training steps with each schedule in turn; return the medians of their times, forward and backward [seconds].
+) -> list[Median]:
+    """Run training steps with each schedule in turn; return the medians of their times, forward and backward.
 
     Args:
         model: one that can be planned.
@@ -68,9 +70,19 @@ def measure_step_seconds(
     Raises:
         MemoryError: a training step ran out of memory.
     """
+    times: list[list[float]] = [[] for _ in schedules]
+    elapsed = any(depth for _, depth in schedules)
+
+    def run(modes: Sequence[Mode], depth: Literal[0, 1]) -> float:
+        return _time_step(model, batch, modes, loss, depth, elapsed=elapsed)[0]
+
     with preserve_schedules(model):
-        rounds = [[_time_step(model, batch, modes, loss, depth)[0] for modes, depth in schedules] for _ in range(_RUNS + 1)]
-        return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]  # the first round is a warm-up
+        for schedule in schedules:
+            run(*schedule)  # a warm-up
+        for _ in repeat(_RUNS, lambda: max(find_median(each).spread for each in times)):
+            for schedule, each in zip(schedules, times, strict=True):
+                each.append(run(*schedule))
+    return [find_median(each) for each in times]
 
 
 def measure_timing(
@@ -85,7 +97,8 @@ def measure_timing(
         allowance: limit for the peak of each step that is run [bytes].
         loss: computes the loss from what the model returns; None is a sum.
     Raises:
-        MemoryError: no training step that stores a few of its units fits the allowance, or one ran out of memory.
+        MemoryError: no training step in which a few units have other modes than at the smallest peak fits the allowance, or
+            one ran out of memory.
     """
     entries = list_units(model)
     groups = [_work_key(entry, unit) for entry, unit in zip(entries, problem.units, strict=True)]
@@ -93,11 +106,9 @@ def measure_timing(
     forwards: dict[Any, list[float]] = defaultdict(list)
     backwards: dict[Any, list[float]] = defaultdict(list)
     rest: list[float] = []
-    rng, runs, begin = random.Random(0), 0, time.perf_counter()
+    rng, runs = random.Random(0), 0
     with preserve_schedules(model):
-        for round_ in range(_ROUNDS):
-            if round_ and time.perf_counter() - begin > _LIMIT_SECONDS:
-                break
+        for _ in repeat(_ROUNDS, lambda: combine_spreads([*map(find_median, samples.values())])):
             for modes in _draw_fitting_schedules(problem, entries, groups, rng, allowance):
                 if not runs:
                     _time_step(model, batch, modes, loss)  # a warm-up
@@ -109,45 +120,53 @@ def measure_timing(
                         backwards[groups[k]].append(backward[k])
                 rest.append(total - sum(forward) - sum(backward))
                 runs += 1
-    medians = {key: statistics.median(times) for key, times in samples.items()}
+    seconds = {
+        group: _smooth(entry, {variant: times for (key, variant), times in samples.items() if key == group})
+        for entry, group in zip(entries, groups, strict=True)
+    }
     return Timing(
-        step_seconds=sum(medians[group, "store"] for group in groups) + statistics.median(rest),
+        step_seconds=sum(seconds[group]["store"] for group in groups) + statistics.median(rest),
         forward_seconds=tuple(statistics.median(forwards[group]) for group in groups),
-        extra=tuple(_extra_over_store(medians, group) for group in groups),
-        spread=statistics.median(_spread(times) for times in samples.values()),
+        extra=tuple(_extra_over_store(seconds[group]) for group in groups),
+        spread=combine_spreads([*map(find_median, samples.values())]),
         runs=runs,
         backward_seconds=tuple(statistics.median(backwards[group]) for group in groups),
     )
 
 
-def estimate_timing(model: PlannableModel, batch: Any, problem: Problem, loss: LossFunction | None = None) -> Timing:
+def estimate_timing(
+    model: PlannableModel, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None
+) -> Timing:
     """Time only the minimum-memory schedule; assume every other mode costs one extra forward pass of the unit.
 
     Cheap, and needs the least memory. `selective` and `recompute` cost less in truth, so the plan may not be the fastest.
 
+    Args: as for `measure_timing`.
     Raises:
-        MemoryError: the training step ran out of memory.
+        MemoryError: the training step does not fit the allowance, or ran out of memory.
     Source: Jiang et al. 2020, who find that inverting costs one more forward.
     """
-    _, modes = minimize_peak(problem)
+    smallest, modes = minimize_peak(problem)
+    if smallest > allowance:
+        raise MemoryError("no training step fits")
     groups = [_work_key(entry, unit) for entry, unit in zip(list_units(model), problem.units, strict=True)]
     forwards: dict[Any, list[float]] = defaultdict(list)
-    totals = []
+    totals: list[float] = []
     with preserve_schedules(model):
-        for run in range(_RUNS + 1):
+        _time_step(model, batch, cast(list[Mode], modes), loss)  # a warm-up
+        for _ in repeat(_RUNS, lambda: find_median(totals).spread):
             total, forward, _ = _time_step(model, batch, cast(list[Mode], modes), loss)
-            if run:  # the first run is a warm-up
-                totals.append(total)
-                for group, seconds in zip(groups, forward, strict=True):
-                    forwards[group].append(seconds)
+            totals.append(total)
+            for group, seconds in zip(groups, forward, strict=True):
+                forwards[group].append(seconds)
     medians = tuple(statistics.median(forwards[group]) for group in groups)
     recomputed = sum(seconds for seconds, mode in zip(medians, modes, strict=True) if mode != "store")
     return Timing(
         step_seconds=statistics.median(totals) - recomputed,
         forward_seconds=medians,
         extra=tuple(_extra_of_a_forward(seconds) for seconds in medians),
-        spread=statistics.median(_spread(seconds) for seconds in forwards.values()),
-        runs=_RUNS,
+        spread=find_median(totals).spread,
+        runs=len(totals),
     )
 
 
@@ -168,18 +187,25 @@ def list_variants(modes: Sequence[str]) -> Iterator[str]:
         before = mode
 
 
-def _extra_over_store(medians: dict[tuple[Any, str], float], group: Any) -> dict[str, int]:
+def _smooth(entry: LayoutEntry, samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the seconds of each variant of a unit, none below one that runs less again.
+
+    A layer that is inverted runs its inverse, and nothing of its forward: that may take less than recomputing it.
+    """
+    runs_forward = entry.kind != "layer" and not is_made_of_layers(entry.module)
+    order = [variant for variant in (*_MODES, *(_INVERTED if runs_forward else ())) if variant in samples]
+    medians = [(find_median(samples[variant]).seconds, len(samples[variant])) for variant in order]
+    others = {variant: find_median(times).seconds for variant, times in samples.items() if variant not in order}
+    return {**others, **dict(zip(order, smooth_rising(medians), strict=True))}
+
+
+def _extra_over_store(seconds: Mapping[str, float]) -> dict[str, int]:
     """Return the extra time of each variant over storing; of "invert" and "first", one that was never run equals the other."""
-    seconds = {variant: median for (key, variant), median in medians.items() if key == group}
-    for variant, other in (("first", "invert"), ("invert", "first")):
+    known = dict(seconds)
+    for variant, other in (_INVERTED, _INVERTED[::-1]):
         if other in seconds:
-            seconds.setdefault(variant, seconds[other])
-    return {variant: max(0, round((each - seconds["store"]) * 1e9)) for variant, each in seconds.items()}
-
-
-def _spread(times: Sequence[float]) -> float:
-    median = statistics.median(times)
-    return statistics.median(abs(t - median) for t in times) / median if median else 0.0
+            known.setdefault(variant, seconds[other])
+    return {variant: max(0, round((each - known["store"]) * 1e9)) for variant, each in known.items()}
 
 
 def _work_key(entry: LayoutEntry, unit: Unit) -> Any:
@@ -191,24 +217,34 @@ def _work_key(entry: LayoutEntry, unit: Unit) -> Any:
 def _draw_fitting_schedules(
     problem: Problem, entries: Sequence[LayoutEntry], groups: Sequence[Any], rng: random.Random, allowance: int
 ) -> list[list[Mode]]:
-    """Return the schedules of a round that fits: every unit in every mode, or else four units of each group, or one."""
-    for most in (len(entries), 4, 1):
-        schedules = list(_draw_schedules(entries, groups, rng, most))
+    """Return the schedules of a round that fits: every unit in every mode, or else four units of each group, or one.
+
+    Where even these do not fit, the groups have their turns one after another. All other units keep as little as possible.
+    """
+    names = list(dict.fromkeys(groups))
+    for most, parts in ((len(entries), 1), (4, 1), (1, 1), (1, 2), (1, len(names))):
+        schedules = [
+            modes for part in range(parts) for modes in _draw_schedules(entries, groups, rng, {*names[part::parts]}, most)
+        ]
         if all(peak(problem, modes) <= allowance for modes in schedules):
             return schedules
     raise MemoryError("no training step with a few stored units fits")
 
 
 def _draw_schedules(
-    entries: Sequence[LayoutEntry], groups: Sequence[Any], rng: random.Random, most: int
+    entries: Sequence[LayoutEntry],
+    groups: Sequence[Any],
+    rng: random.Random,
+    chosen: Container[Any],
+    most: int,
 ) -> Iterator[list[Mode]]:
-    """Yield schedules in which the first `most` units of each group have every mode once, and all others keep least."""
+    """Yield schedules in which the first `most` units of each chosen group have every mode once, and all others keep least."""
     menus: list[list[Mode]] = [["store", "selective", "recompute"] for _ in entries]
     seen: dict[Any, int] = defaultdict(int)
     for k, group in enumerate(groups):
         menus[k] += ["invert"] if entries[k].can_invert else []
         rng.shuffle(menus[k])
-        if seen[group] >= most:
+        if seen[group] >= most or group not in chosen:
             menus[k] = ["invert" if entries[k].can_invert else "recompute"]
         seen[group] += 1
     for turn in range(4):
@@ -216,12 +252,18 @@ def _draw_schedules(
 
 
 def _time_step(
-    model: PlannableModel, batch: Any, modes: Sequence[Mode], loss: LossFunction | None, lookahead: Literal[0, 1] = 0
+    model: PlannableModel,
+    batch: Any,
+    modes: Sequence[Mode],
+    loss: LossFunction | None,
+    lookahead: Literal[0, 1] = 0,
+    *,
+    elapsed: bool = False,
 ) -> tuple[float, list[float], list[float]]:
     """Run a training step; return the seconds of all of it, of each unit's forward, and of each unit's backward."""
     model.schedule = list(modes)
     model.lookahead = lookahead
-    clock = _make_clock(model)
+    clock = _Watch(make_clock(next(model.parameters()).device, elapsed=elapsed))
     with memory_errors(), isolated(model, batch) as inputs, StepHooks(model, clock) as hooks:
         clock.mark("begin", -1)
         outputs = call(model, inputs)
@@ -246,15 +288,15 @@ def memory_errors() -> Iterator[None]:
         raise
 
 
-class _Clock:
+class _Watch:
     """The listener that notes the time at every event."""
 
-    def __init__(self, now: Callable[[], Any], between: Callable[[Any, Any], float]):
-        self._now, self._between = now, between
+    def __init__(self, clock: Clock):
+        self._clock = clock
         self._marks: list[tuple[str, int, Any]] = []
 
     def mark(self, phase: str, unit: int) -> None:
-        self._marks.append((phase, unit, self._now()))
+        self._marks.append((phase, unit, self._clock.mark()))
 
     def begin_forward(self, unit: int, inputs: Any, pair: Any) -> None:
         self.mark("forward", unit)
@@ -271,22 +313,5 @@ class _Clock:
         spans = {"forward": [0.0] * count, "backward": [0.0] * count}
         for (phase, unit, start), (_, _, end) in zip(self._marks, self._marks[1:], strict=False):
             if phase in spans:
-                spans[phase][unit] += self._between(start, end)
-        return self._between(self._marks[0][2], self._marks[-1][2]), spans["forward"], spans["backward"]
-
-
-def _make_clock(model: nn.Module) -> _Clock:
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        return _Clock(time.perf_counter, lambda start, end: cast(float, end - start))
-
-    def record() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    def between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
-
-    return _Clock(record, between)
+                spans[phase][unit] += self._clock.measure(start, end)
+        return self._clock.measure(self._marks[0][2], self._marks[-1][2]), spans["forward"], spans["backward"]

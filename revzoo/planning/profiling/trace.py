@@ -78,7 +78,8 @@ class Trace:
         pairs: storages of the states before each unit, and at the end those after the last.
         saved: storages of what autograd saved in each unit that stores.
         fixed: storages that exist from the beginning.
-        backward_start: length of the log between forward and backward.
+        loss_end: length of the log when the loss has been computed.
+        backward_start: length of the log between forward and backward, when the casts of autocast have been freed.
         recoveries: of the units that were recovered ahead, by name.
     """
 
@@ -89,6 +90,7 @@ class Trace:
     pairs: list[Storages] = field(default_factory=list)
     saved: list[Storages] = field(default_factory=list)
     fixed: Storages = frozenset()
+    loss_end: int = 0
     backward_start: int = 0
     recoveries: dict[str, Recovered] = field(default_factory=dict)
     _snapshots: list[dict[int, int]] = field(default_factory=list, repr=False)  # what is alive, every so many positions
@@ -183,6 +185,7 @@ def trace(
         recorder.mark("loss", len(modes))
         total = compute_loss(loss, outputs)
         del outputs
+        traced.loss_end = live.now()
         with leave_autocast():
             traced.backward_start = live.now()
             hooks.enter_backward()

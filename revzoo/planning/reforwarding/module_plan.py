@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from revzoo.errors import PlanError
-from revzoo.format import format_bytes, format_seconds
+from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.planning.reforwarding.graph_plan import GraphPlan
 from revzoo.planning.reforwarding.planned_call import PlannedCall
 from revzoo.planning.reforwarding.schedules import set_schedules
@@ -34,6 +34,7 @@ class ModulePlan:
         notes: remarks for the reader.
         seconds: of one forward and backward with the plan; None where nothing was timed.
         stored_seconds: of one that stores everything.
+        spread: by how much of themselves these seconds differ if they are measured again: the standard error.
     """
 
     graphs: tuple[GraphPlan, ...]
@@ -48,6 +49,7 @@ class ModulePlan:
     notes: tuple[str, ...] = ()
     seconds: float | None = None
     stored_seconds: float | None = None
+    spread: float | None = None
 
     def apply(self, module: nn.Module, batch: Any = None) -> None:
         """Have the module keep what is planned, from its next call on. Its class, keys and hooks stay as they are.
@@ -115,7 +117,7 @@ class ModulePlan:
         if self.seconds is None or self.stored_seconds is None:
             return flops
         ratio = self.seconds / max(self.stored_seconds, 1e-9) - 1
-        return f"{flops}, {ratio:.1%} more time ({format_seconds(self.seconds)})"
+        return f"{flops}, {ratio:.1%} more time ({format_seconds(self.seconds)}{format_spread(self.spread)})"
 
     def __str__(self) -> str:
         lines = [

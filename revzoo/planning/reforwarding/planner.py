@@ -286,6 +286,7 @@ class _Step:
             ),
             seconds=self._predict_seconds(spans),
             stored_seconds=self._predict_seconds(None),
+            spread=None if self.times is None or not self._is_base else self.times.spread,
         )
 
     def _predict_seconds(self, spans: Spans | None) -> float | None:

@@ -2,12 +2,9 @@
 
 The graph runs call by call, as it runs again in a recovery: the autograd graph of each call ends with it. A call's backward
 runs right behind its forward, so that hardly more is alive than in evaluation, and a module can be timed whose step does not
-fit. Each round runs all calls once; the time of a call is the median over the rounds. On a CPU the clock is that of the calling
-thread, which takes part in every operation: work of other processes does not count.
+fit. Each round runs all calls once; the time of a call is the median over the rounds.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +16,7 @@ from torch.fx.node import map_arg
 
 from revzoo.analysis.dry_run import call, find_fake_mode, has_values, isolated
 from revzoo.errors import InputError
+from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, make_clock, repeat
 from revzoo.planning.profiling.timing import memory_errors
 from revzoo.planning.reforwarding.capture import GraphCall
 from revzoo.planning.reforwarding.graph_plan import compute_digest
@@ -27,8 +25,7 @@ from revzoo.runtime.graph.atoms import Atom, bind_inputs, prepare_call, split_in
 from revzoo.runtime.graph.captured_call import capture_calls
 from revzoo.runtime.nested import map_tensors, tensors_in
 
-_ROUNDS = 5  # besides a first one that warms up
-_LIMIT_SECONDS = 120  # no further round begins after this time
+_ROUNDS = 5  # at least, besides a first one that warms up
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,12 @@ class CallTimes:
     Args:
         forward: by atom [nanoseconds].
         backward: by atom [nanoseconds]; 0 where there is none.
+        spread: by how much of itself a time differs if it is measured again: the standard error of the medians.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    spread: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -55,12 +54,11 @@ class GraphTimes:
 
     Args:
         digest: of the graph and its inputs.
-        forward, backward: by atom [nanoseconds].
+        times: of its atoms.
     """
 
     digest: str
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
+    times: CallTimes
 
 
 def measure_graphs(module: nn.Module, batch: Any) -> list[GraphTimes]:
@@ -85,7 +83,7 @@ def measure_graphs(module: nn.Module, batch: Any) -> list[GraphTimes]:
                 fakes = [map_tensors(lambda t: mode.from_tensor(t.detach()).requires_grad_(t.requires_grad), i) for i in inputs]
                 atoms = split_into_atoms(graph, fakes)
             program = _Program(graph, atoms)
-            times.append(GraphTimes(compute_digest(graph, inputs), *_time_program(program, inputs)))
+            times.append(GraphTimes(compute_digest(graph, inputs), _time_program(program, inputs)))
             return program.results
 
         return run
@@ -106,22 +104,34 @@ def assign_times(measured: Sequence[GraphTimes], calls: Sequence[GraphCall]) -> 
         raise InputError("The module ran other operations when it was timed than when it was captured. Leave out profile=True.")
     forward, backward = [0], [0]
     for each in measured:
-        forward += [*each.forward, 0]
-        backward += [*each.backward, 0]
-    return CallTimes(tuple(forward), tuple(backward))
+        forward += [*each.times.forward, 0]
+        backward += [*each.times.backward, 0]
+    spread = combine_spreads([Median(each.times.seconds, each.times.spread) for each in measured])
+    return CallTimes(tuple(forward), tuple(backward), spread)
 
 
-def _time_program(program: "_Program", inputs: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    device = next((t.device for t in tensors_in(list(inputs))), torch.device("cpu"))
-    now, read = _make_clock(device)
-    rounds: list[list[tuple[float, float]]] = []
-    begin = time.perf_counter()
-    while len(rounds) <= _ROUNDS and (len(rounds) < 2 or time.perf_counter() - begin < _LIMIT_SECONDS):
-        marks = list(program.run(inputs, now))
-        rounds.append([(read(*forward), read(*backward)) for forward, backward in marks])
-    by_atom = list(zip(*rounds[1:], strict=True))
-    forward, backward = (tuple(round(statistics.median(t[k] for t in each) * 1e9) for each in by_atom) for k in (0, 1))
-    return forward, backward
+def _time_program(program: "_Program", inputs: Sequence[Any]) -> CallTimes:
+    clock = make_clock(next((t.device for t in tensors_in(list(inputs))), torch.device("cpu")))
+    samples: list[tuple[list[float], list[float]]] = []  # by atom, forward and backward
+
+    def run() -> Iterator[tuple[float, float]]:
+        for forward, backward in list(program.run(inputs, clock.mark)):
+            yield clock.measure(*forward), clock.measure(*backward)
+
+    def list_medians(direction: int) -> list[Median]:
+        return [find_median(each[direction]) for each in samples]
+
+    samples += [([], []) for _ in run()]  # a warm-up
+    for _ in repeat(_ROUNDS, lambda: combine_spreads([*list_medians(0), *list_medians(1)])):
+        for each, (forward, backward) in zip(samples, run(), strict=True):
+            each[0].append(forward)
+            each[1].append(backward)
+    forwards, backwards = list_medians(0), list_medians(1)
+    return CallTimes(
+        forward=tuple(round(median.seconds * 1e9) for median in forwards),
+        backward=tuple(round(median.seconds * 1e9) for median in backwards),
+        spread=combine_spreads([*forwards, *backwards]),
+    )
 
 
 class _Program:
@@ -169,20 +179,3 @@ class _Program:
 def _cut(tensor: Tensor) -> Tensor:
     """Return a tensor without the graph that has made it."""
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _make_clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Return what marks the time, and what reads the seconds between two marks."""
-    if device.type != "cuda":
-        return time.thread_time, lambda start, end: float(end - start)
-
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    def read(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
-
-    return mark, read

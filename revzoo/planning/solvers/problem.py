@@ -3,7 +3,8 @@
 A unit is a reversible step or a node. Between its forward and its backward it keeps bytes of its own. It may also keep some of
 the *states*, the tensors that pass between units; a state that two units keep is counted once. A run of inverted steps keeps
 only the pair of states after it. Backward visits the units in reverse and frees what each of them kept. The memory in use
-during unit k is therefore what the preceding units keep, a prefix sum, plus what the unit itself needs.
+during unit k is therefore what the preceding units keep, a prefix sum, plus what the unit itself needs. Under autocast a unit
+also leaves casts of its weights until forward ends: during the forward of unit k, what the preceding ones have left counts too.
 
 A schedule gives each unit one of its modes. An `Edge` is one unit in one mode, given the modes of the preceding units. Both
 `follow_schedule` below and the search in `timeline.py` are made of edges, so they always agree to the byte.
@@ -111,6 +112,7 @@ class Option:
         in_run: where an inverted layer is in its run, or that a node behind a run gets halves; None of everything else.
         leaves_halves: whether an inverted layer leaves its output in halves to the next layer of its run.
         freed_bytes: by how much its forward takes less because it frees its input, unless a preceding unit keeps that.
+        left_bytes: alive from its forward to the end of all forwards, and not kept: casts of its weights under autocast.
     """
 
     mode: str
@@ -124,6 +126,7 @@ class Option:
     in_run: InRun | None = None
     leaves_halves: bool = False
     freed_bytes: int = 0
+    left_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ class Problem:
         max_invert_run: most inverted steps in one run; None: any number.
         lookahead: how many units are recovered ahead of backward.
         update_bytes: in use at the optimizer's update besides what is fixed: gradients, and what the update takes.
+        is_left_at_loss: whether what units leave is alive at the loss.
     """
 
     units: tuple[Unit, ...]
@@ -174,6 +178,7 @@ class Problem:
     max_invert_run: int | None = None
     lookahead: Literal[0, 1] = 0
     update_bytes: int = 0
+    is_left_at_loss: bool = False
 
     @property
     def update_peak(self) -> int:
@@ -254,9 +259,10 @@ class Edge:
     Args:
         mode: of the unit.
         cost: extra work over storing.
-        forward_bytes: peak of the unit's forward above what the preceding units keep.
+        forward_bytes: peak of the unit's forward above what the preceding units keep and have left.
         backward_bytes: the same of its backward.
         kept_bytes: what the unit adds to the memory kept until its backward.
+        left_bytes: what it adds to the memory that is alive until the end of all forwards.
         after: the place after the unit.
     """
 
@@ -265,11 +271,12 @@ class Edge:
     forward_bytes: int
     backward_bytes: int
     kept_bytes: int
+    left_bytes: int
     after: Place
 
     @property
     def need_bytes(self) -> int:
-        """The larger of the peaks of its forward and its backward."""
+        """The larger of the peaks of its forward and its backward, where the preceding units have left nothing."""
         return max(self.forward_bytes, self.backward_bytes)
 
 
@@ -297,6 +304,7 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
             forward_bytes=closed_bytes + beside_bytes + option.forward_bytes,
             backward_bytes=_count_backward(problem, unit, held, closed, option.backward_bytes),
             kept_bytes=closed_bytes + option.kept_bytes + problem.bytes_of(option.kept_states, held_before),
+            left_bytes=option.left_bytes,
             after=before._replace(
                 run=run + 1 if inverted else 0,
                 held=held_before.union(option.kept_states),
@@ -434,9 +442,10 @@ def cost(problem: Problem, modes: Sequence[str]) -> int:
 def list_phase_peaks(problem: Problem, modes: Sequence[str]) -> list[PhasePeak]:
     """Return the peak of every phase: the units forward, the loss, the units backward. Raises as `peak` does."""
     forward, backward, held = [], [], frozenset[int]()
-    kept = problem.fixed_bytes
+    kept, left = problem.fixed_bytes, 0
     for unit, edge in zip(problem.units, follow_schedule(problem, modes), strict=True):
-        forward.append(PhasePeak(unit.name, "forward", kept + edge.forward_bytes))
+        forward.append(PhasePeak(unit.name, "forward", kept + left + edge.forward_bytes))
         backward.append(PhasePeak(unit.name, "backward", kept + edge.backward_bytes))
-        kept, held = kept + edge.kept_bytes, edge.after.held
-    return [*forward, PhasePeak("loss", "loss", kept + loss_need_bytes(problem, held)), *reversed(backward)]
+        kept, left, held = kept + edge.kept_bytes, left + edge.left_bytes, edge.after.held
+    loss = kept + left * problem.is_left_at_loss + loss_need_bytes(problem, held)
+    return [*forward, PhasePeak("loss", "loss", loss), *reversed(backward)]

@@ -18,6 +18,10 @@ it finds is the same schedule that the whole search would find. If it finds none
 different steps leave some millions of pairs. If there are still too many, only the lightest of each interval of costs is kept,
 and the possible loss is reported as the gap.
 
+What units leave until forward ends is a second prefix sum, which the pairs do not have. The search first takes it for nothing;
+a schedule that is found so and fits is the cheapest. Otherwise what is left counts as kept, which is too much during backward,
+and the gap says how much cheaper the first one was.
+
 Known inefficiencies: the number of partial solutions is exponential at worst, where costs and bytes are such that the bound
 does not tell them apart. Search states with different tensors or recoveries are kept apart even where one is never better than
 the other, and so are different lengths of a run if that is limited. All partial solutions stay in memory (32 bytes each) to
@@ -29,13 +33,13 @@ the multiple-choice knapsack problem", 1995.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from revzoo.planning.solvers.lower_bound import LowerBound
-from revzoo.planning.solvers.problem import Place, Problem
+from revzoo.planning.solvers.problem import Option, Place, Problem, cost, peak
 from revzoo.planning.solvers.search_states import ABOVE_ALL, Layer, Node, need_at_the_end, reach_search_states
 
 _Partials = NDArray[np.int64]  # partial solutions, one per column; by rising bytes and falling cost
@@ -71,10 +75,47 @@ def solve_timeline(problem: Problem, budget: int) -> list[str] | None:
 def find_schedule(problem: Problem, budget: int) -> Schedule | None:
     """Return the cheapest schedule whose peak is at most `budget` bytes; among equal costs, one with the lowest peak.
 
-    Returns: None where nothing fits. The gap is 0 unless the search had to drop partial solutions that may be better.
+    Returns: None where nothing fits. The gap is 0 unless the search had to drop partial solutions that may be better, or what
+        units leave in forward stands in the way.
     """
+<<<<<<< HEAD
     if problem.update_peak > budget:
         return None
+=======
+    cheapest = _find_if_nothing_is_left(problem, budget)
+    if cheapest is None or peak(problem, cheapest.modes) <= budget:
+        return cheapest
+    schedule = _find_if_nothing_is_left(_keep_what_is_left(problem), budget)
+    if schedule is None:
+        smallest, modes = minimize_peak(problem)
+        if smallest > budget:
+            return None
+        schedule = Schedule(modes)
+    least = cost(problem, cheapest.modes) * (1 - cheapest.gap)
+    return Schedule(schedule.modes, max(0.0, 1 - least / max(1, cost(problem, schedule.modes))))
+
+
+def _keep_what_is_left(problem: Problem) -> Problem:
+    """Return the problem in which units keep until their backward what they leave until forward ends."""
+
+    def keep(option: Option) -> Option:
+        return replace(option, kept_bytes=option.kept_bytes + option.left_bytes, left_bytes=0)
+
+    units = (
+        replace(
+            unit,
+            options=tuple(map(keep, unit.options)),
+            first=None if unit.first is None else keep(unit.first),
+            in_runs=tuple(map(keep, unit.in_runs)),
+        )
+        for unit in problem.units
+    )
+    return replace(problem, units=tuple(units))
+
+
+def _find_if_nothing_is_left(problem: Problem, budget: int) -> Schedule | None:
+    """Return the cheapest schedule that fits if units leave nothing until forward ends; None where nothing does."""
+>>>>>>> 3cfea00f0b012ae50774c55eca1a8e24d4f0e2c7
     budget = min(budget, ABOVE_ALL)
     layers = reach_search_states(problem, budget)
     try:
@@ -87,8 +128,19 @@ def find_schedule(problem: Problem, budget: int) -> Schedule | None:
 def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
     """Return the smallest peak that a schedule can have [bytes], and the cheapest schedule with that peak.
 
+    Where what units leave in forward makes the peak, it is the smaller one of two schedules, found as in `find_schedule`.
+
     Raises: ValueError: no schedule is allowed, whatever the budget.
     """
+    smallest, modes = _minimize_if_nothing_is_left(problem)
+    actual = peak(problem, modes)
+    if actual > smallest:
+        _, others = _minimize_if_nothing_is_left(_keep_what_is_left(problem))
+        actual, modes = min((actual, modes), (peak(problem, others), others), key=lambda each: each[0])
+    return actual, modes
+
+
+def _minimize_if_nothing_is_left(problem: Problem) -> tuple[int, list[str]]:
     layers = reach_search_states(problem, ABOVE_ALL)
     rest = {place: need_at_the_end(problem, place) for place in layers[-1]}
     for layer in reversed(layers[:-1]):
@@ -96,11 +148,17 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
             state: min((max(edge.need_bytes, edge.kept_bytes + rest[to]) for edge, to in node.edges), default=ABOVE_ALL)
             for state, node in layer.items()
         }
+<<<<<<< HEAD
     smallest = max(problem.fixed_bytes + min(rest.values()), problem.update_peak)
     modes = solve_timeline(problem, smallest)
     if modes is None:
+=======
+    smallest = problem.fixed_bytes + min(rest.values())
+    schedule = _find_if_nothing_is_left(problem, smallest)
+    if schedule is None:
+>>>>>>> 3cfea00f0b012ae50774c55eca1a8e24d4f0e2c7
         raise ValueError("Every schedule has a unit without a mode that is allowed there.")
-    return smallest, modes
+    return smallest, schedule.modes
 
 
 def _search_near_bound(problem: Problem, layers: Sequence[Layer], budget: int) -> Schedule | None:
