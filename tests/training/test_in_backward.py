@@ -1,5 +1,6 @@
 """An optimizer inside backward: weights and state are those of an ordinary one, bit for bit; what needs more is refused."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import revzoo
 from revzoo.analysis.memory_report import measure_modes
 from revzoo.errors import InputError, SpecError
 from revzoo.runtime.schedule import MODES
@@ -55,7 +57,6 @@ def test_training_is_the_same_in_every_mode(mode, tmp_path):
         ("digits", VIT, ["optimizer.layer_decay=0.5", "train.freeze=[stem]", "ema={decay: 0.9}", "train.mixed_precision=bf16"]),
         ("digits", VIT, ["optimizer.opt=sgd", "optimizer.momentum=0.9", "model.exact=true", "optimizer.foreach=true"]),
         ("digits_revnet", REVNET, ["schedule.sched=cosine"]),
-        pytest.param("digits", VIT, ["train.compile=true"], marks=pytest.mark.slow),
         pytest.param("digits_revnext", "stages.1.depth=1", [], marks=pytest.mark.slow),
         pytest.param("text_reformer", REFORMER, ["data.batch_size=256"], marks=pytest.mark.slow),
         pytest.param("text_roberta", ROBERTA, ["data.batch_size=128"], marks=pytest.mark.slow),
@@ -66,6 +67,18 @@ def test_training_is_the_same_whatever_is_set(recipe, overrides, settings, tmp_p
     """Also with frozen parts, groups of several learning rates, averaged weights, BatchNorm and tied embeddings."""
     for name, more in (("ordinary", []), ("inside", [INSIDE])):
         loop.train(small(recipe, overrides, *settings, *more), tmp_path / name)
+    assert_same_run(tmp_path / "ordinary", tmp_path / "inside")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_training_is_the_same_with_compiled_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "compile_steps", partial(revzoo.compile_steps, backend="aot_eager"))
+    modes = "model.schedule=[store,selective,invert,recompute,invert,store,store]"
+    for name, more in (("ordinary", []), ("inside", [INSIDE])):
+        torch.compiler.reset()
+        loop.train(small("digits", VIT, modes, "train.compile=true", *more), tmp_path / name)
     assert_same_run(tmp_path / "ordinary", tmp_path / "inside")
 
 
