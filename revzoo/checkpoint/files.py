@@ -1,14 +1,15 @@
-"""Save and load weights: safetensors files with the spec in their metadata, and pickled state dicts.
+"""Save and load weights: safetensors files with the spec in their metadata, shards with an index, pickled state dicts.
 
 A file either fits the model, with the same keys and shapes, or nothing of it is loaded.
 """
 
+import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
@@ -24,6 +25,7 @@ from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import STATEMENTS, Spec
 from revzoo.spec.tree import find_differences
 
+INDEX_SUFFIX = ".index.json"
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DistributedDataParallel and torch.compile add to every key
 _CPU = torch.device("cpu")  # as a context it sets aside the user's default device, which may be meta
 _NOT_COMPARED = (*STATEMENTS, "block.f", "block.g")  # keys of a spec that its digest leaves out
@@ -37,10 +39,25 @@ def save_weights(model: nn.Module, path: str | Path, metadata: Mapping[str, str]
         path: the file; it is written completely or not at all.
         metadata: more strings to store with the weights, for example a metric.
     """
-    tied, spec = _find_tied(model), cast(Spec, model.spec)
-    tensors = {key: t.detach().cpu().contiguous() for key, t in model.state_dict().items() if key not in tied}
-    facts = {"format": "pt", "revzoo.spec": spec.to_yaml(), "revzoo.digest": spec.digest, **(metadata or {})}
-    write_atomically(Path(path), lambda partial: save_file(tensors, partial, metadata=facts))
+    facts = {**describe_spec(cast(Spec, model.spec)), **(metadata or {})}
+    write_tensors(Path(path), collect_tensors(model), facts)
+
+
+def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's state dict on the CPU, each tied tensor once."""
+    tied = _find_tied(model)
+    return {key: t.detach().cpu().contiguous() for key, t in model.state_dict().items() if key not in tied}
+
+
+def describe_spec(spec: Spec) -> dict[str, str]:
+    """Return what a file of weights says about their model in its metadata."""
+    return {"revzoo.spec": spec.to_yaml(), "revzoo.digest": spec.digest}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors to a safetensors file, completely or not at all."""
+    facts = {"format": "pt", **metadata}
+    write_atomically(path, lambda partial: save_file(tensors, partial, metadata=facts))
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
@@ -51,7 +68,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
     Args:
         model: the model. On the meta device its parameters become the file's tensors, on the CPU.
-        path: a safetensors file or a pickled state dict.
+        path: a safetensors file, a pickled state dict, or the index of several files.
 
     Raises:
         CheckpointError: the file is missing or damaged, is not a state dict, or does not fit the model. The message lists every
@@ -59,7 +76,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
             reverse), and every tied tensor that is stored twice with different values. The model is then unchanged.
     """
     path, spec = Path(path), cast(Spec, model.spec)
-    contents, metadata = _read_file(path)
+    contents, metadata = _read_all(path)
     tensors = strip_wrappers(contents)
     own, tied = model.state_dict(), _find_tied(model)
     untied = [
@@ -139,12 +156,17 @@ def _find_tied(model: nn.Module) -> dict[str, str]:
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file or a pickled state dict, on the CPU.
+    """Read the tensors of a safetensors file, a pickled state dict, or the shards of an index, on the CPU.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or is a pickle with other objects than tensors.
+        CheckpointError: a file is missing or damaged, or is a pickle with other objects than tensors.
     """
-    return _read_file(Path(path))[0]
+    return _read_all(Path(path))[0]
+
+
+def _read_all(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and metadata of a file, or of the shards of an index."""
+    return _read_shards(path) if path.name.endswith(INDEX_SUFFIX) else _read_file(path)
 
 
 def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -172,6 +194,56 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             "again after .to_dense(), .dequantize(), or from a model that has values."
         )
     return state, {}
+
+
+def _read_shards(index: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of all shards of an index, also those that the index does not list, and the first one's metadata."""
+    places = read_json(index, "an index of shards").get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise CheckpointError(
+            f"{index} is not an index of shards: it has no weight_map from tensors to files. Received: {str(places)[:80]}. "
+            "Fetch the checkpoint again."
+        )
+    names = sorted(set(places.values()))
+    if elsewhere := [name for name in names if Path(name).name != name]:
+        raise CheckpointError(
+            f"{index} names files outside its own folder. Received: {join_names(elsewhere)}. Write plain names."
+        )
+    if missing := [name for name in names if not (index.parent / name).is_file()]:
+        raise CheckpointError(
+            f"{index} names {len(names)} shards, of which {len(missing)} are missing: {join_names(missing)}. Fetch them into "
+            f"{index.parent}."
+        )
+    tensors: dict[str, Tensor] = {}
+    facts: dict[str, str] = {}
+    for name in names:
+        shard, metadata = _read_file(index.parent / name)
+        facts = facts or metadata
+        _refuse_missing(index, name, (key for key, place in places.items() if place == name and key not in shard))
+        tensors |= {key: tensor for key, tensor in shard.items() if places.get(key, name) == name}
+    return tensors, facts
+
+
+def _refuse_missing(index: Path, name: str, absent: Iterable[str]) -> None:
+    if lacking := list(absent):
+        raise CheckpointError(
+            f"{index.parent / name} lacks {len(lacking)} tensors that {index.name} says it holds: {join_names(lacking)}. The "
+            "two are not of the same checkpoint: fetch both again."
+        )
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Return the mapping in a JSON file, which should be `what`."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; it should be {what}.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # no text, or no JSON
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} cannot be read as JSON ({reason}). Fetch it again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not {what}: a mapping in JSON. Received: {type(content).__name__}.")
+    return content
 
 
 def _name_storage(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Find weights: those that ship with revzoo, and those in a folder that `revzoo convert` or `revzoo train` wrote."""
+"""Find weights: those that ship with revzoo, and those in a folder that `convert`, `train` or `save_pretrained` wrote."""
 
 import hashlib
 import os
@@ -9,7 +9,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from revzoo.errors import CheckpointError, UnknownNameError
-from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, data_root, model_files
+from revzoo.hub import find_source
+from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, WEIGHTS_INDEX, data_root, model_files
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,20 @@ def find_shipped_weights(name: str) -> Path:
 
 
 def find_folder_weights(source: str | Path) -> Path | None:
-    """Return the weights beside the spec of a folder: converted ones, or the best of a run; None if the source is no folder.
+    """Return the weights beside the spec of a folder: saved or converted ones, or the best of a run.
+
+    None if the source is no folder. Of weights in several files it is their index.
 
     Raises:
         CheckpointError: there is a spec in the folder, and no weights.
     """
+    source = find_source(source)
     folder = Path(source)
     file = folder / CONVERTED_WEIGHTS
     if str(source) in model_files() or not os.path.isfile(folder / "spec.yaml"):
         return None
+    if not file.is_file() and (folder / WEIGHTS_INDEX).is_file():
+        return folder / WEIGHTS_INDEX
     if (folder / "report.json").is_file() and not file.is_file():
         raise CheckpointError(f"{folder} was written by revzoo convert, but its {CONVERTED_WEIGHTS} is missing. Convert again.")
     if file.is_file():

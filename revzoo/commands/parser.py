@@ -9,7 +9,7 @@ from revzoo.errors import InputError, UnknownNameError
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
-NAME_HELP = "a model name, a spec file or a folder with spec.yaml"
+NAME_HELP = "a model name, a spec file, a folder with spec.yaml, or hf-hub:OWNER/NAME"
 JSON_HELP = "print everything as JSON instead"
 
 

@@ -9,6 +9,7 @@ import torch
 from revzoo.checkpoint.files import load_weights
 from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
 from revzoo.errors import CheckpointError, InputError
+from revzoo.hub import find_source
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.runtime.exact import Grid
@@ -36,9 +37,10 @@ def create(
     """Create a reversible network. It is in training mode, like any new module.
 
     Args:
-        source: a model name (`revzoo.list_models()`), a spec file, or a folder with a spec.yaml, such as a training run's.
-            The weights in a folder are loaded too, except on the meta device: those that `revzoo convert` wrote, or the best
-            ones of a run, which is logged.
+        source: a model name (`revzoo.list_models()`), a spec file, a folder with a spec.yaml, such as a training run's, or
+            such a folder on the Hugging Face hub: `hf-hub:OWNER/NAME`, or `hf-hub:OWNER/NAME@REVISION`. The weights in a
+            folder are loaded too, except on the meta device: those that `save_pretrained` or `revzoo convert` wrote, or the
+            best ones of a run, which is logged.
         pretrained: load the weights that ship with revzoo for this model.
         checkpoint: file with the weights to load: safetensors, or a pickled state dict (read with `weights_only=True`).
         num_outputs: number of classes. If it is not the spec's number, the last linear layer is replaced by a new one with
@@ -55,7 +57,7 @@ def create(
         UnknownNameError: there is no such model, or no weights ship for it.
         SpecError: the spec or the overrides have problems.
         InputError: another argument has a value that is not allowed.
-        CheckpointError: the weights do not fit the model, or there are none in the folder.
+        CheckpointError: the weights do not fit the model, there are none in the folder, or the hub does not have it.
         ScheduleError: the schedule does not fit the model.
     """
     if pretrained and checkpoint is not None:
@@ -67,6 +69,7 @@ def create(
     if num_outputs is not None:
         check_num_outputs(num_outputs)
     target = _check_device(device)
+    source = find_source(source)
     spec = load_spec(source, list(overrides or ()))
     file = find_shipped_weights(str(source)) if pretrained else checkpoint
     if file is None and target.type != "meta":

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.model import inputs
+from revzoo.model.hub_methods import HubMethods
 from revzoo.registry import couplings
 from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
@@ -62,7 +63,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
 
-class Model(nn.Module):
+class Model(HubMethods, nn.Module):
     """A reversible network built from a spec; make one with `revzoo.create` or `revzoo.build`.
 
     Reversible steps that follow each other form one chain. Stem, fuse, head, and the transitions that are not bijections, are

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.errors import SpecError, SpecProblem, UnknownNameError
+from revzoo.hub import find_source
 from revzoo.spec.names import model_files
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
@@ -19,13 +20,16 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
     """Load a spec from its file and check it, the arguments of all parts included.
 
     Args:
-        source: a model's name, a .yaml file, or a folder with a spec.yaml (such as a training run's).
+        source: a model's name, a .yaml file, a folder with a spec.yaml (such as a training run's), or a model of the Hugging
+            Face hub (hf-hub:OWNER/NAME).
         overrides: values to replace in the spec, such as `stages.0.depth=6`.
 
     Raises:
         UnknownNameError: no model, file or folder has this name.
         SpecError: the spec, a spec it inherits from, or the overrides have problems; all of them are listed.
+        CheckpointError: the hub does not have the model, or cannot be reached.
     """
+    source = find_source(source)
     models = model_files()
     path = models.get(str(source)) or Path(source)
     if os.path.isdir(path):  # unlike pathlib's, it does not raise for a name that no file can have

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from revzoo.errors import SpecError, SpecProblem, UnknownNameError
 
-CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `revzoo convert` wrote
+CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `convert` or `save_pretrained` wrote
+WEIGHTS_INDEX = "model.safetensors.index.json"  # instead of it, where the weights are in several files
 BEST_WEIGHTS = "best.safetensors"  # beside spec.yaml in the folder of a run
 
 

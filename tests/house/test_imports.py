@@ -17,7 +17,7 @@ ROOT = Path(revzoo.__file__).parent
 # Each row may import the rows above it. Names in one row never import one another.
 LAYERS = [
     ("bounds", "errors", "file", "format", "noise"),
-    ("activation", "bijection", "invertible", "registry"),
+    ("activation", "bijection", "hub", "invertible", "registry"),
     ("inplace_abn",),
     ("spec", "runtime", "parts"),
     ("checkpoint",),
@@ -33,12 +33,13 @@ RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 EXCEPTIONS = {("checkpoint", "runtime"), ("checkpoint", "parts")}  # files on disk know specs and tensors, and no network
 # Libraries that only these layers may import.
 HOMES = {
-    "torch": set(RANKS) - {"bounds", "errors", "file", "format", "registry", "spec"},
+    "torch": set(RANKS) - {"bounds", "errors", "file", "format", "hub", "registry", "spec"},
     "timm": {"parts", "model", "analysis", "data", "conversion", "training", "commands"},
     "omegaconf": {"spec", "checkpoint", "training"},
     "yaml": {"spec", "checkpoint"},
     "safetensors": {"checkpoint", "conversion", "training"},
     "accelerate": {"training"},
+    "huggingface_hub": {"hub"},
     "sklearn": {"data"},
     "datasets": {"data"},
     "tokenizers": {"data"},

@@ -1,0 +1,117 @@
+"""Save a model as a folder, and share it on the Hugging Face hub: the methods of that part of `revzoo.Model`."""
+
+import tempfile
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+import revzoo
+from revzoo import hub
+from revzoo.checkpoint.folder import save_folder
+from revzoo.errors import InputError
+from revzoo.file import write_atomically
+from revzoo.model.card import CARD, write_card
+from revzoo.spec.schema import Spec
+
+
+class HubMethods:
+    """What a model can do with folders and the hub. A folder holds spec.yaml, safetensors and a model card, README.md."""
+
+    spec: Spec
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write spec, weights and a model card into a folder, which `revzoo.create` and every command then take.
+
+        Schedule, look-ahead and `exact` are settings of a run, and are not saved. Weights of more than 5 GB are in several
+        files with an index. A card that is there already stays as it is.
+
+        Args:
+            folder: it is made if there is none; a model that was saved there before is replaced.
+        Raises:
+            InputError: the model has no values, or the folder cannot be made or is that of a run.
+        """
+        self._save(Path(folder), Path(folder).name or "FOLDER")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        num_outputs: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "revzoo.Model":
+        """Create a model from a folder or from the hub, in eval mode. `revzoo.create` takes more arguments.
+
+        Args:
+            source: a folder that `save_pretrained`, `revzoo convert` or `revzoo train` wrote, or OWNER/NAME on the hub.
+            revision: branch, tag or commit on the hub; None: the main branch.
+            token: of the hub; None: that of the user who is logged in.
+            cache_dir: where fetched files are kept; None: huggingface_hub's cache.
+            local_files_only: take what was fetched before.
+            num_outputs: number of classes, as for `create`.
+            device: as for `create`.
+            dtype: as for `create`.
+        Raises:
+            InputError: `source` is neither a folder nor OWNER/NAME, or another argument has a value that is not allowed.
+            CheckpointError: the hub does not have it, or the weights are missing or damaged.
+            SpecError: the spec has problems.
+        """
+        folder = Path(source)
+        if not folder.is_dir():
+            name = str(source).removeprefix(hub.HUB_PREFIX)
+            if "/" not in name:
+                raise InputError(
+                    f"A model is read from a folder, or from OWNER/NAME on the hub. Received: {str(source)!r}. Weights that "
+                    "ship with revzoo: revzoo.create(NAME, pretrained=True)."
+                )
+            folder = hub.fetch_folder(
+                name, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+            )
+        # By its public name: `create` makes models, so its file imports this one.
+        return revzoo.create(folder, num_outputs=num_outputs, device=device, dtype=dtype).eval()
+
+    def push_to_hub(
+        self,
+        repository: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes, as one commit; return the commit's address.
+
+        A model card that the repository has stays as it is.
+
+        Args:
+            repository: OWNER/NAME; it is made if there is none.
+            private: whether a new repository is private; None: as the owner has set it.
+            token: of the hub; None: that of the user who is logged in.
+            revision: branch; None: the main branch.
+            commit_message: first line of the commit; None: "Upload NAME".
+        Raises:
+            InputError: `repository` is not OWNER/NAME, or the model has no values.
+            CheckpointError: the hub refuses, or cannot be reached.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self._save(Path(folder), f"{hub.HUB_PREFIX}{repository}")
+            message = commit_message or f"Upload {self.spec.name}"
+            return hub.upload_folder(
+                Path(folder), repository, private=private, token=token, revision=revision, commit_message=message
+            )
+
+    def _save(self, folder: Path, source: str) -> None:
+        """Write the folder; its card says that the model is made from `source`."""
+        model = cast(nn.Module, self)
+        save_folder(model, folder)
+        if not (folder / CARD).exists():
+            write_atomically(
+                folder / CARD, lambda path: path.write_text(write_card(self.spec, model, source), encoding="utf-8")
+            )
