@@ -1,7 +1,7 @@
 """The network as a module: stem, split into two streams, stages of reversible blocks with transitions, fuse, head."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.model import inputs
 from revzoo.model.hub_methods import HubMethods
+from revzoo.model.timm_methods import Head, TimmMethods
 from revzoo.registry import couplings
 from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
@@ -25,19 +26,6 @@ from revzoo.runtime.schedule import Applicable, Mode
 from revzoo.runtime.tape import InvertedSegment
 from revzoo.spec.edit import with_coupling, with_outputs
 from revzoo.spec.schema import Spec
-
-
-class Head(Protocol):
-    """The interface of all heads."""
-
-    @property
-    def outputs(self) -> int:
-        """Size of the last dimension of the logits."""
-
-    def reset(self, outputs: int) -> None:
-        """Replace the last linear layer by a new one with random weights; raise InputError if there is none to replace."""
-
-    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
 
 
 class Block(nn.Module):
@@ -63,7 +51,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
 
-class Model(HubMethods, nn.Module):
+class Model(HubMethods, TimmMethods, nn.Module):
     """A reversible network built from a spec; make one with `revzoo.create` or `revzoo.build`.
 
     Reversible steps that follow each other form one chain. Stem, fuse, head, and the transitions that are not bijections, are
@@ -83,7 +71,7 @@ class Model(HubMethods, nn.Module):
         split: nn.Module,
         stages: Sequence[Stage],
         fuse: nn.Module,
-        head: nn.Module,
+        head: Head,
     ):
         super().__init__()
         self.spec = spec
@@ -208,27 +196,9 @@ class Model(HubMethods, nn.Module):
         Raises:
             InputError: `num_outputs` is not an integer >= 1, or the head's outputs are the ids of a vocabulary.
         """
-        cast(Head, self.head).reset(check_num_outputs(num_outputs))
+        like = None if self.num_classes else next(self.parameters())
+        cast(Head, self.head).reset(check_num_outputs(num_outputs), like)
         self.spec = with_outputs(self.spec, num_outputs)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters that should have no weight decay: position tables and class token.
-
-        timm's `create_optimizer_v2` calls this.
-        """
-        names = {"pos_embed", "cls_token", "relative_position_bias_table", "rel_pos_h", "rel_pos_w"}
-        return {name for name, _ in self.named_parameters() if name.rpartition(".")[2] in names}
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return patterns that group parameters by depth: stem, blocks, the rest.
-
-        timm's `create_optimizer_v2` calls this for layer-wise learning rates.
-
-        Args:
-            coarse: one group for each stage instead of one for each block.
-        """
-        per_block = [(r"^stages\.(\d+)\.transition", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
-        return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else per_block}
 
     def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
         """Return a random batch: images (batch_size, C, H, W), or ids (batch_size, length) without padding."""

@@ -31,6 +31,11 @@ def with_coupling(spec: Spec, arguments: Mapping[str, object]) -> Spec:
     return replace(spec, block=replace(spec.block, coupling=replace(part, arguments=merged)))
 
 
+def with_head(spec: Spec, arguments: Mapping[str, object]) -> Spec:
+    """Return a copy of the spec whose head has these arguments instead of its own."""
+    return replace(spec, head=replace(spec.head, arguments={**spec.head.arguments, **arguments}))
+
+
 def with_outputs(spec: Spec, num_outputs: int) -> Spec:
     """Return a copy of the spec whose head has `num_outputs` outputs."""
-    return replace(spec, head=replace(spec.head, arguments={**spec.head.arguments, "outputs": num_outputs}))
+    return with_head(spec, {"outputs": num_outputs})

@@ -129,7 +129,7 @@ def test_any_registered_coupling_builds_and_trains():
         ("rev_vit_digits", "stages.0.f.heads=0", "stages.0.f.heads", "an integer >= 1"),
         ("rev_vit_digits", "stages.0.g.ratio=.nan", "stages.0.g.ratio", "a finite number > 0"),
         ("rev_vit_digits", "stages.0.depth=10001", "stages.0.depth", "an integer from 1 to 10000"),
-        ("rev_vit_digits", "head.outputs=0", "head.outputs", "an integer >= 1"),
+        ("rev_vit_digits", "head.outputs=-1", "head.outputs", "an integer >= 0"),
         ("rev_vit_digits", "head.dropout=1", "head.dropout", "a number in [0, 1)"),
         ("rev_vit_digits", "init={type: truncated_normal, std: -1}", "init.std", "a finite number > 0"),
         ("rev_vit_digits", "init={type: truncated_normal, bias: .inf}", "init.bias", "a finite number"),

@@ -34,11 +34,21 @@ class MaskedLM(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocabulary))
 
     @property
+    def hidden_size(self) -> int:
+        """Number of features that are compared with the embeddings."""
+        return self.weight.shape[1]
+
+    @property
+    def num_classes(self) -> int:
+        """Size of the vocabulary."""
+        return self.outputs
+
+    @property
     def outputs(self) -> int:
         """Size of the vocabulary."""
         return self.weight.shape[0]
 
-    def reset(self, outputs: int) -> None:
+    def reset(self, outputs: int, like: Tensor | None = None) -> None:
         """Refuse: the outputs are the vocabulary."""
         raise InputError(
             f"A masked language model scores the {self.outputs} ids of its vocabulary. Received: {outputs} outputs. Another "
@@ -46,4 +56,9 @@ class MaskedLM(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.linear(self.layer_norm(self.act(self.dense(x))), self.weight, self.bias)
+        return F.linear(self.compute_pre_logits(x, mask), self.weight, self.bias)
+
+    def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the features that are compared with the embeddings, (B, N, D)."""
+        normed: Tensor = self.layer_norm(self.act(self.dense(x)))
+        return normed

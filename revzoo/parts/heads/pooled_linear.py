@@ -6,7 +6,7 @@ from typing import Literal
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
-from revzoo.bounds import PositiveFloat, PositiveInt, Rate, UnitInterval
+from revzoo.bounds import NonNegativeInt, PositiveFloat, Rate, UnitInterval
 from revzoo.errors import PartArgumentError
 from revzoo.parts.context import BuildContext
 from revzoo.parts.layers.linear_head import LinearHead
@@ -22,8 +22,9 @@ class PooledLinear(LinearHead):
 
     Shapes: (B, C, H, W) or (B, N, C) -> (B, outputs); mask (B, N), False at padding, which pooling leaves out.
     Args:
-        outputs: number of classes.
-        pool: `mean` or `max` over everything but batch and channels, or the `first` token, which is the class token.
+        outputs: number of classes; 0: no linear layer, the pooled features are returned.
+        pool: `mean` or `max` over everything but batch and channels, the `first` token, which is the class token, or `none`:
+            the linear layer is applied to every token. Of images `none` needs outputs: 0 and no `fc_norm`.
         class_token: whether the first token is a class token, which `mean` and `max` leave out.
         dropout: probability of dropping a pooled feature, in [0, 1).
         norm: norm before pooling: `batch_norm` (with ReLU), `leaky_batch_norm` or `in_place_abn` (with leaky ReLU, the second
@@ -39,8 +40,8 @@ class PooledLinear(LinearHead):
         self,
         context: BuildContext,
         *,
-        outputs: PositiveInt,
-        pool: Literal["mean", "max", "first"] = "mean",
+        outputs: NonNegativeInt,
+        pool: Literal["mean", "max", "first", "none"] = "mean",
         class_token: bool = False,
         dropout: Rate = 0.0,
         norm: Literal["batch_norm", "leaky_batch_norm", "in_place_abn", "none"] = "none",
@@ -50,16 +51,18 @@ class PooledLinear(LinearHead):
         scale: PositiveFloat = 1.0,
         slope: PositiveFloat = 0.01,
     ):
-        super().__init__("linear")
         kind, width = context.shape.kind, context.shape.width
+        super().__init__("linear", width, bias)
         if norm != "none" and kind != "image":
             raise PartArgumentError("norm", norm, "none for tokens, which are normed by the fuse")
         if pool == "first" and kind != "tokens":
             raise PartArgumentError("pool", pool, "mean or max for images")
+        if pool == "none" and kind == "image" and (outputs or fc_norm != "none"):
+            raise PartArgumentError("pool", pool, "mean or max, or outputs: 0 and no fc_norm")
         if class_token and kind != "tokens":
             raise PartArgumentError("class_token", class_token, "false for images")
         self._dims = (2, 3) if kind == "image" else (1,)
-        self._pool, self._class_token = pool, class_token and pool != "first"
+        self._pool, self._class_token = pool, class_token and pool in ("mean", "max")
         self.norm: nn.Module = nn.Identity()
         if norm == "batch_norm":
             self.norm = BatchNormAct2d(width, momentum=momentum)
@@ -67,15 +70,21 @@ class PooledLinear(LinearHead):
             self.norm = build_leaky_norm(norm, width, slope)
         self.fc_norm = nn.Identity() if fc_norm == "none" else build_token_norm(fc_norm, width)
         self.dropout = nn.Dropout(dropout)
-        self.linear = nn.Linear(width, outputs, bias)
         self._scale = scale
+        self.reset(outputs)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        pooled = self.fc_norm(self._pool_features(self.norm(x), mask))
-        logits: Tensor = self.linear(self.dropout(pooled))
-        return logits if self._scale == 1 else logits * self._scale
+        logits: Tensor = self.classifier(self.compute_pre_logits(x, mask))
+        return logits if self._scale == 1 or not self.num_classes else logits * self._scale
+
+    def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the pooled features, (B, C), after their norm and dropout."""
+        pooled: Tensor = self.dropout(self.fc_norm(self._pool_features(self.norm(x), mask)))
+        return pooled
 
     def _pool_features(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self._pool == "none":
+            return x
         if self._pool == "first":
             return x[:, 0]
         if self._class_token:

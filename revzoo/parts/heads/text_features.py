@@ -28,11 +28,21 @@ class TextFeatures(nn.Module):
         self.dense = nn.Linear(self._width, self._width) if of == "text" else None
 
     @property
+    def hidden_size(self) -> int:
+        """Number of features."""
+        return self._width
+
+    @property
+    def num_classes(self) -> int:
+        """0: there are none."""
+        return 0
+
+    @property
     def outputs(self) -> int:
         """Number of features."""
         return self._width
 
-    def reset(self, outputs: int) -> None:
+    def reset(self, outputs: int, like: Tensor | None = None) -> None:
         """Refuse: the outputs are the network's own channels."""
         raise InputError(
             f"The {self._width} features of a text are the network's channels. Received: {outputs} outputs. Classes need "
@@ -40,4 +50,8 @@ class TextFeatures(nn.Module):
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.compute_pre_logits(x, mask)
+
+    def compute_pre_logits(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the features."""
         return x if self.dense is None else torch.tanh(self.dense(select_first_token(x, mask)))
