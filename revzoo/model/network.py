@@ -1,6 +1,7 @@
 """The network as a module: stem, split into two streams, stages of reversible blocks with transitions, fuse, head."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -10,6 +11,7 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.model import inputs
 from revzoo.model.hub_methods import HubMethods
+from revzoo.model.tap import Tap, insert_taps
 from revzoo.model.timm_methods import Head, TimmMethods
 from revzoo.registry import couplings
 from revzoo.runtime.chain import invert_chain, run_chain
@@ -247,15 +249,30 @@ class Model(HubMethods, TimmMethods, nn.Module):
         self._check_features(features)
         return cast(Tensor, stem(split(*invert_chain(chain, *fuse(features), exact=self.exact))))
 
-    def _compute_features(self, x: Tensor, mask: Tensor | None, lookahead: Lookahead | None) -> Tensor:
+    def _compute_tapped_features(
+        self, x: Tensor, attention_mask: Tensor | None, taps: Mapping[str, Tap], stop_early: bool
+    ) -> Tensor:
+        """Return what `forward_features` returns, and call each tap with the streams after the step or layer of its name."""
+        mask = inputs.make_mask(self.spec, x, attention_mask, next(self.parameters()))
+        return self._compute_features(x, mask, self._lookahead.begin_forward(self._schedule, x), taps, stop_early)
+
+    def _compute_features(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        lookahead: Lookahead | None,
+        taps: Mapping[str, Tap] = MappingProxyType({}),
+        stop_early: bool = False,
+    ) -> Tensor:
         layout = self.layout()
         modes = self._modes(layout)
+        entries = insert_taps(layout[:-1], taps, stop_early) if taps else layout[:-1]
         tensors: tuple[Tensor, ...] = (x,)  # after the split the two streams, unless there is no coupling
         chain: list[Step | Bijection] | None = None  # steps since the split or the last node
         layers: list[Layer] = []  # layers and bijections of one tensor, since the last node
         segment: InvertedSegment | None = None  # the layers before the split, which the chain after it goes on with
         del x  # a reference here would keep it alive for the whole forward pass
-        for entry in layout[:-1]:
+        for entry in entries:
             if entry.kind == "split" and not self.has_streams:
                 continue  # the layers before it and behind it are one chain
             if chain is not None and entry.kind != "node":
@@ -277,7 +294,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
                     tensors, layers = run_layers_apart(layers, given, lookahead=lookahead), []
                 elif layers:
                     tensors, layers = (run_layers(layers, *tensors, lookahead=lookahead),), []
-                out = run_node(entry.module, entry.name, modes[entry.name], *tensors, lookahead=lookahead)
+                out = run_node(entry.module, entry.name, modes.get(entry.name, "store"), *tensors, lookahead=lookahead)
                 tensors = out if isinstance(out, tuple) else (out,)
                 del out
         return tensors[0]

@@ -1,14 +1,18 @@
 """What scripts written for timm's models ask of a model: its classifier, its features, its groups of parameters."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
 from revzoo.errors import InputError, PartArgumentError, join_names
-from revzoo.parts.context import BuildContext
+from revzoo.model.tap import Tap
+from revzoo.parts.context import BuildContext, Shape
 from revzoo.registry import heads
 from revzoo.spec.edit import with_head
-from revzoo.spec.schema import Spec
+from revzoo.spec.schema import ImageInput, Spec
 
 _POOLS = {"avg": "mean", "max": "max", "token": "first", "": "none"}  # timm's global_pool -> the pool of a head
 
@@ -39,6 +43,8 @@ class TimmMethods:
     """The methods of timm's models that are the same for all of revzoo's."""
 
     spec: Spec
+    stem: Any
+    stages: Any
     fuse: Any
     head: Any  # a Head
 
@@ -80,11 +86,10 @@ class TimmMethods:
             raise InputError(f"num_classes is an integer >= 0. Received: {num_classes!r}.")
         arguments: dict[str, object] = {"outputs": num_classes}
         if global_pool is not None:
-            if global_pool not in _POOLS or "pool" not in heads.arguments(self.spec.head.type):
-                pools = (
-                    join_names([repr(pool) for pool in _POOLS]) if "pool" in heads.arguments(self.spec.head.type) else "None"
-                )
-                raise InputError(f"global_pool of the head {self.spec.head.type} is {pools}. Received: {global_pool!r}.")
+            pools = [repr(pool) for pool in _POOLS] if "pool" in heads.arguments(self.spec.head.type) else ["None"]
+            if repr(global_pool) not in pools:
+                allowed = join_names(pools)
+                raise InputError(f"global_pool of the head {self.spec.head.type} is {allowed}. Received: {global_pool!r}.")
             arguments["pool"] = _POOLS[global_pool]
         spec, old = with_head(self.spec, arguments), self.head
         shape = self.fuse.out_shape
@@ -110,6 +115,72 @@ class TimmMethods:
         head = cast(Head, self.head)
         return head.compute_pre_logits(x, mask) if pre_logits else head(x, mask)
 
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """What `forward_intermediates` returns: the features after every stage, or after every block if there is one stage.
+
+        Of each, `num_chs` channels (of both streams together, where they are concatenated), `reduction` of the image's sides,
+        and the `module`.
+        """
+        shapes = self._list_stage_shapes()
+        names = [f"stages.{i}" for i in range(len(shapes))]
+        if len(shapes) == 1:
+            names = [f"stages.0.blocks.{j}" for j in range(self.spec.stages[0].depth)]
+            shapes = shapes * len(names)
+        height = self.spec.input.size[0] if isinstance(self.spec.input, ImageInput) else 0
+        return [
+            {
+                "num_chs": self.fuse.widening * shape.width,
+                "reduction": max(1, round(height / self._find_grid(shape)[0])),
+                "module": name,
+            }
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        attention_mask: Tensor | None = None,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Return the features of several depths, each the streams joined as the fuse joins them.
+
+        Not free where steps are inverted: for backward one pair of streams is kept for each, as at a transition.
+
+        Args:
+            x: as for the model.
+            indices: numbers of entries of `feature_info`, from the end if negative; an integer: the last so many; None: all.
+            norm: whether the features of the last stage are normalised as the fuse does it.
+            stop_early: compute nothing behind the last of them; needs intermediates_only.
+            output_fmt: "NCHW", or "NLC" for tokens, without class token; texts have "NLC" alone.
+            intermediates_only: whether to leave out what `forward_features` returns.
+            attention_mask: as for the model.
+        Returns: what `forward_features` returns, and the list of features in order; or that list alone.
+        Raises:
+            InputError: as for the model, or another argument has a value that is not allowed.
+        """
+        if stop_early and not intermediates_only:
+            raise InputError("stop_early leaves no final features. Received: stop_early=True. Use intermediates_only=True too.")
+        names = [f"{info['module']}." for info in self.feature_info]
+        chosen = _choose(len(names), indices)
+        shapes = self._list_stage_shapes()
+        self._check_format(output_fmt, shapes[-1])
+        layout = cast(Any, self).layout()
+        taps = {[e.name for e in layout if e.name.startswith(names[i])][-1]: Tap(self.fuse.join) for i in chosen}
+        final = cast(Any, self)._compute_tapped_features(x, attention_mask, taps, stop_early)
+        last = names.index(f"stages.{len(shapes) - 1}.") if len(shapes) > 1 else 0
+        features = list[Tensor]()
+        for i, tap in zip(chosen, taps.values(), strict=True):
+            feature = cast(Tensor, tap.feature)
+            if norm and i >= last and self.fuse.norm is not None:
+                feature = self.fuse.norm(feature)
+            features.append(self._format(feature, shapes[min(i, len(shapes) - 1)], output_fmt))
+        return features if intermediates_only else (final, features)
+
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters that should have no weight decay: position tables and class token.
 
@@ -129,9 +200,52 @@ class TimmMethods:
         per_block = [(r"^stages\.(\d+)\.transition", (0,)), (r"^stages\.(\d+)\.blocks\.(\d+)", None)]
         return {"stem": r"^stem", "blocks": r"^stages\.(\d+)" if coarse else per_block}
 
+    def _list_stage_shapes(self) -> list[Shape]:
+        """Return the shape of one stream in every stage."""
+        shape, shapes = self.stem.out_shape, list[Shape]()
+        for stage, written in zip(self.stages, self.spec.stages, strict=True):
+            transition = getattr(stage, "transition", None)
+            shape = replace(shape if transition is None else transition.out_shape, width=written.width)
+            shapes.append(shape)
+        return shapes
+
+    def _find_grid(self, shape: Shape) -> tuple[int, ...]:
+        """Return height and width of an image or a grid of tokens; the length of a text."""
+        return shape.size if len(shape.size) == 2 else getattr(self.stem, "grid", shape.size)
+
+    def _check_format(self, output_fmt: str, shape: Shape) -> None:
+        formats = {"image": ["NCHW"], "tokens": ["NCHW", "NLC"] if isinstance(self.spec.input, ImageInput) else ["NLC"]}
+        if output_fmt not in (allowed := formats[shape.kind]):
+            raise InputError(f"output_fmt of {self.spec.name} is {' or '.join(allowed)}. Received: {output_fmt!r}.")
+
+    def _format(self, feature: Tensor, shape: Shape, output_fmt: str) -> Tensor:
+        """Return a feature as NCHW or NLC, without class token."""
+        if shape.kind == "image":
+            return feature
+        grid = self._find_grid(shape)
+        tokens = feature[:, feature.shape[1] - prod(grid) :] if len(grid) == 2 else feature
+        return tokens.mT.unflatten(2, grid).contiguous() if output_fmt == "NCHW" else tokens
+
     def _require_classifier(self) -> None:
         if not hasattr(self.head, "classifier"):
             raise InputError(
                 f"The head {self.spec.head.type} has no classifier. Classes of texts need another head: "
                 "overrides=['head={type: sequence_classification, outputs: 2}']."
             )
+
+
+def _choose(count: int, indices: int | Sequence[int] | None) -> list[int]:
+    """Return the chosen ones of `count` features, in order."""
+    everything = range(count)
+    try:
+        if indices is None or isinstance(indices, int):
+            number = count if indices is None else indices
+            if not 1 <= number <= count:
+                raise IndexError
+            return list(everything[-number:])
+        return sorted({everything[i] for i in indices})
+    except (IndexError, TypeError) as error:
+        raise InputError(
+            f"indices are integers from {-count} to {count - 1}, or how many of the last of the {count} features. "
+            f"Received: {indices!r}."
+        ) from error

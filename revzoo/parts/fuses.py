@@ -113,12 +113,18 @@ class PooledConcat(nn.Module):
     """
 
     takes_halves = True
+    norm = None
 
     def __init__(self, context: BuildContext, *, pool: Literal["mean", "max"] = "mean"):
         super().__init__()
         context.require_kind("image", "pooled_concat")
         self.out_shape = replace(context.shape, width=context.streams * context.shape.width, size=(1, 1))
         self._pool = pool
+        self.widening = context.streams
+
+    def join(self, *streams: Tensor) -> Tensor:
+        """Return one tensor of the streams, at full size."""
+        return torch.cat(streams, 1)
 
     def forward(self, *streams: Tensor) -> Tensor:
         return torch.cat([self._pool_pixels(x.flatten(2))[:, :, None, None] for x in streams], 1)
@@ -135,11 +141,17 @@ class NoFuse(nn.Module):
     Source: ordinary networks; the layer-wise network of Hascoet et al. 2023, section 4.3.
     """
 
+    widening, norm = 1, None
+
     def __init__(self, context: BuildContext):
         super().__init__()
         self.out_shape = context.shape
 
     def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return the one tensor."""
         return x
 
 

@@ -4,10 +4,12 @@ import re
 
 import pytest
 import torch
+from timm.models import FeatureInfo
 from torch import nn
 
 import revzoo
 from revzoo.errors import InputError
+from revzoo.runtime import LiveBytes
 
 IMAGES = ("irevnet_digits", "resnext_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits")
 
@@ -129,3 +131,133 @@ def test_a_classifier_that_cannot_be(arguments, message):
         model.reset_classifier(*arguments)
     assert model.spec is spec, "nothing has changed"
     assert model.head is head
+
+
+def compute_all_gradients(model, schedule, x, indices, **options):
+    """Return the gradients of a loss of the final features and of the intermediate ones."""
+    model.schedule = schedule
+    model.zero_grad()
+    torch.manual_seed(1)
+    final, features = model.forward_intermediates(x, indices, **options)
+    outputs = [model.forward_head(final), *features]
+    generator = torch.Generator().manual_seed(2)
+    grads = [torch.randn(out.shape, generator=generator, dtype=out.dtype) for out in outputs]
+    torch.autograd.backward(outputs, grads)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_intermediate_features_are_what_feature_info_says(name):
+    """As in timm's test_model_forward_intermediates."""
+    model = revzoo.create(name).eval()
+    info = FeatureInfo(model.feature_info, len(model.feature_info))
+    x = model.example_input(2)
+    final, features = model.forward_intermediates(x)
+    assert torch.equal(final, model.forward_features(x))
+    assert len(features) == len(info.info) == (len(model.stages) if len(model.stages) > 1 else 6)
+    for feature, channels, reduction in zip(features, info.channels(), info.reduction(), strict=True):
+        assert feature.shape == (2, channels, 8 // reduction, 8 // reduction)
+    assert [module.split(".")[0] for module in info.module_name()] == ["stages"] * len(features)
+    assert all(model.get_submodule(module) for module in info.module_name())
+    last = model.forward_intermediates(x, [-1], norm=True, intermediates_only=True)[0]
+    if model.fuse.norm is not None:
+        torch.testing.assert_close(last if final.dim() == 4 else last.flatten(2).mT, final)
+
+
+@pytest.mark.parametrize("name", [*IMAGES, "revnext_digits"])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "stage_inputs"])
+def test_gradients_of_intermediate_features_equal_stored_ones(name, schedule, gradients):
+    model = revzoo.create(name, dtype=torch.float64, overrides=["stages.0.depth=2"])
+    gradients.make_streams_unequal(model) if model.has_streams else None
+    x = model.example_input(3)
+    indices = [0, -1]
+    expected = compute_all_gradients(model, "store", x, indices)
+    assert all(g is not None for g in expected.values()), "every parameter takes part"
+    assert gradients.largest_error(compute_all_gradients(model, schedule, x, indices), expected) < 1e-10
+
+
+@pytest.mark.parametrize("coupling", ["additive", "{type: momentum, kept_bits: 4}"])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_exact_gradients_of_intermediate_features_are_bit_identical(coupling, lookahead, gradients):
+    model = revzoo.create("rev_vit_digits", exact=coupling == "additive", overrides=[f"block.coupling={coupling}"])
+    model.lookahead = lookahead
+    x = model.example_input(3)
+    expected = compute_all_gradients(model, "store", x, None, norm=True)
+    assert gradients.differing(compute_all_gradients(model, "invert", x, None, norm=True), expected) == []
+    plain = gradients.compute(model, "store", x)
+    final, _ = model.forward_intermediates(x)
+    model.zero_grad()
+    outputs = model.forward_head(final)
+    outputs.backward(torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2)))
+    same = {name: p.grad for name, p in model.named_parameters()}
+    assert gradients.differing(same, plain) == [], "looking at features changes nothing"
+
+
+def test_a_feature_keeps_one_pair_of_streams_and_itself():
+    model = revzoo.create("rev_vit_digits")
+    x = model.example_input(16)
+    kept = {}
+    for count in (0, 1, 3):
+        with LiveBytes() as live:
+            outputs = model.forward_intermediates(x, list(range(count))) if count else model.forward_features(x)
+            kept[count] = live.alive()
+        del outputs
+    stream = 4 * 16 * 16 * 64
+    pair_and_feature = 2 * stream + 2 * stream
+    assert kept[3] - kept[1] == 2 * pair_and_feature
+
+
+def test_what_is_behind_the_last_feature_is_not_computed():
+    model = revzoo.create("rev_vit_digits").eval()
+    x = model.example_input(2)
+    calls = []
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    features = model.forward_intermediates(x, [1, 2], stop_early=True, intermediates_only=True)
+    ran = list(calls)
+    assert "stages.0.blocks.2.g" in ran
+    assert not [name for name in ran if name.startswith(("stages.0.blocks.3", "fuse", "head"))]
+    _, everything = model.forward_intermediates(x)
+    assert all(torch.equal(a, b) for a, b in zip(features, everything[1:3], strict=True))
+    assert [len(model.forward_intermediates(x, n, intermediates_only=True)) for n in (None, 6, 2, [-1, -1])] == [6, 6, 2, 1]
+
+
+def test_a_class_token_is_no_place_of_the_image():
+    model = revzoo.create("rev_vit_digits", overrides=["stem.class_token=true", "head.class_token=true"]).eval()
+    x = model.example_input(2)
+    final, features = model.forward_intermediates(x, 1, norm=True)
+    assert (final.shape, features[0].shape) == ((2, 17, 128), (2, 128, 4, 4))
+    torch.testing.assert_close(features[0].flatten(2).mT, final[:, 1:])
+    tokens = model.forward_intermediates(x, 1, norm=True, output_fmt="NLC", intermediates_only=True)[0]
+    torch.testing.assert_close(tokens, final[:, 1:])
+
+
+def test_intermediate_features_of_texts_heed_padding():
+    model = revzoo.create("rev_roberta_mini").eval()
+    ids = model.example_input(2)
+    ids[0, 10:] = model.spec.input.padding
+    shorter = ids[:1, :10]
+    whole = model.forward_intermediates(ids, output_fmt="NLC", intermediates_only=True)
+    part = model.forward_intermediates(shorter, output_fmt="NLC", intermediates_only=True)
+    assert len(whole) == len(model.stages[0].blocks)
+    for a, b in zip(whole, part, strict=True):
+        torch.testing.assert_close(a[:1, :10], b)
+    with pytest.raises(InputError, match=r"output_fmt of rev_roberta_mini is NLC\. Received: 'NCHW'"):
+        model.forward_intermediates(ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"indices": [6]}, "indices are integers from -6 to 5, or how many of the last of the 6 features. Received: [6]"),
+        ({"indices": 7}, "Received: 7"),
+        ({"indices": 0}, "Received: 0"),
+        ({"indices": "ab"}, "Received: 'ab'"),
+        ({"stop_early": True}, "Use intermediates_only=True too"),
+        ({"output_fmt": "NHWC"}, "output_fmt of rev_vit_digits is NCHW or NLC. Received: 'NHWC'"),
+    ],
+)
+def test_features_that_cannot_be(options, message):
+    model = revzoo.create("rev_vit_digits")
+    with pytest.raises(InputError, match=re.escape(message)):
+        model.forward_intermediates(model.example_input(1), **options)

@@ -47,6 +47,7 @@ class PatchStem(nn.Module):
         context.require_stride("patch", patch)
         size = context.sides
         patches = Shape(width, tuple(side // patch for side in size), "tokens")
+        self.grid = patches.size
         self.out_shape = replace(patches, size=(1 + prod(patches.size),)) if class_token else patches
         norm_layer = None if norm == "none" else nn.LayerNorm  # whose eps is 1e-5
         self.patch_embed = PatchEmbed(size, patch, context.shape.width, width, norm_layer)
