@@ -94,7 +94,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
             "Create the model it was saved from (a run's folder holds its spec.yaml), or pass the same overrides."
         )
     if metadata.get("revzoo.digest", spec.digest) != spec.digest:
-        differing = join_names(_compare_specs(metadata.get("revzoo.spec", ""), spec))
+        differing = join_names(compare_specs(metadata.get("revzoo.spec", ""), spec))
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
     if damaged := find_not_finite(tensors):
         warnings.warn(f"{path} holds infinities or NaN in {len(damaged)} tensors: {join_names(damaged, most=4)}.", stacklevel=2)
@@ -255,7 +255,7 @@ def _name_storage(tensor: Tensor) -> str:
     return "" if tensor.layout is torch.strided and not tensor.is_nested else str(tensor.layout).removeprefix("torch.")
 
 
-def _compare_specs(text: str, spec: Spec) -> list[str]:
+def compare_specs(text: str, spec: Spec) -> list[str]:
     """Return the dotted paths at which a spec differs from the YAML text of a saved one."""
     try:
         saved = OmegaConf.to_container(OmegaConf.create(text))

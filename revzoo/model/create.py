@@ -1,21 +1,24 @@
 """Create a network with weights from a model name, a spec file or a folder."""
 
 import logging
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from revzoo.checkpoint.files import load_weights
+from revzoo.checkpoint.files import compare_specs, load_weights
 from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
-from revzoo.errors import CheckpointError, InputError
+from revzoo.errors import CheckpointError, InputError, join_names
 from revzoo.hub import find_source
+from revzoo.model.adapt import adapt_input
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS
+from revzoo.spec.schema import ImageInput, Spec
 
 _logger = logging.getLogger("revzoo")  # which prints warnings to stderr unless it is configured otherwise
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,7 +48,8 @@ def create(
         checkpoint: file with the weights to load: safetensors, or a pickled state dict (read with `weights_only=True`).
         num_outputs: number of classes. If it is not the spec's number, the last linear layer is replaced by a new one with
             random weights, after loading. None: the spec's number.
-        overrides: values to replace in the spec, such as `["stages.0.depth=6"]`.
+        overrides: values to replace in the spec, such as `["stages.0.depth=6"]`. Shipped weights and those of a folder are
+            adapted to another `input.size` or `input.channels`: positions are interpolated, the first convolution repeated.
         schedule: one mode for all steps, "stage_inputs", or a list with one mode for each of `model.units`.
         lookahead: how many units are recovered ahead of backward: 0, 1, or "auto" (`model.lookahead`).
         exact: round the streams to a grid, so that recovered activations are bit-identical (`revzoo.runtime.exact`).
@@ -76,19 +80,34 @@ def create(
         file = find_folder_weights(source)
         if file is not None and file.name == BEST_WEIGHTS:
             _logger.warning("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
+    original = _find_original(source, spec) if pretrained or (file is not None and file != checkpoint) else spec
     with target:
-        model = build(spec)
+        model = build(original)
     model.to(dtype)
     if model.coupling.is_exact:
         Grid(next(model.parameters()).dtype)  # raises for a dtype without a grid
     if file is not None:
         load_weights(model, file)
+    if original is not spec:
+        model = adapt_input(model, spec)
+        _logger.info("The weights are of images %s, and were adapted to %s.", original.input, spec.input)
     if num_outputs is not None and num_outputs != model.num_outputs:
         model.reset_head(num_outputs)
     model.schedule = schedule
     model.lookahead = lookahead
     model.exact = exact
     return model
+
+
+def _find_original(source: str | Path, spec: Spec) -> Spec:
+    """Return the spec that the weights of a source were made for, if it has another input than this one; else this one."""
+    original = load_spec(source)
+    images = isinstance(spec.input, ImageInput) and isinstance(original.input, ImageInput)
+    if not images or spec.input == original.input:
+        return spec
+    if differing := [path for path in compare_specs(original.to_yaml(), spec) if not path.startswith("input.")]:
+        warnings.warn(f"The weights of {source} were made for another spec. Differing: {join_names(differing)}.", stacklevel=3)
+    return original
 
 
 def _check_device(device: torch.device | str | None) -> torch.device:

@@ -14,7 +14,8 @@ from torch import Tensor
 from revzoo.conversion.mapping import TensorMapping, merge, rename, reshape
 from revzoo.conversion.sources.base import Tensors
 from revzoo.conversion.sources.published import PublishedSource
-from revzoo.conversion.sources.tensors import resize_distances, resize_positions
+from revzoo.conversion.sources.tensors import resize_positions
+from revzoo.parts.layers.position import resize_distances
 
 _FAMILIES = ("rev_vit", "rev_mvit")
 _RULES = {  # from our keys, layers numbered through all stages, to theirs

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from math import isqrt
 
 import torch
-import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 
@@ -58,10 +57,3 @@ def resize_positions(tensor: Tensor, shape: Sequence[int], prefix: int = 0) -> T
         return None
     resampled: Tensor = resample_abs_pos_embed(tensor, [isqrt(new)] * 2, [isqrt(old)] * 2, prefix)
     return resampled
-
-
-def resize_distances(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Return embeddings of relative positions, (2 N - 1, D), interpolated linearly to `shape`, or None if D differs."""
-    if tensor.ndim != 2 or len(shape) != 2 or tensor.shape[1] != shape[1]:
-        return None
-    return F.interpolate(tensor.float().T[None], size=shape[0], mode="linear")[0].T.to(tensor.dtype).contiguous()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.base import Tensors, find_mlp_ratio
-from revzoo.conversion.sources.tensors import resize_distances
 from revzoo.conversion.sources.timm_base import TimmSource, read_rate
+from revzoo.parts.layers.position import resize_distances
 
 
 class _KeyedBlock(NamedTuple):

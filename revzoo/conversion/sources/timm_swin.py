@@ -1,12 +1,10 @@
 """timm's Swin, and Microsoft's files: window attention becomes f, the MLP becomes g, and every tensor keeps its values."""
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
-from math import isqrt
 from typing import Any
 
-from timm.layers import ClassifierHead, Mlp, PatchEmbed, resize_rel_pos_bias_table
+from timm.layers import ClassifierHead, Mlp, PatchEmbed
 from timm.models.swin_transformer import PatchMerging, SwinTransformer, SwinTransformerBlock, WindowAttention
 from torch import Tensor, nn
 
@@ -15,6 +13,7 @@ from revzoo.conversion.mapping import TensorMapping
 from revzoo.conversion.sources.base import Tensors, find_mlp_ratio
 from revzoo.conversion.sources.tensors import merge_qkv
 from revzoo.conversion.sources.timm_base import TimmSource, read_rate
+from revzoo.parts.layers.position import resize_biases
 
 _POOLS = {"avg": "mean", "max": "max"}
 _BLOCK = r"layers\.(\d+)\.blocks\.(\d+)\."
@@ -118,15 +117,7 @@ class TimmSwin(TimmSource):
 
     def resize(self, key: str, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
         """Return position biases interpolated to another square window as timm does; None for another tensor."""
-        if not key.endswith("relative_position_bias_table") or tensor.ndim != 2 or tensor.shape[1] != shape[1]:
-            return None
-        sides = isqrt(len(tensor)), isqrt(shape[0])
-        if (sides[0] ** 2, sides[1] ** 2) != (len(tensor), shape[0]) or not sides[0] % 2 or not sides[1] % 2:
-            return None
-        with warnings.catch_warnings():  # torch warns, once, that timm calls it with strided numbers
-            warnings.simplefilter("ignore")
-            resampled: Tensor = resize_rel_pos_bias_table(tensor, ((sides[1] + 1) // 2,) * 2, tuple(shape))
-        return resampled
+        return resize_biases(tensor, shape) if key.endswith("relative_position_bias_table") else None
 
     def _check(self, swin: Any) -> None:
         embed = swin.patch_embed

@@ -42,6 +42,7 @@ class OverlapPatchStem(nn.Module):
             raise PartArgumentError("kernel", kernel, "an odd number")
         context.require_stride("stride", stride)
         self.out_shape = Shape(width, tuple(side // stride for side in context.sides), "tokens")
+        self.grid = self.out_shape.size
         pad = kernel // 2
         self.patch_embed = PatchEmbed(context.shape.width, width, (kernel, kernel), (stride, stride), (pad, pad))
         self.pos_embed = None if position == "none" else build_position_embedding(self.out_shape, position_std)
