@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from revzoo.after_import import call_after_import
+
 if TYPE_CHECKING:
     from revzoo.analysis.bytes_per_pixel import PixelReport, bytes_per_pixel
     from revzoo.analysis.memory_report import MemoryReport, measure_memory
@@ -85,6 +87,13 @@ __all__ = [
     "solve",
     "verify",
 ]
+
+
+def _register_with_timm() -> None:
+    import_module("revzoo.model.timm_registry").register_models()
+
+
+call_after_import("timm", _register_with_timm)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,11 +5,12 @@ from typing import Any, cast
 
 import torch
 from timm.layers import resample_abs_pos_embed
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo.errors import CheckpointError, join_names
 from revzoo.model.builder import build
 from revzoo.model.network import Model
+from revzoo.model.timm_methods import find_first_convolution
 from revzoo.parts.layers.position import resize_biases, resize_distances
 from revzoo.spec.schema import ImageInput, Spec
 
@@ -36,7 +37,7 @@ def adapt_input(original: Model, spec: Spec) -> Model:
             f"The weights of {spec.name} are of another network: not only positions and the first convolution differ, but "
             f"{join_names(misfits)}. Leave out the override that changes these, or the weights."
         )
-    if _count_channels(original) != _count_channels(model) and not _find_first_convolution(model):
+    if _count_channels(original) != _count_channels(model) and find_first_convolution(model.stem) is None:
         raise CheckpointError(
             f"{spec.name} has no first convolution that could be adapted from {_count_channels(original)} to "
             f"{_count_channels(model)} channels. Leave out input.channels, or the weights."
@@ -58,19 +59,13 @@ def _fit(key: str, tensor: Tensor, original: Model, model: Model) -> Tensor | No
         return resize_biases(tensor, tuple(like.shape))
     if name in ("rel_pos_h", "rel_pos_w") and len(tensor) != len(like):
         return resize_distances(tensor, like.shape)
-    if key == _find_first_convolution(model):
+    if key == f"{find_first_convolution(model.stem)}.weight":
         return _fit_channels(tensor, _count_channels(model))
     return tensor
 
 
 def _count_channels(model: Model) -> int:
     return cast(ImageInput, model.spec.input).channels
-
-
-def _find_first_convolution(model: Model) -> str | None:
-    """Return the name of the weight that takes the image's channels, or None: some stems fold pixels into channels."""
-    convolution = next((name for name, module in model.stem.named_modules() if isinstance(module, nn.Conv2d)), None)
-    return None if convolution is None else f"stem.{convolution}.weight"
 
 
 def _fit_channels(weight: Tensor, channels: int) -> Tensor:

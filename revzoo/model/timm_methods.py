@@ -1,20 +1,21 @@
 """What scripts written for timm's models ask of a model: its classifier, its features, its groups of parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from revzoo.errors import InputError, PartArgumentError, join_names
 from revzoo.model.tap import Tap
+from revzoo.model.timm_registry import POOLS
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.registry import heads
 from revzoo.spec.edit import with_head
 from revzoo.spec.schema import ImageInput, Spec
-
-_POOLS = {"avg": "mean", "max": "max", "token": "first", "": "none"}  # timm's global_pool -> the pool of a head
 
 
 class Head(Protocol):
@@ -47,6 +48,43 @@ class TimmMethods:
     stages: Any
     fuse: Any
     head: Any  # a Head
+    data_config: Mapping[str, Any] = MappingProxyType({})  # what `pretrained_cfg` says otherwise than by default
+
+    @property
+    def pretrained_cfg(self) -> dict[str, Any]:
+        """What timm asks of a model for images: its input, how data are normalised, the names of its first and last layer.
+
+        `timm.data.resolve_data_config({}, model=model)` reads it. Mean and standard deviation are ImageNet's, or of other
+        channels their averages, as `revzoo train` has them by default. Empty for texts.
+        """
+        if not isinstance(self.spec.input, ImageInput):
+            return {}
+        channels, grid = self.spec.input.channels, self._find_grid(self._list_stage_shapes()[-1])
+        mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN
+        std: tuple[float, ...] = IMAGENET_DEFAULT_STD
+        if channels != 3:
+            mean, std = ((sum(values) / 3,) * channels for values in (mean, std))
+        classifier = next((f"head.{name}" for name, each in self.head.named_children() if each is self.head.classifier), None)
+        return {
+            "architecture": self.spec.name,
+            "num_classes": self.num_classes,
+            "input_size": (channels, *self.spec.input.size),
+            "fixed_input_size": True,
+            "pool_size": tuple(grid),
+            "interpolation": "bicubic",
+            "crop_pct": 0.875,
+            "crop_mode": "center",
+            "mean": mean,
+            "std": std,
+            "first_conv": find_first_convolution(self.stem),
+            "classifier": classifier if self.num_classes else None,
+            **self.data_config,
+        }
+
+    @property
+    def default_cfg(self) -> dict[str, Any]:
+        """The same, by its older name."""
+        return self.pretrained_cfg
 
     @property
     def num_classes(self) -> int:
@@ -86,11 +124,11 @@ class TimmMethods:
             raise InputError(f"num_classes is an integer >= 0. Received: {num_classes!r}.")
         arguments: dict[str, object] = {"outputs": num_classes}
         if global_pool is not None:
-            pools = [repr(pool) for pool in _POOLS] if "pool" in heads.arguments(self.spec.head.type) else ["None"]
+            pools = [repr(pool) for pool in POOLS] if "pool" in heads.arguments(self.spec.head.type) else ["None"]
             if repr(global_pool) not in pools:
                 allowed = join_names(pools)
                 raise InputError(f"global_pool of the head {self.spec.head.type} is {allowed}. Received: {global_pool!r}.")
-            arguments["pool"] = _POOLS[global_pool]
+            arguments["pool"] = POOLS[global_pool]
         spec, old = with_head(self.spec, arguments), self.head
         shape = self.fuse.out_shape
         try:
@@ -232,6 +270,11 @@ class TimmMethods:
                 f"The head {self.spec.head.type} has no classifier. Classes of texts need another head: "
                 "overrides=['head={type: sequence_classification, outputs: 2}']."
             )
+
+
+def find_first_convolution(stem: nn.Module) -> str | None:
+    """Return the name in the model of the layer that takes the image, or None: some stems fold pixels into channels."""
+    return next((f"stem.{name}" for name, module in stem.named_modules() if isinstance(module, nn.Conv2d)), None)
 
 
 def _choose(count: int, indices: int | Sequence[int] | None) -> list[int]:

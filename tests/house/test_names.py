@@ -57,7 +57,7 @@ MODEL_NAMES = {
     "no_weight_decay", "group_matcher", "set_coupling", "layout", "has_streams",
     "save_pretrained", "from_pretrained", "push_to_hub",
     "num_classes", "num_features", "head_hidden_size", "get_classifier", "reset_classifier", "forward_head",
-    "feature_info", "forward_intermediates",
+    "feature_info", "forward_intermediates", "pretrained_cfg", "default_cfg", "data_config",
 }  # fmt: skip
 REGISTRIES = ("stems", "splits", "branches", "transitions", "fuses", "heads", "inits", "couplings")
 REGISTERED = [(kind, name) for kind in REGISTRIES for name in getattr(registry, kind)]

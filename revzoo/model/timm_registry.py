@@ -1,0 +1,146 @@
+"""The image models in timm's registry: `timm.create_model("rev_vit_s", num_classes=10)`.
+
+`import revzoo` sees to it that `register_models` is called as soon as timm is imported, whichever of the two comes first.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import revzoo
+from revzoo.checkpoint.index import read_index
+from revzoo.errors import InputError, did_you_mean, join_names
+from revzoo.spec.names import data_root, model_files
+from revzoo.spec.tree import load_tree
+
+if TYPE_CHECKING:  # at run time timm is imported in functions only: this module is imported while timm is
+    from timm.models import PretrainedCfg
+    from torch import nn
+
+__all__ = ["register_models"]  # timm's `register_model` adds the models' names
+POOLS = {"avg": "mean", "max": "max", "token": "first", "": "none"}  # timm's global_pool -> the pool of a head
+default_cfgs: dict[str, Any] = {}  # and takes from here what it says about weights
+_OVERRIDES = {  # argument of timm -> where a spec has it
+    "in_chans": "input.channels",
+    "img_size": "input.size",
+    "drop_path_rate": "block.drop_path.max",
+    "drop_rate": "head.dropout",
+}
+_OF_CREATE = ("device", "dtype", "overrides", "schedule", "lookahead", "exact")
+_OTHER = ("num_classes", "global_pool", "features_only", "out_indices")
+_SOURCES = ("url", "hf_hub_id", "state_dict")  # of weights, which are not read here
+_DATA = ("mean", "std", "interpolation", "crop_pct", "crop_mode", "test_crop_pct", "label_names", "label_descriptions")
+
+
+def register_models() -> None:
+    """Register every image model with timm, under its own name; those with shipped weights as pretrained."""
+    from timm.models import PretrainedCfg, generate_default_cfgs, register_model
+
+    files, weights, kinds, trees = model_files(), read_index(), dict[str, str](), dict[str, Any]()
+    for name, file in files.items():
+        family = file.parent.name
+        if family not in kinds or name in weights:
+            trees[name] = load_tree(file, files).value
+            kinds[family] = trees[name]["input"].value["kind"].value  # all members of a family take the same kind of input
+    default_cfgs.update(
+        generate_default_cfgs(
+            {
+                name: PretrainedCfg(
+                    file=str(data_root() / "weights" / entry.file),
+                    input_size=tuple(_read_input(trees[name])),  # type: ignore[arg-type]
+                    num_classes=trees[name]["head"].value["outputs"].value,
+                )
+                for name, entry in weights.items()
+            }
+        )
+    )
+    for name, file in files.items():
+        if kinds[file.parent.name] == "image":
+            register_model(_make_entry(name))
+
+
+def _read_input(tree: Mapping[str, Any]) -> list[int]:
+    image = tree["input"].value
+    return [image["channels"].value, *(side.value for side in image["size"].value)]
+
+
+def _make_entry(name: str) -> "Callable[..., nn.Module]":
+    """Return the function that timm calls to create a model."""
+
+    def create(
+        pretrained: bool = False,
+        pretrained_cfg: "str | Mapping[str, Any] | PretrainedCfg | None" = None,
+        pretrained_cfg_overlay: Mapping[str, Any] | None = None,
+        cache_dir: object = None,
+        **arguments: Any,
+    ) -> "nn.Module":
+        settings = _read_settings(name, pretrained_cfg) | dict(pretrained_cfg_overlay or {})
+        return _create(name, pretrained, settings, arguments)
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"The reversible network {name} of revzoo."
+    return create
+
+
+def _create(name: str, pretrained: bool, settings: Mapping[str, Any], arguments: Mapping[str, Any]) -> "nn.Module":
+    """Create a model from timm's arguments, and those of `revzoo.create`."""
+    known = (*_OVERRIDES, *_OF_CREATE, *_OTHER)
+    for key in arguments:
+        if key not in known:
+            raise InputError(f"{name} has no {key!r}.{did_you_mean(key, known)} It takes: {join_names(known, most=20)}.")
+    num_classes, pool = arguments.get("num_classes"), arguments.get("global_pool")
+    if pool is not None and pool not in POOLS:
+        raise InputError(f"global_pool of {name} is {join_names([repr(each) for each in POOLS])}. Received: {pool!r}.")
+    overrides = [f"{path}={_write(key, arguments[key])}" for key, path in _OVERRIDES.items() if key in arguments]
+    headless = pretrained and num_classes == 0  # the weights have a classifier, which is removed when they are loaded
+    if pool is not None and not headless:
+        overrides.append(f"head.pool={POOLS[pool]}")
+    if num_classes is not None and not pretrained:
+        overrides.append(f"head.outputs={num_classes}")
+    shipped = default_cfgs[name].default.file if name in default_cfgs else None
+    file = settings.get("file") if pretrained and settings.get("file") != shipped else None
+    if pretrained and (sources := [key for key in _SOURCES if settings.get(key)]):
+        raise InputError(
+            f"Weights of {name} are read from a file. Received: {join_names(sources)}. Use pretrained_cfg_overlay="
+            "{'file': PATH}, or revzoo.create('hf-hub:OWNER/NAME')."
+        )
+    with warnings.catch_warnings():
+        if not arguments.get("overrides"):  # the weights may be of another spec, in what was asked for here
+            warnings.filterwarnings("ignore", message=".*(saved from|made for) another spec")
+        model = revzoo.create(
+            name,
+            pretrained=pretrained and file is None,
+            checkpoint=file,
+            num_outputs=num_classes if pretrained and not headless else None,
+            overrides=[*overrides, *arguments.get("overrides", ())],
+            **{key: value for key, value in arguments.items() if key in _OF_CREATE and key != "overrides"},
+        )
+    if headless:
+        model.reset_classifier(0, pool)
+    model.data_config = {key: settings[key] for key in _DATA if key in settings}
+    if not arguments.get("features_only"):
+        return model
+    from timm.models._features import FeatureGetterNet
+
+    model.reset_classifier(0)
+    count = len(model.feature_info)
+    return FeatureGetterNet(model, arguments.get("out_indices", count if len(model.stages) > 1 else min(3, count)), prune=False)
+
+
+def _read_settings(name: str, pretrained_cfg: "str | Mapping[str, Any] | PretrainedCfg | None") -> dict[str, Any]:
+    """Return the settings of a pretrained_cfg, without those that say nothing."""
+    from timm.models import PretrainedCfg
+
+    if isinstance(pretrained_cfg, str) and pretrained_cfg:
+        raise InputError(f"{name} has no weights tagged {pretrained_cfg!r}. Use {name!r} alone.")
+    given = asdict(pretrained_cfg) if isinstance(pretrained_cfg, PretrainedCfg) else dict(pretrained_cfg or {})
+    default = asdict(PretrainedCfg())
+    return {key: value for key, value in given.items() if value != default.get(key)}
+
+
+def _write(key: str, value: Any) -> str:
+    """Return the value of an override; an image of one side is a square."""
+    if key == "img_size":
+        value = [value, value] if isinstance(value, int) else list(value)
+    return str(value)
