@@ -78,10 +78,8 @@ def find_schedule(problem: Problem, budget: int) -> Schedule | None:
     Returns: None where nothing fits. The gap is 0 unless the search had to drop partial solutions that may be better, or what
         units leave in forward stands in the way.
     """
-<<<<<<< HEAD
     if problem.update_peak > budget:
         return None
-=======
     cheapest = _find_if_nothing_is_left(problem, budget)
     if cheapest is None or peak(problem, cheapest.modes) <= budget:
         return cheapest
@@ -115,7 +113,6 @@ def _keep_what_is_left(problem: Problem) -> Problem:
 
 def _find_if_nothing_is_left(problem: Problem, budget: int) -> Schedule | None:
     """Return the cheapest schedule that fits if units leave nothing until forward ends; None where nothing does."""
->>>>>>> 3cfea00f0b012ae50774c55eca1a8e24d4f0e2c7
     budget = min(budget, ABOVE_ALL)
     layers = reach_search_states(problem, budget)
     try:
@@ -148,15 +145,9 @@ def _minimize_if_nothing_is_left(problem: Problem) -> tuple[int, list[str]]:
             state: min((max(edge.need_bytes, edge.kept_bytes + rest[to]) for edge, to in node.edges), default=ABOVE_ALL)
             for state, node in layer.items()
         }
-<<<<<<< HEAD
     smallest = max(problem.fixed_bytes + min(rest.values()), problem.update_peak)
-    modes = solve_timeline(problem, smallest)
-    if modes is None:
-=======
-    smallest = problem.fixed_bytes + min(rest.values())
     schedule = _find_if_nothing_is_left(problem, smallest)
     if schedule is None:
->>>>>>> 3cfea00f0b012ae50774c55eca1a8e24d4f0e2c7
         raise ValueError("Every schedule has a unit without a mode that is allowed there.")
     return smallest, schedule.modes
 
