@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from revzoo.planning.reforwarding.capture import Capture, capture
 from revzoo.planning.reforwarding.nesting import add_nests
 from revzoo.planning.reforwarding.record import Record, count_step, record
+from revzoo.planning.reforwarding.refusal import compute_loss
 from revzoo.planning.reforwarding.search import Choices, Front
+from revzoo.runtime.graph.spanned_graph import SpannedGraph
+from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
 
 class _Residual(nn.Module):
@@ -138,6 +141,23 @@ def test_the_softmax_alone_spares_the_products_of_attention() -> None:
         free_at_the_peak = {of_scores[-1]}  # backward asks for it first
         assert kept == {"_safe_softmax", "_safe_softmax_1", "_safe_softmax_2"} | free_at_the_peak
         assert count_step(captured, spans) == (free, step.total_flops)
+
+
+@pytest.mark.parametrize("name", ["residual", "transformer"])
+def test_bytes_without_parameter_gradients_are_counted_as_predicted(name: str) -> None:
+    with capture(_NETWORKS[name]().train(), torch.ones(8, 4, 16, 16)) as captured:
+        step = record(captured, with_parameter_gradients=False)
+        front = Front(Choices(step, count_flops_only=True))
+        (call,) = captured.calls
+        for need, _ in front.list_points()[::4]:
+            chosen = front.choose(need)
+            assert chosen is not None
+            program = SpannedGraph(call.graph, front.make_spans(chosen).take(call.numbers))
+            with LiveBytesOfReplacedCalls() as live:
+                live.watch(captured.tensors)
+                compute_loss(None, captured.run(lambda _, inputs, program=program: program(*inputs))).backward()
+                gradients = live.watch([t.grad for t in captured.tensors])
+            assert live.peak(without=gradients) == need < live.peak()
 
 
 def test_a_budget_below_the_least_has_no_plan() -> None:
