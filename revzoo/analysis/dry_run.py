@@ -70,9 +70,7 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
 
     Restored are the gradients of parameters (inside, they start as None), buffers such as BatchNorm statistics, and the random
     streams of torch, Python and NumPy. If parameters are FakeTensors or on the meta device, or with `fake=True`, the run is
-    under `FakeTensorMode`: shapes and bytes are right, but nothing is allocated or computed. (One inaccuracy: PyTorch's fake
-    BatchNorm returns the statistics of half-precision inputs in half precision, the real kernel in float32. A few bytes per
-    channel are missed.)
+    under `FakeTensorMode`: shapes and bytes are right, but nothing is allocated or computed.
 
     Args:
         model: any module with a parameter that requires a gradient.
@@ -115,6 +113,30 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
             p.grad = None
         stack.enter_context(torch.enable_grad())
         yield batch
+
+
+@contextmanager
+def leave_autocast() -> Iterator[None]:
+    """Run what is inside the block as behind the surrounding autocast, where backward belongs.
+
+    Autocast keeps a cast of every weight until its outermost block ends, and then frees those that nothing has saved. Inside
+    it is off, its casts are freed, and a recovery that enters it again frees its own at the end, as behind that block.
+    """
+    kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
 
 
 def require_module(model: object) -> None:
@@ -205,9 +227,33 @@ def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
     return mode.from_tensor(t.detach())
 
 
-class _FakeMode(FakeTensorMode):
-    """One under which `torch.compile` goes on capturing the calls that `graph/captured_call.py` replaces."""
+_NORMS = {
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_group_norm.default,
+}
+_GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 
+
+class _FakeMode(FakeTensorMode):
+    """One under which norms on a CPU return the dtypes of their kernels.
+
+    With an input in half precision and weights in float32, these compute statistics in float32, and a gradient of the input in
+    half precision. Under PyTorch's mode it is the other way round.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _NORMS and args[0].device.type == "cpu":
+            dtypes = {t.dtype for t in args[1:] if isinstance(t, Tensor)}
+            y, *statistics = out
+            return y, *(t.to(torch.float32) if torch.float32 in dtypes else t for t in statistics)
+        if func is _GROUP_NORM_BACKWARD and args[0].device.type == "cpu":
+            dx, *others = out
+            return (None if dx is None else dx.to(args[1].dtype)), *others
+        return out
+
+    # `torch.compile` goes on capturing the calls that `graph/captured_call.py` replaces.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True

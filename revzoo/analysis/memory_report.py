@@ -10,7 +10,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.dry_run import call, find_chains, isolated, linear_loss, preserve_schedules, updates_in_backward
+from revzoo.analysis.dry_run import (
+    call,
+    find_chains,
+    isolated,
+    leave_autocast,
+    linear_loss,
+    preserve_schedules,
+    updates_in_backward,
+)
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.format import format_bytes
 from revzoo.runtime.drift import ignore_error_growth
@@ -125,8 +133,9 @@ def run_and_measure(
         end = live.now()
         loss = linear_loss(outputs)
         del outputs
-        forward = live.now()
-        loss.backward()
+        with leave_autocast():
+            forward = live.now()
+            loss.backward()
         gradients = live.watch(p.grad for p in model.parameters())
     lasting = weights | buffers | inputs | gradients
     report = MemoryReport(

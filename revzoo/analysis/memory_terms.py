@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from revzoo.analysis.dry_run import call, linear_loss
+from revzoo.analysis.dry_run import call, leave_autocast, linear_loss
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.observation import observe_calls
 
@@ -81,7 +81,8 @@ def run_and_split(model: nn.Module, batch: Any, units: Sequence[Unit]) -> tuple[
             outputs = call(model, batch)
         loss = linear_loss(outputs)
         del outputs
-        loss.backward(log.begin_backward(loss))
+        with leave_autocast():
+            loss.backward(log.begin_backward(loss))
         lasting |= log.watch(p.grad for p in model.parameters())
     return log.find_peaks(lasting), log.peak(without=lasting)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo.analysis.dry_run import accumulated_gradients, updates_in_backward
 from revzoo.analysis.optimizer_step import count_optimizer, count_updates_apart
@@ -32,8 +31,6 @@ from revzoo.training.main_process import call_on_main
 from revzoo.training.setup import Run
 
 _SCALAR_BYTES = 2 * 4  # the sum of an epoch's losses; a batch's loss beside the same divided by the batches of an update
-# Per channel: BatchNorm's kernel keeps two statistics in float32, and counting on fake tensors sees them in half precision.
-_MISSED_BYTES = 2 * 2
 
 
 def apply_plan(run: Run, *, anew: bool = False) -> Plan | None:
@@ -175,15 +172,13 @@ class _Step:
         buckets = gradients if run.accelerator.num_processes > 1 else 0
         ahead = self.batch.nbytes + labels.nbytes if device.type == "cpu" else 0
         soft = 0 if targets is labels else targets.nbytes
-        norms = [m for m in run.model.modules() if isinstance(m, _BatchNorm) and recipe.train.mixed_precision != "no"]
-        batch_norm_bytes = sum(norm.num_features for norm in norms) * _MISSED_BYTES
         state = count_optimizer(run.model, run.optimizer).state
         # One that updates inside backward makes no update after it: what it takes is counted by `treat_gradients`.
         in_backward = recipe.train.optimizer_in_backward
         self.optimizer = None if in_backward else run.optimizer
         self._updates = count_updates_apart(run.model, run.optimizer) if in_backward else None
         besides = averaged + buckets + (state if in_backward else 0)
-        self.other_bytes = besides + ahead + labels.nbytes + soft + batch_norm_bytes + _SCALAR_BYTES
+        self.other_bytes = besides + ahead + labels.nbytes + soft + _SCALAR_BYTES
         is_present = averaged + buckets + (state if run.optimizer.state else 0)
         self.present_bytes = count_model_bytes(run.model) + is_present  # on the device already
         with run.accelerator.autocast():

@@ -298,9 +298,7 @@ def test_autocast_and_half_precision_count_alike_without_values(name):
     full = revzoo.measure_memory(on_meta, x)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = revzoo.measure_memory(on_meta, x)
-        missing = revzoo.measure_memory(model, x).activation_bytes - mixed.activation_bytes
-    # PyTorch's fake BatchNorm returns statistics of half-precision inputs in half precision, the kernel in float32.
-    assert missing == 0 if name == "rev_vit_digits" else 0 < missing < mixed.activation_bytes / 500
+        assert revzoo.measure_memory(model, x).activation_bytes == mixed.activation_bytes
     assert mixed.weight_bytes == full.weight_bytes
     assert mixed.activation_bytes < full.activation_bytes
     half = revzoo.measure_memory(on_meta.bfloat16(), x.bfloat16())

@@ -36,7 +36,7 @@ DDP = {"DDP": {}, "DDP static": {"static_graph": True}, "DDP unused": {"find_unu
 DDP |= {"DDP compiled": {}}
 BLOCKS = ("FSDP blocks", "FSDP blocks + root")
 HALVES = (slice(0, 2), slice(2, 4))
-SECONDS = 120  # two processes wait for each other no longer than this
+SECONDS = 300  # two processes wait for each other no longer than this
 
 
 class Case(NamedTuple):

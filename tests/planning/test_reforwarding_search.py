@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -63,8 +64,9 @@ class _UNet(nn.Module):
 
 
 class _Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(6))
         self.linears = nn.ModuleList(nn.Linear(8, 24) for _ in range(6))
         self.proj = nn.ModuleList(nn.Linear(24 if i % 2 else 8, 8) for i in range(6))
@@ -73,7 +75,7 @@ class _Transformer(nn.Module):
         x = x.flatten(2).transpose(1, 2).repeat(1, 1, 2)
         for i in range(0, 6, 2):
             q, k, v = self.linears[i](self.norms[i](x)).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-            x = x + self.proj[i](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            x = x + self.proj[i](F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout).transpose(1, 2).flatten(2))
             x = x + self.proj[i + 1](F.dropout(F.gelu(self.linears[i + 1](self.norms[i + 1](x))), 0.1, self.training))
         return x
 
@@ -95,6 +97,7 @@ _NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "dense": _Dense,
     "unet": _UNet,
     "transformer": _Transformer,
+    "transformer, attention with dropout": partial(_Transformer, 0.1),
     "wide stem": _WideStem,
 }
 
@@ -108,7 +111,10 @@ def _search(name: str) -> Iterator[tuple[Capture, Record, Front]]:
         yield captured, step, Front(choices)
 
 
-@pytest.mark.parametrize(("name", "number"), [("residual", 11), ("dense", 6), ("unet", 5), ("transformer", 10)])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("residual", 11), ("dense", 6), ("unet", 5), ("transformer", 10), ("transformer, attention with dropout", 9)],
+)
 def test_bytes_and_flops_are_counted_as_predicted(name: str, number: int) -> None:
     with _search(name) as (captured, step, front):
         points = front.list_points()
@@ -118,6 +124,20 @@ def test_bytes_and_flops_are_counted_as_predicted(name: str, number: int) -> Non
             chosen = front.choose(need)
             assert chosen is not None
             assert count_step(captured, front.make_spans(chosen)) == (need, step.total_flops + work)
+
+
+def test_the_softmax_alone_spares_the_products_of_attention() -> None:
+    with _search("transformer, attention with dropout") as (captured, step, front):
+        free = next(need for need, work in front.list_points() if not work)
+        chosen = front.choose(free)
+        assert chosen is not None
+        spans = front.make_spans(chosen)
+        scores = 8 * 2 * 256 * 256 * 4  # images, heads, tokens squared
+        of_scores = [storage.maker.name for storage in step.storages if storage.maker and storage.bytes == scores]
+        kept = {node.name for node in spans.kept}.intersection(of_scores)
+        free_at_the_peak = {of_scores[-1]}  # backward asks for it first
+        assert kept == {"_safe_softmax", "_safe_softmax_1", "_safe_softmax_2"} | free_at_the_peak
+        assert count_step(captured, spans) == (free, step.total_flops)
 
 
 def test_a_budget_below_the_least_has_no_plan() -> None:

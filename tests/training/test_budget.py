@@ -132,10 +132,7 @@ def test_training_takes_what_the_plan_says(setting, tmp_path, counted, unmeasure
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert plan.min_peak_bytes <= plan.peak_bytes <= budget == plan.budget_bytes
     steps, training, evaluation = counted[-1]
-    # A plan leaves room for the statistics of all BatchNorms where they are computed in half precision.
-    norms = [m for m in run.model.modules() if isinstance(m, torch.nn.BatchNorm2d) and "train.mixed_precision=bf16" in settings]
-    room = 4 * sum(norm.num_features for norm in norms)
-    assert plan.peak_bytes - room <= steps == training <= plan.peak_bytes
+    assert steps == training == plan.peak_bytes
     assert evaluation < plan.peak_bytes
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import call, isolated, preserve_schedules
+from revzoo.analysis.dry_run import call, isolated, leave_autocast, preserve_schedules
 from revzoo.planning.profiling.hooks import PlannableModel, StepHooks, list_units
 from revzoo.planning.profiling.trace import LossFunction, compute_loss
 from revzoo.planning.solvers.problem import Problem, Unit, peak, reprice
@@ -229,7 +229,8 @@ def _time_step(
         total = compute_loss(loss, outputs)
         del outputs
         hooks.enter_backward()
-        total.backward()
+        with leave_autocast():
+            total.backward()
         clock.mark("end", -1)
         return clock.read(len(modes))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import call, linear_loss
+from revzoo.analysis.dry_run import call, leave_autocast, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
 from revzoo.planning.profiling.hooks import PlannableModel, StepHooks, list_units
@@ -183,9 +183,10 @@ def trace(
         recorder.mark("loss", len(modes))
         total = compute_loss(loss, outputs)
         del outputs
-        traced.backward_start = live.now()
-        hooks.enter_backward()
-        total.backward()
+        with leave_autocast():
+            traced.backward_start = live.now()
+            hooks.enter_backward()
+            total.backward()
         recorder.mark("end", len(modes))
     traced.log = live.log
     traced.fixed = fixed | traced.alive(traced.marks[0].position).keys()  # a mask, for example

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
@@ -23,8 +24,9 @@ from revzoo.planning.reforwarding.refusal import (
     require_uncompiled,
     silence_failures,
 )
-from revzoo.runtime.graph.atoms import Atom, inline_checkpoints, split_into_atoms
+from revzoo.runtime.graph.atoms import Atom, split_into_atoms
 from revzoo.runtime.graph.captured_call import Runner, capture_calls
+from revzoo.runtime.graph.expansion import expand_calls
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.random_state import RandomState
 
@@ -101,6 +103,7 @@ class Capture:
         torch_streams, rewind_python_streams = self._random
         torch_streams.rewind()  # every run draws the same numbers
         rewind_python_streams()
+        torch.clear_autocast_cache()  # every run casts the weights
         self._position = 0
         outputs = call(self._runner, self._batch)
         if self._position != len(self.calls):
@@ -121,7 +124,7 @@ class Capture:
     def _is_same(self, graph: GraphModule, at: int, given: Sequence[Any]) -> bool:
         """Return whether a graph is that of a call, or equal: a forward that notes something once is captured twice."""
         if graph is not self._graphs[at]:
-            inline_checkpoints(graph)
+            expand_calls(graph)
             if compute_digest(graph, given) != self.calls[at].digest:
                 return False
             self._graphs[at] = graph

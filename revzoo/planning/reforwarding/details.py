@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch.fx import Node
 
+from revzoo.analysis.dry_run import leave_autocast
 from revzoo.planning.reforwarding.capture import Capture, GraphCall
 from revzoo.planning.reforwarding.record import Loss, Record
 from revzoo.planning.reforwarding.refusal import compute_loss
@@ -212,7 +213,8 @@ def _trace(captured: Capture, spans: Sequence[Spans], loss: Loss | None) -> tupl
         events.append(("loss", -1, live.now()))
         total = compute_loss(loss, outputs)
         del outputs
-        total.backward()
+        with leave_autocast():
+            total.backward()
         del total
     alive, total_bytes = [0], 0
     for _, change in live.log:

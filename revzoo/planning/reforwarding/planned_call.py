@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 
 from revzoo.planning.reforwarding.graph_plan import GraphPlan, compute_digest
 from revzoo.planning.setting import Setting, list_shapes
-from revzoo.runtime.graph.atoms import inline_checkpoints
 from revzoo.runtime.graph.captured_call import Runner, capture_calls
+from revzoo.runtime.graph.expansion import expand_calls
 from revzoo.runtime.graph.spanned_graph import SpannedGraph
 
 
@@ -42,7 +42,7 @@ class PlannedCall:
         return self._captured(*args, **kwargs)
 
     def _take(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
-        inline_checkpoints(graph)
+        expand_calls(graph)
         digest = compute_digest(graph, inputs)
         programs: dict[int, Runner] = {}
 

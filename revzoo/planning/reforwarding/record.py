@@ -18,6 +18,7 @@ from weakref import finalize
 from torch import Tensor
 from torch.fx import Node
 
+from revzoo.analysis.dry_run import leave_autocast
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.planning.reforwarding.capture import Capture, GraphCall
 from revzoo.planning.reforwarding.refusal import compute_loss
@@ -196,7 +197,8 @@ def record(captured: Capture, loss: Loss | None = None) -> Record:
         recorder.end_forward()
         total = compute_loss(loss, outputs)
         del outputs
-        total.backward()
+        with leave_autocast():
+            total.backward()
         del total
     return _summarise(captured.calls, recorder, fixed, fixed_bytes)
 
@@ -213,7 +215,9 @@ def count_step(captured: Capture, spans: Spans, loss: Loss | None = None) -> tup
     live, flops = LiveBytesOfReplacedCalls(), FlopCounterOfReplacedCalls()
     with flops, live:
         live.watch(captured.tensors)
-        compute_loss(loss, captured.run(lambda at, inputs: programs[at](*inputs))).backward()
+        total = compute_loss(loss, captured.run(lambda at, inputs: programs[at](*inputs)))
+        with leave_autocast():
+            total.backward()
     return live.peak(), flops.forward + flops.backward
 
 

@@ -9,7 +9,6 @@ has returned.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from revzoo.runtime.graph.expansion import expand_calls, get_attribute
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.operations import describe
 
@@ -129,10 +129,10 @@ def split_into_atoms(graph: GraphModule, inputs: Sequence[Any]) -> list[Atom]:
     """Return the atoms of a graph, in an order in which they can run.
 
     Args:
-        graph: as captured. The bodies of checkpoints in it become calls of the graph itself.
+        graph: as captured. Its calls are expanded.
         inputs: what it is called with, FakeTensors in place of tensors. They are changed as the graph changes them.
     """
-    inline_checkpoints(graph)
+    expand_calls(graph)
     follower = _Follower(graph, inputs)
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # the graph may switch it
         calls = [follower.run(node) for node in graph.graph.nodes if node.op not in (*_INPUTS, "output")]
@@ -252,7 +252,7 @@ def bind_inputs(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[Nod
     """Yield the inputs and constants of a graph with their values."""
     given = iter(inputs)
     for node in list_inputs(graph):
-        yield node, next(given) if node.op == "placeholder" else _get_attribute(graph, str(node.target))
+        yield node, next(given) if node.op == "placeholder" else get_attribute(graph, str(node.target))
 
 
 def list_statistics(node: Node) -> list[Node]:
@@ -267,50 +267,6 @@ def list_statistics(node: Node) -> list[Node]:
 
 def _list_moved_inputs(node: Node) -> list[Node]:
     return [each for each in list_statistics(node) if each.op in _INPUTS]
-
-
-def inline_checkpoints(graph: GraphModule) -> None:
-    """Replace checkpoints by their bodies: what is kept is for a plan to say.
-
-    Besides, PyTorch 2.15 runs a checkpoint in a graph without rewinding the random stream.
-    """
-    waiting = [node for node in graph.graph.nodes if _is_checkpoint(node)]
-    numbers = count()
-    while waiting:
-        node = waiting.pop()
-        body, *given = node.args
-        inner = _get_attribute(graph, str(body.target))
-        values: dict[Node, Any] = {}
-        arguments = iter(given)
-        with graph.graph.inserting_before(node):
-            for each in inner.graph.nodes:
-                if each.op == "placeholder":
-                    values[each] = next(arguments)
-                elif each.op == "output":
-                    (results,) = map_arg(each.args, values.__getitem__)
-                else:
-                    values[each] = copied = graph.graph.node_copy(each, values.__getitem__)
-                    if each.op in ("get_attr", "call_module"):
-                        copied.target = f"_checkpointed_{next(numbers)}"
-                        setattr(graph, copied.target, _get_attribute(inner, str(each.target)))
-                    if _is_checkpoint(copied):
-                        waiting.append(copied)
-        for user in list(node.users):  # they pick single results
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.graph.erase_node(user)
-        graph.graph.erase_node(node)
-    graph.recompile()
-
-
-def _is_checkpoint(node: Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
-
-
-def _get_attribute(graph: GraphModule, path: str) -> Any:
-    value: Any = graph
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _key(tensor: Tensor) -> int:

@@ -1,0 +1,98 @@
+"""Plans made inside autocast: casts of weights count for as long as they live, and statistics in their real dtypes."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revzoo
+from revzoo.analysis.dry_run import isolated, leave_autocast, linear_loss
+from revzoo.planning.profiling.count import count_peak
+from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
+
+WEIGHT = 64 * 64
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def count_real_step(model: nn.Module, batch: Tensor) -> int:
+    """Return the peak of a step as users write it: forward and loss inside autocast, backward behind it."""
+    with isolated(model, batch) as x, LiveBytesOfReplacedCalls() as live:
+        live.watch([model.parameters(), model.buffers(), x])
+        with autocast():
+            loss = linear_loss(model(x))
+        loss.backward()
+    return live.peak()
+
+
+def test_a_counted_step_of_every_family_is_the_real_one(family, schedules):
+    x = family.example_input(2)
+    for modes in schedules(family, 2):
+        with autocast():
+            promised = count_peak(family, x, modes)
+        family.schedule = modes
+        assert promised == count_real_step(family, x)
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        units = [(nn.Conv2d(c, 16, 3), nn.BatchNorm2d(16), nn.GroupNorm(4, 16), nn.ReLU()) for c in (3, 16)]
+        super().__init__(*(layer for unit in units for layer in unit), nn.Flatten(), nn.Linear(16 * 12 * 12, 10))
+
+
+class Perceptron(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))))
+
+
+@pytest.mark.parametrize(("module", "shape"), [(Convolutions, (4, 3, 16, 16)), (Perceptron, (64, 64))])
+def test_a_planned_module_takes_what_its_plan_says(module, shape):
+    network, x = module(), torch.randn(shape)
+    with autocast():
+        wide = revzoo.plan(network, x, "1TiB")
+    assert wide.peak_bytes == count_real_step(network, x)
+    for part in (1, 2):
+        budget = wide.min_peak_bytes + (wide.no_recompute_peak_bytes - wide.min_peak_bytes) * part // 3
+        with autocast():
+            plan = revzoo.plan(network, x, budget)
+            plan.apply(network, x)
+            measured = revzoo.measure_memory(network, x).peak_bytes
+        assert count_real_step(network, x) == plan.peak_bytes == measured <= budget
+        revzoo.release(network)
+
+
+def test_casts_are_freed_where_backward_begins():
+    weight = nn.Parameter(torch.randn(64, 64))
+    with LiveBytesOfReplacedCalls() as live, autocast(), autocast():
+        live.watch(weight)
+        torch.mm(torch.ones(1, 64), weight.detach().requires_grad_())  # of a weight that nobody else has: not cached for long
+        before = live.alive()
+        torch.mm(torch.ones(1, 64), weight)
+        assert live.alive() - before == 2 * WEIGHT
+        with leave_autocast():
+            assert live.alive() == 4 * WEIGHT
+            assert not torch.is_autocast_enabled("cpu")
+            with autocast():
+                torch.mm(torch.ones(1, 64), weight)
+                assert live.alive() == 6 * WEIGHT
+            assert live.alive() == 4 * WEIGHT  # as behind an outermost block
+        assert torch.is_autocast_enabled("cpu")
+        torch.mm(torch.ones(1, 64), weight)
+        assert live.alive() == 6 * WEIGHT
+    assert live.alive() == 4 * WEIGHT
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm(5), nn.BatchNorm2d(4).bfloat16()])
+def test_norms_have_the_dtypes_of_their_kernels_without_values(norm):
+    x = torch.randn(3, 4, 5, 5, dtype=torch.bfloat16, requires_grad=True)
+
+    def log(fake: bool) -> list[tuple[int, int]]:
+        with isolated(norm, x, fake=fake) as inputs, LiveBytesOfReplacedCalls() as live:
+            live.watch([norm.parameters(), norm.buffers(), inputs])
+            norm(inputs).backward(torch.ones_like(inputs))
+            return list(live.log)
+
+    assert log(fake=True) == log(fake=False)
