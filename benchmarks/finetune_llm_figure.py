@@ -1,0 +1,87 @@
+"""The picture of `finetune_llm.py`: what a step keeps and peaks at, how long it takes, and what is learned."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from revzoo.display.figures.base import draw_heading, new_figure, save, simplify_axes
+from revzoo.display.style import BLUE, INK, LIGHT_BLUE, MODE_COLORS, RED
+
+_COLORS = {
+    "stored": MODE_COLORS["store"],
+    "original": MODE_COLORS["store"],
+    "checkpointed": MODE_COLORS["recompute"],
+    "8 bits": MODE_COLORS["invert"],
+    "reversible": MODE_COLORS["invert"],
+    "4 bits": BLUE,
+    "deployed": LIGHT_BLUE,
+}
+_WIDTH, _TOP, _PANEL, _GAP, _BELOW = 8.4, 1.0, 2.1, 0.75, 0.6  # [inch]
+_LEFT, _SPAN = 0.11, 0.87  # of the width
+
+
+def plot(parts: Mapping[str, Any], path: str | Path) -> None:
+    """Draw a panel for each part that was measured; write a PNG.
+
+    Args:
+        parts: "memory" (rows), "time" (rows) and "accuracy" (summary), as in the JSON.
+        path: of the picture.
+    """
+    panels = {
+        "memory": ("blocks, kept and peak, relative to checkpointing", _draw_memory),
+        "time": ("CPU time of a step, relative to checkpointing", _draw_time),
+        "accuracy": ("test accuracy of MiniLM on ten sections; dots are seeds [%]", _draw_accuracy),
+    }
+    drawn = {name: panel for name, panel in panels.items() if name in parts}
+    height = _TOP + len(drawn) * (_PANEL + _GAP) - _GAP + _BELOW
+    figure = new_figure(_WIDTH, height)
+    draw_heading(figure, "Pretrained networks, reversible in place", ["beside gradient checkpointing, on the same network"])
+    for i, (name, (title, draw)) in enumerate(drawn.items()):
+        bottom = height - _TOP - _PANEL - i * (_PANEL + _GAP)
+        axes = figure.add_axes((_LEFT, bottom / height, _SPAN, _PANEL / height))
+        simplify_axes(axes)
+        axes.set_title(title, fontsize=9, loc="left", color=INK)
+        draw(axes, parts[name])
+        axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+    save(figure, path)
+
+
+def _draw_memory(axes: Axes, part: Mapping[str, Any]) -> None:
+    labels, bars = list[str](), {name: list[float]() for name in ("8 bits", "4 bits")}
+    for net in part["rows"]:
+        methods = {row["method"]: row for row in net["methods"]}
+        base = methods["checkpointed"]
+        for what in ("block", "peak"):
+            labels.append(f"{net['network']} {net['layers']}\n{net['dtype']}\n{what.replace('block', 'kept')}")
+            for name, values in bars.items():
+                values.append(methods[name][f"{what}_bytes"] / base[f"{what}_bytes"])
+    _draw_bars(axes, labels, bars)
+    axes.axhline(1, color=_COLORS["checkpointed"], lw=1.2, label="checkpointed")
+
+
+def _draw_time(axes: Axes, part: Mapping[str, Any]) -> None:
+    labels = [f"{net['network']} {net['layers']}\n{net['dtype']}" for net in part["rows"]]
+    methods = [name for name in part["rows"][0]["of_checkpointed"] if name != "checkpointed"]
+    _draw_bars(axes, labels, {name: [net["of_checkpointed"][name] for net in part["rows"]] for name in methods})
+    axes.axhline(1, color=_COLORS["checkpointed"], lw=1.2, label="checkpointed")
+
+
+def _draw_bars(axes: Axes, labels: Sequence[str], bars: Mapping[str, Sequence[float]]) -> None:
+    width = 0.8 / len(bars)
+    for i, (name, values) in enumerate(bars.items()):
+        places = [k + (i - (len(bars) - 1) / 2) * width for k in range(len(values))]
+        drawn = axes.bar(places, values, 0.9 * width, color=_COLORS[name], label=name)
+        axes.bar_label(drawn, fmt="{:.2f}", fontsize=7, color=INK)
+    axes.set_xticks(range(len(labels)), labels, fontsize=7)
+    axes.margins(y=0.15)
+
+
+def _draw_accuracy(axes: Axes, part: Mapping[str, Any]) -> None:
+    summary = part["summary"]
+    for i, row in enumerate(summary):
+        color = _COLORS[row["method"]]
+        axes.plot([i] * len(row["accuracies"]), row["accuracies"], "o", color=color, ms=5)
+        axes.plot([i - 0.25, i + 0.25], [row["mean"]] * 2, color=RED, lw=1.5, label="mean" if i == 0 else None)
+    axes.set_xticks(range(len(summary)), [f"{row['training']}\n{row['method']}" for row in summary], fontsize=7)

@@ -1,0 +1,99 @@
+"""The benchmark of networks made reversible in place: at toy size everything is measured, drawn and gone on with."""
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "finetune_llm.py"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("peft") is None, reason="LoRA is peft's"),
+    pytest.mark.skipif(shutil.which("apt-cache") is None, reason="the texts are Debian's"),
+]
+
+
+def run(folder, *options):
+    command = [sys.executable, "-W", "error", str(FILE), "--quick", "--out", str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((folder / "finetune_llm.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("finetune_llm")
+
+
+@pytest.fixture(scope="module")
+def measured(folder):
+    return run(folder)
+
+
+@pytest.fixture
+def parts(measured):
+    return measured[1]
+
+
+def test_every_part_says_where_and_how_it_was_measured(measured, folder):
+    text, parts = measured
+    assert list(parts) == ["memory", "time", "similarity", "accuracy"]
+    for part in parts.values():
+        assert part["command"] == "python benchmarks/finetune_llm.py --quick --out DIR".replace("benchmarks", str(FILE.parent))
+        assert part["versions"].keys() == {"python", "torch", "revzoo"}
+    for word in ("checkpointed", "same neighbour", "deployed"):
+        assert word in text
+    assert (folder / "finetune_llm.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_blocks_keep_what_was_computed(parts):
+    """Three blocks: checkpointing keeps an input of each; 8 bits keep 2 states of 4 bytes, and a byte for 2 steps."""
+    elements = 2 * 16 * 16
+    for net, size in zip(parts["memory"]["rows"], (4, 4, 2), strict=True):
+        methods = {row["method"]: row for row in net["methods"]}
+        assert net["dtype"] == {4: "float32", 2: "bfloat16"}[size]
+        assert methods["checkpointed"]["block_bytes"] == 3 * size * elements
+        bits = {name: methods[name]["block_bytes"] for name in ("8 bits", "4 bits")}
+        assert bits["8 bits"] - bits["4 bits"] == 2 * elements // 2
+        assert methods["8 bits"]["blocks_of_checkpointed"] == bits["8 bits"] / (3 * size * elements)
+        assert all(row["missed"] == [] for row in net["methods"])
+
+
+def test_times_and_similarity(parts):
+    for row in parts["time"]["rows"]:
+        assert row["of_checkpointed"]["checkpointed"] == 1
+        assert row["seconds"].keys() == row["of_checkpointed"].keys() == {"stored", "checkpointed", "8 bits", "4 bits"}
+    assert [(row["tokens"], row["passages"]) for row in parts["similarity"]["rows"]] == [(8, 8), (16, 8)]
+    assert all(0.999 < row["least_cosine"] <= row["cosine"] <= 1 for row in parts["similarity"]["rows"])
+
+
+def test_all_learn_from_the_same_batches(parts):
+    runs = {(run["training"], run["method"]): run for run in parts["accuracy"]["runs"]}
+    assert len(runs) == 6
+    for training in ("full", "LoRA"):
+        original, checkpointed, reversible = (runs[training, name] for name in ("original", "checkpointed", "reversible"))
+        assert checkpointed["losses"] == original["losses"]
+        assert checkpointed["accuracy"] == original["accuracy"]
+        assert checkpointed["kept_bytes"] < original["kept_bytes"]
+        assert reversible["losses"] != original["losses"]
+        assert reversible["losses"] == pytest.approx(original["losses"], abs=0.01)
+        assert {"deployed", "agreement"} <= reversible.keys()
+    summary = [(row["training"], row["method"]) for row in parts["accuracy"]["summary"]]
+    assert summary == [(t, m) for t in ("full", "LoRA") for m in ("original", "checkpointed", "reversible", "deployed")]
+
+
+def test_a_second_run_goes_on_where_the_first_ended(measured, folder):
+    file = folder / "finetune_llm.json"
+    parts = json.loads(file.read_text())
+    removed = parts["accuracy"]["runs"].pop(2)
+    parts["accuracy"]["runs"][0]["seconds"] = -1.0
+    file.write_text(json.dumps(parts))
+    _, after = run(folder, "--only", "accuracy")
+    assert [part for part in after if after[part] != parts[part]] == ["accuracy"]
+    first, _, third, *_ = after["accuracy"]["runs"]
+    assert first["seconds"] == -1.0
+    assert {**third, "seconds": 0} == {**removed, "seconds": 0}
