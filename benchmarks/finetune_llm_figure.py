@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from revzoo.display.figures.base import draw_heading, new_figure, save, simplify_axes
-from revzoo.display.style import BLUE, INK, LIGHT_BLUE, MODE_COLORS, RED
+from revzoo.display.style import INK, MODE_COLORS
 
 _COLORS = {
     "stored": MODE_COLORS["store"],
@@ -15,10 +15,10 @@ _COLORS = {
     "checkpointed": MODE_COLORS["recompute"],
     "8 bits": MODE_COLORS["invert"],
     "reversible": MODE_COLORS["invert"],
-    "4 bits": BLUE,
-    "deployed": LIGHT_BLUE,
+    "4 bits": MODE_COLORS["selective"],
+    "deployed": MODE_COLORS["selective"],
 }
-_WIDTH, _TOP, _PANEL, _GAP, _BELOW = 8.4, 1.0, 2.1, 0.75, 0.6  # [inch]
+_WIDTH, _TOP, _PANEL, _GAP, _BELOW = 8.4, 1.0, 2.1, 0.95, 0.6  # [inch]
 _LEFT, _SPAN = 0.11, 0.87  # of the width
 
 
@@ -83,5 +83,5 @@ def _draw_accuracy(axes: Axes, part: Mapping[str, Any]) -> None:
     for i, row in enumerate(summary):
         color = _COLORS[row["method"]]
         axes.plot([i] * len(row["accuracies"]), row["accuracies"], "o", color=color, ms=5)
-        axes.plot([i - 0.25, i + 0.25], [row["mean"]] * 2, color=RED, lw=1.5, label="mean" if i == 0 else None)
+        axes.plot([i - 0.25, i + 0.25], [row["mean"]] * 2, color=INK, lw=1.2, label="mean" if i == 0 else None)
     axes.set_xticks(range(len(summary)), [f"{row['training']}\n{row['method']}" for row in summary], fontsize=7)

@@ -51,15 +51,21 @@ def test_every_part_says_where_and_how_it_was_measured(measured, folder):
 
 
 def test_the_blocks_keep_what_was_computed(parts):
-    """Three blocks: checkpointing keeps an input of each; 8 bits keep 2 states of 4 bytes, and a byte for 2 steps."""
+    """Three blocks: checkpointing keeps an input of each; reversible ones two states of 4 bytes, and the bits of two steps.
+
+    The last state is kept by the norm behind the blocks, too; in half precision that is a copy. Llama also keeps its rotations.
+    """
     elements = 2 * 16 * 16
-    for net, size in zip(parts["memory"]["rows"], (4, 4, 2), strict=True):
+    rotations = {4: 16 * 8 + 2 * 16 * 4 * 4, 2: 16 * 8 + 2 * 16 * 4 * 2}
+    for net, name, size in zip(parts["memory"]["rows"], ("Llama", "GPT-2", "Llama"), (4, 4, 2), strict=True):
+        assert (net["network"], net["dtype"]) == (name, {4: "float32", 2: "bfloat16"}[size])
         methods = {row["method"]: row for row in net["methods"]}
-        assert net["dtype"] == {4: "float32", 2: "bfloat16"}[size]
-        assert methods["checkpointed"]["block_bytes"] == 3 * size * elements
-        bits = {name: methods[name]["block_bytes"] for name in ("8 bits", "4 bits")}
-        assert bits["8 bits"] - bits["4 bits"] == 2 * elements // 2
-        assert methods["8 bits"]["blocks_of_checkpointed"] == bits["8 bits"] / (3 * size * elements)
+        others = rotations[size] if name == "Llama" else 0
+        assert methods["checkpointed"]["block_bytes"] == 3 * size * elements + others
+        pair = 4 if size == 4 else 8
+        assert methods["8 bits"]["block_bytes"] == (pair + 2) * elements + others
+        assert methods["4 bits"]["block_bytes"] == (pair + 1) * elements + others
+        assert methods["4 bits"]["blocks_of_checkpointed"] < methods["8 bits"]["blocks_of_checkpointed"]
         assert all(row["missed"] == [] for row in net["methods"])
 
 
@@ -68,7 +74,7 @@ def test_times_and_similarity(parts):
         assert row["of_checkpointed"]["checkpointed"] == 1
         assert row["seconds"].keys() == row["of_checkpointed"].keys() == {"stored", "checkpointed", "8 bits", "4 bits"}
     assert [(row["tokens"], row["passages"]) for row in parts["similarity"]["rows"]] == [(8, 8), (16, 8)]
-    assert all(0.999 < row["least_cosine"] <= row["cosine"] <= 1 for row in parts["similarity"]["rows"])
+    assert all(0.9999 < row["least_cosine"] <= row["cosine"] <= 1 for row in parts["similarity"]["rows"])
 
 
 def test_all_learn_from_the_same_batches(parts):
@@ -80,7 +86,7 @@ def test_all_learn_from_the_same_batches(parts):
         assert checkpointed["accuracy"] == original["accuracy"]
         assert checkpointed["kept_bytes"] < original["kept_bytes"]
         assert reversible["losses"] != original["losses"]
-        assert reversible["losses"] == pytest.approx(original["losses"], abs=0.01)
+        assert reversible["losses"] == pytest.approx(original["losses"], abs=1e-4)
         assert {"deployed", "agreement"} <= reversible.keys()
     summary = [(row["training"], row["method"]) for row in parts["accuracy"]["summary"]]
     assert summary == [(t, m) for t in ("full", "LoRA") for m in ("original", "checkpointed", "reversible", "deployed")]
