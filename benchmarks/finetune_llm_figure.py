@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from revzoo.display.figures.base import draw_heading, new_figure, save, simplify_axes
-from revzoo.display.style import INK, MODE_COLORS
+from revzoo.display.style import INK, MODE_COLORS, PALE
 
 _COLORS = {
     "stored": MODE_COLORS["store"],
@@ -16,8 +16,10 @@ _COLORS = {
     "8 bits": MODE_COLORS["invert"],
     "reversible": MODE_COLORS["invert"],
     "4 bits": MODE_COLORS["selective"],
+    "2 blocks a step": PALE,
     "deployed": MODE_COLORS["selective"],
 }
+_COUNTED = ("8 bits", "4 bits", "2 blocks a step")
 _WIDTH, _TOP, _PANEL, _GAP, _BELOW = 8.4, 1.0, 2.1, 0.95, 0.6  # [inch]
 _LEFT, _SPAN = 0.11, 0.87  # of the width
 
@@ -49,7 +51,7 @@ def plot(parts: Mapping[str, Any], path: str | Path) -> None:
 
 
 def _draw_memory(axes: Axes, part: Mapping[str, Any]) -> None:
-    labels, bars = list[str](), {name: list[float]() for name in ("8 bits", "4 bits")}
+    labels, bars = list[str](), {name: list[float]() for name in _COUNTED}
     for net in part["rows"]:
         methods = {row["method"]: row for row in net["methods"]}
         base = methods["checkpointed"]
