@@ -8,7 +8,6 @@ backward.
 
 import random
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 import revzoo
 from revzoo.bench.net import make_transformer_block
 from revzoo.planning.batch import BatchRow, find_best_batch
+from revzoo.planning.profiling.clock import make_clock
 from revzoo.planning.profiling.count import count_peak
 from revzoo.planning.solvers.problem import peak
 from revzoo.planning.solvers.timeline import minimize_peak
@@ -126,14 +126,13 @@ def planned_time(quick: bool) -> dict[str, Any]:
 
 
 def step_seconds(model: nn.Module, batch: Any) -> float:
-    """Run one forward and backward; return the seconds."""
+    """Run one forward and backward; return the seconds of the clock that plans are made with."""
+    clock = make_clock(torch.device(_device()))
     model.zero_grad()
-    _wait()
-    begin = time.perf_counter()
+    begin = clock.mark()
     outputs = model(*batch)
     torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
-    _wait()
-    return time.perf_counter() - begin
+    return clock.measure(begin, clock.mark())
 
 
 def paper(quick: bool) -> dict[str, Any]:
@@ -199,8 +198,3 @@ def _row(row: BatchRow) -> dict[str, Any]:
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
