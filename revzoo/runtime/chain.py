@@ -24,25 +24,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from revzoo.bijection import Bijection
-from revzoo.errors import InputError, RecoveryError, ScheduleError
+from revzoo.errors import InputError, ScheduleError
 from revzoo.registry import couplings
+from revzoo.runtime.chain_link import call_step, run_link, watch_range
 from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, ChainGrowth, Drift
 from revzoo.runtime.exact import Grid, has_value, require_exact
-from revzoo.runtime.layer_rules import find_layers
-from revzoo.runtime.layerwise import LayerwiseCall
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
-from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.pair_update import PairUpdate, Step
-from revzoo.runtime.recorded_call import RecordedCall, Recoverer
-from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.strides import is_dense
-from revzoo.runtime.tape import InvertedSegment, SavedInputs
+from revzoo.runtime.tape import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 
@@ -221,7 +217,7 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
         raise InputError("A coupling with b = 0 has no inverse: it forgets the older stream.")
     grid, pair = _start(links, y1, y2, exact)
     for link in reversed(links):
-        out = _call(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
+        out = call_step(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
         pair = PairUpdate(link, grid).invert(pair, out)
     return pair
 
@@ -231,9 +227,9 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
     for link in links:
         out = None  # free the output of the previous step before this one runs
         if isinstance(link, Step):
-            out = _call(link, pair, side)
+            out = call_step(link, pair, side)
         pair = PairUpdate(link, grid).advance(pair, out)
-        _watch(grid, pair, link)
+        watch_range(grid, pair, link)
     return pair
 
 
@@ -260,25 +256,7 @@ def _run_recorded(
     if grid is None:
         _refuse_growing_errors(links, x1.dtype)
     for link in links:
-        # A bijection before the first inverted step is never undone, so its update keeps nothing.
-        call, out, update = None, None, PairUpdate(link, grid, will_invert=segment is not None)
-        if isinstance(link, Step):
-            if link.mode != "invert" and segment is not None:
-                segment.end(pair)
-                segment = None
-            elif link.mode == "invert" and segment is None:
-                segment = InvertedSegment(exact=grid is not None)
-            if link.mode != "store":
-                call = _record(link, settings, side, grid, watched=link.mode != "invert" or not update.will_invert)
-            out = _call(link, pair, side, call, segment or SavedInputs(pair[1:]), lookahead)
-        before, pair = pair, update.advance(pair, out)
-        if segment is not None:
-            segment.append(update, call, before)
-            if drift is not None and call is not None:
-                with torch.no_grad():
-                    drift.add(before[0], update.invert(pair, out)[0])
-        _watch(grid, pair, link)
-        del before
+        pair, segment = run_link(link, pair, segment, settings, grid, side=side, lookahead=lookahead, drift=drift)
     if segment is not None:
         segment.end(pair)
     if grid is not None:
@@ -286,15 +264,6 @@ def _run_recorded(
     if drift is not None:
         drift.warn()
     return pair
-
-
-def _record(step: Step, settings: Settings, side: Any, grid: Grid | None, watched: bool) -> RecordedCall:
-    """Return the call of a step that is about to be run for the first time."""
-    # On a grid every bit is rebuilt, which the inverses of layers do not do.
-    layers = find_layers(step.f) if step.mode == "invert" and side is None and grid is None else None
-    if layers is not None:
-        return LayerwiseCall(cast(nn.Module, step.f), step.name, settings, layers, watched)
-    return RecordedCall(step.f, step.name, settings, side, selective=step.mode == "selective", watched=watched)
 
 
 def _refuse_growing_errors(links: Sequence[Step | Bijection], dtype: torch.dtype) -> None:
@@ -335,55 +304,6 @@ def _start(
 def _dense(x: Tensor) -> Tensor:
     """Return x without gaps in memory, as inversion will return it: a compiled step relies on the strides of its first run."""
     return x if is_dense(x) else x.clone()
-
-
-def _watch(grid: Grid | None, pair: Pair, link: Step | Bijection) -> None:
-    if grid is not None:
-        grid.watch(pair[1], f"after {link.name if isinstance(link, Step) else type(link).__name__}")
-
-
-def _call(
-    step: Step,
-    pair: Pair,
-    side: Any,
-    call: RecordedCall | None = None,
-    recoverer: Recoverer | None = None,
-    lookahead: Lookahead | None = None,
-) -> Tensor:
-    """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
-    unversioned = torch.compiler.is_compiling() or pair[1].is_inference()
-    version = None if unversioned else pair[1]._version
-    begin_call(step.f, pair[1:], pair)
-    try:
-        if call is not None and recoverer is not None:
-            out = call.first_run(recoverer, pair[1], lookahead=lookahead)
-        else:
-            out = step.f(pair[1]) if side is None else step.f(pair[1], side)
-    except RuntimeError as error:
-        if "DTensor" in str(error) and isinstance(step.f, nn.Module) and is_sharded(*step.f.parameters()):
-            raise RecoveryError(
-                f"{step.name} has sharded parameters that are not gathered: the chain calls each step itself, so shard every "
-                "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
-            ) from error
-        raise
-    end_call(step.f, out)
-    if version is not None and pair[1]._version != version:
-        raise InputError(
-            f"{step.name} changes its input in place, and with it the stream. Replace the in-place operation at its "
-            "beginning, for example ReLU(inplace=True), by one that returns a new tensor."
-        )
-    if not isinstance(out, Tensor) or out.shape != pair[0].shape:
-        received = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise InputError(
-            f"{step.name} must return a tensor shaped like the stream it is added to, {tuple(pair[0].shape)}. "
-            f"Received: {received}."
-        )
-    if out.is_complex():
-        raise InputError(
-            f"{step.name} must return a real tensor, like the stream it is added to. Received: {out.dtype}. Return its real "
-            "part, or a real tensor of both parts (torch.view_as_real)."
-        )
-    return out
 
 
 def _per_step(coupling: str | Coupling | Sequence[Coupling], count: int) -> tuple[Coupling, ...]:

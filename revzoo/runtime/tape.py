@@ -175,6 +175,11 @@ class InvertedSegment:
         """Whether it has no call yet."""
         return self._first is None
 
+    @property
+    def length(self) -> int:
+        """The number of its items."""
+        return len(self._items)
+
     def append(self, update: Update, call: RecordedCall | None, before: States) -> None:
         """Add the next step, bijection or layer, in the order of forward.
 

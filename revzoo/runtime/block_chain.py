@@ -1,0 +1,343 @@
+"""The blocks of an ordinary network as the steps of a chain, while the network's own code goes on calling them one by one.
+
+    for block in self.layers:                      x is w[k], and the block returns
+        x = block(x, mask, rope)                   w[k+1] = a w[k] + b w[k-1] + c f(w[k])        f is the whole block
+
+What stands in place of a block's `forward` finds w[k-1] by the tensor that it is given: the one that the block before it has
+returned. So the loop may pass other arguments to every block, take what else the blocks return, collect the states, leave
+out blocks, or stop early. A block that is given another tensor begins a new chain, with w[k-1] = w[k], in which its first
+step is the block itself: w[k+1] = (a + b) w[k] + c f(w[k]).
+
+States are on a grid, in float32 or float64. A block is given its state in the dtype of the tensor that it was called with, and
+what it returns has the dtype that the block by itself returns.
+
+Hooks of a block are outside of its step: they run once, and see states.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from threading import local
+from typing import Any, NamedTuple, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from revzoo.errors import InputError
+from revzoo.runtime.chain_link import call_step, run_link, watch_range
+from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.coupling import Coupling, Pair
+from revzoo.runtime.drift import HALF
+from revzoo.runtime.exact import Grid
+from revzoo.runtime.pair_update import PairUpdate, Step
+from revzoo.runtime.schedule import Applicable, Mode, check_schedule
+from revzoo.runtime.settings import Settings
+from revzoo.runtime.tape import InvertedSegment
+from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
+from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+
+
+class BlockChain:
+    """What the steps of one list of blocks share.
+
+    Args:
+        path: of the list in the network.
+        length: number of blocks.
+        coupling: of every step; it keeps bits.
+    """
+
+    def __init__(self, path: str, length: int, coupling: Coupling):
+        self.path = path
+        self.length = length
+        self.coupling = coupling
+        self.schedule = "invert"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the blocks in the network."""
+        return [f"{self.path}.{i}" for i in range(self.length)]
+
+    @property
+    def schedule(self) -> list[Mode]:
+        """The mode of every block. Assign a list, or the name of one mode for all."""
+        return list(self._schedule)
+
+    @schedule.setter
+    def schedule(self, modes: Sequence[str] | str) -> None:
+        assert not isinstance(modes, Applicable)
+        self._schedule = check_schedule(modes, self.names)
+
+
+@dataclass
+class _Returned:
+    """What a block has returned in its first run."""
+
+    value: Any = None
+    dtype: torch.dtype | None = None
+
+
+class _Arguments(NamedTuple):
+    """The side input of a step: with what its block was called besides the state, whose place is empty.
+
+    Args:
+        positional: of the call.
+        keywords: of the call.
+        key: the keyword of the state; None if it is the first positional argument.
+        dtype: in which the block is given the state.
+        returned: gets what the block returns, in a first run.
+    """
+
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+    key: str | None
+    dtype: torch.dtype
+    returned: _Returned
+
+
+@dataclass
+class _Place:
+    """Where in a chain a tensor stands that a block has returned.
+
+    Args:
+        chain: the chain.
+        previous: w[k-1].
+        current: w[k], if that is another tensor than the one returned.
+        segment: the inverted steps that end here.
+        length: of the segment, which has grown since if the tensor was given to a block before.
+        version: of the tensor returned.
+    """
+
+    chain: BlockChain
+    previous: Tensor
+    current: Tensor | None
+    segment: InvertedSegment | None
+    version: int
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = 0 if self.segment is None else self.segment.length
+
+
+_places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the tensors that blocks have returned
+_latest = local()  # in this thread: the tensor that a block returned last
+
+
+class BlockStep(nn.Module):
+    """A step of a chain whose f is a block of a network; it stands in place of the block's `forward`.
+
+    The network does not know it: it is no submodule, and changes no keys.
+
+    Args:
+        block: the block.
+        chain: what it shares with the other blocks of its list.
+        index: its place in the list.
+    """
+
+    def __init__(self, block: nn.Module, chain: BlockChain, index: int):
+        super().__init__()
+        self.block = block
+        self.chain = chain
+        self.index = index
+        self._own_forward = block.__dict__.get("forward")
+
+    def install(self) -> None:
+        """Stand in place of the block's `forward`."""
+        self.block.__dict__["forward"] = self.call
+
+    def remove(self) -> None:
+        """Give the block its own `forward` back."""
+        if self._own_forward is None:
+            del self.block.__dict__["forward"]
+        else:
+            self.block.__dict__["forward"] = self._own_forward
+
+    @property
+    def name(self) -> str:
+        """The block's name in the network."""
+        return f"{self.chain.path}.{self.index}"
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block returns, with the next state of the chain in place of its own."""
+        x, key = self._find_state(args, kwargs)
+        if getattr(self.block, "gradient_checkpointing", False) and self.training_now and torch.is_grad_enabled():
+            raise InputError(
+                f"{self.name} is reversible and keeps no activations, so there is nothing to checkpoint. Received: gradient "
+                "checkpointing. Call model.gradient_checkpointing_disable()."
+            )
+        arguments = _Arguments(
+            args if key else (None, *args[1:]), {**kwargs, key: None} if key else kwargs, key, x.dtype, _Returned()
+        )
+        if torch.is_grad_enabled() and not is_exporting():
+            return self._run_recorded(x, arguments)
+        return self._run_plain(x, arguments)
+
+    def forward(self, state: Tensor, arguments: _Arguments) -> Tensor:
+        """Return f(w[k]): what the block returns in place of the state that it is given."""
+        positional, keywords, key, dtype, returned = arguments
+        state = state.to(dtype)
+        if key is None:
+            positional = (state, *positional[1:])
+        else:
+            keywords = {**keywords, key: state}
+        if self._own_forward is None:
+            value = type(self.block).forward(self.block, *positional, **keywords)
+        else:
+            value = self._own_forward(*positional, **keywords)
+        out = _get_state(value)
+        if not isinstance(out, Tensor):
+            raise InputError(
+                f"{self.name} must return its new state, alone or first among its results. Received: "
+                f"{type(value).__name__}{'' if out is value else f' that begins with {type(out).__name__}'}."
+            )
+        returned.value, returned.dtype = value, out.dtype
+        return out
+
+    @property
+    def training_now(self) -> bool:
+        """Whether the block is in training mode."""
+        return self.block.training
+
+    def _find_state(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, str | None]:
+        """Return the state that the block is given, and its keyword, if it has one."""
+        key = None
+        if not args:
+            parameters = list(inspect.signature(type(self.block).forward).parameters)[1:]
+            key = next((name for name in parameters if name in kwargs), None)
+        x = kwargs.get(key) if key is not None else args[0] if args else None
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            received = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(
+                f"{self.name} is a step of a reversible chain, whose first argument is the state, a floating-point tensor. "
+                f"Received: {received}. Make another list of blocks reversible."
+            )
+        return x, key
+
+    def _run_plain(self, x: Tensor, arguments: _Arguments) -> Any:
+        _, pair, grid = self._begin(x, will_invert=False)
+        link = Step(self, self.name, self.chain.coupling, "store")
+        pair = PairUpdate(link, grid).advance(pair, call_step(link, pair, arguments))
+        watch_range(grid, pair, link)
+        return self._end(pair, None, arguments.returned)
+
+    @exclude_from_compilation
+    def _run_recorded(self, x: Tensor, arguments: _Arguments) -> Any:
+        if must_store():
+            return self._run_plain(x, arguments)
+        mode = self.chain._schedule[self.index]
+        if mode != "store":
+            refuse_to_drop(f"Set the schedule of {self.name} to 'store'")
+            arguments, may_repeat = self._leave_out_caches(arguments)
+            mode = mode if may_repeat else "store"
+        place, pair, grid = self._begin(x, will_invert=mode == "invert")
+        if place is None:
+            send_comparisons()
+            judge_arrived()
+        segment = None if place is None or place.segment is None else place.segment
+        if segment is not None and place is not None and segment.length != place.length:
+            segment = None  # another block has been called with x, too
+        link = Step(self, self.name, self.chain.coupling, mode)
+        pair, segment = run_link(link, pair, segment, Settings(x.device), grid, side=arguments)
+        if segment is not None:
+            segment.end(pair)
+        grid.end_forward()
+        return self._end(pair, segment, arguments.returned)
+
+    def _begin(self, x: Tensor, will_invert: bool) -> tuple[_Place | None, Pair, Grid]:
+        """Return where x stands in the chain, if it stands there, the pair of states, and a grid."""
+        refuse_exact_derivatives()
+        dtype = torch.float32 if x.dtype in HALF else x.dtype
+        grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert)
+        place = _find_place(x, self.chain)
+        if place is not None and place.previous.dtype == dtype:
+            return place, (place.previous, x if place.current is None else place.current), grid
+        first = grid.round(x)
+        grid.watch(first, f"as the input of {self.name}")
+        return None, (first, first), grid
+
+    def _end(self, pair: Pair, segment: InvertedSegment | None, returned: _Returned) -> Any:
+        """Return what the block has returned, with the newer state in place of its own."""
+        value, dtype = returned.value, cast(torch.dtype, returned.dtype)
+        returned.value = None  # the graph holds it
+        y = pair[1].to(dtype)
+        if self.index + 1 < self.chain.length and not torch.compiler.is_compiling():
+            version = 0 if y.is_inference() else y._version
+            _places[y] = _Place(self.chain, pair[0], None if y is pair[1] else pair[1], segment, version)
+            _latest.tensor = ref(y)
+        return _replace_state(value, y)
+
+    def _leave_out_caches(self, arguments: _Arguments) -> tuple[_Arguments, bool]:
+        """Return the arguments without a cache of keys and values, and whether the block may run a second time.
+
+        It writes into a cache, which a second run must not do again. An empty one that a network makes in training is for
+        nobody to read, so it stays empty; with any other, the block is run once.
+        """
+        caches = [x for x in (*arguments.positional, *arguments.keywords.values()) if _is_cache(x)]
+        if not caches:
+            return arguments, True
+        if not self.training_now or any(cache.get_seq_length() for cache in caches):
+            return arguments, False
+        positional = tuple(None if _is_cache(x) else x for x in arguments.positional)
+        keywords = {key: None if _is_cache(x) else x for key, x in arguments.keywords.items()}
+        return arguments._replace(positional=positional, keywords=keywords), True
+
+
+def get_step(block: nn.Module) -> BlockStep | None:
+    """Return the step that stands in place of a block's `forward`, if one does."""
+    step = getattr(block.__dict__.get("forward"), "__self__", None)
+    return step if isinstance(step, BlockStep) else None
+
+
+def _find_place(x: Tensor, chain: BlockChain) -> _Place | None:
+    """Return where x stands in a chain; None for a tensor that no block of it has returned, or that has changed since."""
+    if torch.compiler.is_compiling():
+        return None
+    place = _places.get(x)
+    if place is None and (returned := _find_wrapped(x)) is not None:
+        place = _places.get(returned)
+    if place is None or place.chain is not chain or (not x.is_inference() and x._version != place.version):
+        return None
+    if torch.is_grad_enabled() and place.previous.requires_grad and not x.requires_grad:
+        return None  # detached
+    return cast(_Place, place)
+
+
+def _find_wrapped(x: Tensor) -> Tensor | None:
+    """Return the latest tensor of a block of which x is another name, to which FSDP has added a node of the graph."""
+    latest = getattr(_latest, "tensor", None)
+    y: Tensor | None = None if latest is None else latest()
+    if y is None or x.grad_fn is None or y.grad_fn is None or x.data_ptr() != y.data_ptr() or x.stride() != y.stride():
+        return None
+    return y if any(node is y.grad_fn for node, _ in x.grad_fn.next_functions) and x.shape == y.shape else None
+
+
+def _is_cache(x: Any) -> bool:
+    return not isinstance(x, type) and callable(getattr(x, "get_seq_length", None)) and callable(getattr(x, "update", None))
+
+
+def _get_state(value: Any) -> Any:
+    """Return the state among what a block returns: the first of a tuple, mapping or dataclass."""
+    if isinstance(value, tuple | list):
+        return value[0] if value else None
+    if isinstance(value, Mapping):
+        return next(iter(value.values()), None)
+    if is_dataclass(value) and (names := [f.name for f in fields(value)]):
+        return getattr(value, names[0])
+    return value
+
+
+def _replace_state(value: Any, state: Tensor) -> Any:
+    """Return what a block returns with another state."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return cast(Any, value)._replace(**{value._fields[0]: state})
+    if isinstance(value, tuple | list):
+        return type(value)((state, *value[1:]))
+    if isinstance(value, Mapping):
+        changed = copy(cast(Any, value))
+        changed[next(iter(value))] = state
+        return changed
+    if is_dataclass(value):
+        return replace(cast(Any, value), **{fields(value)[0].name: state})
+    return state
