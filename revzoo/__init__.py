@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from revzoo.conversion.export import export
     from revzoo.conversion.inplace_abn import inplace_abn_
     from revzoo.conversion.report import ConvertReport
+    from revzoo.conversion.reversible import ReversibleReport, ordinary_, reversible_
     from revzoo.model.builder import build
     from revzoo.model.compile_steps import compile_steps
     from revzoo.model.create import create
@@ -35,6 +36,7 @@ _HOMES = {
     "PixelReport": "revzoo.analysis.bytes_per_pixel",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profiling.profile",
+    "ReversibleReport": "revzoo.conversion.reversible",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
     "build": "revzoo.model.builder",
@@ -48,10 +50,12 @@ _HOMES = {
     "load_spec": "revzoo.spec",
     "measure_memory": "revzoo.analysis.memory_report",
     "measure_numerics": "revzoo.analysis.numerics",
+    "ordinary_": "revzoo.conversion.reversible",
     "plan": "revzoo.planning.planner",
     "profile": "revzoo.planning.profiling.profile",
     "reforward": "revzoo.planning.reforwarding.planner",
     "release": "revzoo.planning.reforwarding.module_plan",
+    "reversible_": "revzoo.conversion.reversible",
     "solve": "revzoo.planning.planner",
     "verify": "revzoo.analysis.verify",
 }
@@ -65,6 +69,7 @@ __all__ = [
     "PixelReport",
     "Plan",
     "Profile",
+    "ReversibleReport",
     "Spec",
     "VerifyReport",
     "build",
@@ -78,10 +83,12 @@ __all__ = [
     "load_spec",
     "measure_memory",
     "measure_numerics",
+    "ordinary_",
     "plan",
     "profile",
     "reforward",
     "release",
+    "reversible_",
     "solve",
     "verify",
 ]

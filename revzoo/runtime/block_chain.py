@@ -162,10 +162,11 @@ class BlockStep(nn.Module):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, with the next state of the chain in place of its own."""
         x, key = self._find_state(args, kwargs)
-        if getattr(self.block, "gradient_checkpointing", False) and self.training_now and torch.is_grad_enabled():
+        if getattr(self.block, "gradient_checkpointing", False) and self.block.training and torch.is_grad_enabled():
             raise InputError(
                 f"{self.name} is reversible and keeps no activations, so there is nothing to checkpoint. Received: gradient "
-                "checkpointing. Call model.gradient_checkpointing_disable()."
+                "checkpointing. Switch it off with model.activation_checkpointing_disable(), or "
+                "gradient_checkpointing_disable() in older versions."
             )
         arguments = _Arguments(
             args if key else (None, *args[1:]), {**kwargs, key: None} if key else kwargs, key, x.dtype, _Returned()
@@ -186,7 +187,7 @@ class BlockStep(nn.Module):
             value = type(self.block).forward(self.block, *positional, **keywords)
         else:
             value = self._own_forward(*positional, **keywords)
-        out = _get_state(value)
+        out = get_state(value)
         if not isinstance(out, Tensor):
             raise InputError(
                 f"{self.name} must return its new state, alone or first among its results. Received: "
@@ -194,11 +195,6 @@ class BlockStep(nn.Module):
             )
         returned.value, returned.dtype = value, out.dtype
         return out
-
-    @property
-    def training_now(self) -> bool:
-        """Whether the block is in training mode."""
-        return self.block.training
 
     def _find_state(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, str | None]:
         """Return the state that the block is given, and its keyword, if it has one."""
@@ -227,10 +223,11 @@ class BlockStep(nn.Module):
         if must_store():
             return self._run_plain(x, arguments)
         mode = self.chain._schedule[self.index]
+        arguments, may_repeat = self._leave_out_caches(arguments)
+        if not may_repeat:
+            mode = "store"
         if mode != "store":
             refuse_to_drop(f"Set the schedule of {self.name} to 'store'")
-            arguments, may_repeat = self._leave_out_caches(arguments)
-            mode = mode if may_repeat else "store"
         place, pair, grid = self._begin(x, will_invert=mode == "invert")
         if place is None:
             send_comparisons()
@@ -272,12 +269,12 @@ class BlockStep(nn.Module):
         """Return the arguments without a cache of keys and values, and whether the block may run a second time.
 
         It writes into a cache, which a second run must not do again. An empty one that a network makes in training is for
-        nobody to read, so it stays empty; with any other, the block is run once.
+        nobody to read, so it stays empty, in every mode alike; with any other, the block is run once.
         """
         caches = [x for x in (*arguments.positional, *arguments.keywords.values()) if _is_cache(x)]
         if not caches:
             return arguments, True
-        if not self.training_now or any(cache.get_seq_length() for cache in caches):
+        if not self.block.training or any(cache.get_seq_length() for cache in caches):
             return arguments, False
         positional = tuple(None if _is_cache(x) else x for x in arguments.positional)
         keywords = {key: None if _is_cache(x) else x for key, x in arguments.keywords.items()}
@@ -288,6 +285,17 @@ def get_step(block: nn.Module) -> BlockStep | None:
     """Return the step that stands in place of a block's `forward`, if one does."""
     step = getattr(block.__dict__.get("forward"), "__self__", None)
     return step if isinstance(step, BlockStep) else None
+
+
+def get_state(value: Any) -> Any:
+    """Return the state among what a block returns: all of it, or the first of a tuple, mapping or dataclass."""
+    if isinstance(value, tuple | list):
+        return value[0] if value else None
+    if isinstance(value, Mapping):
+        return next(iter(value.values()), None)
+    if is_dataclass(value) and (names := [f.name for f in fields(value)]):
+        return getattr(value, names[0])
+    return value
 
 
 def _find_place(x: Tensor, chain: BlockChain) -> _Place | None:
@@ -315,17 +323,6 @@ def _find_wrapped(x: Tensor) -> Tensor | None:
 
 def _is_cache(x: Any) -> bool:
     return not isinstance(x, type) and callable(getattr(x, "get_seq_length", None)) and callable(getattr(x, "update", None))
-
-
-def _get_state(value: Any) -> Any:
-    """Return the state among what a block returns: the first of a tuple, mapping or dataclass."""
-    if isinstance(value, tuple | list):
-        return value[0] if value else None
-    if isinstance(value, Mapping):
-        return next(iter(value.values()), None)
-    if is_dataclass(value) and (names := [f.name for f in fields(value)]):
-        return getattr(value, names[0])
-    return value
 
 
 def _replace_state(value: Any, state: Tensor) -> Any:

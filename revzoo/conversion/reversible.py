@@ -1,0 +1,193 @@
+"""Make a network reversible where it stands: its blocks become the steps of a chain, and it stays what it is.
+
+Class, parameters, state-dict keys and configuration are those of the network; only the `forward` of each block is another one
+(`runtime/block_chain.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from revzoo.conversion.block_lists import choose_lists
+from revzoo.conversion.similarity import BlockSurvey, Similarity, measure_similarity, run_network, survey_blocks
+from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
+from revzoo.runtime.block_chain import BlockChain, BlockStep, get_step
+from revzoo.runtime.coupling import Coupling, dual_residual, momentum
+
+BlockCoupling = Literal["momentum", "dual_residual"]
+_STATE_BYTES = 4  # of an element of a state, in float32
+_LEAST_SHARE = 0.1  # of a block's input in what it returns, as a cosine: below it, the block is no residual map
+
+
+@dataclass(frozen=True)
+class ReversibleReport:
+    """What `reversible_` did with a network.
+
+    Args:
+        model: its class.
+        chains: the lists of blocks that are chains now. Each has a `schedule`, the mode of every block.
+        blocks: the class of the blocks of each.
+        coupling: name of the coupling.
+        kept_bits: bits kept of every element of a state and step.
+        similarity: of the outputs on the batch, before and after; None without a batch.
+        left: paths of the other lists of such blocks.
+    """
+
+    model: str
+    chains: tuple[BlockChain, ...] = field(repr=False, compare=False)
+    blocks: tuple[str, ...]
+    coupling: str
+    kept_bits: int
+    similarity: Similarity | None
+    left: tuple[str, ...]
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of all chains."""
+        return sum(chain.length for chain in self.chains)
+
+    @property
+    def kept_bytes_per_element(self) -> tuple[float, ...]:
+        """What each chain keeps from forward to backward: bytes for every element of its state, all steps together."""
+        # Two states, and the bits of every step but the first: the state before that one is not needed again.
+        return tuple(2 * _STATE_BYTES + (chain.length - 1) * self.kept_bits / 8 for chain in self.chains)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
+        for chain, block, size in zip(self.chains, self.blocks, self.kept_bytes_per_element, strict=True):
+            stored = _STATE_BYTES * chain.length
+            lines.append(
+                f"{chain.path}: {chain.length} steps, each a {block}; they keep {size:g} bytes for every element of the state "
+                f"(their inputs alone would be {stored} in float32, {stored // 2} in half precision), on a grid of "
+                f"2^-{chain.coupling.fraction_bits or 16}"
+            )
+        if self.similarity is not None:
+            lines.append(str(self.similarity))
+        if self.left:
+            lines.append(f"left as they are: {join_names(self.left)}; name them to make them reversible, too")
+        return "\n".join(lines)
+
+
+def reversible_(
+    model: nn.Module,
+    *paths: str,
+    batch: Any = None,
+    coupling: BlockCoupling = "momentum",
+    kept_bits: int = 8,
+    fraction_bits: int | None = None,
+) -> ReversibleReport:
+    """Change a network in place so that its blocks are the steps of reversible chains, rebuilt in backward.
+
+    Class, parameters, state-dict keys and configuration stay, so the network goes on with its Trainer, peft, `generate` and
+    `save_pretrained`. Its function becomes w[k+1] = f(w[k]) + 2^-kept_bits (w[k] - w[k-1]), where f is a whole block: with 8
+    bits very nearly the original one. Gradients are exact. Not worth it for few blocks, or where weights fill the memory.
+
+    Args:
+        model: an ordinary network, before it is compiled.
+        paths: of lists of blocks (ModuleList or Sequential) in it, such as "model.layers". None: the longest list of blocks of
+            one class and size; the report says which.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments. With one, the network is
+            run on it before and after: the report says how much its outputs differ, and each chain has a grid that fits its
+            states.
+        coupling: "momentum", or "dual_residual", w[k+1] = f(w[k]) + 2^-kept_bits w[k-1].
+        kept_bits: from 1 to 8: fewer keep less, and change the function more.
+        fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
+            what fits the batch.
+    Raises:
+        UnknownNameError: no list of blocks of this path, or no such coupling.
+        InputError: a network that is compiled, planned, checkpointed or reversible already; a path or number that is none.
+        ConversionError: a block that cannot be a step, with the reason. The network is then as it was.
+    Cost: two states for each chain, kept_bits for each element and step, and one extra forward of each block.
+    """
+    chosen, others = choose_lists(model, paths)
+    _require_numbers(coupling, kept_bits, fraction_bits)
+    surveys = {} if batch is None else survey_blocks(model, chosen, batch)
+    _require_residual_maps(surveys)
+    before = None if batch is None else run_network(model, batch)
+    chains, steps = list[BlockChain](), list[BlockStep]()
+    for path, blocks in chosen.items():
+        digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
+        chain = BlockChain(path, len(blocks), _make_coupling(coupling, kept_bits, digits))
+        chains.append(chain)
+        steps += [BlockStep(block, chain, i) for i, block in enumerate(blocks)]
+    similarity = None
+    with _all_or_nothing(steps):
+        if before is not None:
+            similarity = measure_similarity(before, run_network(model, batch), batch)
+    return ReversibleReport(
+        type(model).__name__,
+        tuple(chains),
+        tuple(type(blocks[0]).__name__ for blocks in chosen.values()),
+        coupling,
+        kept_bits,
+        similarity,
+        tuple(others),
+    )
+
+
+def ordinary_(model: nn.Module) -> None:
+    """Undo `reversible_`: the network computes and keeps what it did before. Its weights stay as they are now.
+
+    Args:
+        model: a network that `reversible_` changed.
+    Raises:
+        InputError: it has no reversible blocks.
+    """
+    steps = list(_find_steps(model))
+    if not steps:
+        raise InputError(
+            f"No block of this {type(model).__name__} was made reversible by reversible_, so nothing can be undone."
+        )
+    for step in steps:
+        step.remove()
+
+
+def find_block_chains(model: nn.Module) -> dict[str, BlockChain]:
+    """Return the chains that `reversible_` made of lists of blocks, by the path of the list."""
+    return {step.chain.path: step.chain for step in _find_steps(model)}
+
+
+def _find_steps(model: nn.Module) -> Iterator[BlockStep]:
+    return (step for module in model.modules() if (step := get_step(module)) is not None)
+
+
+def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | None) -> Coupling:
+    """Return the coupling of steps whose f contains its own residual."""
+    if name == "momentum":
+        return momentum(gain=1.0, residual=False, kept_bits=kept_bits, fraction_bits=fraction_bits)
+    return dual_residual(alpha=0.0, kept_bits=kept_bits, fraction_bits=fraction_bits)
+
+
+def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None) -> None:
+    if coupling not in get_args(BlockCoupling):
+        raise UnknownNameError("coupling of blocks", coupling, get_args(BlockCoupling))
+    if not isinstance(kept_bits, int) or not 1 <= kept_bits <= 8:
+        raise InputError(f"kept_bits is an integer from 1 to 8. Received: {kept_bits!r}.")
+    if fraction_bits is not None and not (isinstance(fraction_bits, int) and 4 <= fraction_bits <= 40):
+        raise InputError(f"fraction_bits is an integer from 4 to 40. Received: {fraction_bits!r}.")
+
+
+def _require_residual_maps(surveys: dict[str, BlockSurvey]) -> None:
+    for survey in surveys.values():
+        name, share = min(survey.shares.items(), key=lambda item: item[1], default=("", 1.0))
+        if share < _LEAST_SHARE:
+            raise ConversionError(
+                f"{name} is no residual map: what it returns has a cosine of {share:.2f} with what it is given. A step adds "
+                "2^-kept_bits of its input to what the block returns, which would be noise to the next one. Name another list."
+            )
+
+
+@contextmanager
+def _all_or_nothing(steps: Sequence[BlockStep]) -> Iterator[None]:
+    """Have steps stand in place of their blocks; if something fails, give all of them back what they had."""
+    for step in steps:
+        step.install()
+    try:
+        yield
+    except BaseException:
+        for step in steps:
+            step.remove()
+        raise

@@ -1,0 +1,180 @@
+"""Run a network on a batch before and after it is made reversible: its states, and how alike its outputs are."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.analysis.dry_run import call, mark_python_streams
+from revzoo.conversion.block_lists import BlockLists
+from revzoo.errors import ConversionError, InputError
+from revzoo.runtime.block_chain import get_state
+from revzoo.runtime.nested import tensors_in
+
+_OUTPUTS = ("logits", "last_hidden_state", "pooler_output")  # the first that an output of Transformers has
+_DIGITS = 24  # of a float32
+_USUAL_FRACTION_BITS = 16
+_ROOM = 4  # binary digits that states may grow by in training
+_RESOLUTION = 13  # binary digits of the smallest row of a state
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """How alike the outputs of a network are before and after, on one batch, in eval mode.
+
+    Args:
+        cosine: of the outputs, the mean over rows (tokens or examples).
+        least_cosine: the smallest.
+        agreement: share of the examples whose nearest neighbour in the batch is the same one; None for fewer than 3.
+        examples: number of examples.
+    """
+
+    cosine: float
+    least_cosine: float
+    agreement: float | None
+    examples: int
+
+    def __str__(self) -> str:
+        neighbour = "" if self.agreement is None else f", the same nearest neighbour for {self.agreement:.1%}"
+        return (
+            f"outputs before and after, {self.examples} examples: cosine {self.cosine:.6f}, at least {self.least_cosine:.6f}"
+            f"{neighbour}"
+        )
+
+
+@dataclass
+class BlockSurvey:
+    """The states of one list of blocks, on a batch.
+
+    Args:
+        largest: magnitude of an element.
+        smallest: root mean square of a row that is not zero.
+        shares: the cosine of what each block returns and what it is given.
+    """
+
+    largest: float = 0.0
+    smallest: float = math.inf
+    shares: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def fraction_bits(self) -> int:
+        """Binary digits after the point with which a grid resolves the smallest row and holds the largest element."""
+        if not (self.largest and math.isfinite(self.largest) and math.isfinite(self.smallest)):
+            return _USUAL_FRACTION_BITS
+        wanted = max(_USUAL_FRACTION_BITS, _RESOLUTION - math.floor(math.log2(self.smallest)))
+        return min(wanted, _DIGITS - _ROOM - math.ceil(math.log2(self.largest)))
+
+    def add_state(self, state: Tensor) -> None:
+        """Consider a state."""
+        rows = state.detach().float()
+        sizes = rows.square().mean(-1).sqrt()
+        if (sizes > 0).any():
+            self.smallest = min(self.smallest, float(sizes[sizes > 0].min()))
+        self.largest = max(self.largest, float(rows.abs().max()))
+
+
+def survey_blocks(model: nn.Module, lists: BlockLists, batch: Any) -> dict[str, BlockSurvey]:
+    """Return what the states of lists of blocks are like, on a batch.
+
+    Raises:
+        ConversionError: a block changes the shape or dtype of its state, or writes into it.
+    """
+    surveys = {path: BlockSurvey() for path in lists}
+    with ExitStack() as stack:
+        for path, blocks in lists.items():
+            for i, block in enumerate(blocks):
+                for handle in _watch(block, f"{path}.{i}", surveys[path]):
+                    stack.callback(handle.remove)
+        run_network(model, batch)
+    if unused := [path for path, survey in surveys.items() if not survey.shares]:
+        raise ConversionError(f"The blocks of {unused[0]} are not called with this batch. Give one that uses them.")
+    return surveys
+
+
+def _watch(block: nn.Module, name: str, survey: BlockSurvey) -> Sequence[Any]:
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next((t for t in (*args[:1], *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
+        if x is not None:
+            given.append((x, x.clone()))
+
+    def after(_: nn.Module, args: tuple[Any, ...], value: Any) -> None:
+        if not given:
+            raise ConversionError(f"{name} is given no floating-point tensor, so it has no state.")
+        (x, state), out = given.pop(), get_state(value)
+        if not isinstance(out, Tensor):
+            raise ConversionError(f"{name} returns {type(value).__name__}, not a new state alone or first among its results.")
+        if out.shape != state.shape or out.dtype != state.dtype:
+            raise ConversionError(
+                f"{name} changes its state from {tuple(state.shape)}, {state.dtype} to {tuple(out.shape)}, {out.dtype}; a step "
+                "returns what fits the state. Name lists of blocks that do, such as the stages one by one."
+            )
+        if not torch.equal(x, state):
+            raise ConversionError(
+                f"{name} writes into what it is given, and a step must leave its state as it is. Replace the in-place "
+                "operation at its beginning (x += y, ReLU(inplace=True)) by one that returns a new tensor."
+            )
+        survey.add_state(state)
+        survey.add_state(out)
+        share = float(torch.cosine_similarity(out.float().flatten(), state.float().flatten(), dim=0))
+        survey.shares[name] = min(share, survey.shares.get(name, 1.0))
+
+    return block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)
+
+
+@torch.no_grad()
+def run_network(model: nn.Module, batch: Any) -> Tensor:
+    """Return the main output of a network in eval mode; no trace of the run remains.
+
+    Raises:
+        InputError: it returns no floating-point tensor.
+    """
+    with _in_eval(model), torch.random.fork_rng():
+        restore_streams = mark_python_streams()
+        try:
+            outputs = call(model, batch)
+        finally:
+            restore_streams()
+    tensors = [outputs.get(name) for name in _OUTPUTS] if isinstance(outputs, Mapping) else []
+    tensors += list(tensors_in(outputs))
+    main = next((t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1), None)
+    if main is None:
+        raise InputError(f"The network returns no rows that could be compared. Received: {type(outputs).__name__}.")
+    return main.float()
+
+
+def measure_similarity(before: Tensor, after: Tensor, batch: Any) -> Similarity:
+    """Compare two outputs on one batch; padded tokens, as `attention_mask` in the batch says, do not count."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    mask = torch.ones(before.shape[:-1]) if mask is None or mask.shape != before.shape[:-1] else mask
+    counts = mask.to(before.device).bool()
+    cosines = torch.cosine_similarity(before[counts], after[counts], dim=-1)
+    agreement = None
+    if len(before) > 2:
+        weights = counts[..., None]
+        pooled = [(x * weights).flatten(1, -2).sum(1) if x.dim() > 2 else x for x in (before, after)]
+        neighbours = [_find_neighbours(x) for x in pooled]
+        agreement = float((neighbours[0] == neighbours[1]).double().mean())
+    return Similarity(float(cosines.mean()), float(cosines.min()), agreement, len(before))
+
+
+def _find_neighbours(x: Tensor) -> Tensor:
+    """Return the place of the nearest neighbour of every row, by cosine."""
+    x = torch.nn.functional.normalize(x.double(), dim=-1)
+    return (x @ x.T).fill_diagonal_(-2.0).argmax(1)
+
+
+@contextmanager
+def _in_eval(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
