@@ -6,12 +6,11 @@ from torch import nn
 
 from revzoo.analysis.dry_run import find_chains, require_module
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
-from revzoo.runtime.block_chain import get_step
+from revzoo.runtime.block_chain import get_step, is_checkpointed
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.graph.captured_call import is_replaced
 
 BlockLists = dict[str, Sequence[nn.Module]]
-_CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")  # the flags of Transformers and of timm
 
 
 def choose_lists(model: nn.Module, paths: Sequence[str]) -> tuple[BlockLists, BlockLists]:
@@ -84,11 +83,11 @@ def _require_ordinary(model: nn.Module) -> None:
             raise InputError("The network has a plan. Call revzoo.release(model), then reversible_, then plan again.")
         raise InputError("A compiled network keeps what its compiler chose. Call reversible_ before torch.compile.")
     for name, module in model.named_modules():
-        if any(getattr(module, flag, False) is True for flag in _CHECKPOINTING):
+        if is_checkpointed(module):
             raise InputError(
                 "Gradient checkpointing keeps the input of every block, reversible blocks keep none. Received: both, for "
-                f"{name or type(model).__name__}. First call model.activation_checkpointing_disable(), "
-                "gradient_checkpointing_disable() in older versions, or timm's model.set_grad_checkpointing(False)."
+                f"{name or type(model).__name__}. First call model.activation_checkpointing_disable() of Transformers "
+                "(gradient_checkpointing_disable() in older versions), or model.set_grad_checkpointing(False) of timm."
             )
 
 

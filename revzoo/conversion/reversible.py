@@ -19,7 +19,6 @@ from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 
 BlockCoupling = Literal["momentum", "dual_residual"]
 _STATE_BYTES = 4  # of an element of a state, in float32
-_LEAST_SHARE = 0.1  # of a block's input in what it returns, as a cosine: below it, the block is no residual map
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,8 @@ def reversible_(
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
-        chain = BlockChain(path, len(blocks), _make_coupling(coupling, kept_bits, digits))
+        owner = model.get_submodule(path.rpartition(".")[0])
+        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits))
         chains.append(chain)
         steps += [BlockStep(block, chain, i) for i, block in enumerate(blocks)]
     similarity = None
@@ -172,12 +172,13 @@ def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None) -
 
 def _require_residual_maps(surveys: dict[str, BlockSurvey]) -> None:
     for survey in surveys.values():
-        name, share = min(survey.shares.items(), key=lambda item: item[1], default=("", 1.0))
-        if share < _LEAST_SHARE:
-            raise ConversionError(
-                f"{name} is no residual map: what it returns has a cosine of {share:.2f} with what it is given. A step adds "
-                "2^-kept_bits of its input to what the block returns, which would be noise to the next one. Name another list."
-            )
+        for name, share in survey.shares.items():
+            if share.is_missing:
+                raise ConversionError(
+                    f"{name} is no residual map: what it returns is {share.factor:.2f} times what it is given, and a rest that "
+                    "has nothing to do with it. A chain adds 2^-kept_bits of its input to what the block returns, which the "
+                    "next block would not understand. Name another list."
+                )
 
 
 @contextmanager

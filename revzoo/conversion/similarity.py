@@ -19,6 +19,7 @@ _OUTPUTS = ("logits", "last_hidden_state", "pooler_output")  # the first that an
 _DIGITS = 24  # of a float32
 _USUAL_FRACTION_BITS = 16
 _ROOM = 4  # binary digits that states may grow by in training
+_LEAST_FACTOR = 0.1  # of its input in what a residual block returns; norms make it smaller than 1
 _RESOLUTION = 13  # binary digits of the smallest row of a state
 
 
@@ -46,6 +47,31 @@ class Similarity:
         )
 
 
+@dataclass(frozen=True)
+class Share:
+    """How much of what a block is given there is in what it returns, by least squares.
+
+    Args:
+        factor: 1 in x + g(x) where g(x) has nothing to do with x.
+        noise: the standard deviation of the factor if the two had nothing to do with each other.
+    """
+
+    factor: float
+    noise: float
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is none, and not for want of elements to see it in."""
+        return self.factor < _LEAST_FACTOR and self.factor + 3 * self.noise < 0.5
+
+    @staticmethod
+    def of(state: Tensor, out: Tensor) -> "Share":
+        """Return the share of a state in what a block returned for it."""
+        x, y = state.double().flatten(), out.double().flatten()
+        size = float(x.norm()) or 1.0
+        return Share(float(x @ y) / size**2, float(y.norm()) / size / len(x) ** 0.5)
+
+
 @dataclass
 class BlockSurvey:
     """The states of one list of blocks, on a batch.
@@ -53,12 +79,12 @@ class BlockSurvey:
     Args:
         largest: magnitude of an element.
         smallest: root mean square of a row that is not zero.
-        shares: the cosine of what each block returns and what it is given.
+        shares: of what each block is given in what it returns, by the block's name.
     """
 
     largest: float = 0.0
     smallest: float = math.inf
-    shares: dict[str, float] = field(default_factory=dict)
+    shares: dict[str, Share] = field(default_factory=dict)
 
     @property
     def fraction_bits(self) -> int:
@@ -121,8 +147,7 @@ def _watch(block: nn.Module, name: str, survey: BlockSurvey) -> Sequence[Any]:
             )
         survey.add_state(state)
         survey.add_state(out)
-        share = float(torch.cosine_similarity(out.float().flatten(), state.float().flatten(), dim=0))
-        survey.shares[name] = min(share, survey.shares.get(name, 1.0))
+        survey.shares[name] = Share.of(state, out)
 
     return block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)
 

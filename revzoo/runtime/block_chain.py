@@ -39,18 +39,22 @@ from revzoo.runtime.tape import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 
+_CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")  # the flags of Transformers and of timm
+
 
 class BlockChain:
     """What the steps of one list of blocks share.
 
     Args:
         path: of the list in the network.
+        owner: the module that has the list.
         length: number of blocks.
         coupling: of every step; it keeps bits.
     """
 
-    def __init__(self, path: str, length: int, coupling: Coupling):
+    def __init__(self, path: str, owner: nn.Module, length: int, coupling: Coupling):
         self.path = path
+        self.owner = owner
         self.length = length
         self.coupling = coupling
         self.schedule = "invert"
@@ -162,11 +166,11 @@ class BlockStep(nn.Module):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, with the next state of the chain in place of its own."""
         x, key = self._find_state(args, kwargs)
-        if getattr(self.block, "gradient_checkpointing", False) and self.block.training and torch.is_grad_enabled():
+        if self.block.training and any(map(is_checkpointed, (self.block, self.chain.owner))):
             raise InputError(
-                f"{self.name} is reversible and keeps no activations, so there is nothing to checkpoint. Received: gradient "
-                "checkpointing. Switch it off with model.activation_checkpointing_disable(), or "
-                "gradient_checkpointing_disable() in older versions."
+                f"{self.name} is reversible, so there is no input that gradient checkpointing would have to keep. Received: "
+                "both. Switch it off: model.activation_checkpointing_disable() of Transformers "
+                "(gradient_checkpointing_disable() in older versions), model.set_grad_checkpointing(False) of timm."
             )
         arguments = _Arguments(
             args if key else (None, *args[1:]), {**kwargs, key: None} if key else kwargs, key, x.dtype, _Returned()
@@ -285,6 +289,11 @@ def get_step(block: nn.Module) -> BlockStep | None:
     """Return the step that stands in place of a block's `forward`, if one does."""
     step = getattr(block.__dict__.get("forward"), "__self__", None)
     return step if isinstance(step, BlockStep) else None
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether a module of Transformers or timm is set to recompute its blocks in backward."""
+    return any(getattr(module, flag, False) is True for flag in _CHECKPOINTING)
 
 
 def get_state(value: Any) -> Any:
