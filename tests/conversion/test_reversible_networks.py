@@ -1,0 +1,188 @@
+"""`reversible_` on tiny random networks of many architectures: exact gradients, every parameter reached, the same function."""
+
+import pytest
+import timm
+import torch
+import transformers as hf
+
+import revzoo
+
+IDS = torch.arange(24).view(2, 12) % 30 + 3
+CAUSAL = {"input_ids": IDS, "labels": IDS}
+LABELLED = {"input_ids": IDS, "attention_mask": (IDS < 20).long(), "labels": torch.tensor([0, 1])}
+PIXELS = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+SEEN = {"pixel_values": PIXELS}
+BOTH = {"input_ids": IDS, "pixel_values": PIXELS, "return_loss": True}
+
+TOKENS = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+TEXT, IMAGE = {**TOKENS, **SIZES}, {**SIZES, "image_size": 16, "patch_size": 4}
+GROUPED = {"num_key_value_heads": 2, "attention_dropout": 0.1}
+EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+SEQ2SEQ = {"d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+SEQ2SEQ |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.1, "decoder_start_token_id": 1}
+WAVES = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
+WAVES |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "layerdrop": 0.3}
+
+
+def text_model(name, kind, batch, *paths, **options):
+    return lambda: (getattr(hf, kind), getattr(hf, f"{name}Config")(**{**TEXT, **options})), paths, batch
+
+
+def model(name, config, batch, *paths, **options):
+    return lambda: (getattr(hf, name), getattr(hf, config)(**options)), paths, batch
+
+
+def causal(name, *paths, **options):
+    return text_model(name, f"{name.removesuffix('Text')}ForCausalLM", CAUSAL, *paths, **options)
+
+
+def classifier(name, *paths, **options):
+    return text_model(name, f"{name}ForSequenceClassification", LABELLED, *paths, **options)
+
+
+def seen(name, *paths, **options):
+    return model(f"{name}ForImageClassification", f"{name}Config", SEEN, *paths, **IMAGE, **options)
+
+
+def from_timm(name, *paths, size=32, **options):
+    options = {"embed_dim": 32, "num_heads": 4, "depth": 3, "drop_path_rate": 0.2, **options}
+    options = {key: value for key, value in options.items() if value is not None}
+    make = lambda: timm.create_model(name, num_classes=5, **options)  # noqa: E731
+    return make, paths, {"x": torch.linspace(-1, 1, 2 * 3 * size * size).view(2, 3, size, size).sin()}
+
+
+def vit_like(name, *paths, size=32, **options):
+    return from_timm(name, *paths, size=size, img_size=size, **options)
+
+
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 0}
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4}
+DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "max_relative_positions": 8}
+STACKS = ("model.encoder.layers", "model.decoder.layers")
+DISTIL = {"dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4}
+WHISPER = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 10, "encoder_layerdrop": 0.3}
+SPOKEN = {"input_features": torch.linspace(-3, 3, 320).view(2, 8, 20).sin(), "labels": IDS}
+CLIP = {"text_config": {**TEXT, "attention_dropout": 0.1, "projection_dim": 16}, "projection_dim": 16}
+CLIP |= {"vision_config": {**IMAGE, "attention_dropout": 0.1, "projection_dim": 16}}
+SIGLIP = {"text_config": {**TEXT, "max_position_embeddings": 12, "attention_dropout": 0.1}, "vision_config": IMAGE}
+SWIN = {"embed_dim": 16, "depths": (2, 2, 4, 2), "num_heads": (1, 2, 2, 4), "depth": None, "window_size": 4, "size": 64}
+CONVNEXT = {"depths": (1, 1, 4, 1), "dims": (8, 16, 32, 32), "embed_dim": None, "num_heads": None, "depth": None}
+
+FAST = {
+    "Mixtral, auxiliary loss": causal("Mixtral", **EXPERTS, num_local_experts=4),
+    "T5": model("T5ForConditionalGeneration", "T5Config", CAUSAL, "encoder.block", "decoder.block", **TOKENS, **T5),
+    "DeBERTa-v2": classifier("DebertaV2", **DEBERTA, norm_rel_ebd="layer_norm", share_att_key=True),
+    "ModernBERT": classifier("ModernBert", local_attention=4, mlp_dropout=0.1),
+    "DINOv2": seen("Dinov2", drop_path_rate=0.2),
+    "timm ConvNeXt, a stage": from_timm("convnext_tiny", "stages.2.blocks", **CONVNEXT, ls_init_value=0.1),
+}
+SLOW = {
+    "Llama": causal("Llama", **GROUPED),
+    "Qwen2": causal("Qwen2", **GROUPED),
+    "Qwen3": causal("Qwen3", **GROUPED, head_dim=8),
+    "Qwen3-MoE, auxiliary loss": causal("Qwen3Moe", **EXPERTS, head_dim=8, moe_intermediate_size=16, num_experts=4),
+    "Gemma2": causal("Gemma2", **GROUPED, head_dim=8),
+    "Gemma3": causal("Gemma3Text", **GROUPED, head_dim=8),
+    "Mistral": causal("Mistral", **GROUPED, head_dim=8),
+    "Phi3": causal("Phi3", num_key_value_heads=2, resid_pdrop=0.1),
+    "GPT-NeoX": causal("GPTNeoX", hidden_dropout=0.1),
+    "GPT-2": model("GPT2LMHeadModel", "GPT2Config", CAUSAL, **TOKENS, **GPT2),
+    "OPT": causal("OPT", ffn_dim=48, word_embed_proj_dim=32),
+    "BLOOM": model(
+        "BloomForCausalLM", "BloomConfig", CAUSAL, **TOKENS, hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.1
+    ),
+    "Falcon": causal("Falcon", hidden_dropout=0.1),
+    "BERT": classifier("Bert"),
+    "RoBERTa": classifier("Roberta"),
+    "ELECTRA": classifier("Electra", embedding_size=16),
+    "DistilBERT": model("DistilBertForSequenceClassification", "DistilBertConfig", LABELLED, vocab_size=40, **DISTIL),
+    "MPNet": classifier("MPNet"),
+    "BART": model("BartForConditionalGeneration", "BartConfig", CAUSAL, *STACKS, **TOKENS, **SEQ2SEQ),
+    "Whisper, layers dropped": model("WhisperForConditionalGeneration", "WhisperConfig", SPOKEN, *STACKS, **TOKENS, **WHISPER),
+    "ViT": seen("ViT", hidden_dropout_prob=0.1),
+    "DINOv2 with registers": seen("Dinov2WithRegisters", drop_path_rate=0.2),
+    "BEiT": seen("Beit", drop_path_rate=0.2, use_relative_position_bias=True),
+    "CLIP": model("CLIPModel", "CLIPConfig", BOTH, "text_model.encoder.layers", "vision_model.encoder.layers", **CLIP),
+    "SigLIP": model("SiglipModel", "SiglipConfig", BOTH, "text_model.encoder.layers", "vision_model.encoder.layers", **SIGLIP),
+    "timm ViT": vit_like("vit_tiny_patch16_224"),
+    "timm BEiT": vit_like("beit_base_patch16_224"),
+    "timm BEiT, one position bias": vit_like("beit_base_patch16_224", use_rel_pos_bias=False, use_shared_rel_pos_bias=True),
+    "timm EVA02": vit_like("eva02_tiny_patch14_224", size=28),
+    "timm DINOv3": vit_like("vit_small_patch16_dinov3"),
+    "timm CLIP": vit_like("vit_base_patch16_clip_224"),
+    "timm SigLIP": vit_like("vit_base_patch16_siglip_224"),
+    "timm DeiT, distilled": vit_like("deit_tiny_distilled_patch16_224"),
+    "timm CaiT": vit_like("cait_xxs24_224", "blocks", init_values=0.1),
+    "timm SwinV2, a stage": vit_like("swinv2_tiny_window8_256", "layers.2.blocks", **SWIN),
+}
+NETWORKS = FAST | SLOW
+UNREACHED = {"mask_token"}  # in training nothing is masked in a DINOv2
+assert (len(FAST), len(NETWORKS)) == (6, 41)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NETWORKS])
+def case(request):
+    make, paths, batch = NETWORKS[request.param]
+    torch.manual_seed(0)
+    try:
+        made = make()
+    except AttributeError as error:
+        pytest.skip(str(error))
+    return made if isinstance(made, torch.nn.Module) else made[0](made[1]), paths, batch
+
+
+def compute_loss(outputs):
+    if isinstance(outputs, torch.Tensor):
+        return outputs.square().mean()
+    loss = outputs.get("loss")
+    return outputs.logits.square().mean() if loss is None else loss
+
+
+def compute_gradients(model, batch):
+    model.train().zero_grad()
+    torch.manual_seed(1)
+    compute_loss(model(**batch)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_are_those_of_storing_and_reach_what_they_reached(case):
+    model, paths, batch = case
+    keys, original = list(model.state_dict()), compute_gradients(model, batch)
+    report = revzoo.reversible_(model, *paths, batch={k: v for k, v in batch.items() if k != "labels" or paths})
+    assert list(model.state_dict()) == keys
+    assert report.similarity.least_cosine > 0.9999
+    gradients = {}
+    for schedule in ("store", "invert"):
+        for chain in report.chains:
+            chain.schedule = schedule
+        gradients[schedule] = compute_gradients(model, batch)
+    assert gradients["store"].keys() == gradients["invert"].keys() == original.keys()
+    assert [name for name, g in gradients["store"].items() if not torch.equal(g, gradients["invert"][name])] == []
+    dropped = any(getattr(model.config, flag, 0) for flag in ("encoder_layerdrop",)) if hasattr(model, "config") else False
+    unreached = {name.rpartition(".")[2] for name, _ in model.named_parameters() if name not in original}
+    assert dropped or unreached <= UNREACHED
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_losses_of_extra_outputs_have_their_gradients():
+    torch.manual_seed(0)
+    make, paths, batch = NETWORKS["T5"]
+    kind, config = make()
+    config._attn_implementation = "eager"
+    model = kind(config)
+    chains = revzoo.reversible_(model, *paths).chains
+    gradients = []
+    for schedule in ("store", "invert"):
+        for chain in chains:
+            chain.schedule = schedule
+        model.train().zero_grad()
+        torch.manual_seed(1)
+        outputs = model(**batch, output_attentions=True)
+        assert len(outputs.decoder_attentions) == len(outputs.cross_attentions) == 3
+        extra = sum(a.square().sum() for a in (*outputs.encoder_attentions[1:2], *outputs.cross_attentions))
+        (outputs.loss + extra).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(torch.equal(g, gradients[0][name]) for name, g in gradients[1].items())
+    assert gradients[0]["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"].abs().sum() > 0
