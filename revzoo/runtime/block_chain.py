@@ -197,7 +197,8 @@ class BlockStep(nn.Module):
                 f"{self.name} must return its new state, alone or first among its results. Received: "
                 f"{type(value).__name__}{'' if out is value else f' that begins with {type(out).__name__}'}."
             )
-        returned.value, returned.dtype = value, out.dtype
+        if returned.dtype is None:
+            returned.value, returned.dtype = value, out.dtype
         return out
 
     def _find_state(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, str | None]:

@@ -9,6 +9,7 @@ import revzoo
 
 IDS = torch.arange(24).view(2, 12) % 30 + 3
 CAUSAL = {"input_ids": IDS, "labels": IDS}
+UNCACHED = {**CAUSAL, "use_cache": False}  # in old versions they need the cache that a block returns
 LABELLED = {"input_ids": IDS, "attention_mask": (IDS < 20).long(), "labels": torch.tensor([0, 1])}
 PIXELS = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
 SEEN = {"pixel_values": PIXELS}
@@ -16,7 +17,7 @@ BOTH = {"input_ids": IDS, "pixel_values": PIXELS, "return_loss": True}
 
 TOKENS = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-TEXT, IMAGE = {**TOKENS, **SIZES}, {**SIZES, "image_size": 16, "patch_size": 4}
+TEXT, IMAGE = {**TOKENS, **SIZES, "num_labels": 8}, {**SIZES, "image_size": 16, "patch_size": 4, "num_labels": 8}
 GROUPED = {"num_key_value_heads": 2, "attention_dropout": 0.1}
 EXPERTS = {**GROUPED, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 SEQ2SEQ = {"d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -88,11 +89,11 @@ SLOW = {
     "Phi3": causal("Phi3", num_key_value_heads=2, resid_pdrop=0.1),
     "GPT-NeoX": causal("GPTNeoX", hidden_dropout=0.1),
     "GPT-2": model("GPT2LMHeadModel", "GPT2Config", CAUSAL, **TOKENS, **GPT2),
-    "OPT": causal("OPT", ffn_dim=48, word_embed_proj_dim=32),
+    "OPT": text_model("OPT", "OPTForCausalLM", UNCACHED, ffn_dim=48, word_embed_proj_dim=32),
     "BLOOM": model(
-        "BloomForCausalLM", "BloomConfig", CAUSAL, **TOKENS, hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.1
+        "BloomForCausalLM", "BloomConfig", UNCACHED, **TOKENS, hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.1
     ),
-    "Falcon": causal("Falcon", hidden_dropout=0.1),
+    "Falcon": text_model("Falcon", "FalconForCausalLM", UNCACHED, hidden_dropout=0.1),
     "BERT": classifier("Bert"),
     "RoBERTa": classifier("Roberta"),
     "ELECTRA": classifier("Electra", embedding_size=16),
