@@ -31,7 +31,7 @@ from revzoo.runtime.chain_link import call_step, run_link, watch_range
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF
-from revzoo.runtime.exact import Grid
+from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.pair_update import PairUpdate, Step
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
@@ -254,7 +254,10 @@ class BlockStep(nn.Module):
         grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert)
         place = _find_place(x, self.chain)
         if place is not None and place.previous.dtype == dtype:
-            return place, (place.previous, x if place.current is None else place.current), grid
+            current = x if place.current is None else place.current
+            if current is not x and x not in _places:  # FSDP's node of the graph has to see the gradient
+                current = attach_graph(current, (1.0,), x)
+            return place, (place.previous, current), grid
         first = grid.round(x)
         grid.watch(first, f"as the input of {self.name}")
         return None, (first, first), grid

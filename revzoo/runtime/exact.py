@@ -55,7 +55,7 @@ class _StraightThrough(torch.autograd.Function):
         return None, None, *(None if s == 0 else grads[0] if s == 1 else grads[0] * s for s in ctx.factors)
 
 
-def _attach_graph(value: Tensor, factors: Sequence[float], *inputs: Tensor) -> Tensor:
+def attach_graph(value: Tensor, factors: Sequence[float], *inputs: Tensor) -> Tensor:
     """Return a value, differentiated as the sum of inputs times factors."""
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
         return value
@@ -187,7 +187,7 @@ class Grid:
         """Return x on the grid, in the streams' dtype, with a straight-through gradient."""
         x = x.to(self.dtype)
         rounded = _round_to_grid(x.detach(), self.scale)
-        return _attach_graph(rounded, (1.0,), x)
+        return attach_graph(rounded, (1.0,), x)
 
     def advance(
         self, coupling: Coupling, previous: Tensor, current: Tensor, out: Tensor, *, keeps_bits: bool = False
@@ -204,7 +204,7 @@ class Grid:
         terms = previous, current, out
         advance = self._compile_if_exact(_advance, coupling, *terms)
         following, bits = advance(*(x.detach() for x in terms), coupling, self.scale, self.limit, keeps_bits)
-        return _attach_graph(following, (coupling.b, coupling.a, coupling.c), *terms), bits
+        return attach_graph(following, (coupling.b, coupling.a, coupling.c), *terms), bits
 
     def invert(
         self,

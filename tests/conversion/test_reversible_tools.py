@@ -1,0 +1,159 @@
+"""Networks made reversible in place with the tools that train them: Trainer, peft, Accelerate, saving and loading."""
+
+import accelerate
+import pytest
+import torch
+import transformers
+from torch.utils.data import Dataset
+
+import revzoo
+from revzoo.errors import InputError
+
+SIZES = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+IDS = torch.arange(24).view(2, 12) % 20
+
+
+class Texts(Dataset):
+    """Eight texts of one length."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        ids = (torch.arange(12) * (i + 1)) % 20
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture
+def make():
+    def make_llama(seed=0):
+        torch.manual_seed(seed)
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
+
+    return make_llama
+
+
+def set_schedule(report, schedule):
+    for chain in report.chains:
+        chain.schedule = schedule
+
+
+def compute_gradients(model):
+    model.train().zero_grad()
+    torch.manual_seed(1)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def accelerate_state():
+    """Let every test begin with another precision."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("accelerate_state")
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+def test_the_trainer_reaches_the_weights_of_storing(make, tmp_path, precision):
+    weights = {}
+    for schedule in ("store", "invert"):
+        model = make()
+        set_schedule(revzoo.reversible_(model), schedule)
+        arguments = transformers.TrainingArguments(
+            tmp_path / schedule,
+            num_train_epochs=2,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            seed=0,
+            **precision,
+        )
+        transformers.Trainer(model, arguments, train_dataset=Texts()).train()
+        weights[schedule] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    start = dict(make().named_parameters())
+    assert not any(torch.equal(p, start[name]) for name, p in weights["invert"].items())
+    assert all(torch.equal(p, weights["store"][name]) for name, p in weights["invert"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("accelerate_state")
+def test_the_trainer_with_checkpointing_is_told_to_switch_it_off(make, tmp_path):
+    model = make()
+    revzoo.reversible_(model)
+    arguments = transformers.TrainingArguments(tmp_path, gradient_checkpointing=True, use_cpu=True, report_to=[])
+    with pytest.raises(InputError, match="gradient checkpointing"):
+        transformers.Trainer(model, arguments, train_dataset=Texts()).train()
+
+
+ADAPTERS = {
+    "LoRA by name": {"target_modules": ["q_proj", "v_proj"]},
+    "LoRA everywhere": {"target_modules": "all-linear", "lora_dropout": 0.1},
+    "DoRA": {"target_modules": "all-linear", "use_dora": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_peft_have_the_gradients_of_storing(make, name, order, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = make()
+    report = revzoo.reversible_(model) if order == "before" else None
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **ADAPTERS[name]))
+    report = report or revzoo.reversible_(adapted)
+    gradients = {}
+    for schedule in ("store", "invert"):
+        set_schedule(report, schedule)
+        gradients[schedule] = compute_gradients(adapted)
+    assert gradients["store"]
+    assert all("lora" in key for key in gradients["store"])
+    assert len(gradients["store"]) == sum(p.requires_grad for p in adapted.parameters())
+    assert all(torch.equal(g, gradients["store"][key]) for key, g in gradients["invert"].items())
+    tokens = adapted.generate(input_ids=IDS[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert tokens.shape == (2, 7)
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(make(), tmp_path).eval()
+    revzoo.reversible_(again)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=IDS).logits, adapted.eval()(input_ids=IDS).logits)
+    merged = adapted.merge_and_unload()
+    with torch.no_grad():
+        assert torch.allclose(merged(input_ids=IDS).logits, again(input_ids=IDS).logits, atol=1e-3)
+
+
+def test_saving_and_loading_is_that_of_the_ordinary_network(make, tmp_path):
+    model = make().eval()
+    ordinary = {key: value.clone() for key, value in model.state_dict().items()}
+    config = model.config.to_dict()
+    revzoo.reversible_(model)
+    assert model.config.to_dict() == config
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(again) is type(model)
+    assert all(torch.equal(value, ordinary[key]) for key, value in again.state_dict().items())
+    with torch.no_grad():
+        assert not torch.equal(again(IDS).logits, model(IDS).logits)
+        revzoo.reversible_(again)
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.usefixtures("accelerate_state")
+def test_accelerate_prepares_and_unwraps(make):
+    gradients = []
+    for schedule in ("store", "invert"):
+        model = make()
+        set_schedule(revzoo.reversible_(model), schedule)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.manual_seed(1)
+        accelerator.backward(prepared.train()(input_ids=IDS, labels=IDS).loss)
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+        assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+    assert all(torch.equal(g, gradients[0][name]) for name, g in gradients[1].items())
