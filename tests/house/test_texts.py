@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from accelerate.state import AcceleratorState
 from omegaconf import OmegaConf
 
 import revzoo
@@ -30,6 +31,12 @@ SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "m
 
 def slow_if_long(document: Path):
     return pytest.param(document, marks=pytest.mark.slow if document.name in LONG else ())
+
+
+@pytest.fixture
+def own_accelerator():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)  # which a Trainer leaves behind
 
 
 class Fence(NamedTuple):
@@ -57,6 +64,9 @@ def own_registries(monkeypatch):
             monkeypatch.setattr(table, "_entries", dict(table._entries))
 
 
+@pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")  # peft and Transformers, of each other
+@pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")  # Trainer, where there is no accelerator
+@pytest.mark.usefixtures("own_accelerator")
 @pytest.mark.parametrize("document", list(map(slow_if_long, DOCUMENTS)), ids=lambda path: path.name)
 def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
     """Blocks run in order and share names; YAML is written under the name in its first line; text is the output before it."""
