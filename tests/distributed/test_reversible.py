@@ -22,7 +22,7 @@ from revzoo.runtime import LiveBytes
 WRAPPERS = ("DDP", "FSDP blocks", "FSDP blocks + root", "FSDP blocks + root, bf16")
 SIZES = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 IDS = torch.arange(48).view(4, 12) % 20
-SECONDS = 120
+SECONDS = 300  # two processes wait for each other no longer than this
 
 
 def wrap(model, wrapper):
@@ -83,7 +83,11 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     command = [sys.executable, "-W", "ignore", __file__]
     processes = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in (0, 1)]
-    errors = [process.communicate(timeout=SECONDS)[1].decode() for process in processes]
+    try:
+        errors = [process.communicate(timeout=SECONDS)[1].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
     return json.loads((folder / "results.json").read_text())
 
