@@ -6,7 +6,8 @@ from torch import nn
 
 from revzoo.analysis.dry_run import find_chains, require_module
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
-from revzoo.runtime.block_chain import get_step, is_checkpointed
+from revzoo.runtime.block_chain import get_step
+from revzoo.runtime.block_conventions import is_checkpointed
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.graph.captured_call import is_replaced
 

@@ -46,20 +46,21 @@ class ReversibleReport:
     @property
     def steps(self) -> int:
         """The number of steps of all chains."""
-        return sum(chain.length for chain in self.chains)
+        return sum(len(chain.names) for chain in self.chains)
 
     @property
     def kept_bytes_per_element(self) -> tuple[float, ...]:
         """What each chain keeps from forward to backward: bytes for every element of its state, all steps together."""
         # Two states, and the bits of every step but the first: the state before that one is not needed again.
-        return tuple(2 * _STATE_BYTES + (chain.length - 1) * self.kept_bits / 8 for chain in self.chains)
+        return tuple(2 * _STATE_BYTES + (len(chain.names) - 1) * self.kept_bits / 8 for chain in self.chains)
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
         for chain, block, size in zip(self.chains, self.blocks, self.kept_bytes_per_element, strict=True):
             stored = _STATE_BYTES * chain.length
             lines.append(
-                f"{chain.path}: {chain.length} steps, each a {block}; they keep {size:g} bytes for every element of the state "
+                f"{chain.path}: {len(chain.names)} steps, each {_count_blocks(chain, block)}; they keep {size:g} bytes for every "
+                "element of the state "
                 f"(their inputs alone would be {stored} in float32, {stored // 2} in half precision), on a grid of "
                 f"2^-{chain.coupling.fraction_bits or 16}"
             )
@@ -77,6 +78,7 @@ def reversible_(
     coupling: BlockCoupling = "momentum",
     kept_bits: int = 8,
     fraction_bits: int | None = None,
+    blocks_per_step: int = 1,
 ) -> ReversibleReport:
     """Change a network in place so that its blocks are the steps of reversible chains, rebuilt in backward.
 
@@ -95,6 +97,8 @@ def reversible_(
         kept_bits: from 1 to 8: fewer keep less, and change the function more.
         fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
             what fits the batch.
+        blocks_per_step: how many blocks are one step. Two keep half the bits; while a step is recovered, backward keeps what
+            autograd saves in all its blocks.
     Raises:
         UnknownNameError: no list of blocks of this path, or no such coupling.
         InputError: a network that is compiled, planned, checkpointed or reversible already; a path or number that is none.
@@ -102,7 +106,7 @@ def reversible_(
     Cost: two states for each chain, kept_bits for each element and step, and one extra forward of each block.
     """
     chosen, others = choose_lists(model, paths)
-    _require_numbers(coupling, kept_bits, fraction_bits)
+    _require_numbers(coupling, kept_bits, fraction_bits, blocks_per_step)
     surveys = {} if batch is None else survey_blocks(model, chosen, batch)
     _require_residual_maps(surveys)
     before = None if batch is None else run_network(model, batch)
@@ -110,7 +114,7 @@ def reversible_(
     for path, blocks in chosen.items():
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
         owner = model.get_submodule(path.rpartition(".")[0])
-        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits))
+        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), blocks_per_step)
         chains.append(chain)
         steps += [BlockStep(block, chain, i) for i, block in enumerate(blocks)]
     similarity = None
@@ -145,6 +149,10 @@ def ordinary_(model: nn.Module) -> None:
         step.remove()
 
 
+def _count_blocks(chain: BlockChain, block: str) -> str:
+    return f"a {block}" if chain.blocks_per_step == 1 else f"{chain.blocks_per_step} {block}s"
+
+
 def find_block_chains(model: nn.Module) -> dict[str, BlockChain]:
     """Return the chains that `reversible_` made of lists of blocks, by the path of the list."""
     return {step.chain.path: step.chain for step in _find_steps(model)}
@@ -161,13 +169,15 @@ def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | Non
     return dual_residual(alpha=0.0, kept_bits=kept_bits, fraction_bits=fraction_bits)
 
 
-def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None) -> None:
+def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None, blocks_per_step: int) -> None:
     if coupling not in get_args(BlockCoupling):
         raise UnknownNameError("coupling of blocks", coupling, get_args(BlockCoupling))
     if not isinstance(kept_bits, int) or not 1 <= kept_bits <= 8:
         raise InputError(f"kept_bits is an integer from 1 to 8. Received: {kept_bits!r}.")
     if fraction_bits is not None and not (isinstance(fraction_bits, int) and 4 <= fraction_bits <= 40):
         raise InputError(f"fraction_bits is an integer from 4 to 40. Received: {fraction_bits!r}.")
+    if not isinstance(blocks_per_step, int) or blocks_per_step < 1:
+        raise InputError(f"blocks_per_step is an integer >= 1. Received: {blocks_per_step!r}.")
 
 
 def _require_residual_maps(surveys: dict[str, BlockSurvey]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import call, mark_python_streams
 from revzoo.conversion.block_lists import BlockLists
 from revzoo.errors import ConversionError, InputError
-from revzoo.runtime.block_chain import get_state
+from revzoo.runtime.block_conventions import get_state
 from revzoo.runtime.nested import tensors_in
 
 _OUTPUTS = ("logits", "last_hidden_state", "pooler_output")  # the first that an output of Transformers has

@@ -16,8 +16,7 @@ Hooks of a block are outside of its step: they run once, and see states.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from threading import local
 from typing import Any, NamedTuple, cast
 from weakref import ref
@@ -27,19 +26,20 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from revzoo.errors import InputError
-from revzoo.runtime.chain_link import call_step, run_link, watch_range
+from revzoo.runtime.block_conventions import get_state, is_cache, is_checkpointed, replace_state
+from revzoo.runtime.chain_link import begin_link, call_step, end_link, record_step
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import Grid, attach_graph
+from revzoo.runtime.joint_call import JointCall
 from revzoo.runtime.pair_update import PairUpdate, Step
+from revzoo.runtime.recorded_call import Recoverer
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import InvertedSegment
+from revzoo.runtime.tape import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
-
-_CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")  # the flags of Transformers and of timm
 
 
 class BlockChain:
@@ -50,10 +50,12 @@ class BlockChain:
         owner: the module that has the list.
         length: number of blocks.
         coupling: of every step; it keeps bits.
+        blocks_per_step: how many blocks, one after the other, are the f of a step.
     """
 
-    def __init__(self, path: str, owner: nn.Module, length: int, coupling: Coupling):
+    def __init__(self, path: str, owner: nn.Module, length: int, coupling: Coupling, blocks_per_step: int = 1):
         self.path = path
+        self.blocks_per_step = blocks_per_step
         self.owner = owner
         self.length = length
         self.coupling = coupling
@@ -61,12 +63,12 @@ class BlockChain:
 
     @property
     def names(self) -> list[str]:
-        """The names of the blocks in the network."""
-        return [f"{self.path}.{i}" for i in range(self.length)]
+        """The names of the steps: those of their first blocks."""
+        return [f"{self.path}.{i}" for i in range(0, self.length, self.blocks_per_step)]
 
     @property
     def schedule(self) -> list[Mode]:
-        """The mode of every block. Assign a list, or the name of one mode for all."""
+        """The mode of every step. Assign a list, or the name of one mode for all."""
         return list(self._schedule)
 
     @schedule.setter
@@ -102,27 +104,58 @@ class _Arguments(NamedTuple):
 
 
 @dataclass
+class _Begun:
+    """A step some of whose blocks have been called.
+
+    Args:
+        link: the step.
+        update: how it changes the pair.
+        pair: the states in front of it.
+        segment: the inverted steps that it is the next of, if it is inverted.
+        grid: of the states.
+        call: of all blocks so far, where a step has several.
+        blocks: how many have been called.
+    """
+
+    link: Step
+    update: PairUpdate
+    pair: Pair
+    segment: InvertedSegment | None
+    grid: Grid
+    call: JointCall | None = None
+    blocks: int = 0
+
+
+@dataclass
 class _Place:
-    """Where in a chain a tensor stands that a block has returned.
+    """Where in a chain a tensor stands that a block has returned: behind a step, or within one of several blocks.
 
     Args:
         chain: the chain.
-        previous: w[k-1].
+        previous: behind a step, w[k-1].
         current: w[k], if that is another tensor than the one returned.
         segment: the inverted steps that end here.
-        length: of the segment, which has grown since if the tensor was given to a block before.
-        version: of the tensor returned.
+        within: the step, if not all of its blocks have been called.
+        blocks: how many of its blocks had been called.
     """
 
     chain: BlockChain
-    previous: Tensor
-    current: Tensor | None
-    segment: InvertedSegment | None
-    version: int
+    previous: Tensor | None = None
+    current: Tensor | None = None
+    segment: InvertedSegment | None = None
+    within: _Begun | None = None
+    blocks: int = 0
     length: int = field(init=False)
+    version: int = field(init=False)
+    requires_grad: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.length = 0 if self.segment is None else self.segment.length
+
+    @property
+    def begun(self) -> _Begun | None:
+        """The step that goes on here; none if another block has been called with the same tensor."""
+        return self.within if self.within is not None and self.within.blocks == self.blocks else None
 
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the tensors that blocks have returned
@@ -217,61 +250,85 @@ class BlockStep(nn.Module):
         return x, key
 
     def _run_plain(self, x: Tensor, arguments: _Arguments) -> Any:
-        _, pair, grid = self._begin(x, will_invert=False)
-        link = Step(self, self.name, self.chain.coupling, "store")
-        pair = PairUpdate(link, grid).advance(pair, call_step(link, pair, arguments))
-        watch_range(grid, pair, link)
-        return self._end(pair, None, arguments.returned)
+        return self._run(x, arguments, "store")
 
     @exclude_from_compilation
     def _run_recorded(self, x: Tensor, arguments: _Arguments) -> Any:
         if must_store():
             return self._run_plain(x, arguments)
-        mode = self.chain._schedule[self.index]
+        mode = self.chain._schedule[self.index // self.chain.blocks_per_step]
         arguments, may_repeat = self._leave_out_caches(arguments)
         if not may_repeat:
             mode = "store"
         if mode != "store":
             refuse_to_drop(f"Set the schedule of {self.name} to 'store'")
-        place, pair, grid = self._begin(x, will_invert=mode == "invert")
-        if place is None:
-            send_comparisons()
-            judge_arrived()
-        segment = None if place is None or place.segment is None else place.segment
-        if segment is not None and place is not None and segment.length != place.length:
-            segment = None  # another block has been called with x, too
-        link = Step(self, self.name, self.chain.coupling, mode)
-        pair, segment = run_link(link, pair, segment, Settings(x.device), grid, side=arguments)
-        if segment is not None:
-            segment.end(pair)
-        grid.end_forward()
-        return self._end(pair, segment, arguments.returned)
+        return self._run(x, arguments, mode)
 
-    def _begin(self, x: Tensor, will_invert: bool) -> tuple[_Place | None, Pair, Grid]:
-        """Return where x stands in the chain, if it stands there, the pair of states, and a grid."""
+    def _run(self, x: Tensor, arguments: _Arguments, mode: Mode) -> Any:
+        place = _find_place(x, self.chain)
+        begun = None if place is None else place.begun
+        if begun is None:
+            begun, state = self._begin(x, place, mode)
+        else:
+            state, mode = x, begun.link.mode
+        link, call = Step(self, self.name, self.chain.coupling, mode), None
+        recoverer: Recoverer = begun.segment or SavedInputs((state,))
+        if mode != "store":
+            settings = Settings(x.device)
+            watched = mode != "invert" or not begun.update.will_invert
+            call = record_step(link, settings, arguments, begun.grid, watched)
+            if self.chain.blocks_per_step > 1:
+                begun.call = begun.call or JointCall(self, begun.link.name, settings, state)
+                recoverer = begun.call.add_part(call)
+        out = call_step(link, (begun.pair[0], state), arguments, call, recoverer)
+        begun.blocks += 1
+        is_last = self.index + 1 == self.chain.length
+        if begun.blocks < self.chain.blocks_per_step and not is_last:
+            self._note_place(out, _Place(self.chain, within=begun, blocks=begun.blocks))
+            value, arguments.returned.value = arguments.returned.value, None
+            return value
+        pair = end_link(begun.link, begun.update, begun.pair, out, begun.segment, begun.call or call, begun.grid)
+        if begun.segment is not None:
+            if begun.call is not None:
+                begun.call.recoverer = begun.segment
+            begun.segment.end(pair)
+        begun.grid.end_forward()
+        value, dtype = arguments.returned.value, cast(torch.dtype, arguments.returned.dtype)
+        arguments.returned.value = None  # the graph holds it
+        y = pair[1].to(dtype)
+        if not is_last:
+            self._note_place(y, _Place(self.chain, pair[0], None if y is pair[1] else pair[1], begun.segment))
+        return replace_state(value, y)
+
+    def _begin(self, x: Tensor, place: _Place | None, mode: Mode) -> tuple[_Begun, Tensor]:
+        """Return a step that begins with this block, and its state."""
         refuse_exact_derivatives()
         dtype = torch.float32 if x.dtype in HALF else x.dtype
-        grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert)
-        place = _find_place(x, self.chain)
-        if place is not None and place.previous.dtype == dtype:
+        grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=mode == "invert")
+        segment = None
+        if place is not None and place.previous is not None and place.previous.dtype == dtype:
             current = x if place.current is None else place.current
             if current is not x and x not in _places:  # FSDP's node of the graph has to see the gradient
                 current = attach_graph(current, (1.0,), x)
-            return place, (place.previous, current), grid
-        first = grid.round(x)
-        grid.watch(first, f"as the input of {self.name}")
-        return None, (first, first), grid
+            pair, segment = (place.previous, current), place.segment
+            if segment is not None and not segment.ends_with(place.length):
+                segment = None  # another block has been called with x, too, or there has been a backward
+        else:
+            send_comparisons()
+            judge_arrived()
+            first = grid.round(x)
+            grid.watch(first, f"as the input of {self.name}")
+            pair = first, first
+        link = Step(self, self.name, self.chain.coupling, mode)
+        update, segment = begin_link(link, pair, segment, grid)
+        return _Begun(link, update, pair, segment, grid), pair[1]
 
-    def _end(self, pair: Pair, segment: InvertedSegment | None, returned: _Returned) -> Any:
-        """Return what the block has returned, with the newer state in place of its own."""
-        value, dtype = returned.value, cast(torch.dtype, returned.dtype)
-        returned.value = None  # the graph holds it
-        y = pair[1].to(dtype)
-        if self.index + 1 < self.chain.length and not torch.compiler.is_compiling():
-            version = 0 if y.is_inference() else y._version
-            _places[y] = _Place(self.chain, pair[0], None if y is pair[1] else pair[1], segment, version)
+    def _note_place(self, y: Tensor, place: _Place) -> None:
+        if not torch.compiler.is_compiling():
+            place.version = 0 if y.is_inference() else y._version
+            place.requires_grad = y.requires_grad
+            _places[y] = place
             _latest.tensor = ref(y)
-        return _replace_state(value, y)
 
     def _leave_out_caches(self, arguments: _Arguments) -> tuple[_Arguments, bool]:
         """Return the arguments without a cache of keys and values, and whether the block may run a second time.
@@ -279,13 +336,13 @@ class BlockStep(nn.Module):
         It writes into a cache, which a second run must not do again. An empty one that a network makes in training is for
         nobody to read, so it stays empty, in every mode alike; with any other, the block is run once.
         """
-        caches = [x for x in (*arguments.positional, *arguments.keywords.values()) if _is_cache(x)]
+        caches = [x for x in (*arguments.positional, *arguments.keywords.values()) if is_cache(x)]
         if not caches:
             return arguments, True
         if not self.block.training or any(cache.get_seq_length() for cache in caches):
             return arguments, False
-        positional = tuple(None if _is_cache(x) else x for x in arguments.positional)
-        keywords = {key: None if _is_cache(x) else x for key, x in arguments.keywords.items()}
+        positional = tuple(None if is_cache(x) else x for x in arguments.positional)
+        keywords = {key: None if is_cache(x) else x for key, x in arguments.keywords.items()}
         return arguments._replace(positional=positional, keywords=keywords), True
 
 
@@ -293,22 +350,6 @@ def get_step(block: nn.Module) -> BlockStep | None:
     """Return the step that stands in place of a block's `forward`, if one does."""
     step = getattr(block.__dict__.get("forward"), "__self__", None)
     return step if isinstance(step, BlockStep) else None
-
-
-def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module of Transformers or timm is set to recompute its blocks in backward."""
-    return any(getattr(module, flag, False) is True for flag in _CHECKPOINTING)
-
-
-def get_state(value: Any) -> Any:
-    """Return the state among what a block returns: all of it, or the first of a tuple, mapping or dataclass."""
-    if isinstance(value, tuple | list):
-        return value[0] if value else None
-    if isinstance(value, Mapping):
-        return next(iter(value.values()), None)
-    if is_dataclass(value) and (names := [f.name for f in fields(value)]):
-        return getattr(value, names[0])
-    return value
 
 
 def _find_place(x: Tensor, chain: BlockChain) -> _Place | None:
@@ -320,7 +361,7 @@ def _find_place(x: Tensor, chain: BlockChain) -> _Place | None:
         place = _places.get(returned)
     if place is None or place.chain is not chain or (not x.is_inference() and x._version != place.version):
         return None
-    if torch.is_grad_enabled() and place.previous.requires_grad and not x.requires_grad:
+    if x.requires_grad is not place.requires_grad:
         return None  # detached
     return cast(_Place, place)
 
@@ -332,22 +373,3 @@ def _find_wrapped(x: Tensor) -> Tensor | None:
     if y is None or x.grad_fn is None or y.grad_fn is None or x.data_ptr() != y.data_ptr() or x.stride() != y.stride():
         return None
     return y if any(node is y.grad_fn for node, _ in x.grad_fn.next_functions) and x.shape == y.shape else None
-
-
-def _is_cache(x: Any) -> bool:
-    return not isinstance(x, type) and callable(getattr(x, "get_seq_length", None)) and callable(getattr(x, "update", None))
-
-
-def _replace_state(value: Any, state: Tensor) -> Any:
-    """Return what a block returns with another state."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return cast(Any, value)._replace(**{value._fields[0]: state})
-    if isinstance(value, tuple | list):
-        return type(value)((state, *value[1:]))
-    if isinstance(value, Mapping):
-        changed = copy(cast(Any, value))
-        changed[next(iter(value))] = state
-        return changed
-    if is_dataclass(value):
-        return replace(cast(Any, value), **{fields(value)[0].name: state})
-    return state

@@ -50,28 +50,52 @@ def run_link(
     Returns:
         The states behind it, and the inverted steps that end there, if any.
     """
+    update, segment = begin_link(link, pair, segment, grid)
+    call, out = None, None
+    if isinstance(link, Step):
+        if link.mode != "store":
+            call = record_step(link, settings, side, grid, watched=link.mode != "invert" or not update.will_invert)
+        out = call_step(link, pair, side, call, segment or SavedInputs(pair[1:]), lookahead)
+    following = end_link(link, update, pair, out, segment, call, grid)
+    if drift is not None and call is not None and segment is not None:
+        with torch.no_grad():
+            drift.add(pair[0], update.invert(following, out)[0])
+    return following, segment
+
+
+def begin_link(
+    link: Step | Bijection, pair: Pair, segment: InvertedSegment | None, grid: Grid | None
+) -> tuple[PairUpdate, InvertedSegment | None]:
+    """Return how a link updates the pair, and the inverted steps that it is the next of, if it is inverted or a bijection."""
     # A bijection before the first inverted step is never undone, so its update keeps nothing.
-    call, out, update = None, None, PairUpdate(link, grid, will_invert=segment is not None)
+    update = PairUpdate(link, grid, will_invert=segment is not None)
     if isinstance(link, Step):
         if link.mode != "invert" and segment is not None:
             segment.end(pair)
             segment = None
         elif link.mode == "invert" and segment is None:
             segment = InvertedSegment(exact=grid is not None)
-        if link.mode != "store":
-            call = _record(link, settings, side, grid, watched=link.mode != "invert" or not update.will_invert)
-        out = call_step(link, pair, side, call, segment or SavedInputs(pair[1:]), lookahead)
+    return update, segment
+
+
+def end_link(
+    link: Step | Bijection,
+    update: PairUpdate,
+    pair: Pair,
+    out: Tensor | None,
+    segment: InvertedSegment | None,
+    call: RecordedCall | None,
+    grid: Grid | None,
+) -> Pair:
+    """Return the states behind a link, whose step has returned `out`."""
     following = update.advance(pair, out)
     if segment is not None:
         segment.append(update, call, pair)
-        if drift is not None and call is not None:
-            with torch.no_grad():
-                drift.add(pair[0], update.invert(following, out)[0])
     watch_range(grid, following, link)
-    return following, segment
+    return following
 
 
-def _record(step: Step, settings: Settings, side: Any, grid: Grid | None, watched: bool) -> RecordedCall:
+def record_step(step: Step, settings: Settings, side: Any, grid: Grid | None, watched: bool) -> RecordedCall:
     """Return the call of a step that is about to be run for the first time."""
     # On a grid every bit is rebuilt, which the inverses of layers do not do.
     layers = find_layers(step.f) if step.mode == "invert" and side is None and grid is None else None

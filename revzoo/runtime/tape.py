@@ -175,6 +175,10 @@ class InvertedSegment:
         """Whether it has no call yet."""
         return self._first is None
 
+    def ends_with(self, length: int) -> bool:
+        """Return whether it has this many items, and its states are those behind the last: then it may go on."""
+        return len(self._items) == length == self._at and self._kept is not None
+
     @property
     def length(self) -> int:
         """The number of its items."""

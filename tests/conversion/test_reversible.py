@@ -273,6 +273,39 @@ def test_user_loops_see_the_blocks_and_the_same_function():
     assert torch.equal(model.forward_head(model.norm(x)), model(images))
 
 
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_several_blocks_are_one_step(case, blocks):
+    model, path, batch = case
+    report = revzoo.reversible_(model, path, blocks_per_step=blocks)
+    assert report.steps == -(-len(model.get_submodule(path)) // blocks)
+    stored, _ = train_step(model, batch, "store")
+    for schedule in ("invert", "recompute", "selective"):
+        assert_equal(train_step(model, batch, schedule)[0], stored)
+
+
+def test_steps_of_two_blocks_keep_half_the_bits():
+    kept = {}
+    for layers in (4, 8):
+        model = llama(layers)
+        revzoo.reversible_(model, blocks_per_step=2)
+        kept[layers] = count_bytes(model, TEXT)
+    assert kept[8][0] - kept[4][0] == kept[8][1] - kept[4][1] == 2 * 2 * 12 * 32
+
+
+def test_a_loop_that_stops_within_a_step_has_right_gradients():
+    torch.manual_seed(0)
+    toy = Toy()
+    chain = revzoo.reversible_(toy, blocks_per_step=2).chains[0]
+    gradients = []
+    for schedule in ("store", "invert"):
+        chain.schedule = schedule
+        toy.zero_grad()
+        x = toy.blocks[2](toy.blocks[1](toy.blocks[0](X)))
+        (toy.head(x).square().sum() + toy.blocks[3](x).sum() + toy.blocks[3](x).pow(3).sum()).backward()
+        gradients.append({name: p.grad.clone() for name, p in toy.named_parameters()})
+    assert_equal(gradients[1], gradients[0])
+
+
 def test_a_loop_that_stops_early_or_branches_has_right_gradients():
     torch.manual_seed(0)
     toy = Toy()

@@ -24,6 +24,7 @@ PINNED = {
     "PixelReport": None,
     "Plan": None,
     "Profile": None,
+    "ReversibleReport": None,
     "Spec": None,
     "VerifyReport": None,
     "build": "(spec)",
@@ -47,7 +48,9 @@ PINNED = {
     ),
     "profile": "(model, batch, optimizer=None, *, loss=None, run=True, estimate=False, other_bytes=0, lookahead=False)",
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
+    "ordinary_": "(model)",
     "release": "(module)",
+    "reversible_": ("(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, blocks_per_step=1)"),
     "solve": "(profile, budget, solver='timeline', *, baseline='peak', lookahead=0)",
     "verify": "(model, batch)",
 }
