@@ -59,8 +59,8 @@ class ReversibleReport:
         for chain, block, size in zip(self.chains, self.blocks, self.kept_bytes_per_element, strict=True):
             stored = _STATE_BYTES * chain.length
             lines.append(
-                f"{chain.path}: {len(chain.names)} steps, each {_count_blocks(chain, block)}; they keep {size:g} bytes for every "
-                "element of the state "
+                f"{chain.path}: {len(chain.names)} steps, each {_count_blocks(chain, block)}; they keep {size:g} bytes for "
+                "every element of the state "
                 f"(their inputs alone would be {stored} in float32, {stored // 2} in half precision), on a grid of "
                 f"2^-{chain.coupling.fraction_bits or 16}"
             )

@@ -277,7 +277,8 @@ class BlockStep(nn.Module):
             settings = Settings(x.device)
             watched = mode != "invert" or not begun.update.will_invert
             call = record_step(link, settings, arguments, begun.grid, watched)
-            if self.chain.blocks_per_step > 1:
+            # A second run of a selective call computes only what is needed in it, not what the next block is given.
+            if self.chain.blocks_per_step > 1 and mode != "selective":
                 begun.call = begun.call or JointCall(self, begun.link.name, settings, state)
                 recoverer = begun.call.add_part(call)
         out = call_step(link, (begun.pair[0], state), arguments, call, recoverer)
