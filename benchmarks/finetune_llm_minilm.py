@@ -142,11 +142,15 @@ def measure_similarity(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def draw_passages(sentences: Ids, length: int) -> Ids:
-    """Return different passages, each cut after a random number of tokens from half this length on, special ones included."""
+    """Return different passages, each cut after a random number of tokens, two special ones included.
+
+    It is at least a quarter of this length, and 5: so the reference has more than 200 passages of 512, and a single neighbour
+    that differs is not yet a miss.
+    """
     rng, passages, tokens, wanted = random.Random(length), dict[tuple[int, ...], None](), list[int](), 0
     for sentence in sentences:
         if not tokens:
-            wanted = rng.randint(length // 2, length) - 2
+            wanted = rng.randint(max(5, length // 4), length) - 2
         tokens += sentence
         if len(tokens) >= wanted:
             passages[tuple(tokens[:wanted])] = None
