@@ -48,7 +48,7 @@ MODELS = ", ".join(list_models()[:3])
             "2 problems found:\n"
             "  override: optimizer.rl: found the unknown key 'rl'; allowed: opt, lr, weight_decay, weight_decay_of, "
             "momentum, betas, eps, "
-            "layer_decay. Did you mean 'lr'?\n"
+            "layer_decay, foreach, fused. Did you mean 'lr'?\n"
             "  override: train.epochs: found 'many'; allowed: an integer >= 1.\n",
         ),
         ("train model.name=rev_vit_digit", "Unknown model or spec file 'rev_vit_digit'. Did you mean 'rev_vit_digits'?"),
