@@ -32,7 +32,8 @@ def insert_taps(layout: Sequence[LayoutEntry], taps: Mapping[str, Tap], stop_ear
     Args:
         stop_early: whether the layout ends with the last tap.
     """
-    entries, last = list[LayoutEntry](), 0
+    entries: list[LayoutEntry] = []  # as `torch.compile` can read it
+    last = 0
     for entry in layout:
         entries.append(entry)
         if entry.name in taps:

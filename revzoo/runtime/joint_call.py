@@ -47,6 +47,10 @@ class JointCall(RecordedCall):
         for part in self._parts:
             part.free_refilled()
 
+    def end_runs(self) -> None:
+        for part in self._parts:
+            part.end_runs()
+
     @property
     def is_in_graph(self) -> bool:
         return any(part.is_in_graph for part in self._parts)
