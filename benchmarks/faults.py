@@ -95,7 +95,7 @@ class Command:
             os.dup2(stream, 2)
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            loop.measure_modes = lambda model, batch, optimizer: ({}, None)
+            loop.measure_modes = lambda *_, **__: ({}, None)
             status = zoo_cli.main(arguments)
         finally:
             os._exit(status)  # the parent's clean-up is not this process's

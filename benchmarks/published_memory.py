@@ -36,7 +36,6 @@ from runtime import describe_environment
 from torch import nn
 
 import revzoo
-from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.model.network import Model
 
 _GPU_BYTES = 16 * 2**30
@@ -118,8 +117,8 @@ def make_counter(source: str, overrides: Sequence[str], variant: Variant) -> Cal
     """
     network = build_network(source, overrides, variant, "meta")
     model = revzoo.create(source, overrides=overrides, device="meta")  # makes the batches
-    state = count_optimizer(network, torch.optim.AdamW(network.parameters())).state
-    return lambda batch: state + revzoo.measure_memory(network, model.example_input(batch)).peak_bytes
+    optimizer = torch.optim.AdamW(network.parameters())
+    return lambda batch: revzoo.measure_memory(network, model.example_input(batch), optimizer).peak_bytes
 
 
 def count_rev_vit(quick: bool) -> dict[str, Any]:

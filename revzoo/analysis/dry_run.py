@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -93,12 +93,9 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     tensors = [*model.parameters(), *model.buffers(), *inputs]
     home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.callback(mark_python_streams())
+        stack.enter_context(preserve_random_streams(tensors))
         torch.clear_autocast_cache()  # of casts in earlier runs
         stack.callback(torch.clear_autocast_cache)
-        for gpu in {t.device for t in tensors if t.device.type not in ("cpu", "meta") and not isinstance(t, FakeTensor)}:
-            stack.enter_context(torch.random.fork_rng(devices=[gpu], device_type=gpu.type))
         if mode := find_fake_mode(tensors, always=fake):
             batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
             _replace_tensors(model, stack, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))
@@ -113,6 +110,17 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
             p.grad = None
         stack.enter_context(torch.enable_grad())
         yield batch
+
+
+@contextmanager
+def preserve_random_streams(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the random streams of torch, on the CPU and on the devices of some tensors, of Python and of NumPy."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(mark_python_streams())
+        for gpu in {t.device for t in tensors if t.device.type not in ("cpu", "meta") and not isinstance(t, FakeTensor)}:
+            stack.enter_context(torch.random.fork_rng(devices=[gpu], device_type=gpu.type))
+        yield
 
 
 @contextmanager

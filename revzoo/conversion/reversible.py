@@ -12,7 +12,15 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from revzoo.conversion.block_lists import choose_lists
-from revzoo.conversion.similarity import BlockSurvey, Similarity, measure_similarity, run_network, survey_blocks
+from revzoo.conversion.similarity import (
+    FRACTION_BITS,
+    USUAL_FRACTION_BITS,
+    BlockSurvey,
+    Similarity,
+    measure_similarity,
+    run_network,
+    survey_blocks,
+)
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
 from revzoo.runtime.block_chain import BlockChain, BlockStep, get_step
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
@@ -62,7 +70,7 @@ class ReversibleReport:
                 f"{chain.path}: {len(chain.names)} steps, each {_count_blocks(chain, block)}; they keep {size:g} bytes for "
                 "every element of the state "
                 f"(their inputs alone would be {stored} in float32, {stored // 2} in half precision), on a grid of "
-                f"2^-{chain.coupling.fraction_bits or 16}"
+                f"2^-{USUAL_FRACTION_BITS if (bits := chain.coupling.fraction_bits) is None else bits}"
             )
         if self.similarity is not None:
             lines.append(str(self.similarity))
@@ -174,8 +182,9 @@ def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None, b
         raise UnknownNameError("coupling of blocks", coupling, get_args(BlockCoupling))
     if not isinstance(kept_bits, int) or not 1 <= kept_bits <= 8:
         raise InputError(f"kept_bits is an integer from 1 to 8. Received: {kept_bits!r}.")
-    if fraction_bits is not None and not (isinstance(fraction_bits, int) and 4 <= fraction_bits <= 40):
-        raise InputError(f"fraction_bits is an integer from 4 to 40. Received: {fraction_bits!r}.")
+    least, most = FRACTION_BITS
+    if fraction_bits is not None and not (isinstance(fraction_bits, int) and least <= fraction_bits <= most):
+        raise InputError(f"fraction_bits is an integer from {least} to {most}. Received: {fraction_bits!r}.")
     if not isinstance(blocks_per_step, int) or blocks_per_step < 1:
         raise InputError(f"blocks_per_step is an integer >= 1. Received: {blocks_per_step!r}.")
 

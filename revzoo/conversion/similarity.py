@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import call, mark_python_streams
+from revzoo.analysis.dry_run import call, preserve_random_streams
 from revzoo.conversion.block_lists import BlockLists
 from revzoo.errors import ConversionError, InputError
 from revzoo.runtime.block_conventions import get_state
@@ -17,7 +17,8 @@ from revzoo.runtime.nested import tensors_in
 
 _OUTPUTS = ("logits", "last_hidden_state", "pooler_output")  # the first that an output of Transformers has
 _DIGITS = 24  # of a float32
-_USUAL_FRACTION_BITS = 16
+USUAL_FRACTION_BITS = 16
+FRACTION_BITS = (4, 40)  # the fewest and the most
 _ROOM = 4  # binary digits that states may grow by in training
 _LEAST_FACTOR = 0.1  # of its input in what a residual block returns; norms make it smaller than 1
 _RESOLUTION = 13  # binary digits of the smallest row of a state
@@ -90,9 +91,10 @@ class BlockSurvey:
     def fraction_bits(self) -> int:
         """Binary digits after the point with which a grid resolves the smallest row and holds the largest element."""
         if not (self.largest and math.isfinite(self.largest) and math.isfinite(self.smallest)):
-            return _USUAL_FRACTION_BITS
-        wanted = max(_USUAL_FRACTION_BITS, _RESOLUTION - math.floor(math.log2(self.smallest)))
-        return min(wanted, _DIGITS - _ROOM - math.ceil(math.log2(self.largest)))
+            return USUAL_FRACTION_BITS
+        wanted = max(USUAL_FRACTION_BITS, _RESOLUTION - math.floor(math.log2(self.smallest)))
+        bits = min(wanted, _DIGITS - _ROOM - math.ceil(math.log2(self.largest)))
+        return max(FRACTION_BITS[0], min(bits, FRACTION_BITS[1]))
 
     def add_state(self, state: Tensor) -> None:
         """Consider a state."""
@@ -159,12 +161,8 @@ def run_network(model: nn.Module, batch: Any) -> Tensor:
     Raises:
         InputError: it returns no floating-point tensor.
     """
-    with _in_eval(model), torch.random.fork_rng():
-        restore_streams = mark_python_streams()
-        try:
-            outputs = call(model, batch)
-        finally:
-            restore_streams()
+    with _in_eval(model), preserve_random_streams(model.parameters()):
+        outputs = call(model, batch)
     tensors = [outputs.get(name) for name in _OUTPUTS] if isinstance(outputs, Mapping) else []
     tensors += list(tensors_in(outputs))
     main = next((t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1), None)

@@ -97,7 +97,7 @@ def create(
     if original.head != spec.head:
         with target:
             model = _replace_head(model, spec).to(dtype)
-    if num_outputs is not None and num_outputs != model.num_outputs:
+    if num_outputs is not None and num_outputs != model.num_classes:
         model.reset_head(num_outputs)
     model.schedule = schedule
     model.lookahead = lookahead
@@ -123,10 +123,11 @@ def _replace_head(model: Model, spec: Spec) -> Model:
     own = other.state_dict()
     common = {key: t for key, t in model.state_dict().items() if key in own and own[key].shape == t.shape}
     left = other.load_state_dict(common, strict=False).missing_keys
-    _logger.warning(
-        "%s has the head %s now, not %s. Initialised at random: %s.",
-        spec.name, spec.head.type, model.spec.head.type, join_names(left) if left else "nothing",
-    )  # fmt: skip
+    if left:
+        _logger.warning(
+            "%s has the head %s now, not %s. Initialised at random: %s.",
+            spec.name, spec.head.type, model.spec.head.type, join_names(left),
+        )  # fmt: skip
     return other
 
 

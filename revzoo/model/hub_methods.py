@@ -65,14 +65,16 @@ class HubMethods:
         """
         folder = Path(source)
         if not folder.is_dir():
-            name = str(source).removeprefix(hub.HUB_PREFIX)
+            name, _, tag = str(source).removeprefix(hub.HUB_PREFIX).partition("@")
+            if tag and revision is not None:
+                raise InputError(f"A revision is given once. Received: {str(source)!r} and revision={revision!r}.")
             if "/" not in name:
                 raise InputError(
                     f"A model is read from a folder, or from OWNER/NAME on the hub. Received: {str(source)!r}. Weights that "
                     "ship with revzoo: revzoo.create(NAME, pretrained=True)."
                 )
             folder = hub.fetch_folder(
-                name, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+                name, revision=revision or tag or None, token=token, cache_dir=cache_dir, local_files_only=local_files_only
             )
         # By its public name: `create` makes models, so its file imports this one.
         return revzoo.create(folder, num_outputs=num_outputs, device=device, dtype=dtype).eval()

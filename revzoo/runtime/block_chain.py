@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from revzoo.errors import InputError
+from revzoo.errors import InputError, ScheduleError
 from revzoo.runtime.block_conventions import get_state, is_cache, is_checkpointed, replace_state
 from revzoo.runtime.chain_link import begin_link, call_step, end_link, record_step
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
@@ -73,7 +73,11 @@ class BlockChain:
 
     @schedule.setter
     def schedule(self, modes: Sequence[str] | str) -> None:
-        assert not isinstance(modes, Applicable)
+        if isinstance(modes, Applicable):
+            raise ScheduleError(
+                f"The schedule of {self.path} is a list of modes, or the name of one mode for all. "
+                f"Received: {type(modes).__name__}."
+            )
         self._schedule = check_schedule(modes, self.names)
 
 
@@ -208,7 +212,12 @@ class BlockStep(nn.Module):
         arguments = _Arguments(
             args if key else (None, *args[1:]), {**kwargs, key: None} if key else kwargs, key, x.dtype, _Returned()
         )
-        if torch.is_grad_enabled() and not is_exporting():
+        if is_exporting():
+            raise InputError(
+                f"{self.name} is a step of a reversible chain, whose older state torch.export cannot follow. Export the "
+                "ordinary network: revzoo.ordinary_(model)."
+            )
+        if torch.is_grad_enabled():
             return self._run_recorded(x, arguments)
         return self._run_plain(x, arguments)
 
@@ -249,6 +258,7 @@ class BlockStep(nn.Module):
             )
         return x, key
 
+    @exclude_from_compilation
     def _run_plain(self, x: Tensor, arguments: _Arguments) -> Any:
         return self._run(x, arguments, "store")
 

@@ -52,7 +52,8 @@ def make_clock(device: torch.device, *, elapsed: bool = False) -> Clock:
         elapsed: on a CPU, measure the time that passes: where a second thread works beside the calling one.
     """
     if device.type != "cuda":
-        return Clock(time.perf_counter if elapsed else time.thread_time, lambda start, end: float(end - start))
+        is_own = device.type == "cpu" and not elapsed
+        return Clock(time.thread_time if is_own else time.perf_counter, lambda start, end: float(end - start))
 
     def mark() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

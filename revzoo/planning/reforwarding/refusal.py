@@ -14,6 +14,7 @@ from torch._dynamo.exc import TorchRuntimeError
 from revzoo.analysis.dry_run import linear_loss
 from revzoo.errors import InputError, join_names
 from revzoo.format import format_dtype
+from revzoo.runtime.block_chain import get_step
 from revzoo.runtime.graph.captured_call import is_replaced
 from revzoo.runtime.nested import tensors_in
 
@@ -21,7 +22,12 @@ _REASON = re.compile(r"got \w+\(['\"](.*)['\"]\)")  # of a failure, in the compi
 
 
 def require_uncompiled(module: nn.Module) -> None:
-    """Raise InputError if the module or a part of it is compiled, or runs with a plan."""
+    """Raise InputError if the module or a part of it is compiled, runs with a plan, or has blocks that were made reversible."""
+    if step := next(filter(None, map(get_step, module.modules())), None):
+        raise InputError(
+            f"The blocks of {step.chain.path} were made reversible by reversible_, which plans do not reach. Set the modes of "
+            "the chains in its report (chain.schedule), or plan the ordinary network: revzoo.ordinary_(module)."
+        )
     planned, compiled = list[str](), list[str]()
     for name, each in module.named_modules():
         if is_replaced(each):
