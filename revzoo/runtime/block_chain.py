@@ -282,8 +282,9 @@ class BlockStep(nn.Module):
         else:
             state, mode = x, begun.link.mode
         link, call = Step(self, self.name, self.chain.coupling, mode), None
-        recoverer: Recoverer = begun.segment or SavedInputs((state,))
+        recoverer: Recoverer | None = None
         if mode != "store":
+            recoverer = begun.segment or SavedInputs((state,))
             settings = Settings(x.device)
             watched = mode != "invert" or not begun.update.will_invert
             call = record_step(link, settings, arguments, begun.grid, watched)
