@@ -65,6 +65,7 @@ def own_registries(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")  # peft and Transformers, of each other
+@pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # peft, of a network that has no name
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")  # Trainer, where there is no accelerator
 @pytest.mark.usefixtures("own_accelerator")
 @pytest.mark.parametrize("document", list(map(slow_if_long, DOCUMENTS)), ids=lambda path: path.name)
