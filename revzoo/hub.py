@@ -26,8 +26,14 @@ def find_source(source: str | Path) -> str | Path:
     """
     if not isinstance(source, str) or not source.startswith(HUB_PREFIX):
         return source
+    repository, revision = split_name(source)
+    return fetch_folder(repository, revision=revision)
+
+
+def split_name(source: str) -> tuple[str, str | None]:
+    """Return OWNER/NAME and the revision, if there is one, of OWNER/NAME@REVISION with or without the prefix."""
     repository, _, revision = source.removeprefix(HUB_PREFIX).partition("@")
-    return fetch_folder(repository, revision=revision or None)
+    return repository, revision or None
 
 
 def fetch_folder(

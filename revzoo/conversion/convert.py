@@ -89,11 +89,11 @@ def convert(
     if num_outputs is not None:
         check_num_outputs(num_outputs)
     folder = None if out is None else _check_folder(out)
-    found = find_original(source, weights)
-    source_family = find_source(found)
+    from_file = find_original(source, weights)
+    source_family = find_source(from_file)
     if source_family.published:
         choice = CouplingChoice("additive", None)
-    original, spec, mappings, notes = _read_original(found, source_family, choice)
+    original, spec, mappings, notes = _read_original(from_file, source_family, choice)
     with torch.device("meta"):
         meta_model = build(spec)
     assignment = assign(meta_model, mappings, source_family, original, strict, new_head=num_outputs is not None)
@@ -108,7 +108,7 @@ def convert(
         notes += _coarsen_grid(model, batch)
         comparisons, reasons = _compare_networks(model, original, assignment, choice, batch)
         if num_outputs is not None:
-            model, assignment = _attach_head(model, found, original, source_family, choice, num_outputs)
+            model, assignment = _attach_head(model, from_file, original, source_family, choice, num_outputs)
             fresh = join_names([key for row in assignment.rows if row.action == "initialised" for key in row.ours])
             reasons.append(f"The head {model.spec.head.type} has {num_outputs} outputs. Initialised at random: {fresh}.")
     model.schedule = "invert"
@@ -179,18 +179,18 @@ def _read_original(
 
 
 def _attach_head(
-    model: Model, found: Original, original: Original, source_family: Source, choice: CouplingChoice, num_outputs: int
+    model: Model, from_file: Original, original: Original, source_family: Source, choice: CouplingChoice, num_outputs: int
 ) -> tuple[Model, Assignment]:
     """Return the converted network with a classifier of so many outputs, and where every tensor of the file went now.
 
     Args:
         model: the network with the original's own head, which is compared with the original.
-        found: the original with its keys as they are in the file.
+        from_file: the original with its keys as they are in the file.
         original: the same, completed, with the keys that the mappings use.
     """
     own = {key for mapping in source_family.map_tensors(original.description) for key in mapping.theirs}
     description = source_family.classify(original.description, num_outputs)
-    headed, spec, mappings, _ = _read_original(replace(found, description=description), source_family, choice)
+    headed, spec, mappings, _ = _read_original(replace(from_file, description=description), source_family, choice)
     spec = replace(with_outputs(spec, num_outputs), block=model.spec.block)
     with torch.device("meta"):
         meta_model = build(spec)

@@ -65,7 +65,7 @@ class HubMethods:
         """
         folder = Path(source)
         if not folder.is_dir():
-            name, _, tag = str(source).removeprefix(hub.HUB_PREFIX).partition("@")
+            name, tag = hub.split_name(str(source))
             if tag and revision is not None:
                 raise InputError(f"A revision is given once. Received: {str(source)!r} and revision={revision!r}.")
             if "/" not in name:
@@ -74,7 +74,7 @@ class HubMethods:
                     "ship with revzoo: revzoo.create(NAME, pretrained=True)."
                 )
             folder = hub.fetch_folder(
-                name, revision=revision or tag or None, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+                name, revision=revision or tag, token=token, cache_dir=cache_dir, local_files_only=local_files_only
             )
         # By its public name: `create` makes models, so its file imports this one.
         return revzoo.create(folder, num_outputs=num_outputs, device=device, dtype=dtype).eval()

@@ -194,16 +194,16 @@ def test_what_units_leave_in_forward_counts_there():
         assert smallest == peak(problem, modes) == schedules[tuple(modes)][1]
         for budget in rng.choices([peak_bytes for _, peak_bytes in schedules.values()], k=3):
             best = min(price for price, peak_bytes in schedules.values() if peak_bytes <= budget)
-            found = find_schedule(problem, budget)
-            if found is None:
+            schedule = find_schedule(problem, budget)
+            if schedule is None:
                 assert budget < smallest
                 continue
-            price, peak_bytes = schedules[tuple(found.modes)]
-            assert peak_bytes == peak(problem, found.modes) <= budget
+            price, peak_bytes = schedules[tuple(schedule.modes)]
+            assert peak_bytes == peak(problem, schedule.modes) <= budget
             assert best <= price
-            assert price * (1 - found.gap) <= best + 1e-9
+            assert price * (1 - schedule.gap) <= best + 1e-9
             tight += price == best
-            gaps.append(found.gap)
+            gaps.append(schedule.gap)
     assert tight > 0.9 * len(gaps) > 100
     assert gaps.count(0.0) > 0.75 * len(gaps)
 

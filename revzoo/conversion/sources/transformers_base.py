@@ -261,7 +261,7 @@ class TransformersEncoder(Source):
                 key = f"{self.prefix}.{key}"
             renamed[key] = tensor
         if self._scores_ids(task):
-            self._add_tied(renamed, f"{self.classes[description['model_type']]}Model")
+            self._add_tied_tensors(renamed, f"{self.classes[description['model_type']]}Model")
         notes = ["Without an attention mask, padding is not attended to; Transformers attends to it."]
         if config["type_vocab_size"] > 1:
             notes.append("All tokens are of type 0: the table of types is kept whole, but only its first row is used.")
@@ -272,7 +272,7 @@ class TransformersEncoder(Source):
             notes.append(f"The head for the next sentence is {kept}.")
         return renamed, notes
 
-    def _add_tied(self, tensors: dict[str, Tensor], plain: str) -> None:
+    def _add_tied_tensors(self, tensors: dict[str, Tensor], plain: str) -> None:
         """Add the copies of tied tensors that a file lacks; raise ConversionError if one that it has is no copy.
 
         Args:
