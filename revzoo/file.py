@@ -7,6 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# Of folders: some network drives cannot sync them, and Windows cannot open them.
+_NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
+
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a temporary file in the same folder, then rename it to `path`.
@@ -35,11 +38,13 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file's content, or the names in a folder, are on the disk; without it a power loss leaves empty files."""
-    descriptor = os.open(path, os.O_RDONLY)
+    is_folder = path.is_dir()
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows syncs only what is open for writing
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):  # some network drives cannot sync folders
+        if not (is_folder and error.errno in _NOT_SYNCED):
             raise
-    finally:
-        os.close(descriptor)

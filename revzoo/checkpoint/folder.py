@@ -19,7 +19,7 @@ from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, WEIGHTS_INDEX
 from revzoo.spec.schema import Spec
 
 SHARD_BYTES = 5 * 10**9  # as in Transformers: the hub and slow connections prefer files of a few GB
-_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")  # names of files of weights
 
 
 def save_folder(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -54,7 +54,7 @@ def save_folder(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYTES) 
         write_atomically(folder / WEIGHTS_INDEX, partial(Path.write_text, data=json.dumps(index, indent=2)))
         names = [*names, WEIGHTS_INDEX]
     for path in folder.iterdir():
-        if _WRITTEN.fullmatch(path.name) and path.name not in names:
+        if WRITTEN.fullmatch(path.name) and path.name not in names:
             path.unlink()
 
 

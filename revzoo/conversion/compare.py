@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from revzoo.conversion.choice import B_ARGUMENTS
 from revzoo.conversion.report import Comparison
+from revzoo.conversion.similarity import OUTPUT_NAMES
 from revzoo.errors import ConversionError, InputError
 from revzoo.model.network import Model
 from revzoo.runtime.nested import tensors_in
 
 _EXAMPLES = 8  # random ones, if no batch is given
 _POINTS = 400  # pairs of logits for the figure
-_OUTPUT_NAMES = ("logits", "prediction_logits", "pooler_output", "last_hidden_state")  # of Transformers' models
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def _select_output(outputs: Any, like: Tensor) -> Tensor:
 
     Logits of begin and end of an answer, or one logit for each token, have no last dimension.
     """
-    named = [getattr(outputs, name, None) for name in _OUTPUT_NAMES]
+    named = [getattr(outputs, name, None) for name in OUTPUT_NAMES]
     begin, end = (getattr(outputs, name, None) for name in ("start_logits", "end_logits"))
     if isinstance(begin, Tensor) and isinstance(end, Tensor):
         named.append(torch.stack((begin, end), -1))

@@ -7,7 +7,6 @@ A source (`sources/`) knows one family of networks; this file has what all conve
 """
 
 import math
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,10 +15,10 @@ from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from revzoo.checkpoint.files import save_weights
+from revzoo.checkpoint.files import write_tensors
+from revzoo.checkpoint.folder import save_folder
 from revzoo.conversion.assign import Assignment, assign
 from revzoo.conversion.choice import B_ARGUMENTS, CouplingChoice, CouplingName
 from revzoo.conversion.compare import compare, measure_largest_state, zero_b
@@ -34,7 +33,7 @@ from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.spec.edit import with_outputs
 from revzoo.spec.loading import parse_spec
-from revzoo.spec.names import CONVERTED_WEIGHTS, UNUSED_WEIGHTS
+from revzoo.spec.names import UNUSED_WEIGHTS
 from revzoo.spec.schema import Spec
 
 _ROUNDING = 1e-4  # largest relative difference of logits that the order of sums may explain; 1e-6 is usual
@@ -291,26 +290,23 @@ def _check_folder(out: str | Path) -> Path:
 
 def _write(folder: Path, model: Model, report: ConvertReport, unused: Mapping[str, Tensor]) -> None:
     """Write everything into a temporary folder beside `folder`, and rename it when it is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    writing = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        (writing / "spec.yaml").write_text(model.spec.to_yaml())
-        save_weights(model, writing / CONVERTED_WEIGHTS)
-        if unused:
-            save_file({key: tensor.contiguous() for key, tensor in unused.items()}, writing / UNUSED_WEIGHTS)
-        report.save(writing / "report.json")
-        (writing / "report.txt").write_text(f"{report}\n")
-        _draw(report, writing / "report.png")
-        writing.chmod(0o755)
-        if folder.exists():
-            folder.rmdir()
-        writing.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+            writing = Path(temporary) / folder.name  # colleagues may read it, unlike the temporary folder
+            save_folder(model, writing)
+            if unused:
+                write_tensors(writing / UNUSED_WEIGHTS, {key: tensor.contiguous() for key, tensor in unused.items()}, {})
+            report.save(writing / "report.json")
+            (writing / "report.txt").write_text(f"{report}\n")
+            _draw(report, writing / "report.png")
+            if folder.exists():
+                folder.rmdir()
+            writing.rename(folder)
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         raise InputError(
             f"{folder} cannot be written ({error}); nothing of it is left. Is the disk full? Make room or name another (--out)."
         ) from error
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
 
 
 def _draw(report: ConvertReport, path: Path) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from revzoo.checkpoint.files import write_tensors
+from revzoo.checkpoint.folder import WRITTEN
 from revzoo.checkpoint.foreign import read_weights
 from revzoo.conversion.report import TensorRow
 from revzoo.errors import ConversionError, InputError, RevzooError, join_names
-from revzoo.file import write_atomically
-from revzoo.spec.names import CONVERTED_WEIGHTS, UNUSED_WEIGHTS
+from revzoo.spec.names import UNUSED_WEIGHTS
 
 
 def export(folder: str | Path, out: str | Path, weights: str | Path | None = None) -> int:
@@ -39,7 +39,7 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
     report = folder / "report.json"
     try:
         rows = _read_rows(report)
-        tensors = read_weights(folder / CONVERTED_WEIGHTS if weights is None else weights)
+        tensors = read_weights(folder if weights is None else weights)
         exported = _restore_tensors(folder, rows, tensors, dtypes=weights is None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         if isinstance(error, RevzooError):
@@ -48,7 +48,7 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
     out.parent.mkdir(parents=True, exist_ok=True)
     contiguous = {key: tensor.clone().contiguous() for key, tensor in exported.items()}
     try:
-        write_atomically(out, lambda partial: save_file(contiguous, partial, metadata={"format": "pt"}))
+        write_tensors(out, contiguous, {})
     except (OSError, SafetensorError) as error:
         raise InputError(f"{out} cannot be written ({error}). Name another file.") from error
     return len(exported)
@@ -86,7 +86,8 @@ def _check_output(out: str | Path, folder: Path) -> Path:
     """Return the file to write, or raise InputError."""
     if not isinstance(out, str | Path) or Path(out).suffix != ".safetensors" or Path(out).is_dir():
         raise InputError(f"Tensors are exported as safetensors. Received: {out!r}. Use a name such as back.safetensors.")
-    if Path(out).resolve() == (folder / CONVERTED_WEIGHTS).resolve():
+    name = Path(out).name
+    if Path(out).resolve().parent == folder.resolve() and (name == UNUSED_WEIGHTS or WRITTEN.fullmatch(name)):
         raise InputError(f"{out} is the converted network itself. Name another file.")
     return Path(out)
 

@@ -15,7 +15,7 @@ from revzoo.errors import ConversionError, InputError
 from revzoo.runtime.block_conventions import get_state
 from revzoo.runtime.nested import tensors_in
 
-_OUTPUTS = ("logits", "last_hidden_state", "pooler_output")  # the first that an output of Transformers has
+OUTPUT_NAMES = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")  # of Transformers, the main one first
 _DIGITS = 24  # of a float32
 USUAL_FRACTION_BITS = 16
 FRACTION_BITS = (4, 40)  # the fewest and the most
@@ -163,7 +163,7 @@ def run_network(model: nn.Module, batch: Any) -> Tensor:
     """
     with _in_eval(model), preserve_random_streams(model.parameters()):
         outputs = call(model, batch)
-    tensors = [outputs.get(name) for name in _OUTPUTS] if isinstance(outputs, Mapping) else []
+    tensors = [outputs.get(name) for name in OUTPUT_NAMES] if isinstance(outputs, Mapping) else []
     tensors += list(tensors_in(outputs))
     main = next((t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1), None)
     if main is None:

@@ -4,15 +4,16 @@
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import revzoo
 from revzoo.checkpoint.index import read_index
 from revzoo.errors import InputError, did_you_mean, join_names
 from revzoo.spec.names import data_root, model_files
-from revzoo.spec.tree import load_tree
+from revzoo.spec.tree import OVERRIDE, apply_overrides, load_tree
 
 if TYPE_CHECKING:  # at run time timm is imported in functions only: this module is imported while timm is
     from timm.models import PretrainedCfg
@@ -27,8 +28,9 @@ _OVERRIDES = {  # argument of timm -> where a spec has it
     "drop_path_rate": "block.drop_path.max",
     "drop_rate": "head.dropout",
 }
+_OF_HEAD = {"num_classes": "head.outputs", "global_pool": "head.pool"}  # with weights they are set once those are loaded
 _OF_CREATE = ("device", "dtype", "overrides", "schedule", "lookahead", "exact")
-_OTHER = ("num_classes", "global_pool", "features_only", "out_indices")
+_OTHER = (*_OF_HEAD, "features_only", "out_indices")
 _SOURCES = ("url", "hf_hub_id", "state_dict")  # of weights, which are not read here
 _DATA = ("mean", "std", "interpolation", "crop_pct", "crop_mode", "test_crop_pct", "label_names", "label_descriptions")
 
@@ -90,8 +92,11 @@ def _create(name: str, pretrained: bool, settings: Mapping[str, Any], arguments:
         if key not in known:
             raise InputError(f"{name} has no {key!r}.{did_you_mean(key, known)} It takes: {join_names(known, most=20)}.")
     num_classes, pool = arguments.get("num_classes"), arguments.get("global_pool")
+    num_classes = int(num_classes) if isinstance(num_classes, Integral) else num_classes  # NumPy's integers, too
     if pool is not None and pool not in POOLS:
         raise InputError(f"global_pool of {name} is {join_names([repr(each) for each in POOLS])}. Received: {pool!r}.")
+    own = arguments.get("overrides", ())
+    _refuse_contradictions(name, own, arguments)
     overrides = [f"{path}={_write(key, arguments[key])}" for key, path in _OVERRIDES.items() if key in arguments]
     headless = pretrained and num_classes == 0  # the weights have a classifier, which is removed when they are loaded
     if pool is not None and not headless:
@@ -106,14 +111,14 @@ def _create(name: str, pretrained: bool, settings: Mapping[str, Any], arguments:
             "{'file': PATH}, or revzoo.create('hf-hub:OWNER/NAME')."
         )
     with warnings.catch_warnings():
-        if not arguments.get("overrides"):  # the weights may be of another spec, in what was asked for here
+        if not own:  # the weights may be of another spec, in what was asked for here
             warnings.filterwarnings("ignore", message=".*(saved from|made for) another spec")
         model = revzoo.create(
             name,
             pretrained=pretrained and file is None,
             checkpoint=file,
             num_outputs=num_classes if pretrained and not headless else None,
-            overrides=[*overrides, *arguments.get("overrides", ())],
+            overrides=[*own, *overrides],
             **{key: value for key, value in arguments.items() if key in _OF_CREATE and key != "overrides"},
         )
     if headless:
@@ -139,8 +144,24 @@ def _read_settings(name: str, pretrained_cfg: "str | Mapping[str, Any] | Pretrai
     return {key: value for key, value in given.items() if value != default.get(key)}
 
 
+def _refuse_contradictions(name: str, overrides: Iterable[str], arguments: Mapping[str, Any]) -> None:
+    """Raise InputError where an override sets what an argument of timm sets, too."""
+    files = model_files()
+    tree, _ = apply_overrides(load_tree(files[name], files), overrides)
+    for key, path in (_OVERRIDES | _OF_HEAD).items():
+        node: Any = tree
+        for part in path.split("."):
+            node = node.value.get(part) if node is not None and isinstance(node.value, Mapping) else None
+        if key in arguments and node is not None and node.file == OVERRIDE:
+            raise InputError(
+                f"{name} is given {path} twice. Received: {key}={arguments[key]!r} and {path}={node.to_plain()} in overrides. "
+                "Leave one of them out."
+            )
+
+
 def _write(key: str, value: Any) -> str:
     """Return the value of an override; an image of one side is a square."""
     if key == "img_size":
-        value = [value, value] if isinstance(value, int) else list(value)
+        sides = (value, value) if isinstance(value, Integral) else value
+        return f"[{','.join(map(str, sides))}]"  # of NumPy's integers, too
     return str(value)

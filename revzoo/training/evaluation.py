@@ -21,7 +21,7 @@ from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, join_names
 from revzoo.format import format_bits
 from revzoo.model.create import create
-from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS
+from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, WEIGHTS_INDEX
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
@@ -100,7 +100,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         CheckpointError: the checkpoint does not exist, is damaged, or was not saved by training.
     """
     overrides = _require_data_overrides(overrides)
-    if (path / CONVERTED_WEIGHTS).is_file():
+    if any((path / name).is_file() for name in (CONVERTED_WEIGHTS, WEIGHTS_INDEX)):
         raise CheckpointError(
             f"{path} was converted and not trained: it does not say on which data to evaluate it. Train it first: revzoo train "
             f"finetune model={path} data.root=IMAGES"

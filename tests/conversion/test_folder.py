@@ -1,15 +1,21 @@
 """The folder that `revzoo convert` writes: every command takes it, and `revzoo export` gives the source's tensors back."""
 
 import json
+import os
 import resource
 import signal
+from functools import partial
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 import revzoo
 import zoo_cli
+from revzoo.checkpoint.folder import save_folder
 from revzoo.conversion import convert as convert_module
+from revzoo.errors import CheckpointError, InputError
+from revzoo.training.evaluation import evaluate_checkpoint
 
 
 def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, capsys):
@@ -30,6 +36,41 @@ def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, caps
     expected, back = load_file(file), load_file(tmp_path / "back.safetensors")
     assert back.keys() == expected.keys()
     assert all(torch.equal(back[key], tensor) for key, tensor in expected.items())
+
+
+def test_large_weights_are_in_several_files_and_the_way_back_reads_them(file, tmp_path, monkeypatch):
+    """Here with at most 20 kB in a file; colleagues may read the folder and all of its files."""
+    out = tmp_path / "rev"
+    monkeypatch.setattr(convert_module, "save_folder", partial(save_folder, shard_bytes=20_000))
+    model = revzoo.convert("test_vit", file, out=out).model
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    assert shards == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    assert len(shards) > 10
+    assert (out / "model.safetensors.index.json").is_file()
+    loaded, state = revzoo.create(out).state_dict(), model.state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+    revzoo.export(out, tmp_path / "back.safetensors")
+    expected, back = load_file(file), load_file(tmp_path / "back.safetensors")
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in expected.items())
+    for name in (shards[0], "unused.safetensors"):
+        with pytest.raises(InputError, match="is the converted network itself"):
+            revzoo.export(out, out / name)
+    with pytest.raises(CheckpointError, match="was converted and not trained"):
+        evaluate_checkpoint(out)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_colleagues_can_read_a_converted_network(file, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        revzoo.convert("test_vit", file, out=tmp_path / "new" / "rev")
+        revzoo.export(tmp_path / "new" / "rev", tmp_path / "new" / "back.safetensors")
+    finally:
+        os.umask(before)
+    modes = {(path.is_dir(), path.stat().st_mode & 0o777) for path in (tmp_path / "new").rglob("*")}
+    assert modes == {(True, 0o777 & ~umask), (False, 0o666 & ~umask)}
 
 
 def test_overrides_of_the_block_reach_the_converted_network(file, tmp_path):

@@ -1,8 +1,11 @@
-"""A file is written completely or not at all."""
+"""A file is written completely or not at all, and is on the disk when it gets its name."""
+
+import errno
+import os
 
 import pytest
 
-from revzoo.file import write_atomically
+from revzoo.file import sync, write_atomically
 
 
 def test_a_file_is_there_when_it_is_complete(tmp_path):
@@ -39,3 +42,44 @@ def test_the_reason_of_a_failure_is_not_hidden_by_cleaning_up(tmp_path):
 
     with pytest.raises(RuntimeError, match="the disk is full"):
         write_atomically(tmp_path / "file.txt", write)
+
+
+def test_the_content_is_on_the_disk_before_the_rename_and_the_name_after_it(tmp_path, monkeypatch):
+    path, synced, fsync = tmp_path / "file.txt", [], os.fsync
+
+    def record(descriptor):
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size, path.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_atomically(path, lambda partial: partial.write_text("new"))
+    folder = tmp_path.stat()
+    assert synced == [(path.stat().st_ino, 3, False), (folder.st_ino, folder.st_size, True)]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL, errno.ENOTSUP])
+def test_a_system_that_cannot_sync_folders(tmp_path, monkeypatch, number):
+    """Windows does not open them (EACCES), and syncs only what is open for writing; some network drives refuse."""
+    system_open, flags = os.open, []
+
+    def open_as_windows(path, flag):
+        flags.append(flag)
+        if os.path.isdir(path):
+            raise OSError(number, "refused")
+        return system_open(path, flag)
+
+    monkeypatch.setattr(os, "open", open_as_windows)
+    write_atomically(tmp_path / "file.txt", lambda partial: partial.write_text("new"))
+    assert (tmp_path / "file.txt").read_text() == "new"
+    assert flags == [os.O_RDWR, os.O_RDONLY]
+
+
+def test_a_file_that_cannot_be_synced_is_an_error(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.EINVAL, "refused")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    sync(tmp_path)
+    with pytest.raises(OSError, match="refused"):
+        write_atomically(tmp_path / "file.txt", lambda partial: partial.write_text("new"))
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -107,6 +108,42 @@ def test_arguments_of_timm_are_values_of_the_spec():
     assert revzoo.create("rev_vit_s", device="meta").pretrained_cfg["mean"] == IMAGENET_DEFAULT_MEAN
     assert timm.create_model("rev_vit_digits", img_size=12).spec.input.size == (12, 12)
     assert timm.create_model("rev_vit_digits", img_size=None, num_classes=None).num_classes == 10, "timm leaves None out"
+
+
+def test_numbers_of_numpy_are_numbers():
+    size, sizes = np.int64(12), np.array([8, 12])
+    assert timm.create_model("rev_vit_digits", img_size=size, num_classes=np.int64(3)).spec.input.size == (12, 12)
+    model = timm.create_model("rev_vit_digits", pretrained=True, img_size=sizes, num_classes=np.int64(3))
+    assert (model.spec.input.size, model.num_classes) == ((8, 12), 3)
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "override", "message"),
+    [
+        ({"num_classes": 3}, "head.outputs=6", "head.outputs twice. Received: num_classes=3 and head.outputs=6 in"),
+        (
+            {"num_classes": 3},
+            "head={outputs: 6}",
+            "head.outputs twice. Received: num_classes=3 and head.outputs=6 in",
+        ),
+        ({"global_pool": "max"}, "head.pool=first", "head.pool twice. Received: global_pool='max' and head.pool=first in"),
+        ({"img_size": 16}, "input.size=[8,8]", "input.size twice. Received: img_size=16 and input.size=[8, 8] in overrides."),
+        (
+            {"drop_path_rate": 0.1},
+            "block.drop_path={max: 0.2}",
+            "twice. Received: drop_path_rate=0.1 and block.drop_path.max=",
+        ),
+    ],
+)
+def test_an_override_of_what_an_argument_sets_is_refused(pretrained, arguments, override, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        timm.create_model("rev_vit_digits", pretrained=pretrained, overrides=["stages.0.depth=2", override], **arguments)
+
+
+def test_an_argument_of_timm_is_about_the_head_that_an_override_names():
+    model = timm.create_model("rev_vit_digits", num_classes=3, overrides=["head={type: pooled_linear, dropout: 0.3}"])
+    assert (model.num_classes, model.spec.head.arguments["dropout"]) == (3, 0.3)
 
 
 def test_arguments_of_revzoo_are_taken_too():

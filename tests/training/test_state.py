@@ -156,6 +156,29 @@ def test_as_many_states_are_kept_as_the_recipe_says(recipe, tmp_path, keep, whol
     assert_same_run(whole, tmp_path / "run")
 
 
+def test_a_state_is_on_the_disk_before_it_gets_its_name(recipe, tmp_path, monkeypatch):
+    """Of every state its files, then the folder; after the rename the folder of the states."""
+    synced, published, fsync, rename = [], [], os.fsync, Path.rename
+
+    def record(descriptor):
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def publish(path, target):
+        if path.name == "writing":
+            published.append((target.name, len(synced)))
+            files = [each.stat().st_ino for each in path.iterdir()]
+            assert sorted(synced[-len(files) - 1 : -1]) == sorted(files)
+            assert synced[-1] == path.stat().st_ino
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "rename", publish)
+    train(recipe("train.epochs=1"), tmp_path / "run")
+    assert [name for name, _ in published] == ["00000-0000000", "00001-0000000"]
+    assert {synced[number] for _, number in published} == {(tmp_path / "run" / "state").stat().st_ino}
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_colleagues_can_read_what_is_saved(recipe, tmp_path, umask):
     before = os.umask(umask)
