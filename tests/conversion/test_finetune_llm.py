@@ -75,8 +75,13 @@ def test_times_and_similarity(parts):
     for row in parts["time"]["rows"]:
         assert row["of_checkpointed"]["checkpointed"] == 1
         assert row["seconds"].keys() == row["of_checkpointed"].keys() == METHODS
-    assert [(row["tokens"], row["passages"]) for row in parts["similarity"]["rows"]] == [(8, 8), (16, 8)]
-    assert all(0.9999 < row["least_cosine"] <= row["cosine"] <= 1 for row in parts["similarity"]["rows"])
+    rows = parts["similarity"]["rows"]
+    sizes = [(row["tokens"], row["passages"], row["kept_bits"]) for row in rows]
+    assert sizes == [(length, 8, bits) for length in (8, 16) for bits in (8, 4, 2)]
+    assert all(0.9999 < row["least_cosine"] <= row["cosine"] <= 1 for row in rows)
+    assert [row.get("met") for row in rows] == [True, None, None] * 2
+    for eight, four, two in (rows[:3], rows[3:]):
+        assert eight["cosine"] > four["cosine"] > two["cosine"]
 
 
 def test_all_learn_from_the_same_batches(parts):
