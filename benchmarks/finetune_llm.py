@@ -148,10 +148,11 @@ def make_tables(parts: dict[str, Any]) -> Iterator[Table]:
     if "similarity" in parts:
         yield _make_table(
             f"embeddings before and after; goal: cosine at least {LEAST_COSINE}, same neighbour at least {LEAST_AGREEMENT}",
-            ("tokens", "passages", "kept bits", "cosine", "least", "same neighbour", "met"),
+            ("tokens", "passages", "method", "cosine", "least", "same neighbour", "else margin", "met"),
             (
-                (str(row["tokens"]), str(row["passages"]), str(row["kept_bits"]), f"{row['cosine']:.6f}",
-                 f"{row['least_cosine']:.6f}", f"{row['agreement']:.4f}", _color(row["met"]) if "met" in row else "")
+                (str(row["tokens"]), str(row["passages"]), row["method"], f"{row['cosine']:.6f}",
+                 f"{row['least_cosine']:.6f}", f"{row['agreement']:.4f}", f"{row['margin']:.1e}",
+                 _color(row["met"]) if "met" in row else "")
                 for row in parts["similarity"]["rows"]
             ),
         )  # fmt: skip

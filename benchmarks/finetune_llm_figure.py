@@ -19,6 +19,7 @@ _COLORS = {
     "4 bits": MODE_COLORS["selective"],
     "2 blocks a step": PALE,
     "2 bits": PALE,
+    "bfloat16": MODE_COLORS["store"],
     "deployed": MODE_COLORS["selective"],
 }
 _COUNTED = ("8 bits", "4 bits", "2 blocks a step")
@@ -78,7 +79,7 @@ def _draw_time(axes: Axes, part: Mapping[str, Any]) -> None:
 def _draw_agreement(axes: Axes, part: Mapping[str, Any]) -> None:
     bars: dict[str, list[float]] = {}
     for row in part["rows"]:
-        bars.setdefault(f"{row['kept_bits']} bits", []).append(100 * row["agreement"])
+        bars.setdefault(row["method"], []).append(100 * row["agreement"])
     lengths = dict.fromkeys(row["tokens"] for row in part["rows"])
     _draw_bars(axes, [f"{length} tokens" for length in lengths], bars, form="{:.1f}")
 
