@@ -58,8 +58,11 @@ def measure_networks(part: str, quick: bool) -> Iterator[list[dict[str, Any]]]:
         yield rows
 
 
-def measure_accuracy(before: dict[str, Any], quick: bool) -> Iterator[dict[str, Any]]:
-    """Yield the part `accuracy` after every run, and go on where an earlier one of the same task ended."""
+def measure_accuracy(before: dict[str, Any], quick: bool, commit: Any) -> Iterator[dict[str, Any]]:
+    """Yield the part `accuracy` after every run, and go on where an earlier one of the same task ended.
+
+    The commit is that of the code when it was loaded: the results, once written, would make it look changed.
+    """
     task = replace(Task(), updates=4, size=4) if quick else Task()
     setting = describe_task(task, quick)
     runs = list(before.get("runs", [])) if before.get("setting") == setting else []
@@ -72,7 +75,7 @@ def measure_accuracy(before: dict[str, Any], quick: bool) -> Iterator[dict[str, 
         try:
             started = [pool.submit(finetune, *key, task, quick) for key in wanted if key not in done]
             for run in as_completed(started):
-                runs.append(run.result() | {"commit": describe_environment()["commit"]})
+                runs.append(run.result() | {"commit": commit})
                 runs.sort(key=lambda run: wanted.index(_get_key(run)))
                 yield {"setting": setting, "runs": runs, "summary": summarise(runs)}
         finally:
@@ -145,10 +148,11 @@ def make_tables(parts: dict[str, Any]) -> Iterator[Table]:
     if "similarity" in parts:
         yield _make_table(
             f"embeddings before and after; goal: cosine at least {LEAST_COSINE}, same neighbour at least {LEAST_AGREEMENT}",
-            ("tokens", "passages", "cosine", "least", "same neighbour", "met"),
+            ("tokens", "passages", "method", "cosine", "least", "same neighbour", "else margin", "met"),
             (
-                (str(row["tokens"]), str(row["passages"]), f"{row['cosine']:.6f}", f"{row['least_cosine']:.6f}",
-                 f"{row['agreement']:.4f}", _color(row["met"]))
+                (str(row["tokens"]), str(row["passages"]), row["method"], f"{row['cosine']:.6f}",
+                 f"{row['least_cosine']:.6f}", f"{row['agreement']:.4f}", f"{row['margin']:.1e}",
+                 _color(row["met"]) if "met" in row else "")
                 for row in parts["similarity"]["rows"]
             ),
         )  # fmt: skip
@@ -209,13 +213,14 @@ def main() -> None:
     file = args.out / "finetune_llm.json"
     parts: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for part in (name for name in PARTS if name in args.only):
+    with one_thread():
         about = describe_environment(args.out)
+    for part in (name for name in PARTS if name in args.only):
         with console.status(part), one_thread():
             if part == "similarity":
                 steps: Iterator[dict[str, Any]] = iter([{"rows": list(measure_similarity(args.quick))}])
             elif part == "accuracy":
-                steps = measure_accuracy(parts.get(part, {}), args.quick)
+                steps = measure_accuracy(parts.get(part, {}), args.quick, about["commit"])
             else:
                 steps = ({"rows": rows} for rows in measure_networks(part, args.quick))
             for measured in steps:

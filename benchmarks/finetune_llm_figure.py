@@ -1,6 +1,7 @@
 """The picture of `finetune_llm.py`: what a step keeps and peaks at, how long it takes, and what is learned."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ _COLORS = {
     "reversible": MODE_COLORS["invert"],
     "4 bits": MODE_COLORS["selective"],
     "2 blocks a step": PALE,
+    "2 bits": PALE,
+    "bfloat16": MODE_COLORS["store"],
     "deployed": MODE_COLORS["selective"],
 }
 _COUNTED = ("8 bits", "4 bits", "2 blocks a step")
@@ -25,57 +28,72 @@ _LEFT, _SPAN = 0.11, 0.87  # of the width
 
 
 def plot(parts: Mapping[str, Any], path: str | Path) -> None:
-    """Draw a panel for each part that was measured; write a PNG.
+    """Draw one panel, or two, for each part that was measured; write a PNG.
 
     Args:
-        parts: "memory" (rows), "time" (rows) and "accuracy" (summary), as in the JSON.
+        parts: "memory" (rows), "time" (rows), "similarity" (rows) and "accuracy" (summary), as in the JSON.
         path: of the picture.
     """
-    panels = {
-        "memory": ("blocks, kept and peak, relative to checkpointing", _draw_memory),
-        "time": ("CPU time of a step, relative to checkpointing", _draw_time),
-        "accuracy": ("test accuracy of MiniLM on ten sections; dots are seeds [%]", _draw_accuracy),
-    }
-    drawn = {name: panel for name, panel in panels.items() if name in parts}
+    panels = [
+        ("memory", "kept because of the blocks", partial(_draw_memory, what="block")),
+        ("memory", "peak of a step", partial(_draw_memory, what="peak")),
+        ("time", "CPU time of a step", _draw_time),
+        ("similarity", "passages of MiniLM that keep their nearest neighbour [%]", _draw_agreement),
+        ("accuracy", "test accuracy of MiniLM on ten sections; dots are seeds [%]", _draw_accuracy),
+    ]
+    drawn = [panel for panel in panels if panel[0] in parts]
     height = _TOP + len(drawn) * (_PANEL + _GAP) - _GAP + _BELOW
     figure = new_figure(_WIDTH, height)
-    draw_heading(figure, "Pretrained networks, reversible in place", ["beside gradient checkpointing, on the same network"])
-    for i, (name, (title, draw)) in enumerate(drawn.items()):
+    draw_heading(
+        figure,
+        "Pretrained networks, reversible in place",
+        ["memory and time relative to gradient checkpointing, on the same network"],
+    )
+    for i, (name, title, draw) in enumerate(drawn):
         bottom = height - _TOP - _PANEL - i * (_PANEL + _GAP)
         axes = figure.add_axes((_LEFT, bottom / height, _SPAN, _PANEL / height))
         simplify_axes(axes)
         axes.set_title(title, fontsize=9, loc="left", color=INK)
         draw(axes, parts[name])
-        axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+        axes.legend(frameon=False, fontsize=8, ncols=5, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
     save(figure, path)
 
 
-def _draw_memory(axes: Axes, part: Mapping[str, Any]) -> None:
-    labels, bars = list[str](), {name: list[float]() for name in _COUNTED}
+def _draw_memory(axes: Axes, part: Mapping[str, Any], what: str) -> None:
+    bars: dict[str, list[float]] = {name: [] for name in _COUNTED}
     for net in part["rows"]:
         methods = {row["method"]: row for row in net["methods"]}
-        base = methods["checkpointed"]
-        for what in ("block", "peak"):
-            labels.append(f"{net['network']} {net['layers']}\n{net['dtype']}\n{what.replace('block', 'kept')}")
-            for name, values in bars.items():
-                values.append(methods[name][f"{what}_bytes"] / base[f"{what}_bytes"])
-    _draw_bars(axes, labels, bars)
-    axes.axhline(1, color=_COLORS["checkpointed"], lw=1.2, label="checkpointed")
+        for name, values in bars.items():
+            values.append(methods[name][f"{what}_bytes"] / methods["checkpointed"][f"{what}_bytes"])
+    _draw_bars(axes, [_name(net) for net in part["rows"]], bars)
+    axes.axhline(1, color=_COLORS["checkpointed"], lw=1.2, zorder=0.5, label="checkpointed")
 
 
 def _draw_time(axes: Axes, part: Mapping[str, Any]) -> None:
-    labels = [f"{net['network']} {net['layers']}\n{net['dtype']}" for net in part["rows"]]
     methods = [name for name in part["rows"][0]["of_checkpointed"] if name != "checkpointed"]
-    _draw_bars(axes, labels, {name: [net["of_checkpointed"][name] for net in part["rows"]] for name in methods})
-    axes.axhline(1, color=_COLORS["checkpointed"], lw=1.2, label="checkpointed")
+    bars = {name: [net["of_checkpointed"][name] for net in part["rows"]] for name in methods}
+    _draw_bars(axes, [_name(net) for net in part["rows"]], bars)
+    axes.axhline(1, color=_COLORS["checkpointed"], lw=1.2, zorder=0.5, label="checkpointed")
 
 
-def _draw_bars(axes: Axes, labels: Sequence[str], bars: Mapping[str, Sequence[float]]) -> None:
+def _draw_agreement(axes: Axes, part: Mapping[str, Any]) -> None:
+    bars: dict[str, list[float]] = {}
+    for row in part["rows"]:
+        bars.setdefault(row["method"], []).append(100 * row["agreement"])
+    lengths = dict.fromkeys(row["tokens"] for row in part["rows"])
+    _draw_bars(axes, [f"{length} tokens" for length in lengths], bars, form="{:.1f}")
+
+
+def _name(net: Mapping[str, Any]) -> str:
+    return f"{net['network']}, {net['layers']} blocks\n{net['dtype']}"
+
+
+def _draw_bars(axes: Axes, labels: Sequence[str], bars: Mapping[str, Sequence[float]], form: str = "{:.2f}") -> None:
     width = 0.8 / len(bars)
     for i, (name, values) in enumerate(bars.items()):
         places = [k + (i - (len(bars) - 1) / 2) * width for k in range(len(values))]
         drawn = axes.bar(places, values, 0.9 * width, color=_COLORS[name], label=name)
-        axes.bar_label(drawn, fmt="{:.2f}", fontsize=7, color=INK)
+        axes.bar_label(drawn, fmt=form, fontsize=7, color=INK)
     axes.set_xticks(range(len(labels)), labels, fontsize=7)
     axes.margins(y=0.15)
 

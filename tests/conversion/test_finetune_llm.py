@@ -1,6 +1,7 @@
 """The benchmark of networks made reversible in place: at toy size everything is measured, drawn and gone on with."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "finetune_llm.py"
 METHODS = {"stored", "checkpointed", "8 bits", "4 bits", "2 blocks a step"}
@@ -75,8 +77,30 @@ def test_times_and_similarity(parts):
     for row in parts["time"]["rows"]:
         assert row["of_checkpointed"]["checkpointed"] == 1
         assert row["seconds"].keys() == row["of_checkpointed"].keys() == METHODS
-    assert [(row["tokens"], row["passages"]) for row in parts["similarity"]["rows"]] == [(8, 8), (16, 8)]
-    assert all(0.9999 < row["least_cosine"] <= row["cosine"] <= 1 for row in parts["similarity"]["rows"])
+    rows = parts["similarity"]["rows"]
+    sizes = [(row["tokens"], row["passages"], row["method"]) for row in rows]
+    assert sizes == [(length, 8, name) for length in (8, 16) for name in ("8 bits", "4 bits", "2 bits", "bfloat16")]
+    assert all(0.9999 < row["least_cosine"] <= row["cosine"] <= 1 for row in rows)
+    assert [row.get("met") for row in rows] == [True, None, None, None] * 2
+    for eight, four, two, _ in (rows[:4], rows[4:]):
+        assert eight["cosine"] > four["cosine"] > two["cosine"]
+
+
+def test_a_changed_neighbour_comes_with_its_margin(monkeypatch):
+    monkeypatch.syspath_prepend(FILE.parent)
+    from finetune_llm_minilm import compare_embeddings
+
+    def turn(*degrees):
+        angles = torch.tensor(degrees, dtype=torch.float64).deg2rad()
+        return torch.stack([angles.cos(), angles.sin()], 1)
+
+    alike = compare_embeddings(turn(0, 10, 21, 90), turn(0, 11, 21, 90))  # 10 is nearer to 0, and 11 to 21
+    assert alike["agreement"] == 0.75
+    assert alike["cosine"] == pytest.approx((3 + math.cos(math.radians(1))) / 4, abs=1e-12)
+    assert alike["least_cosine"] == pytest.approx(math.cos(math.radians(1)), abs=1e-12)
+    assert alike["margin"] == pytest.approx(math.cos(math.radians(10)) - math.cos(math.radians(11)), abs=1e-12)
+    same = compare_embeddings(turn(0, 10, 21), turn(0, 10, 21))
+    assert (same["agreement"], same["margin"]) == (1, 0)
 
 
 def test_all_learn_from_the_same_batches(parts):
