@@ -222,7 +222,10 @@ def _itself(graph: Any, _: Any) -> Any:
 
 @torch.no_grad()
 def run_halves(forward: Any, backward: Any, outputs: int, own: list[Tensor], inputs: list[Tensor]) -> tuple[int, int, int]:
-    """Run both graphs node by node; return bytes, activation bytes and FLOPs as in `Point`."""
+    """Run both graphs node by node; return bytes, activation bytes and FLOPs as in `Point`.
+
+    The loss and its gradient are alive in backward, as in the steps of plans.
+    """
     live, flops = LiveBytes(), FlopCounter()
     with flops, live:
         lasting = live.watch(own) | live.watch(inputs)
@@ -232,9 +235,11 @@ def run_halves(forward: Any, backward: Any, outputs: int, own: list[Tensor], inp
         wanted = [node for node in backward.graph.nodes if node.op == "placeholder"]
         tangents = [torch.ones_like(node.meta["val"]) for node in wanted if node.name.startswith("tangents")]
         assert len(saved) + len(tangents) == len(wanted), "the halves do not fit each other"
+        loss_and_gradient = [tangents[0].new_ones(()) for _ in range(2)]
         given = [*saved, *tangents]
         del saved, tangents
         gradients = live.watch(t for t in torch.fx.Interpreter(backward).boxed_run(given) if isinstance(t, Tensor))
+        del loss_and_gradient
     return live.peak(without=lasting), live.peak(without=lasting | gradients), flops.forward + flops.backward
 
 

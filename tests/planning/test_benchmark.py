@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib.figure import Figure
+from torch import nn
 
 from revzoo.display.style import MODE_COLORS
 from revzoo.planning.solvers.problem import Option, Problem, Unit, cost
@@ -188,6 +190,19 @@ def test_no_schedule_costs_less_than_the_bound(benchmarks):
             assert bound <= cost(problem, solve_timeline(problem, budget))
             above_zero += bound > 0
     assert above_zero > 75
+
+
+def test_the_partitioner_keeps_the_loss_too(benchmarks):
+    """With the whole budget, of a network whose forward has nothing to spare, both count the same step."""
+    from ordinary_networks import Network
+    from planning_ordinary import measure_network
+
+    network = Network(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), lambda: torch.zeros(5, 8), "0")
+    data = measure_network(network, (1.0,))
+    (point,) = (row for row in data["rivals"] if row["method"] == "activation_memory_budget")
+    hidden, loss = 4 * 5 * 16, 2 * 4  # tanh's gradient: two gradients beside its result
+    assert data["stored_bytes"] == 3 * hidden + loss
+    assert (point["fraction"], point["flops"], point["plan_is_as_good"]) == (1.0, 1.0, True)
 
 
 def test_searches_at_toy_size(benchmarks):
