@@ -21,7 +21,9 @@ from revzoo.conversion.similarity import (
     run_network,
     survey_blocks,
 )
+from revzoo.conversion.split import Branches, Split, find_branches
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
+from revzoo.runtime.block_branch import BranchStep
 from revzoo.runtime.block_chain import BlockChain, BlockStep, get_step
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 
@@ -41,6 +43,7 @@ class ReversibleReport:
         kept_bits: bits kept of every element of a state and step.
         similarity: of the outputs on the batch, before and after; None without a batch.
         left: paths of the other lists of such blocks.
+        branches: for each chain, the submodules that compute the two branches of a block; empty if blocks are not split.
     """
 
     model: str
@@ -50,6 +53,7 @@ class ReversibleReport:
     kept_bits: int
     similarity: Similarity | None
     left: tuple[str, ...]
+    branches: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -64,10 +68,11 @@ class ReversibleReport:
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
-        for chain, block, size in zip(self.chains, self.blocks, self.kept_bytes_per_element, strict=True):
+        branches = self.branches or ("",) * len(self.chains)
+        for chain, block, parts, size in zip(self.chains, self.blocks, branches, self.kept_bytes_per_element, strict=True):
             stored = _STATE_BYTES * chain.length
             lines.append(
-                f"{chain.path}: {len(chain.names)} steps, each {_count_blocks(chain, block)}; they keep {size:g} bytes for "
+                f"{chain.path}: {len(chain.names)} steps, {_describe_steps(chain, block, parts)}; they keep {size:g} bytes for "
                 "every element of the state "
                 f"(their inputs alone would be {stored} in float32, {stored // 2} in half precision), on a grid of "
                 f"2^-{USUAL_FRACTION_BITS if (bits := chain.coupling.fraction_bits) is None else bits}"
@@ -87,6 +92,7 @@ def reversible_(
     kept_bits: int = 8,
     fraction_bits: int | None = None,
     blocks_per_step: int = 1,
+    split: Split | None = None,
 ) -> ReversibleReport:
     """Change a network in place so that its blocks are the steps of reversible chains, rebuilt in backward.
 
@@ -107,6 +113,9 @@ def reversible_(
             what fits the batch.
         blocks_per_step: how many blocks are one step. Two keep half the bits; while a step is recovered, backward keeps what
             autograd saves in all its blocks.
+        split: the two residual branches of a block, each to be a step of its own: ("attention", "mlp") for what timm and
+            Transformers call so, or the submodules that compute them, such as ("attn", ("fc1", "fc2")). Keeps twice the bits;
+            in backward one branch at a time keeps what autograd saves in it. Needs a batch, to see that the two are the block.
     Raises:
         UnknownNameError: no list of blocks of this path, or no such coupling.
         InputError: a network that is compiled, planned, checkpointed or reversible already; a path or number that is none.
@@ -115,16 +124,21 @@ def reversible_(
     """
     chosen, others = choose_lists(model, paths)
     _require_numbers(coupling, kept_bits, fraction_bits, blocks_per_step)
+    if split is not None:
+        _require_split(split, batch, blocks_per_step)
     surveys = {} if batch is None else survey_blocks(model, chosen, batch)
     _require_residual_maps(surveys)
+    branches = {} if split is None else find_branches(model, chosen, split, batch)
     before = None if batch is None else run_network(model, batch)
     chains, steps = list[BlockChain](), list[BlockStep]()
     for path, blocks in chosen.items():
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
         owner = model.get_submodule(path.rpartition(".")[0])
-        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), blocks_per_step)
+        names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
+        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), blocks_per_step, names)
         chains.append(chain)
-        steps += [BlockStep(block, chain, i) for i, block in enumerate(blocks)]
+        for i, block in enumerate(blocks):
+            steps.append(_make_step(block, chain, i, branches.get(block)))
     similarity = None
     with _all_or_nothing(steps):
         if before is not None:
@@ -137,7 +151,16 @@ def reversible_(
         kept_bits,
         similarity,
         tuple(others),
+        tuple(_describe_branches(blocks, branches) for blocks in chosen.values()) if branches else (),
     )
+
+
+def _make_step(block: nn.Module, chain: BlockChain, index: int, branches: Branches | None) -> BlockStep:
+    """Return what stands in place of a block: its step, or the first of its two."""
+    if branches is None:
+        return BlockStep(block, chain, index)
+    first, second = branches
+    return BranchStep(block, chain, 2 * index, first, BranchStep(block, chain, 2 * index + 1, second))
 
 
 def ordinary_(model: nn.Module) -> None:
@@ -157,8 +180,16 @@ def ordinary_(model: nn.Module) -> None:
         step.remove()
 
 
-def _count_blocks(chain: BlockChain, block: str) -> str:
-    return f"a {block}" if chain.blocks_per_step == 1 else f"{chain.blocks_per_step} {block}s"
+def _describe_steps(chain: BlockChain, block: str, parts: str) -> str:
+    if chain.branches:
+        return f"two of each {block} ({parts})"
+    return f"each a {block}" if chain.blocks_per_step == 1 else f"each {chain.blocks_per_step} {block}s"
+
+
+def _describe_branches(blocks: Sequence[nn.Module], branches: dict[nn.Module, Branches]) -> str:
+    """Return the submodules that compute the branches of blocks, in words; blocks may differ."""
+    words = (", then ".join(join_names(branch.parts) for branch in branches[block]) for block in blocks)
+    return " or ".join(dict.fromkeys(words))
 
 
 def find_block_chains(model: nn.Module) -> dict[str, BlockChain]:
@@ -187,6 +218,26 @@ def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None, b
         raise InputError(f"fraction_bits is an integer from {least} to {most}. Received: {fraction_bits!r}.")
     if not isinstance(blocks_per_step, int) or blocks_per_step < 1:
         raise InputError(f"blocks_per_step is an integer >= 1. Received: {blocks_per_step!r}.")
+
+
+def _require_split(split: Any, batch: Any, blocks_per_step: int) -> None:
+    names = list(split) if isinstance(split, tuple | list) else []
+    parts = [[name] if isinstance(name, str) else name for name in names]
+    if len(parts) != 2 or not all(isinstance(p, tuple | list) and p and all(isinstance(x, str) for x in p) for p in parts):
+        raise InputError(
+            "split is a pair of branches, each a name or several submodules: ('attention', 'mlp') or ('attn', ('fc1', 'fc2')). "
+            f"Received: {split!r}."
+        )
+    if blocks_per_step != 1:
+        raise InputError(
+            "split makes two steps of a block, blocks_per_step makes one of several. Give one of the two. Received: "
+            f"split={split!r}, blocks_per_step={blocks_per_step}."
+        )
+    if batch is None:
+        raise InputError(
+            "split runs the branches of a block one by one; whether the two are the block is seen on a batch. Received: none. "
+            f"Give one: reversible_(model, batch=batch, split={split!r})."
+        )
 
 
 def _require_residual_maps(surveys: dict[str, BlockSurvey]) -> None:

@@ -14,8 +14,7 @@ what it returns has the dtype that the block by itself returns.
 Hooks of a block are outside of its step: they run once, and see states.
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import local
 from typing import Any, NamedTuple, cast
@@ -26,7 +25,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from revzoo.errors import InputError, ScheduleError
-from revzoo.runtime.block_conventions import get_state, is_cache, is_checkpointed, replace_state
+from revzoo.runtime.block_conventions import (
+    find_state,
+    get_state,
+    is_cache,
+    is_checkpointed,
+    leave_out_caches,
+    put_state,
+    replace_state,
+)
 from revzoo.runtime.chain_link import begin_link, call_step, end_link, record_step
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
@@ -51,10 +58,20 @@ class BlockChain:
         length: number of blocks.
         coupling: of every step; it keeps bits.
         blocks_per_step: how many blocks, one after the other, are the f of a step.
+        branches: the names of the two residual branches, if each is a step of its own.
     """
 
-    def __init__(self, path: str, owner: nn.Module, length: int, coupling: Coupling, blocks_per_step: int = 1):
+    def __init__(
+        self,
+        path: str,
+        owner: nn.Module,
+        length: int,
+        coupling: Coupling,
+        blocks_per_step: int = 1,
+        branches: tuple[str, ...] = (),
+    ):
         self.path = path
+        self.branches = branches
         self.blocks_per_step = blocks_per_step
         self.owner = owner
         self.length = length
@@ -63,8 +80,14 @@ class BlockChain:
 
     @property
     def names(self) -> list[str]:
-        """The names of the steps: those of their first blocks."""
-        return [f"{self.path}.{i}" for i in range(0, self.length, self.blocks_per_step)]
+        """The names of the steps: those of their first blocks, and of their branches if blocks are split."""
+        names = [f"{self.path}.{i}" for i in range(0, self.length, self.blocks_per_step)]
+        return [f"{name}.{branch}" for name in names for branch in self.branches] if self.branches else names
+
+    @property
+    def calls(self) -> int:
+        """How many functions are called one after the other: blocks, or branches of them."""
+        return self.length * max(len(self.branches), 1)
 
     @property
     def schedule(self) -> list[Mode]:
@@ -82,14 +105,15 @@ class BlockChain:
 
 
 @dataclass
-class _Returned:
-    """What a block has returned in its first run."""
+class Returned:
+    """What a block has returned in its first run, and what submodules of it have returned beside the state, by path."""
 
     value: Any = None
     dtype: torch.dtype | None = None
+    beside: dict[str, Any] = field(default_factory=dict)
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """The side input of a step: with what its block was called besides the state, whose place is empty.
 
     Args:
@@ -98,13 +122,15 @@ class _Arguments(NamedTuple):
         key: the keyword of the state; None if it is the first positional argument.
         dtype: in which the block is given the state.
         returned: gets what the block returns, in a first run.
+        beside: what submodules have returned in an earlier step of this block, by path.
     """
 
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
     key: str | None
     dtype: torch.dtype
-    returned: _Returned
+    returned: Returned
+    beside: dict[str, Any]
 
 
 @dataclass
@@ -197,21 +223,23 @@ class BlockStep(nn.Module):
 
     @property
     def name(self) -> str:
-        """The block's name in the network."""
-        return f"{self.chain.path}.{self.index}"
+        """The block's name in the network, and that of the branch if it is split."""
+        return self.chain.names[self.index] if self.chain.branches else f"{self.chain.path}.{self.index}"
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, with the next state of the chain in place of its own."""
-        x, key = self._find_state(args, kwargs)
+        return self.run(args, kwargs, Returned(), {})
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Returned, beside: dict[str, Any]) -> Any:
+        """Call the block with these arguments; see `Arguments` for the others."""
+        x, key = find_state(self.block, self.name, args, kwargs)
         if self.block.training and any(map(is_checkpointed, (self.block, self.chain.owner))):
             raise InputError(
                 f"{self.name} is reversible, so there is no input that gradient checkpointing would have to keep. Received: "
                 "both. Switch it off: model.activation_checkpointing_disable() of Transformers "
                 "(gradient_checkpointing_disable() in older versions), model.set_grad_checkpointing(False) of timm."
             )
-        arguments = _Arguments(
-            args if key else (None, *args[1:]), {**kwargs, key: None} if key else kwargs, key, x.dtype, _Returned()
-        )
+        arguments = Arguments(*put_state(None, key, args, kwargs), key, x.dtype, returned, beside)
         if is_exporting():
             raise InputError(
                 f"{self.name} is a step of a reversible chain, whose older state torch.export cannot follow. Export the "
@@ -221,14 +249,10 @@ class BlockStep(nn.Module):
             return self._run_recorded(x, arguments)
         return self._run_plain(x, arguments)
 
-    def forward(self, state: Tensor, arguments: _Arguments) -> Tensor:
+    def forward(self, state: Tensor, arguments: Arguments) -> Tensor:
         """Return f(w[k]): what the block returns in place of the state that it is given."""
-        positional, keywords, key, dtype, returned = arguments
-        state = state.to(dtype)
-        if key is None:
-            positional = (state, *positional[1:])
-        else:
-            keywords = {**keywords, key: state}
+        returned = arguments.returned
+        positional, keywords = put_state(state.to(arguments.dtype), arguments.key, arguments.positional, arguments.keywords)
         if self._own_forward is None:
             value = type(self.block).forward(self.block, *positional, **keywords)
         else:
@@ -243,27 +267,12 @@ class BlockStep(nn.Module):
             returned.value, returned.dtype = value, out.dtype
         return out
 
-    def _find_state(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, str | None]:
-        """Return the state that the block is given, and its keyword, if it has one."""
-        key = None
-        if not args:
-            parameters = list(inspect.signature(type(self.block).forward).parameters)[1:]
-            key = next((name for name in parameters if name in kwargs), None)
-        x = kwargs.get(key) if key is not None else args[0] if args else None
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            received = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(
-                f"{self.name} is a step of a reversible chain, whose first argument is the state, a floating-point tensor. "
-                f"Received: {received}. Make another list of blocks reversible."
-            )
-        return x, key
-
     @exclude_from_compilation
-    def _run_plain(self, x: Tensor, arguments: _Arguments) -> Any:
+    def _run_plain(self, x: Tensor, arguments: Arguments) -> Any:
         return self._run(x, arguments, "store")
 
     @exclude_from_compilation
-    def _run_recorded(self, x: Tensor, arguments: _Arguments) -> Any:
+    def _run_recorded(self, x: Tensor, arguments: Arguments) -> Any:
         if must_store():
             return self._run_plain(x, arguments)
         mode = self.chain._schedule[self.index // self.chain.blocks_per_step]
@@ -274,7 +283,7 @@ class BlockStep(nn.Module):
             refuse_to_drop(f"Set the schedule of {self.name} to 'store'")
         return self._run(x, arguments, mode)
 
-    def _run(self, x: Tensor, arguments: _Arguments, mode: Mode) -> Any:
+    def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
         place = _find_place(x, self.chain)
         begun = None if place is None else place.begun
         if begun is None:
@@ -294,7 +303,7 @@ class BlockStep(nn.Module):
                 recoverer = begun.call.add_part(call)
         out = call_step(link, (begun.pair[0], state), arguments, call, recoverer)
         begun.blocks += 1
-        is_last = self.index + 1 == self.chain.length
+        is_last = self.index + 1 == self.chain.calls
         if begun.blocks < self.chain.blocks_per_step and not is_last:
             self._note_place(out, _Place(self.chain, within=begun, blocks=begun.blocks))
             value, arguments.returned.value = arguments.returned.value, None
@@ -342,7 +351,7 @@ class BlockStep(nn.Module):
             _places[y] = place
             _latest.tensor = ref(y)
 
-    def _leave_out_caches(self, arguments: _Arguments) -> tuple[_Arguments, bool]:
+    def _leave_out_caches(self, arguments: Arguments) -> tuple[Arguments, bool]:
         """Return the arguments without a cache of keys and values, and whether the block may run a second time.
 
         It writes into a cache, which a second run must not do again. An empty one that a network makes in training is for
@@ -353,8 +362,7 @@ class BlockStep(nn.Module):
             return arguments, True
         if not self.block.training or any(cache.get_seq_length() for cache in caches):
             return arguments, False
-        positional = tuple(None if is_cache(x) else x for x in arguments.positional)
-        keywords = {key: None if is_cache(x) else x for key, x in arguments.keywords.items()}
+        positional, keywords = leave_out_caches(arguments.positional, arguments.keywords)
         return arguments._replace(positional=positional, keywords=keywords), True
 
 

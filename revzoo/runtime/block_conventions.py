@@ -1,5 +1,6 @@
 """What blocks of Transformers, timm and others are given, return, and are set to."""
 
+import inspect
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
@@ -7,12 +8,49 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from revzoo.errors import InputError
+
 _CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")  # the flags of Transformers and of timm
 
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether a module of Transformers or timm is set to recompute its blocks in backward."""
     return any(getattr(module, flag, False) is True for flag in _CHECKPOINTING)
+
+
+def find_state(block: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, str | None]:
+    """Return the state that a block is given, and its keyword, if it has one.
+
+    Args:
+        block: the block.
+        name: of it, for messages.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
+    key = None
+    if not args:
+        parameters = list(inspect.signature(type(block).forward).parameters)[1:]
+        key = next((name for name in parameters if name in kwargs), None)
+    x = kwargs.get(key) if key is not None else args[0] if args else None
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        received = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(
+            f"{name} is a step of a reversible chain, whose first argument is the state, a floating-point tensor. "
+            f"Received: {received}. Make another list of blocks reversible."
+        )
+    return x, key
+
+
+def put_state(
+    state: Tensor | None, key: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a block with another state; `key` as from `find_state`."""
+    return ((state, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: state})
+
+
+def leave_out_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a block with None in place of caches."""
+    return tuple(None if is_cache(x) else x for x in args), {key: None if is_cache(x) else x for key, x in kwargs.items()}
 
 
 def get_state(value: Any) -> Any:
@@ -31,7 +69,7 @@ def is_cache(x: Any) -> bool:
     return not isinstance(x, type) and callable(getattr(x, "get_seq_length", None)) and callable(getattr(x, "update", None))
 
 
-def replace_state(value: Any, state: Tensor) -> Any:
+def replace_state(value: Any, state: Tensor | None) -> Any:
     """Return what a block returns with another state."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return cast(Any, value)._replace(**{value._fields[0]: state})

@@ -7,7 +7,7 @@ and BatchNorm statistics are the same before and after.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter, is_
 from threading import RLock
@@ -41,7 +41,8 @@ class Replay:
     """The conditions under which `f` is called, besides its inputs.
 
     Args:
-        f: the function about to be called; if it is a module, its buffers, parameters and training flags are recorded.
+        f: the function about to be called; if it is a module, its buffers, parameters and training flags are recorded, but not
+            those of its `silent_modules`, which do not run.
         device: device of its input. The random streams of this device, of those of f's parameters and of the CPU are recorded.
         name: name of the step, for messages.
         settings: the settings under which f is called.
@@ -52,7 +53,7 @@ class Replay:
         self._name = name
         self.device = device
         self.settings = settings
-        self._modules = _walk(f) if isinstance(f, nn.Module) else []
+        self._modules = _walk(f, getattr(f, "silent_modules", ())) if isinstance(f, nn.Module) else []
         self._training = list(map(_is_training, self._modules))
         self._norms: list[_NormBase] = []
         # What autograd saves of a statistic has moved by the second run. It is recognised by its number of elements.
@@ -204,16 +205,16 @@ class Replay:
         return "side input"
 
 
-def _walk(module: nn.Module) -> list[nn.Module]:
-    """Return a module and all modules in it, without the cost of `modules()`."""
-    modules = {id(module): module}
+def _walk(module: nn.Module, silent: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return a module and all modules in it but the silent ones, without the cost of `modules()`."""
+    modules = {id(m): m for m in (*silent, module)}
     waiting = [module]
     while waiting:
         for child in waiting.pop()._modules.values():
             if child is not None and id(child) not in modules:
                 modules[id(child)] = child
                 waiting.append(child)
-    return list(modules.values())
+    return list(modules.values())[len(silent) :]
 
 
 @cache

@@ -53,7 +53,9 @@ PINNED = {
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "ordinary_": "(model)",
     "release": "(module)",
-    "reversible_": ("(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, blocks_per_step=1)"),
+    "reversible_": (
+        "(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, blocks_per_step=1, split=None)"
+    ),
     "solve": "(profile, budget, solver='timeline', *, baseline='peak', lookahead=0)",
     "verify": "(model, batch)",
 }

@@ -1,0 +1,240 @@
+"""The two residual branches of a block: which submodules compute them, and whether one can run without the other.
+
+A block is split into x + first(x) and y + second(y) by running its own code with the other branch silenced. Whether that is the
+block is tested, with the arguments of a batch: for a random state and random parameters, the two must return what the block
+returns. Random, since biases and scales that happen to be zero would hide a difference that shows in training.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+
+from revzoo.conversion.block_lists import BlockLists
+from revzoo.conversion.similarity import run_network
+from revzoo.errors import ConversionError, UnknownNameError, join_names
+from revzoo.runtime.block_conventions import find_state, get_state, leave_out_caches, put_state
+from revzoo.runtime.nested import map_tensors
+from revzoo.runtime.silenced import Branch, remove_switches, silence
+
+Split = tuple[str | Sequence[str], str | Sequence[str]]
+Branches = tuple[Branch, Branch]
+
+# Submodules that compute a branch, by its name. The first that a block has are taken, so those that have more come first.
+LAYOUTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "attention": (
+        ("self_attn", "encoder_attn"),
+        ("self_attn", "cross_attn"),
+        ("attn", "crossattention"),
+        ("layer.0.SelfAttention", "layer.1.EncDecAttention"),
+        ("layer.0.SelfAttention",),
+        ("self_attn",),
+        ("self_attention",),
+        ("attention",),
+        ("attn",),
+    ),
+    "mlp": (
+        ("intermediate", "output.dense"),
+        ("layer.2.DenseReluDense",),
+        ("layer.1.DenseReluDense",),
+        ("fc1", "fc2"),
+        ("linear1", "linear2"),
+        ("feed_forward",),
+        ("block_sparse_moe",),
+        ("mlp",),
+        ("ffn",),
+        ("ff",),
+        ("moe",),
+    ),
+}
+_SPACINGS = 4.0  # by how many relative spacings of its numbers rounding may change a state
+_USUAL = "Leave out split= to make whole blocks the steps."
+
+
+class _Whole(nn.Module):
+    """A block without its hooks."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block.forward(*args, **kwargs)
+
+
+def find_branches(model: nn.Module, lists: BlockLists, split: Split, batch: Any) -> dict[nn.Module, Branches]:
+    """Return the two branches of every block.
+
+    Args:
+        model: the network.
+        lists: of its blocks.
+        split: the names of the branches, or the submodules that compute them.
+        batch: for the network; each block is tested with the arguments that it has on it.
+    Raises:
+        UnknownNameError: a block has no such submodules.
+        ConversionError: the two branches, one after the other, are not the block.
+    """
+    branches: dict[nn.Module, Branches] = {}
+    with ExitStack() as stack:
+        for path, blocks in lists.items():
+            for i, block in enumerate(blocks):
+                trial = _Trial(block, f"{path}.{i}", *(_find_parts(block, f"{path}.{i}", part) for part in split))
+
+                def split_block(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trial: _Trial = trial) -> None:
+                    if block not in branches:
+                        branches[block] = trial.split(args, kwargs)
+
+                stack.callback(block.register_forward_pre_hook(split_block, with_kwargs=True).remove)
+        run_network(model, batch)
+    if missed := [f"{path}.{i}" for path, blocks in lists.items() for i, b in enumerate(blocks) if b not in branches]:
+        raise ConversionError(f"{missed[0]} is not called with this batch, so it cannot be split. Give one that uses it.")
+    return branches
+
+
+def _find_parts(block: nn.Module, name: str, branch: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the paths of the submodules that compute a branch."""
+    paths = {path for path, _ in block.named_modules() if path}
+    if isinstance(branch, str) and branch in LAYOUTS:
+        if parts := next((parts for parts in LAYOUTS[branch] if paths.issuperset(parts)), None):
+            return parts
+    elif missing := [path for path in ([branch] if isinstance(branch, str) else branch) if path not in paths]:
+        raise UnknownNameError(f"submodule of {name}", missing[0], sorted(paths | set(LAYOUTS)))
+    else:
+        return (branch,) if isinstance(branch, str) else tuple(branch)
+    raise ConversionError(
+        f"{name}, a {type(block).__name__}, has no submodule that is known as {branch!r}. Name those that compute the branch: "
+        f"split=('attn', ('fc1', 'fc2')). It has: {join_names([child for child, _ in block.named_children()])}."
+    )
+
+
+class _Trial:
+    """A block, run with random states and parameters.
+
+    Args:
+        block: the block.
+        name: of it.
+        parts: of each branch, the submodules that compute it.
+    """
+
+    def __init__(self, block: nn.Module, name: str, *parts: tuple[str, ...]):
+        self._block = block
+        self._name = name
+        self._parts = parts
+        self._parameters: dict[str, Tensor] = {}
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Branches:
+        """Return the branches, which have been tested with these arguments."""
+        self._parameters = {f"block.{key}": _randomize(p) for key, p in self._block.named_parameters()}
+        state, key = find_state(self._block, self._name, args, kwargs)
+        x = torch.randn_like(state)
+        positional, keywords = leave_out_caches(args, kwargs)
+
+        def run(x: Tensor) -> Tensor:
+            value = functional_call(_Whole(self._block), self._parameters, *put_state(x, key, positional, keywords))
+            return cast(Tensor, get_state(value))
+
+        try:
+            return self._split(run, x)
+        except ConversionError:
+            raise
+        except Exception as error:
+            raise ConversionError(
+                f"{self._name} cannot run one of its branches without the other: {type(error).__name__}: {error}. {_USUAL}"
+            ) from error
+        finally:
+            remove_switches(self._block)
+
+    def _split(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Branches:
+        first, second = self._parts
+        rest = list(_find_rest(self._block, "", {*first, *second}))
+        with silence(self._block, Branch((*first, *second, *rest), {}), self._name, x.dtype) as returned:
+            whole = run(x)
+        returns = {path: map_tensors(lambda _: None, value) for path, value in returned.items()}
+        branches = (
+            self._add_idle(self._make_branch(first, second, returns), run, x, rest, returns),
+            self._add_idle(self._make_branch(second, first, returns), run, x, rest, returns),
+        )
+        self._require_single_statistics(branches)
+        y = x
+        for branch in branches:
+            with silence(self._block, branch, self._name, x.dtype):
+                y = run(y)
+        difference = float((y - whole).double().norm() / whole.double().norm())
+        if not difference <= _SPACINGS * torch.finfo(x.dtype).eps:
+            raise ConversionError(
+                f"{self._name} is not {join_names(first)} added to the state, then {join_names(second)}: this returns "
+                f"something else than the block, by {difference:.1e} of its size. Branches side by side (GPT-J), in "
+                f"another order, or with a norm behind the sum (BERT) cannot be two steps. {_USUAL}"
+            )
+        return branches
+
+    def _make_branch(self, parts: tuple[str, ...], other: tuple[str, ...], returns: Mapping[str, Any]) -> Branch:
+        """Return the branch that is left when the parts of the other one are silenced."""
+        needed = frozenset(returns.keys() & set(other))
+        if not needed:
+            raise ConversionError(
+                f"{self._name} does not call {join_names(other)} as a submodule, so this branch cannot be left out. {_USUAL}"
+            )
+        return Branch(parts, {path: returns.get(path) for path in other}, needed)
+
+    def _add_idle(
+        self, branch: Branch, run: Callable[[Tensor], Tensor], x: Tensor, rest: Sequence[str], returns: Mapping[str, Any]
+    ) -> Branch:
+        """Return the branch without what need not run either: the other branch's norms, dropout and scales."""
+        given = dict[str, bool]()  # of each submodule that is given a state: whether it is anything but zeros
+        with ExitStack() as stack, torch.enable_grad(), silence(self._block, branch, self._name, x.dtype):
+            for path in rest:
+
+                def note(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+                    if tensors:
+                        given[path] = given.get(path, False) or any(bool(t.any()) for t in tensors)
+
+                stack.callback(self._block.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True).remove)
+            out = run(x)
+            leaves = {key: p for key, p in self._parameters.items() if p.requires_grad}
+            reached = set[str]()
+            if out.requires_grad:
+                gradients = torch.autograd.grad(out.sum(), list(leaves.values()), allow_unused=True)
+                reached = {key for key, g in zip(leaves, gradients, strict=True) if g is not None}
+
+        def is_idle(path: str) -> bool:
+            own = {key for key in leaves if key.startswith(f"block.{path}.")}
+            return not given[path] or (bool(own) and not own & reached)
+
+        idle = {path: returns.get(path) for path in rest if path in given and is_idle(path)}
+        return replace(branch, silent={**branch.silent, **idle})
+
+    def _require_single_statistics(self, branches: Branches) -> None:
+        for path, module in self._block.named_modules():
+            runs = [not any(f"{path}.".startswith(f"{silent}.") for silent in branch.silent) for branch in branches]
+            if isinstance(module, _NormBase) and module.track_running_stats and all(runs):
+                raise ConversionError(
+                    f"{path} of {self._name} runs in both steps, and its statistics would move twice. Name it together with "
+                    f"the branch that it belongs to: split=(({path!r}, 'attn'), 'mlp'). {_USUAL}"
+                )
+
+
+def _find_rest(module: nn.Module, prefix: str, parts: set[str]) -> Iterator[str]:
+    """Yield the paths of the outermost submodules that neither are in a branch nor have parts of one."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if path in parts:
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) or any(part.startswith(f"{path}.") for part in parts):
+            yield from _find_rest(child, f"{path}.", parts)
+        else:
+            yield path
+
+
+def _randomize(p: Tensor) -> Tensor:
+    """Return a parameter with noise of a size that is usual for it."""
+    if not p.is_floating_point() or p.dtype.itemsize < 2:
+        return p
+    size = 0.5 if p.dim() < 2 else p[0].numel() ** -0.5
+    return (p + size * torch.randn_like(p)).detach().requires_grad_()

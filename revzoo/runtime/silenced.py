@@ -1,0 +1,144 @@
+"""Submodules that return zeros for a while, without being run: a block is run for one of its residual branches alone.
+
+    x + attention(norm1(x)), then y + mlp(norm2(y))        with the second one silenced:  x + attention(norm1(x)) + 0
+
+What stands in place of a submodule's call looks whether this thread has silenced it. Nothing around the submodule has to be
+known, and its hooks do not see a call that is none.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.errors import InputError
+from revzoo.runtime.block_conventions import replace_state
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One of the two residual branches of a block, which one step runs. Submodules are given by their paths in the block.
+
+    Args:
+        parts: the submodules that compute it.
+        silent: those that its step does not run, each with what it returns, in which the place of the state is None.
+        needed: those of them that must be called, or the block goes another way, in which they are not silenced.
+    """
+
+    parts: tuple[str, ...]
+    silent: Mapping[str, Any]
+    needed: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Scope:
+    """What is silenced.
+
+    Args:
+        returns: by module, what it returns, but for the state.
+        watched: paths of modules of which it matters what they return.
+        dtype: of the zeros.
+    """
+
+    returns: dict[nn.Module, Any]
+    watched: dict[nn.Module, str]
+    dtype: torch.dtype
+    called: set[nn.Module] = field(default_factory=set)
+    returned: dict[str, Any] = field(default_factory=dict)
+
+
+_scope: ContextVar[_Scope | None] = ContextVar("silenced", default=None)
+
+
+class _Switch:
+    """What stands in place of a module's call."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.own_call = module.__dict__.get("_call_impl")
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        scope = _scope.get()
+        if scope is not None and self.module in scope.returns:
+            scope.called.add(self.module)
+            return replace_state(scope.returns[self.module], _make_zeros(args, kwargs, scope.dtype))
+        if self.own_call is None:
+            value = type(self.module)._call_impl(self.module, *args, **kwargs)
+        else:
+            value = self.own_call(*args, **kwargs)
+        if scope is not None and (path := scope.watched.get(self.module)) is not None:
+            scope.returned[path] = replace_state(value, None)
+        return value
+
+
+@contextmanager
+def silence(
+    block: nn.Module, branch: Branch, name: str, dtype: torch.dtype, returns: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Silence what one step of a block does not run; yield what the parts of its branch return, without the state.
+
+    Args:
+        block: the block, of which each submodule is looked up anew: adapters may have taken its place.
+        branch: what runs, and what does not.
+        name: of the step, for messages.
+        dtype: of the zeros.
+        returns: what silenced submodules return in place of what `branch` says, by path.
+    Raises:
+        InputError: a submodule is compiled, or has not been called in a run that came to its end.
+    """
+    silenced = {block.get_submodule(path): (returns or {}).get(path, value) for path, value in branch.silent.items()}
+    scope = _Scope(silenced, {block.get_submodule(path): path for path in branch.parts}, dtype)
+    for module in (*scope.returns, *scope.watched):
+        _install(module, name)
+    token = _scope.set(scope)
+    try:
+        yield scope.returned
+    finally:
+        _scope.reset(token)
+    if missed := [path for path in branch.needed if block.get_submodule(path) not in scope.called]:
+        raise InputError(
+            f"{name} runs its block without {missed[0]}, but the block now computes without calling that submodule, so both "
+            "steps would compute it. Make whole blocks reversible, without split=, or call the submodule in forward."
+        )
+
+
+def find_silent(block: nn.Module, branch: Branch) -> list[nn.Module]:
+    """Return the submodules of a block that a step does not run."""
+    return list(dict.fromkeys(block.get_submodule(path) for path in branch.silent))
+
+
+def remove_switches(block: nn.Module) -> None:
+    """Give all submodules their own call back."""
+    for module in block.modules():
+        if (switch := _get_switch(module)) is not None:
+            if switch.own_call is None:
+                del module.__dict__["_call_impl"]
+            else:
+                module.__dict__["_call_impl"] = switch.own_call
+
+
+def _install(module: nn.Module, name: str) -> None:
+    if module._compiled_call_impl is not None:
+        raise InputError(
+            f"{name} is one of two steps of a block, and a {type(module).__name__} in it is compiled, so it cannot be left out "
+            "of the other step. Compile the submodules of it, or make whole blocks reversible, without split=."
+        )
+    if _get_switch(module) is None:
+        module.__dict__["_call_impl"] = _Switch(module).call
+
+
+def _get_switch(module: nn.Module) -> _Switch | None:
+    switch = getattr(module.__dict__.get("_call_impl"), "__self__", None)
+    return switch if isinstance(switch, _Switch) else None
+
+
+def _make_zeros(args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """Return zeros shaped like the first floating-point tensor that a module is given."""
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
+    if (x := next(tensors, None)) is None:
+        raise InputError("A submodule that is given no floating-point tensor cannot be one branch of a block.")
+    return x.new_zeros(x.shape, dtype=dtype)
