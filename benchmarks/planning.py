@@ -1,13 +1,13 @@
 """Measure the planner: whether its bytes and its search are exact, what its plans save, and the figures of the paper.
 
-    python benchmarks/planning.py                   all rows, about 25 minutes on 2 CPU cores
+    python benchmarks/planning.py                   all rows, about an hour on 2 CPU cores
     python benchmarks/planning.py --only front      one row
     python benchmarks/planning.py --quick           the same rows at toy size, in a minute
 
 Prints one line for each row: the target and what was measured. Writes planning.json with the data behind every line (rows that
 are in the file and not measured this time stay), and pictures for each network: the Pareto front, and the schedules and times
-over batch sizes. Rows that are measured in seconds (speed, bound, paper) need a machine with nothing else to do; the others
-count bytes and FLOPs, and are the same everywhere.
+over batch sizes. Rows that are measured in seconds (speed, bound, revnet, reformer) need a machine with nothing else to do; the
+others count bytes and FLOPs, and are the same everywhere.
 """
 
 import argparse
@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from planning_figure import plot_front
 from planning_front import compare_with_plans, fronts, networks
-from planning_network import paper, planned_time, predicted_peaks
+from planning_network import planned_time, predicted_peaks, sweep
 from planning_ordinary import draw_ordinary, measure_ordinary
 from planning_solver import brute_force, knapsack_beside_timeline, more_budget, speed
 from rich.box import SIMPLE_HEAD
@@ -90,17 +91,17 @@ def draw_fronts(data: dict[str, Any], folder: Path) -> None:
         plot_front(series, folder / f"front_{_slug(name)}.png", "FLOPs", f"Peak against FLOPs: {name}")
 
 
-def draw_paper(data: dict[str, Any], folder: Path) -> None:
-    """Write figures 4 and 5 of each network."""
-    for name, net in data["networks"].items():
-        plot_schedules(net["rows"], net["units"], folder / f"schedules_{_slug(name)}.png")
-        plot_times(net["rows"], folder / f"times_{_slug(name)}.png")
+def draw_sweep(data: dict[str, Any], folder: Path) -> None:
+    """Write figures 4 and 5 of a network."""
+    plot_schedules(data["rows"], data["units"], folder / f"schedules_{_slug(data['network'])}.png")
+    plot_times(data["rows"], folder / f"times_{_slug(data['network'])}.png")
 
 
 def _slug(name: str) -> str:
     return re.sub(r"\W+", "_", name).strip("_").lower()
 
 
+_PAPER = "figures 4 and 5, table 2, the mean of 100 iterations"
 ROWS = {
     "peaks": Row(
         "predicted against counted peak, 200 random budgets over seven families",
@@ -132,7 +133,8 @@ ROWS = {
         draw_ordinary,
     ),
     "bound": Row("time of a planned step over the fractional bound", "at most 1.05", planned_time),
-    "paper": Row("RevNet-104 and the 12-layer Reformer over batch sizes", "figures 4 and 5, table 2", paper, draw_paper),
+    "revnet": Row("RevNet-104 over batch sizes", _PAPER, partial(sweep, "revnet"), draw_sweep),
+    "reformer": Row("the 12-layer Reformer over batch sizes", _PAPER, partial(sweep, "reformer"), draw_sweep),
 }
 
 
@@ -147,19 +149,16 @@ def make_table(results: dict[str, dict[str, Any]]) -> Table:
     return lines
 
 
-def make_sweep_tables(data: dict[str, Any]) -> list[Table]:
-    """Return table 2 of the paper for each network."""
-    tables = []
-    for name, net in data["networks"].items():
-        lines = Table(title=f"{name}: seconds per iteration and per sample", title_justify="left", box=SIMPLE_HEAD)
-        kinds = ("stored", "inverted", "planned")
-        for head in ("batch", *kinds, *(f"{kind} / sample" for kind in kinds), "speed-up"):
-            lines.add_column(head, justify="right")
-        for row in net["rows"]:
-            keys = (*kinds, *(f"{kind}_per_sample" for kind in kinds), "speedup")
-            lines.add_row(str(row["batch"]), *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys))
-        tables.append(lines)
-    return tables
+def make_sweep_table(data: dict[str, Any]) -> Table:
+    """Return table 2 of the paper for a network."""
+    lines = Table(title=f"{data['network']}: seconds per iteration and per sample", title_justify="left", box=SIMPLE_HEAD)
+    kinds = ("stored", "inverted", "planned")
+    for head in ("batch", *kinds, *(f"{kind} / sample" for kind in kinds), "speed-up"):
+        lines.add_column(head, justify="right")
+    for row in data["rows"]:
+        keys = (*kinds, *(f"{kind}_per_sample" for kind in kinds), "speedup")
+        lines.add_row(str(row["batch"]), *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys))
+    return lines
 
 
 def main() -> None:
@@ -184,7 +183,8 @@ def main() -> None:
             draw(results[name], args.out)
         ordered = {row: rows[row] for row in ROWS if row in rows}
         file.write_text(json.dumps(about | {"rows": ordered}, indent=1) + "\n")
-    console.print(make_table(results), *(make_sweep_tables(results["paper"]) if "paper" in results else []), about)
+    sweeps = [make_sweep_table(results[name]) for name in ("revnet", "reformer") if name in results]
+    console.print(make_table(results), *sweeps, about)
 
 
 if __name__ == "__main__":

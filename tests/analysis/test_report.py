@@ -40,6 +40,15 @@ def test_parts_add_up(name, overrides):
     assert report.steps == sum(part.steps for part in report.parts)
 
 
+def test_the_published_schedule_of_revnet_is_reported_where_there_are_transitions():
+    model = revzoo.create("revnet_digits", overrides=[f"stages.{stage}.depth=1" for stage in range(3)], device="meta")
+    report, batch = report_model(model, 2), model.example_input(2)
+    assert list(report.memory) == list(report.flop_ratios) == [*MODES, "stage_inputs"]
+    model.schedule = "stage_inputs"
+    assert report.memory["stage_inputs"] == revzoo.measure_memory(model, batch)
+    assert list(report_of("rev_vit_digits", *TINY).memory) == list(MODES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rev_bert_mini", "irevnet_digits", "revnet_digits"])
 def test_parts_of_whole_models_add_up_to_what_is_expected(name):

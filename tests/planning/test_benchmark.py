@@ -19,7 +19,7 @@ from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 FILE = Path(__file__).parents[2] / "benchmarks" / "planning.py"
 MIB = 1 << 20
 slow = pytest.mark.slow  # together the rows take about as long as all other tests of this folder
-ROWS = ["peaks", "solvers", "monotone", "brute", "speed", "front", "ordinary", "bound", "paper"]
+ROWS = ["peaks", "solvers", "monotone", "brute", "speed", "front", "ordinary", "bound", "revnet", "reformer"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,9 @@ def test_pictures(folder):
         "front_resnet18.png",
         "front_revnet_digits_batch_2.png",
         "front_transformer_2_blocks.png",
+        "schedules_reformer.png",
         "schedules_revnet.png",
+        "times_reformer.png",
         "times_revnet.png",
     ]
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
@@ -131,16 +133,18 @@ def test_checkpoints_compute_more_than_storing_and_less_than_twice(rows):
 
 
 @slow
-def test_the_papers_table(rows):
-    net = rows["paper"]["networks"]["RevNet"]
-    assert net["largest_stored"] == 8
-    assert [row["batch"] for row in net["rows"]] == list(range(4, net["rows"][-1]["batch"] + 1))
-    assert net["rows"][-1]["batch"] > 8
-    for row in net["rows"]:
-        assert row["peak_bytes"] <= net["budget_bytes"]
+@pytest.mark.parametrize(("name", "network", "stored", "low"), [("revnet", "RevNet", 8, 4), ("reformer", "Reformer", 4, 2)])
+def test_the_papers_table(rows, name, network, stored, low):
+    swept = rows[name]
+    assert (swept["network"], swept["largest_stored"], swept["iterations"]) == (network, stored, 5)
+    assert [row["batch"] for row in swept["rows"]] == list(range(low, swept["rows"][-1]["batch"] + 1))
+    assert swept["rows"][-1]["batch"] > stored
+    assert swept["mean_seconds"] > 0 < swept["standard_error"]
+    for row in swept["rows"]:
+        assert row["peak_bytes"] <= swept["budget_bytes"]
         assert row["planned_per_sample"] == row["planned"] / row["batch"]
-        assert len(row["schedule"]) == len(net["units"])
-        assert (row["stored"] is None) == (row["batch"] > 8)
+        assert len(row["schedule"]) == len(swept["units"])
+        assert (row["stored"] is None) == (row["batch"] > stored)
 
 
 @slow

@@ -11,7 +11,8 @@ import revzoo
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
 from revzoo.planning.profiling import trace
-from revzoo.planning.profiling.count import build_problem, count, count_peak
+from revzoo.planning.profiling.count import count, count_peak
+from revzoo.planning.profiling.derivation import build_problem
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import Mark, Trace
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak

@@ -2,6 +2,7 @@ import pytest
 
 from revzoo.errors import SpecError, UnknownNameError
 from revzoo.spec import list_recipes, load_spec
+from revzoo.spec.names import recipe_file
 from revzoo.training.options import ModelOptions
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
@@ -70,6 +71,12 @@ def test_published_numbers():
     assert (4 * imagenet.data.batch_size, imagenet.train.epochs, imagenet.schedule.decay_epochs) == (256, 128, 32)
     assert (imagenet.schedule.decay_rate, imagenet.optimizer.weight_decay) == (0.1, 1e-4)
     assert {recipe.optimizer.weight_decay_of for recipe in (cifar, imagenet)} == {"all"}
+
+
+@pytest.mark.parametrize("name", ["revnet_imagenet", "irevnet_imagenet"])
+def test_recipes_declare_that_evaluation_is_bicubic_where_the_source_is_bilinear(name):
+    header = "".join(line[1:].strip() + " " for line in recipe_file(name).read_text().splitlines() if line.startswith("#"))
+    assert "images are resized bicubically for evaluation instead of bilinearly" in header.partition("Different:")[2]
 
 
 def test_yaml_round_trip(recipe, tmp_path):
