@@ -67,9 +67,9 @@ class _UNet(nn.Module):
 
 
 class _Transformer(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, mask: Tensor | None = None) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.mask = dropout, mask
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(6))
         self.linears = nn.ModuleList(nn.Linear(8, 24) for _ in range(6))
         self.proj = nn.ModuleList(nn.Linear(24 if i % 2 else 8, 8) for i in range(6))
@@ -78,7 +78,8 @@ class _Transformer(nn.Module):
         x = x.flatten(2).transpose(1, 2).repeat(1, 1, 2)
         for i in range(0, 6, 2):
             q, k, v = self.linears[i](self.norms[i](x)).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
-            x = x + self.proj[i](F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout).transpose(1, 2).flatten(2))
+            out = F.scaled_dot_product_attention(q, k, v, self.mask, dropout_p=self.dropout)
+            x = x + self.proj[i](out.transpose(1, 2).flatten(2))
             x = x + self.proj[i + 1](F.dropout(F.gelu(self.linears[i + 1](self.norms[i + 1](x))), 0.1, self.training))
         return x
 
@@ -101,6 +102,7 @@ _NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "unet": _UNet,
     "transformer": _Transformer,
     "transformer, attention with dropout": partial(_Transformer, 0.1),
+    "transformer, masked": partial(_Transformer, 0.0, torch.ones(8, 1, 256, 256, dtype=torch.bool).tril()),
     "wide stem": _WideStem,
 }
 
@@ -116,7 +118,14 @@ def _search(name: str) -> Iterator[tuple[Capture, Record, Front]]:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("residual", 11), ("dense", 6), ("unet", 5), ("transformer", 10), ("transformer, attention with dropout", 9)],
+    [
+        ("residual", 11),
+        ("dense", 6),
+        ("unet", 5),
+        ("transformer", 10),
+        ("transformer, attention with dropout", 9),
+        ("transformer, masked", 10),
+    ],
 )
 def test_bytes_and_flops_are_counted_as_predicted(name: str, number: int) -> None:
     with _search(name) as (captured, step, front):
@@ -140,6 +149,16 @@ def test_the_softmax_alone_spares_the_products_of_attention() -> None:
         kept = {node.name for node in spans.kept}.intersection(of_scores)
         free_at_the_peak = {of_scores[-1]}  # backward asks for it first
         assert kept == {"_safe_softmax", "_safe_softmax_1", "_safe_softmax_2"} | free_at_the_peak
+        assert count_step(captured, spans) == (free, step.total_flops)
+
+
+def test_a_mask_of_booleans_is_no_reason_to_keep_numbers() -> None:
+    with _search("transformer, masked") as (captured, step, front):
+        masks = {node for storage in step.storages for node in storage.nodes if node.name.startswith("convert_mask")}
+        assert len(masks) == 3
+        free = next(need for need, work in front.list_points() if not work)
+        spans = front.make_spans(front.choose(free) or ())
+        assert len(masks & spans.kept) <= 1  # that of the last layer, for which backward asks first
         assert count_step(captured, spans) == (free, step.total_flops)
 
 

@@ -118,7 +118,7 @@ def describe_step(
         other_bytes: alive during the whole step, beside what the record knows.
         times: of the calls.
     """
-    events, log, starts = _trace(captured, spans, loss)
+    events, log, programs = _trace(captured, spans, loss)
     made = [0] * len(step.atoms)
     for storage in step.storages:
         made[storage.born] += storage.bytes
@@ -137,7 +137,7 @@ def describe_step(
     reruns = [0] * len(step.atoms)
     for phase in phases:
         reruns[phase.call] += phase.kind == "recovery"
-    kept, dropped = _count_kept(step, captured.calls, spans, starts)
+    kept, dropped = _count_kept(step, captured.calls, programs)
     calls = zip((atom.name for atom in step.atoms), step.flops, kept, dropped, reruns, strict=True)
     return PlanDetails(
         calls=tuple(CallDetails(*each) for each in calls),
@@ -192,8 +192,8 @@ class _Listener:
         self._events.append((kind, self._first + atom, self._live.now()))
 
 
-def _trace(captured: Capture, spans: Sequence[Spans], loss: Loss | None) -> tuple[list[_Event], list[int], set[Node]]:
-    """Return what begins when, as positions in a log, the bytes alive at each of these, and what recoveries start from."""
+def _trace(captured: Capture, spans: Sequence[Spans], loss: Loss | None) -> tuple[list[_Event], list[int], list[SpannedGraph]]:
+    """Return what begins when, as positions in a log, the bytes alive at each of these, and the graphs that were run."""
     live = LiveBytesOfReplacedCalls()
     events: list[_Event] = []
     listeners = [_Listener(live, events, each.first) for each in captured.calls]
@@ -220,19 +220,24 @@ def _trace(captured: Capture, spans: Sequence[Spans], loss: Loss | None) -> tupl
     for _, change in live.log:
         total_bytes += change
         alive.append(total_bytes)
-    return events, alive, {node for program in programs for recipe in program.recipes.values() for node in recipe.starts}
+    return events, alive, programs
 
 
-def _count_kept(
-    step: Record, calls: Sequence[GraphCall], spans: Sequence[Spans], starts: set[Node]
-) -> tuple[list[int], list[int]]:
+def _count_kept(step: Record, calls: Sequence[GraphCall], programs: Sequence[SpannedGraph]) -> tuple[list[int], list[int]]:
     """Return by call the bytes that are kept, and those that backward needs and are dropped."""
     kept, dropped = [0] * len(step.atoms), [0] * len(step.atoms)
-    named = frozenset(node for each in spans for node in each.kept)
-    inside = {call.first + i for call, each in zip(calls, spans, strict=True) for i in each.kept_inside}
+    named = frozenset(node for each in programs for node in each.spans.kept)
+    starts, inside, again = set[Node](), set[int](), set[int]()
+    for call, program in zip(calls, programs, strict=True):
+        inside |= {call.first + i for i in program.spans.kept_inside}
+        for number, recipe in program.recipes.items():
+            starts |= set(recipe.starts)
+            if number >= 0 and not any(nest.first <= number < nest.end for nest in program.spans.nests):
+                again |= {call.first + i for i in recipe.atoms}
     for storage in step.storages:
         between = not step.atoms[storage.born].nodes and storage.released >= 0
-        unnamed = storage.maker is None and bool(storage.saved_by) and (storage.born in inside or storage.is_small)
+        small = storage.is_small and storage.born not in again
+        unnamed = storage.maker is None and bool(storage.saved_by) and (storage.born in inside or small)
         fixed = any(not step.atoms[i].is_repeatable for i in storage.saved_by)
         nodes = named.intersection(storage.nodes)
         if between or unnamed or fixed or (nodes and (storage.saved_by or not starts.isdisjoint(nodes))):

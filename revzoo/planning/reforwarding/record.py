@@ -46,7 +46,7 @@ class Storage:
         saved_by: numbers of the atoms in which autograd saves it.
         unpacked: when backward first asks for it, as a position in the log of backward; -1 if it never does.
         released: when backward frees it, as a position in the log of backward; -1 if forward does.
-        is_small: whether it is kept under every plan.
+        is_small: whether it is kept, unless the atom that saves it runs again anyway.
         nodes: all whose results lie in it, views among them.
     """
 

@@ -175,8 +175,17 @@ class Span:
 
     def _make_option(self, kept: frozenset[int], flops: int, made: int, again: Sequence[int]) -> Option:
         size = self._choices.sizes
-        need = max(self.peak_of_forward(kept), self.peak_of_backward(kept, again))
+        forward = self.peak_of_forward(kept)
+        kept -= self._find_small(kept, again)
+        need = max(forward, self.peak_of_backward(kept, again))
         return Option(self._start, self._end, tuple(sorted(kept)), sum(size[k] for k in kept), need, flops, made)
+
+    def _find_small(self, kept: frozenset[int], again: Sequence[int]) -> set[int]:
+        """Return what is kept for being small alone, and made by atoms that run again: a span drops it at its end."""
+        storages, born = self._choices.record.storages, self._choices.born
+        inside = {storages[k].born for k in kept if storages[k].maker is None and not storages[k].is_small}
+        again = [i for i in again if i not in inside]
+        return {k for i in again for k in born[i] if storages[k].is_small and storages[k].maker is None}
 
     def peak_of_forward(self, kept: Collection[int]) -> int:
         choices = self._choices

@@ -1,7 +1,8 @@
 """Calls of a captured graph that hide several, replaced by these, so that a plan can choose among what they make.
 
 The body of a checkpoint becomes calls of the graph itself: what is kept is for a plan to say. Attention without a fused kernel,
-as on a CPU with dropout, is two products with a softmax between them; of what it saves, the softmax alone spares both.
+as on a CPU with dropout, is two products with a softmax between them; of what it saves, the softmax alone spares both. A fused
+kernel saves a mask of numbers that attention makes of a mask of booleans in every layer: made apart, it is made again for free.
 """
 
 import math
@@ -83,28 +84,36 @@ def _expand_attention(graph: GraphModule, node: Node) -> None:
         return  # under autocast, for example, it returns another dtype
     args: Any = map_arg(node.args, values.__getitem__)
     kwargs: Any = dict(map_arg(node.kwargs, values.__getitem__))
-    if kwargs.pop("enable_gqa", False):
-        return
-    parts: list[tuple[Callable[..., Tensor], tuple[Any, ...], Tensor]] = []
-
-    def call(function: Callable[..., Tensor], *args: Any) -> Tensor:
-        parts.append((function, args, function(*args)))
-        return parts[-1][-1]
-
     with out.fake_mode, torch.enable_grad(), _Operations() as expected:
         F.scaled_dot_product_attention(*args, **kwargs)
-    with out.fake_mode, torch.enable_grad(), _Operations() as operations:
-        _attend(call, *args, **kwargs)
-    if operations.called != expected.called:
+    for attend in (_attend, _attend_fused):
+        calls = _Calls()
+        with out.fake_mode, torch.enable_grad(), _Operations() as operations:
+            attend(calls.call, *args, **kwargs)
+        if operations.called == expected.called:
+            break
+    else:
         return
     made = {id(values[each]): each for each in node.all_input_nodes}
     with graph.graph.inserting_before(node):
-        for function, given, result in parts:
-            part = graph.graph.call_function(function, tuple(made.get(id(each), each) for each in given))
+        for function, given, options, result in calls.made:
+            part = graph.graph.call_function(function, tuple(made.get(id(each), each) for each in given), options)
             part.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
             made[id(result)] = part
     node.replace_all_uses_with(part)
     graph.graph.erase_node(node)
+
+
+class _Calls:
+    """Calls functions and notes them: function, arguments, keyword arguments, which are no tensors, and result."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any], Tensor]] = []
+
+    def call(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        result = function(*args, **options)
+        self.made.append((function, args, options, result))
+        return result
 
 
 def _attend(
@@ -116,8 +125,11 @@ def _attend(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> None:
     """Call the parts of attention one by one, as PyTorch does where no fused kernel takes the arguments."""
+    if enable_gqa:
+        return
     factor = math.sqrt(abs(1 / math.sqrt(query.shape[-1]) if scale is None else scale))
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = call(convert_mask, attn_mask, query.dtype)
@@ -131,6 +143,21 @@ def _attend(
     if dropout_p:
         weights = call(F.dropout, weights, dropout_p)
     call(torch.matmul, weights, value)
+
+
+def _attend_fused(
+    call: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *rest: Any,
+    **options: Any,
+) -> None:
+    """Call what makes numbers of a mask of booleans, and attention with these."""
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        mask = call(convert_mask, attn_mask, query.dtype)
+        call(F.scaled_dot_product_attention, query, key, value, mask, *rest, **options)
 
 
 def multiply(tensor: Tensor, factor: float) -> Tensor:

@@ -69,7 +69,7 @@ class Slot:
     Attributes:
         atom: number of the atom in which it was saved.
         source: the node whose result it is, or lies in; None for an input of the graph, or what the atom saves besides.
-        is_small: whether it is kept under every plan, because it is so much smaller than what the atom reads and makes.
+        is_small: whether it is so much smaller than what the atom reads and makes that it is kept, unless the atom runs again.
         tensor: until the atom has ended.
     """
 
@@ -89,6 +89,10 @@ class Slot:
     def keep(self, holder: Any = None) -> None:
         assert self.tensor is not None
         self.kept, self.tensor, self.record, self.holder = Kept(self.tensor), None, None, holder
+
+    def drop(self, record: "SpanRecord") -> None:
+        """Leave what was kept to the recovery of a span."""
+        self.kept, self.record = None, record
 
 
 class SpanRecord:

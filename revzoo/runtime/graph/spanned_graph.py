@@ -27,7 +27,9 @@ from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import is_watching, judge_arrived, send_comparisons, take_fingerprint
 
 _Kind = tuple[torch.dtype, bool, bool]  # dtype, whether it is a conjugate or negative view
-_SMALL = 64  # what an atom saves besides its inputs and results is kept where it is so many times smaller than they are
+# What an atom saves besides its inputs and results is kept where it is so many times smaller than they are. If the atom runs
+# again anyway, it is dropped at the end of its span, unless that lies in a nest.
+_SMALL = 64
 
 
 class SpannedGraph:
@@ -105,6 +107,7 @@ class _Run:
         for node, value in self._env.items():
             self._makers.note(value, node)
         self._packed = _Packed()
+        self._small: list[ref[Slot]] = []  # of the present span, kept for being small alone
         self._unpack = unpack if program.observer is None else partial(unpack, observer=program.observer)
 
     def forward(self, output: Node) -> Any:
@@ -113,6 +116,8 @@ class _Run:
         records = [SpanRecord(i, lock, self.shared) for i in range(len(spans.ends))]
         device = next((d for d in self._devices if d.type != "cpu"), torch.device("cpu"))
         settings = Settings(device)
+        nest_of = {i: (number, nest) for number, nest in enumerate(spans.nests) for i in range(nest.first, nest.end)}
+        nests = [SpanRecord(-1 - number, lock, self.shared) for number in range(len(spans.nests))]
         start = 0
         with torch.autograd.graph.saved_tensors_hooks(self._packed.pack, self._unpack):
             for record, end in zip(records, spans.ends, strict=True):
@@ -122,12 +127,14 @@ class _Run:
                     self._run_atom(i, record)
                     if not spans.atoms[i].is_repeatable:
                         settings = Settings(device)  # it may have entered autocast
+                _, nest = nest_of.get(record.number, (0, None))
+                self._end_span(record, nest)
                 start = end
-        nest_of = {i: (number, nest) for number, nest in enumerate(spans.nests) for i in range(nest.first, nest.end)}
-        nests = [SpanRecord(-1 - number, lock, self.shared) for number in range(len(spans.nests))]
         for i, record in enumerate(records):
             number, nest = nest_of.get(i, (0, None))
-            self._prepare(record, frozenset() if nest is None else nest.handed)
+            if record.slots:
+                recipe = self._program.recipes[i]
+                self._hold_starts(record, recipe, frozenset() if nest is None else nest.handed)
             if nest is not None and (record.slots or record.handed_slots):
                 record.nest = nests[number]
                 nests[number].inside.append(ref(record))
@@ -184,6 +191,8 @@ class _Run:
             ):
                 holder = None if is_input or maker is None else self._held.get(maker)
                 slot.keep(holder)
+                if slot.is_small and maker is None and i not in spans.kept_inside and atom.is_repeatable:
+                    self._small.append(ref(slot))
                 if maker is not None and isinstance(holder, Kept):
                     self._held_by_slots.add(maker)
                 continue
@@ -204,21 +213,20 @@ class _Run:
         around = (t for node in (*atom.makes, *atom.reads) for t in tensors_in(self._env[node]))
         return tensor.untyped_storage().nbytes() * _SMALL <= max((t.nbytes for t in around), default=0)
 
-    def _prepare(self, record: SpanRecord, handed: frozenset[Node]) -> None:
-        """Give a span what its recovery starts from.
-
-        Args:
-            record: of the span.
-            handed: what the nest's recovery makes.
-        """
+    def _end_span(self, record: SpanRecord, nest: Nest | None) -> None:
+        """Find what the recovery of a span runs again, and outside of nests drop what is small and made by it."""
+        handed = frozenset[Node]() if nest is None else nest.handed
         record.handed_slots = [slot for slot in record.slots if slot[2] in handed]
         record.slots = [slot for slot in record.slots if slot[2] not in handed]
         record.latest = None  # a slot holds its record
         recipe = self._program.recipes.get(record.number)
         if recipe is None:
             recipe = self._program.recipes[record.number] = find_recipe(self._program.spans, record.slots, handed)
-        if record.slots:
-            self._hold_starts(record, recipe, handed)
+        small, self._small = [slot for each in self._small if (slot := each()) is not None], []
+        for slot in small:
+            if nest is None and slot.atom in recipe.atoms:
+                slot.drop(record)
+                record.slots.append((slot.atom, slot.place, None, None))
 
     def _prepare_nest(self, record: SpanRecord, nest: Nest) -> None:
         """Give a nest what its own recovery starts from."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
@@ -82,3 +83,31 @@ def test_what_is_kept_and_what_is_refilled_die_alike(kept: list[int], capture: C
     assert after_forward == 1 + len(kept)
     assert alive == [(7, 1 + len(kept)), *((atom, 2 + atom) for atom in range(6, -1, -1))]
     assert at_end == 0
+
+
+@pytest.mark.parametrize(("kept", "statistics"), [([0, 1], 1), ([0], 0)])
+def test_statistics_of_a_norm_that_runs_again_are_made_with_it(kept: list[int], statistics: int, capture: Callable[..., Any]):
+    """They are small: kept, unless the norm runs again because what it makes is dropped."""
+    torch._dynamo.reset()
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x.sin(), (100,)).sin()
+
+    captured = capture(norm)
+    captured(torch.randn(8, 100))
+    (program,) = captured.programs
+    atoms = program.spans.atoms
+    assert [node.name for atom in atoms for node in atom.nodes] == ["sin", "layer_norm", "sin_1"]
+    spans = Spans(atoms, [len(atoms)], frozenset(node for i in kept for node in atoms[i].makes), frozenset())
+    run, live = SpannedGraph(program.graph, spans), LiveBytes()
+    with FakeTensorMode(), live:
+        for _ in range(2):
+            x = torch.empty(8, 100, requires_grad=True)
+            without = live.watch(x)
+            (out,) = run(x)
+            without |= live.watch(out)
+            assert live.alive(without) == 8 * UNIT * len(kept) + 2 * 8 * 4 * statistics  # mean and deviation of eight rows
+            out.sum().backward()
+            del out
+            without |= live.watch(x.grad)
+            assert live.alive(without) == 0

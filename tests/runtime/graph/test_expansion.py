@@ -50,6 +50,11 @@ EXPANDED = {
         ["multiply", "make_causal_mask", *PRODUCT[1:], "add", *REST],
     ),
     "another scale": (lambda: Attention(dropout_p=0.2, scale=0.3), [*PRODUCT, *REST]),
+    "fused, mask of truth values": (lambda: Attention(BAND.bool()), ["convert_mask", "scaled_dot_product_attention"]),
+    "fused, mask and groups of queries": (
+        lambda: Attention(BAND.bool(), groups=2, enable_gqa=True, scale=0.3),
+        ["convert_mask", "scaled_dot_product_attention"],
+    ),
     "learned mask": (lambda: Attention(nn.Parameter(BAND.clone())), [*PRODUCT, "add", "_safe_softmax", "matmul"]),
 }
 
@@ -69,6 +74,7 @@ def test_a_step_with_its_parts_is_bit_identical(name: str, check: Callable[..., 
 
 WHOLE = {
     "fused kernel": lambda: Attention(),
+    "fused kernel, mask that is added": lambda: Attention(BAND),
     "half precision": lambda: Attention(dropout_p=0.2).bfloat16(),
     "negative scale": lambda: Attention(dropout_p=0.2, scale=-0.3),
     "no gradient": lambda: Attention(dropout_p=0.2).requires_grad_(False),
