@@ -45,8 +45,8 @@ def make_spans(record: Record, makers: Sequence[int], chosen: Split) -> Spans:
     A span is a run of atoms: those of a part, and stored ones whose gradients need some of it. Two parts become one span if the
     gradient of a stored atom needs something of the first, and the second is computed before that atom; the first would have to
     be recovered twice otherwise, which equation 1 does not know. So do parts whose atoms take turns, as in branches that a
-    module computes side by side. What every plan keeps is kept here too: small tensors, and what is made or read by atoms that
-    may not run again.
+    module computes side by side. What every plan keeps is kept here too: small tensors that are not made again, and what
+    atoms make or read that may not run again.
 
     Args:
         record: of the graph.
