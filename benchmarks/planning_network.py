@@ -179,7 +179,7 @@ def _paper_networks(quick: bool) -> dict[str, tuple[str, str, list[str], int, in
     if quick:
         return {
             "revnet": ("RevNet", "revnet_digits", SHALLOW, 8, 4, 14),
-            "reformer": ("Reformer", "reformer_mini", [], 4, 2, 8),
+            "reformer": ("Reformer", "reformer_mini", [], 3, 2, 5),
         }
     if torch.cuda.is_available():  # the paper's sizes
         return {
