@@ -1,11 +1,12 @@
-"""Write the README's performance section and the accuracies of docs/numerics.md from the results: no figure is copied by hand.
+"""Write the figures of the README, docs/numerics.md and docs/reversible.md from the results: none is copied by hand.
 
     python benchmarks/readme.py
 
-A test compares both pages with the results, so it fails after a measurement until this has run.
+A test compares the pages with the results, so it fails after a measurement until this has run.
 """
 
 import argparse
+import itertools
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -139,6 +140,100 @@ def describe_accuracies(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     )
 
 
+def describe_reversible() -> Iterator[str]:
+    """Yield the lines of the section of docs/reversible.md."""
+    results = json.loads((RESULTS / "finetune_llm.json").read_text())
+    for part, describe in REVERSIBLE.items():
+        if part in results:
+            yield from describe(results[part])
+            yield ""
+    yield "![Networks made reversible in place, beside checkpointing](../benchmarks/results/cpu/finetune_llm.png)"
+
+
+def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of what blocks keep and of peaks, relative to checkpointing."""
+    methods = ("8 bits", "4 bits", "2 blocks a step")
+    yield f"| network | {' | '.join([f'kept: {methods[0]}', *methods[1:], f'peak: {methods[0]}', *methods[1:]])} |"
+    yield "|---" * (1 + 2 * len(methods)) + "|"
+    double: list[float] = []
+    for net in part["rows"]:
+        rows = {row["method"]: row for row in net["methods"]}
+        kept, peaks = (
+            [rows[method][key] / rows["checkpointed"][key] for method in methods] for key in ("block_bytes", "peak_bytes")
+        )
+        yield f"| {' | '.join([describe_network(net), *(f'{value:.2f}' for value in kept + peaks)])} |"
+        if net["layers"] == 24:
+            double.append(peaks[-1])
+    yield ""
+    yield from wrap(
+        "Bytes that a training step keeps because of its blocks, and its peak without weights and their gradients, relative to "
+        "gradient checkpointing of every block. Two blocks a step keep as little as 4 bits do, but backward has the inside of "
+        f"two blocks at once: with 24 blocks the peak is {min(double):.2f} to {max(double):.2f} of checkpointing's. "
+        "Bytes are counted, on any machine (`python benchmarks/finetune_llm.py --only memory`)."
+    )
+
+
+def describe_reversible_time(part: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of times, relative to checkpointing."""
+    methods = [method for method in part["rows"][0]["of_checkpointed"] if method != "checkpointed"]
+    yield f"| network | {' | '.join(f'time: {method}' if method == methods[0] else method for method in methods)} |"
+    yield "|---" * (1 + len(methods)) + "|"
+    for net in part["rows"]:
+        ratios = [f"{net['of_checkpointed'][method]:.2f}" for method in methods]
+        yield f"| {' | '.join([describe_network(net), *ratios])} |"
+    yield ""
+    yield from wrap(
+        f"CPU time of a step relative to checkpointing, median of {part['rows'][0]['rounds']} rounds on "
+        f"{describe_machine(part)} (`--only time`)."
+    )
+
+
+def describe_reversible_similarity(part: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of cosines and nearest neighbours by length."""
+    methods = list(dict.fromkeys(row["method"] for row in part["rows"]))
+    yield f"| tokens | {' | '.join(methods)} |"
+    yield "|---" * (1 + len(methods)) + "|"
+    for tokens, group in itertools.groupby(part["rows"], key=lambda row: row["tokens"]):
+        rows = {row["method"]: row for row in group}
+        cells = [f"{row['cosine']:.5f}, {row['least_cosine']:.5f}, {row['agreement']:.2%}" for row in rows.values()]
+        yield f"| {' | '.join([str(tokens), *(cell.replace('%', ' %') for cell in cells)])} |"
+    yield ""
+    eight = [row for row in part["rows"] if row["method"] == methods[0]]
+    yield from wrap(
+        "Sentence embeddings of MiniLM (all-MiniLM-L6-v2, 6 blocks) before and after, without training, on "
+        f"{' / '.join(str(row['passages']) for row in eight)} padded passages of English prose of at most so many tokens: "
+        "their cosine, mean and least, and how many keep their nearest neighbour. The last column is the ordinary network in "
+        "bfloat16 autocast. With 8 bits, passages with another neighbour were nearly as close to it before: the difference of "
+        f"the cosines was at most {max(row['margin'] for row in eight):.4f} (`--only similarity`)."
+    )
+
+
+def describe_reversible_accuracy(part: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of test accuracies."""
+    yield "| trained | method | test accuracy [%] | difference [points] |"
+    yield "|---|---|---|---|"
+    for row in part["summary"]:
+        cells = [row["training"], row["method"], f"{row['mean']:.2f} ± {row['deviation']:.2f}"]
+        cells.append("" if row["method"] == "original" else f"{row['difference']:+.2f} ± {row['difference_error']:.2f}")
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    setting, seeds = part["setting"], {run["seed"] for run in part["runs"]}
+    train, test = setting["texts"]
+    agreement = min(run["agreement"] for run in part["runs"] if "agreement" in run)
+    yield from wrap(
+        f"MiniLM learns in which of {len(setting['sections'])} sections of Debian a package is, by its description ({train} "
+        f"for training, {test} for testing, {setting['updates']} updates of {setting['batch']}): all weights, or LoRA matrices "
+        f"and the head. Mean over {len(seeds)} seeds, the deviation of one, and the difference from the original of the same "
+        'seed with its standard error. "deployed" is the reversible network after `ordinary_`; it gave at least '
+        f"{agreement:.2f} % of the reversible one's answers. On {describe_machine(part)}, float32, 8 bits (`--only accuracy`)."
+    )
+
+
+def describe_network(net: dict[str, Any]) -> str:
+    """Return name, depth and dtype of a network."""
+    return f"{net['network']}, {net['layers']} blocks, {net['dtype']}"
+
+
 def wrap(text: str) -> list[str]:
     """Return the lines of a paragraph; code and links stay whole."""
     return textwrap.wrap(text, 127, break_long_words=False, break_on_hyphens=False)
@@ -157,7 +252,17 @@ def describe_machine(results: dict[str, Any]) -> str:
     return f"{threads} of an {hardware['cpu']}, torch {results['versions']['torch'].partition('+')[0]}"
 
 
-PAGES = {"README.md": describe_performance, "docs/numerics.md": describe_numerics}
+REVERSIBLE = {
+    "memory": describe_reversible_memory,
+    "time": describe_reversible_time,
+    "similarity": describe_reversible_similarity,
+    "accuracy": describe_reversible_accuracy,
+}
+PAGES = {
+    "README.md": describe_performance,
+    "docs/numerics.md": describe_numerics,
+    "docs/reversible.md": describe_reversible,
+}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Figures of the README and of docs/numerics.md are what the results say."""
+"""Figures of the README, docs/numerics.md and docs/reversible.md are what the results say."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ def readme():
     return module
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/numerics.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/numerics.md", "docs/reversible.md"])
 def test_they_are_what_the_results_say(page, readme):
     text = (ROOT / page).read_text()
     assert readme.write_section(text, readme.PAGES[page]()) == text, "run python benchmarks/readme.py"
@@ -42,6 +42,16 @@ def test_accuracies_stand_beside_each_other(readme):
     assert " ".join(text).startswith(
         "Test accuracy, mean over trainings (3 on digits, 3 on MNIST) on one thread of an AMD EPYC, torch 2.15.0, float32"
     )
+
+
+def test_times_of_reversible_networks_are_relative_to_checkpointing(readme):
+    ratios = {"stored": 0.75, "checkpointed": 1.0, "8 bits": 1.034}
+    rows = [{"network": "Llama", "layers": 24, "dtype": "float32", "rounds": 15, "of_checkpointed": ratios}]
+    part = {"hardware": {"cpu": "AMD EPYC", "threads": 1}, "versions": {"torch": "2.15.0+cpu"}, "rows": rows}
+    head, _, row, _, *text = readme.describe_reversible_time(part)
+    assert head == "| network | time: stored | 8 bits |"
+    assert row == "| Llama, 24 blocks, float32 | 0.75 | 1.03 |"
+    assert "median of 15 rounds on one thread of an AMD EPYC, torch 2.15.0" in " ".join(text)
 
 
 def test_a_changed_result_changes_it(readme):
