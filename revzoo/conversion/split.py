@@ -175,7 +175,7 @@ class _Trial:
 
     def _make_branch(self, parts: tuple[str, ...], other: tuple[str, ...], returns: Mapping[str, Any]) -> Branch:
         """Return the branch that is left when the parts of the other one are silenced."""
-        needed = frozenset(returns.keys() & set(other))
+        needed = tuple(path for path in other if path in returns)
         if not needed:
             raise ConversionError(
                 f"{self._name} does not call {join_names(other)} as a submodule, so this branch cannot be left out. {_USUAL}"

@@ -163,7 +163,7 @@ class _Place:
     Args:
         chain: the chain.
         previous: behind a step, w[k-1].
-        current: w[k], if that is another tensor than the one returned.
+        current: and w[k], of which the tensor that was returned is a view, or a copy in another dtype.
         segment: the inverted steps that end here.
         within: the step, if not all of its blocks have been called.
         blocks: how many of its blocks had been called.
@@ -318,7 +318,9 @@ class BlockStep(nn.Module):
         arguments.returned.value = None  # the graph holds it
         y = pair[1].to(dtype)
         if not is_last:
-            self._note_place(y, _Place(self.chain, pair[0], None if y is pair[1] else pair[1], begun.segment))
+            # Not the state itself, or all states of a chain would live as long as the latest: each knows the one before it.
+            y = y.view_as(y) if y is pair[1] else y
+            self._note_place(y, _Place(self.chain, pair[0], pair[1], begun.segment))
         return replace_state(value, y)
 
     def _begin(self, x: Tensor, place: _Place | None, mode: Mode) -> tuple[_Begun, Tensor]:
@@ -328,7 +330,7 @@ class BlockStep(nn.Module):
         grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=mode == "invert")
         segment = None
         if place is not None and place.previous is not None and place.previous.dtype == dtype:
-            current = x if place.current is None else place.current
+            current = cast(Tensor, place.current)
             if current is not x and x not in _places:  # FSDP's node of the graph has to see the gradient
                 current = attach_graph(current, (1.0,), x)
             pair, segment = (place.previous, current), place.segment

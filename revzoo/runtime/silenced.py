@@ -31,7 +31,7 @@ class Branch:
 
     parts: tuple[str, ...]
     silent: Mapping[str, Any]
-    needed: frozenset[str] = frozenset()
+    needed: tuple[str, ...] = ()
 
 
 @dataclass
