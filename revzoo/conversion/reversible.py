@@ -161,11 +161,6 @@ def _count_blocks(chain: BlockChain, block: str) -> str:
     return f"a {block}" if chain.blocks_per_step == 1 else f"{chain.blocks_per_step} {block}s"
 
 
-def find_block_chains(model: nn.Module) -> dict[str, BlockChain]:
-    """Return the chains that `reversible_` made of lists of blocks, by the path of the list."""
-    return {step.chain.path: step.chain for step in _find_steps(model)}
-
-
 def _find_steps(model: nn.Module) -> Iterator[BlockStep]:
     return (step for module in model.modules() if (step := get_step(module)) is not None)
 

@@ -17,8 +17,9 @@ Hooks of a block are outside of its step: they run once, and see states.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from threading import local
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -33,6 +34,8 @@ from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.joint_call import JointCall
+from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.observation import begin_call
 from revzoo.runtime.pair_update import PairUpdate, Step
 from revzoo.runtime.recorded_call import Recoverer
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
@@ -60,6 +63,9 @@ class BlockChain:
         self.length = length
         self.coupling = coupling
         self.schedule = "invert"
+        self.schedule_before_plan: list[Mode] | None = None
+        self.members: list[BlockStep] = []
+        self.end = nn.Identity()  # stands for what the network computes behind the last step, for who observes a forward
 
     @property
     def names(self) -> list[str]:
@@ -79,6 +85,18 @@ class BlockChain:
                 f"Received: {type(modes).__name__}."
             )
         self._schedule = check_schedule(modes, self.names)
+
+    @property
+    def lookahead(self) -> Literal[0]:
+        """How many steps are recovered ahead of backward: none."""
+        return 0
+
+    def layout(self) -> list[LayoutEntry]:
+        """Return the steps in order, by their names within the list."""
+        members, size = sorted(self.members, key=attrgetter("index")), self.blocks_per_step
+        steps = (members[i : i + size] for i in range(0, len(members), size))
+        names = (name.removeprefix(f"{self.path}.") for name in self.names)
+        return [LayoutEntry(name, step[0], "step", last=step[-1]) for name, step in zip(names, steps, strict=True)]
 
 
 @dataclass
@@ -183,6 +201,7 @@ class BlockStep(nn.Module):
         self.chain = chain
         self.index = index
         self._own_forward = block.__dict__.get("forward")
+        chain.members.append(self)
 
     def install(self) -> None:
         """Stand in place of the block's `forward`."""
@@ -305,6 +324,8 @@ class BlockStep(nn.Module):
                 begun.call.recoverer = begun.segment
             begun.segment.end(pair)
         begun.grid.end_forward()
+        if is_last:
+            begin_call(self.chain.end, pair[1:], pair)
         value, dtype = arguments.returned.value, cast(torch.dtype, arguments.returned.dtype)
         arguments.returned.value = None  # the graph holds it
         y = pair[1].to(dtype)
