@@ -311,6 +311,10 @@ class BlockStep(nn.Module):
             if self.chain.blocks_per_step > 1 and mode != "selective":
                 begun.call = begun.call or JointCall(self, begun.link.name, settings, state)
                 recoverer = begun.call.add_part(call)
+        elif torch.is_grad_enabled():
+            # What autograd saves lives as long as the graph, and as long as the tensor that a block returned lives its place,
+            # which has the state before it: let autograd save another tensor.
+            state = attach_graph(state.detach(), (1.0,), state)
         out = call_step(link, (begun.pair[0], state), arguments, call, recoverer)
         begun.blocks += 1
         is_last = self.index + 1 == self.chain.length
