@@ -7,9 +7,10 @@ Class, parameters, state-dict keys and configuration are those of the network; o
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from revzoo.conversion.block_lists import choose_lists
 from revzoo.conversion.similarity import (
@@ -24,9 +25,9 @@ from revzoo.conversion.similarity import (
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
 from revzoo.runtime.block_chain import BlockChain, BlockStep, get_step
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
+from revzoo.runtime.observation import observe_calls
 
 BlockCoupling = Literal["momentum", "dual_residual"]
-_STATE_BYTES = 4  # of an element of a state, in float32
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class ReversibleReport:
         kept_bits: bits kept of every element of a state and step.
         similarity: of the outputs on the batch, before and after; None without a batch.
         left: paths of the other lists of such blocks.
+        restarts: the blocks on the batch that were given another tensor than the block before them returned, so that they began
+            a chain of their own.
     """
 
     model: str
@@ -50,6 +53,7 @@ class ReversibleReport:
     kept_bits: int
     similarity: Similarity | None
     left: tuple[str, ...]
+    restarts: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -60,20 +64,29 @@ class ReversibleReport:
     def kept_bytes_per_element(self) -> tuple[float, ...]:
         """What each chain keeps from forward to backward: bytes for every element of its state, all steps together."""
         # Two states, and the bits of every step but the first: the state before that one is not needed again.
-        return tuple(2 * _STATE_BYTES + (len(chain.names) - 1) * self.kept_bits / 8 for chain in self.chains)
+        return tuple(2 * chain.state_bytes + (len(chain.names) - 1) * self.kept_bits / 8 for chain in self.chains)
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
         for chain, block, size in zip(self.chains, self.blocks, self.kept_bytes_per_element, strict=True):
-            stored = _STATE_BYTES * chain.length
+            stored = chain.state_bytes * chain.length
+            dtypes = (
+                f"{stored} in float64" if chain.state_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
+            )
             lines.append(
                 f"{chain.path}: {len(chain.names)} steps, each {_count_blocks(chain, block)}; they keep {size:g} bytes for "
                 "every element of the state "
-                f"(their inputs alone would be {stored} in float32, {stored // 2} in half precision), on a grid of "
+                f"(their inputs alone would be {dtypes}), on a grid of "
                 f"2^-{USUAL_FRACTION_BITS if (bits := chain.coupling.fraction_bits) is None else bits}"
             )
         if self.similarity is not None:
             lines.append(str(self.similarity))
+        if self.restarts:
+            lines.append(
+                f"{len(self.restarts)} of {sum(chain.length for chain in self.chains)} blocks begin a chain of their own, with "
+                f"two more states: {join_names(self.restarts, most=3)}. The network's code changes the state in front of them. "
+                "Move that code into the forward of the blocks, or make lists reversible that it does not reach into."
+            )
         if self.left:
             lines.append(f"left as they are: {join_names(self.left)}; name them to make them reversible, too")
         return "\n".join(lines)
@@ -125,10 +138,12 @@ def reversible_(
         chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), blocks_per_step)
         chains.append(chain)
         steps += [BlockStep(block, chain, i) for i, block in enumerate(blocks)]
-    similarity = None
+    similarity, restarts = None, list[str]()
     with _all_or_nothing(steps):
         if before is not None:
-            similarity = measure_similarity(before, run_network(model, batch), batch)
+            with observe_calls(partial(_note_restart, restarts)):
+                after = run_network(model, batch)
+            similarity = measure_similarity(before, after, batch)
     return ReversibleReport(
         type(model).__name__,
         tuple(chains),
@@ -137,6 +152,7 @@ def reversible_(
         kept_bits,
         similarity,
         tuple(others),
+        tuple(restarts),
     )
 
 
@@ -155,6 +171,12 @@ def ordinary_(model: nn.Module) -> None:
         )
     for step in steps:
         step.remove()
+
+
+def _note_restart(restarts: list[str], step: nn.Module, inputs: Any, states: Sequence[Tensor]) -> None:
+    """Note a block that begins a chain, where both states are one, without being the first of its list."""
+    if isinstance(step, BlockStep) and step.index and states[0] is states[1]:
+        restarts.append(step.name)
 
 
 def _count_blocks(chain: BlockChain, block: str) -> str:

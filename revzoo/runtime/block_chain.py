@@ -73,6 +73,12 @@ class BlockChain:
         return [f"{self.path}.{i}" for i in range(0, self.length, self.blocks_per_step)]
 
     @property
+    def state_bytes(self) -> int:
+        """Of an element of a state: those of float64 in a network of that dtype, otherwise of float32."""
+        dtypes = {p.dtype for member in self.members for p in member.block.parameters()}
+        return 8 if torch.float64 in dtypes else 4
+
+    @property
     def schedule(self) -> list[Mode]:
         """The mode of every step. Assign a list, or the name of one mode for all."""
         return list(self._schedule)
@@ -299,7 +305,7 @@ class BlockStep(nn.Module):
         if begun is None:
             begun, state = self._begin(x, place, mode)
         else:
-            state, mode = x, begun.link.mode
+            state, mode = _rename(x), begun.link.mode
         link, call = Step(self, self.name, self.chain.coupling, mode), None
         recoverer: Recoverer | None = None
         if mode != "store":
@@ -311,10 +317,6 @@ class BlockStep(nn.Module):
             if self.chain.blocks_per_step > 1 and mode != "selective":
                 begun.call = begun.call or JointCall(self, begun.link.name, settings, state)
                 recoverer = begun.call.add_part(call)
-        elif torch.is_grad_enabled():
-            # What autograd saves lives as long as the graph, and as long as the tensor that a block returned lives its place,
-            # which has the state before it: let autograd save another tensor.
-            state = attach_graph(state.detach(), (1.0,), state)
         out = call_step(link, (begun.pair[0], state), arguments, call, recoverer)
         begun.blocks += 1
         is_last = self.index + 1 == self.chain.length
@@ -344,8 +346,10 @@ class BlockStep(nn.Module):
         grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=mode == "invert")
         segment = None
         if place is not None and place.previous is not None and place.previous.dtype == dtype:
-            current = x if place.current is None else place.current
-            if current is not x and x not in _places:  # FSDP's node of the graph has to see the gradient
+            current = place.current
+            if current is None:
+                current = _rename(x)
+            elif x not in _places:  # FSDP's node of the graph has to see the gradient
                 current = attach_graph(current, (1.0,), x)
             pair, segment = (place.previous, current), place.segment
             if segment is not None and not segment.ends_with(place.length):
@@ -387,6 +391,15 @@ def get_step(block: nn.Module) -> BlockStep | None:
     """Return the step that stands in place of a block's `forward`, if one does."""
     step = getattr(block.__dict__.get("forward"), "__self__", None)
     return step if isinstance(step, BlockStep) else None
+
+
+def _rename(x: Tensor) -> Tensor:
+    """Return another tensor with the memory and the gradient of x.
+
+    A tensor that autograd saves lives as long as the graph, and as long as the tensor that a block has returned lives its place,
+    which has the state before it: so it must be another one that autograd saves.
+    """
+    return attach_graph(x.detach(), (1.0,), x)
 
 
 def _find_place(x: Tensor, chain: BlockChain) -> _Place | None:
