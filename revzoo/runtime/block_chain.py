@@ -396,7 +396,7 @@ def get_step(block: nn.Module) -> BlockStep | None:
 def _rename(x: Tensor) -> Tensor:
     """Return another tensor with the memory and the gradient of x.
 
-    A tensor that autograd saves lives as long as the graph, and as long as the tensor that a block has returned lives its place,
+    What autograd saves lives as long as the graph, and as long as the tensor that a block has returned lives its place,
     which has the state before it: so it must be another one that autograd saves.
     """
     return attach_graph(x.detach(), (1.0,), x)
