@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
     from revzoo.conversion.inplace_abn import inplace_abn_
+    from revzoo.conversion.preview import ReversiblePreview, preview_reversible
     from revzoo.conversion.report import ConvertReport
     from revzoo.conversion.reversible import ReversibleReport, ordinary_, reversible_
     from revzoo.model.builder import build
@@ -38,6 +39,7 @@ _HOMES = {
     "PixelReport": "revzoo.analysis.bytes_per_pixel",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profiling.profile",
+    "ReversiblePreview": "revzoo.conversion.preview",
     "ReversibleReport": "revzoo.conversion.reversible",
     "Spec": "revzoo.spec",
     "VerifyReport": "revzoo.analysis.verify",
@@ -54,6 +56,7 @@ _HOMES = {
     "measure_numerics": "revzoo.analysis.numerics",
     "ordinary_": "revzoo.conversion.reversible",
     "plan": "revzoo.planning.planner",
+    "preview_reversible": "revzoo.conversion.preview",
     "profile": "revzoo.planning.profiling.profile",
     "reforward": "revzoo.planning.reforwarding.planner",
     "release": "revzoo.planning.reforwarding.module_plan",
@@ -71,6 +74,7 @@ __all__ = [
     "PixelReport",
     "Plan",
     "Profile",
+    "ReversiblePreview",
     "ReversibleReport",
     "Spec",
     "VerifyReport",
@@ -87,6 +91,7 @@ __all__ = [
     "measure_numerics",
     "ordinary_",
     "plan",
+    "preview_reversible",
     "profile",
     "reforward",
     "release",

@@ -12,11 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from revzoo.errors import InputError
 from revzoo.model.network import Model
+from revzoo.runtime.block_chain import BlockChain, get_step
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.schedule import Mode
+
+Chain = Model | ReversibleChain | LayerChain | BlockChain
 
 
 @contextmanager
@@ -186,10 +189,24 @@ def select_differentiable(outputs: Any) -> list[Tensor]:
     return tensors
 
 
-def find_chains(model: nn.Module) -> dict[str, Model | ReversibleChain | LayerChain]:
-    """Return every module with a schedule, by the prefix of its parameters' names ("" if it is the model itself)."""
-    chains = {name: m for name, m in model.named_modules() if isinstance(m, Model | ReversibleChain | LayerChain)}
+def find_chains(model: nn.Module) -> dict[str, Chain]:
+    """Return all that has a schedule, by the prefix of its parameters' names ("" if it is the model itself).
+
+    These are modules, and the lists of blocks that were made reversible where they stand.
+    """
+    chains: dict[str, Chain] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Model | ReversibleChain | LayerChain):
+            chains[name] = module
+        elif (step := get_step(module)) is not None:
+            chains.setdefault(name.rpartition(".")[0], step.chain)
     return {f"{name}." if name else "": chain for name, chain in chains.items()}
+
+
+def find_block_chains(model: nn.Module) -> dict[str, BlockChain]:
+    """Return the chains that `reversible_` made of lists of blocks, by the path of the list."""
+    chains = find_chains(model).items()
+    return {prefix.removesuffix("."): chain for prefix, chain in chains if isinstance(chain, BlockChain)}
 
 
 def find_steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mode]]:
@@ -215,7 +232,7 @@ def preserve_schedules(model: nn.Module) -> Iterator[Callable[[Mode], None]]:
     finally:
         for chain, (schedule, lookahead) in schedules.items():
             chain.schedule = schedule
-            if chain.lookahead != lookahead:
+            if not isinstance(chain, BlockChain) and chain.lookahead != lookahead:
                 chain.lookahead = lookahead
 
 

@@ -74,7 +74,7 @@ def _get_list(model: nn.Module, path: str, candidates: BlockLists) -> Sequence[n
 
 def _require_ordinary(model: nn.Module) -> None:
     """Raise InputError if the network is reversible already, compiled, planned or checkpointed."""
-    if chains := list(find_chains(model)):
+    if chains := [prefix for prefix, chain in find_chains(model).items() if isinstance(chain, nn.Module)]:
         raise InputError(
             f"{chains[0].removesuffix('.') or type(model).__name__} is a reversible chain already: its activations are rebuilt "
             "in backward as it is."

@@ -7,9 +7,10 @@ Class, parameters, state-dict keys and configuration are those of the network; o
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from revzoo.conversion.block_lists import choose_lists
 from revzoo.conversion.similarity import (
@@ -26,9 +27,9 @@ from revzoo.errors import ConversionError, InputError, UnknownNameError, join_na
 from revzoo.runtime.block_branch import BranchStep
 from revzoo.runtime.block_chain import BlockChain, BlockStep, get_step
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
+from revzoo.runtime.observation import observe_calls
 
 BlockCoupling = Literal["momentum", "dual_residual"]
-_STATE_BYTES = 4  # of an element of a state, in float32
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class ReversibleReport:
         similarity: of the outputs on the batch, before and after; None without a batch.
         left: paths of the other lists of such blocks.
         branches: for each chain, the submodules that compute the two branches of a block; empty if blocks are not split.
+        restarts: the blocks on the batch that were given another tensor than the block before them returned, so that they began
+            a chain of their own.
     """
 
     model: str
@@ -54,6 +57,7 @@ class ReversibleReport:
     similarity: Similarity | None
     left: tuple[str, ...]
     branches: tuple[str, ...] = ()
+    restarts: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -64,21 +68,30 @@ class ReversibleReport:
     def kept_bytes_per_element(self) -> tuple[float, ...]:
         """What each chain keeps from forward to backward: bytes for every element of its state, all steps together."""
         # Two states, and the bits of every step but the first: the state before that one is not needed again.
-        return tuple(2 * _STATE_BYTES + (len(chain.names) - 1) * self.kept_bits / 8 for chain in self.chains)
+        return tuple(2 * chain.state_bytes + (len(chain.names) - 1) * self.kept_bits / 8 for chain in self.chains)
 
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.coupling} coupling, {self.kept_bits} bits kept of every element and step"]
         branches = self.branches or ("",) * len(self.chains)
         for chain, block, parts, size in zip(self.chains, self.blocks, branches, self.kept_bytes_per_element, strict=True):
-            stored = _STATE_BYTES * chain.length
+            stored = chain.state_bytes * chain.length
+            dtypes = (
+                f"{stored} in float64" if chain.state_bytes == 8 else f"{stored} in float32, {stored // 2} in half precision"
+            )
             lines.append(
                 f"{chain.path}: {len(chain.names)} steps, {_describe_steps(chain, block, parts)}; they keep {size:g} bytes for "
                 "every element of the state "
-                f"(their inputs alone would be {stored} in float32, {stored // 2} in half precision), on a grid of "
+                f"(their inputs alone would be {dtypes}), on a grid of "
                 f"2^-{USUAL_FRACTION_BITS if (bits := chain.coupling.fraction_bits) is None else bits}"
             )
         if self.similarity is not None:
             lines.append(str(self.similarity))
+        if self.restarts:
+            lines.append(
+                f"{len(self.restarts)} of {sum(chain.length for chain in self.chains)} blocks begin a chain of their own, with "
+                f"two more states: {join_names(self.restarts, most=3)}. The network's code changes the state in front of them. "
+                "Move that code into the forward of the blocks, or make lists reversible that it does not reach into."
+            )
         if self.left:
             lines.append(f"left as they are: {join_names(self.left)}; name them to make them reversible, too")
         return "\n".join(lines)
@@ -139,10 +152,12 @@ def reversible_(
         chains.append(chain)
         for i, block in enumerate(blocks):
             steps.append(_make_step(block, chain, i, branches.get(block)))
-    similarity = None
+    similarity, restarts = None, list[str]()
     with _all_or_nothing(steps):
         if before is not None:
-            similarity = measure_similarity(before, run_network(model, batch), batch)
+            with observe_calls(partial(_note_restart, restarts)):
+                after = run_network(model, batch)
+            similarity = measure_similarity(before, after, batch)
     return ReversibleReport(
         type(model).__name__,
         tuple(chains),
@@ -152,6 +167,7 @@ def reversible_(
         similarity,
         tuple(others),
         tuple(_describe_branches(blocks, branches) for blocks in chosen.values()) if branches else (),
+        tuple(restarts),
     )
 
 
@@ -192,9 +208,10 @@ def _describe_branches(blocks: Sequence[nn.Module], branches: dict[nn.Module, Br
     return " or ".join(dict.fromkeys(words))
 
 
-def find_block_chains(model: nn.Module) -> dict[str, BlockChain]:
-    """Return the chains that `reversible_` made of lists of blocks, by the path of the list."""
-    return {step.chain.path: step.chain for step in _find_steps(model)}
+def _note_restart(restarts: list[str], step: nn.Module, inputs: Any, states: Sequence[Tensor]) -> None:
+    """Note a block that begins a chain, where both states are one, without being the first of its list."""
+    if isinstance(step, BlockStep) and step.index and states[0] is states[1]:
+        restarts.append(step.name)
 
 
 def _find_steps(model: nn.Module) -> Iterator[BlockStep]:

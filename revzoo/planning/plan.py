@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from revzoo.analysis.dry_run import find_block_chains
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_spread
-from revzoo.planning.profiling.hooks import list_units
+from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.problem import PhasePeak
 from revzoo.runtime.schedule import MODES, Mode
@@ -23,7 +24,7 @@ Solver = Literal["timeline", "knapsack"]
 class Plan:
     """A schedule for one model, batch and device, and the memory and time of a training step with it.
 
-    `model.schedule = plan` and `plan.apply(model)` are the same.
+    `model.schedule = plan` and `plan.apply(model)` are the same, for models that have a schedule.
 
     Args:
         units: names of the steps and nodes.
@@ -60,7 +61,7 @@ class Plan:
     spread: float | None = None
 
     def apply(self, model: nn.Module, batch: Any = None) -> None:
-        """Give the model this schedule and look-ahead.
+        """Give the model this schedule and look-ahead. `revzoo.release` undoes it in a network that `reversible_` changed.
 
         Args:
             model: the one planned for, or an equal one.
@@ -76,8 +77,9 @@ class Plan:
                 f"This plan was made for other circumstances ({'; '.join(reasons)}). Make a new one with "
                 "revzoo.plan(model, batch, budget)."
             )
-        model.schedule = list(self.schedule)  # type: ignore[assignment]
-        model.lookahead = self.lookahead  # type: ignore[assignment]
+        for chain in find_block_chains(model).values():
+            chain.schedule_before_plan = chain.schedule_before_plan or chain.schedule
+        assign_schedule(model, self.schedule, self.lookahead)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

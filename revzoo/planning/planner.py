@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args, overload
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import accumulated_gradients, require_module
+from revzoo.analysis.dry_run import accumulated_gradients, find_block_chains, require_module
 from revzoo.errors import BudgetError, InputError, UnknownNameError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget
@@ -54,7 +54,7 @@ def plan(
     lookahead: LookaheadOption = ...,
     accumulate: bool = ...,
     profile: bool = ...,
-) -> ModulePlan: ...
+) -> Plan | ModulePlan: ...
 def plan(
     model: nn.Module,
     batch: Any,
@@ -69,8 +69,8 @@ def plan(
 ) -> Plan | ModulePlan:
     """Return the fastest plan whose peak is within the budget; its training step is counted before the peak is promised.
 
-    A model of the zoo or a chain gets a schedule of its steps and nodes. Any other module gets a plan of its captured graph:
-    which results to keep, and what to run again together.
+    A model of the zoo, a chain or a network that `reversible_` changed gets a schedule of its steps and nodes. Any other module
+    gets a plan of its captured graph: which results to keep, and what to run again together.
 
     Args:
         model: any module, in the state in which it will be trained.
@@ -81,7 +81,7 @@ def plan(
         optimizer: its state is part of every peak, and its update may be the peak.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         lookahead: how many steps are recovered ahead of backward, 0 or 1; "auto" plans and times both and keeps the faster. 0
-            for any other module.
+            for networks that `reversible_` changed and for any other module.
         accumulate: whether steps begin with the gradients of earlier batches, as they do with gradient accumulation. Not for
             any other module.
         profile: for any other module: run its calls a few times on its device, and choose by their times instead of FLOPs and
@@ -91,7 +91,14 @@ def plan(
         BudgetError: no schedule fits; names the smallest budget that would.
         RecoveryError: a step does not return the same output when it runs again.
     """
-    if isinstance(model, PlannableModel):
+    require_module(model)
+    has_blocks = bool(find_block_chains(model))
+    if has_blocks and lookahead != 0:
+        raise InputError(
+            f"Blocks that were made reversible in place are recovered one by one. Received: lookahead={lookahead!r}. Plan with "
+            "lookahead=0."
+        )
+    if has_blocks or isinstance(model, PlannableModel):
         if solver == "reforwarding":
             raise InputError(
                 f"Re-forwarding as published plans modules without reversible steps. Received: {type(model).__name__}. Try "
@@ -99,7 +106,6 @@ def plan(
             )
         with accumulated_gradients(model) if accumulate else nullcontext():
             return profile_and_plan(model, batch, budget, solver=solver, optimizer=optimizer, loss=loss, lookahead=lookahead)[1]
-    require_module(model)
     if accumulate:
         raise InputError(
             f"Accumulated gradients are counted for models of the zoo and chains. Received: {type(model).__name__}. Plan "
@@ -114,7 +120,7 @@ def plan(
 
 
 def profile_and_plan(
-    model: PlannableModel,
+    model: nn.Module,
     batch: Any,
     budget: str | int,
     *,
@@ -151,7 +157,7 @@ def profile_and_plan(
 
 
 def plan_from_profile(
-    model: PlannableModel,
+    model: nn.Module,
     batch: Any,
     profile: Profile,
     budget: str | int,
@@ -293,7 +299,7 @@ def _set_lookahead(problem: Problem, lookahead: Literal[0, 1]) -> Problem:
     return replace(problem, lookahead=lookahead)
 
 
-def enforce_budget(model: PlannableModel, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None = None) -> Plan:
+def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None = None) -> Plan:
     """Count the training step of a plan and return the plan with the counted peak; above the budget, plan for less first.
 
     A profile can predict too small a peak, for example one that was interpolated between batch sizes. Then the solver gets a

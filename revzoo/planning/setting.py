@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import require_module
+from revzoo.analysis.dry_run import find_block_chains, require_module
 from revzoo.errors import InputError
 from revzoo.format import format_dtype
 from revzoo.model.network import Model
@@ -90,7 +90,8 @@ def _compute_digest(model: nn.Module) -> str:
         [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
         [module.training == model.training for module in model.modules()],  # False for a frozen BatchNorm, for example
     )
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    lists = [(path, chain.names, chain.coupling) for path, chain in find_block_chains(model).items()]
+    return hashlib.sha256(repr((*facts, *lists)).encode()).hexdigest()
 
 
 def _format_value(value: object) -> str:

@@ -16,8 +16,9 @@ Hooks of a block are outside of its step: they run once, and see states.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from threading import local
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -40,6 +41,8 @@ from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.joint_call import JointCall
+from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.observation import begin_call
 from revzoo.runtime.pair_update import PairUpdate, Step
 from revzoo.runtime.recorded_call import Recoverer
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
@@ -77,6 +80,9 @@ class BlockChain:
         self.length = length
         self.coupling = coupling
         self.schedule = "invert"
+        self.schedule_before_plan: list[Mode] | None = None
+        self.members: list[BlockStep] = []
+        self.end = nn.Identity()  # stands for what the network computes behind the last step, for who observes a forward
 
     @property
     def names(self) -> list[str]:
@@ -88,6 +94,12 @@ class BlockChain:
     def calls(self) -> int:
         """How many functions are called one after the other: blocks, or branches of them."""
         return self.length * max(len(self.branches), 1)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of an element of a state: those of float64 in a network of that dtype, otherwise of float32."""
+        dtypes = {p.dtype for member in self.members for p in member.block.parameters()}
+        return 8 if torch.float64 in dtypes else 4
 
     @property
     def schedule(self) -> list[Mode]:
@@ -102,6 +114,18 @@ class BlockChain:
                 f"Received: {type(modes).__name__}."
             )
         self._schedule = check_schedule(modes, self.names)
+
+    @property
+    def lookahead(self) -> Literal[0]:
+        """How many steps are recovered ahead of backward: none."""
+        return 0
+
+    def layout(self) -> list[LayoutEntry]:
+        """Return the steps in order, by their names within the list."""
+        members, size = sorted(self.members, key=attrgetter("index")), self.blocks_per_step
+        steps = (members[i : i + size] for i in range(0, len(members), size))
+        names = (name.removeprefix(f"{self.path}.") for name in self.names)
+        return [LayoutEntry(name, step[0], "step", last=step[-1]) for name, step in zip(names, steps, strict=True)]
 
 
 @dataclass
@@ -163,7 +187,7 @@ class _Place:
     Args:
         chain: the chain.
         previous: behind a step, w[k-1].
-        current: and w[k], of which the tensor that was returned is a view, or a copy in another dtype.
+        current: w[k], if that is another tensor than the one returned.
         segment: the inverted steps that end here.
         within: the step, if not all of its blocks have been called.
         blocks: how many of its blocks had been called.
@@ -209,6 +233,7 @@ class BlockStep(nn.Module):
         self.chain = chain
         self.index = index
         self._own_forward = block.__dict__.get("forward")
+        chain.members.append(self)
 
     def install(self) -> None:
         """Stand in place of the block's `forward`."""
@@ -289,7 +314,7 @@ class BlockStep(nn.Module):
         if begun is None:
             begun, state = self._begin(x, place, mode)
         else:
-            state, mode = x, begun.link.mode
+            state, mode = _rename(x), begun.link.mode
         link, call = Step(self, self.name, self.chain.coupling, mode), None
         recoverer: Recoverer | None = None
         if mode != "store":
@@ -314,13 +339,13 @@ class BlockStep(nn.Module):
                 begun.call.recoverer = begun.segment
             begun.segment.end(pair)
         begun.grid.end_forward()
+        if is_last:
+            begin_call(self.chain.end, pair[1:], pair)
         value, dtype = arguments.returned.value, cast(torch.dtype, arguments.returned.dtype)
         arguments.returned.value = None  # the graph holds it
         y = pair[1].to(dtype)
         if not is_last:
-            # Not the state itself, or all states of a chain would live as long as the latest: each knows the one before it.
-            y = y.view_as(y) if y is pair[1] else y
-            self._note_place(y, _Place(self.chain, pair[0], pair[1], begun.segment))
+            self._note_place(y, _Place(self.chain, pair[0], None if y is pair[1] else pair[1], begun.segment))
         return replace_state(value, y)
 
     def _begin(self, x: Tensor, place: _Place | None, mode: Mode) -> tuple[_Begun, Tensor]:
@@ -330,8 +355,10 @@ class BlockStep(nn.Module):
         grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=mode == "invert")
         segment = None
         if place is not None and place.previous is not None and place.previous.dtype == dtype:
-            current = cast(Tensor, place.current)
-            if current is not x and x not in _places:  # FSDP's node of the graph has to see the gradient
+            current = place.current
+            if current is None:
+                current = _rename(x)
+            elif x not in _places:  # FSDP's node of the graph has to see the gradient
                 current = attach_graph(current, (1.0,), x)
             pair, segment = (place.previous, current), place.segment
             if segment is not None and not segment.ends_with(place.length):
@@ -372,6 +399,15 @@ def get_step(block: nn.Module) -> BlockStep | None:
     """Return the step that stands in place of a block's `forward`, if one does."""
     step = getattr(block.__dict__.get("forward"), "__self__", None)
     return step if isinstance(step, BlockStep) else None
+
+
+def _rename(x: Tensor) -> Tensor:
+    """Return another tensor with the memory and the gradient of x.
+
+    What autograd saves lives as long as the graph, and as long as the tensor that a block has returned lives its place,
+    which has the state before it: so it must be another one that autograd saves.
+    """
+    return attach_graph(x.detach(), (1.0,), x)
 
 
 def _find_place(x: Tensor, chain: BlockChain) -> _Place | None:

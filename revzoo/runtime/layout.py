@@ -14,7 +14,8 @@ class LayoutEntry(NamedTuple):
 
     A `step` is reversible, a `layer` of one tensor may have an inverse of its own, a `node` is an ordinary module
     between chains. All three are *units*, which have a mode in `schedule`; in mode `invert` are only steps and layers.
-    The `split` and a `bijection` have no mode.
+    The `split` and a `bijection` have no mode. The `rest` is what a network with reversible blocks computes before, between and
+    behind its lists of blocks: a unit, too, but always stored.
 
     Args:
         name: path in the model, such as "stages.0.blocks.1.f".
@@ -22,18 +23,25 @@ class LayoutEntry(NamedTuple):
         kind: its role.
         stage: index of the stage it belongs to, None outside of stages.
         is_exact: whether the model computes exactly. Then a layer is not inverted, because its inverse rounds.
+        last: of a step made of several modules that are called one after the other, the last one; `module` is the first.
     """
 
     name: str
     module: nn.Module
-    kind: Literal["step", "layer", "node", "split", "bijection"]
+    kind: Literal["step", "layer", "node", "rest", "split", "bijection"]
     stage: int | None = None
     is_exact: bool = False
+    last: nn.Module | None = None
 
     @property
     def is_unit(self) -> bool:
         """Whether it has a mode in `schedule`."""
-        return self.kind in ("step", "layer", "node")
+        return self.kind in ("step", "layer", "node", "rest")
+
+    @property
+    def can_drop(self) -> bool:
+        """Whether its mode may be another than `store`."""
+        return self.is_unit and self.kind != "rest"
 
     @property
     def can_invert(self) -> bool:

@@ -30,11 +30,12 @@ from itertools import accumulate, pairwise, product
 from operator import attrgetter
 from typing import Any, Literal
 
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from revzoo.analysis.dry_run import isolated, preserve_schedules
+from revzoo.analysis.dry_run import find_block_chains, has_values, isolated, preserve_schedules
 from revzoo.errors import InputError, join_names
-from revzoo.planning.profiling.hooks import PlannableModel, list_units, read_layout
+from revzoo.planning.profiling.hooks import list_units, read_layout
 from revzoo.planning.profiling.trace import LossFunction, Recovered, Trace, trace
 from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit, tabulate
 from revzoo.runtime.drift import ignore_error_growth
@@ -51,7 +52,7 @@ _ALTERNATING: tuple[tuple[Mode, Mode], ...] = (("invert", "recompute"), ("recomp
 
 
 def count(
-    model: PlannableModel,
+    model: nn.Module,
     batch: Any,
     loss: LossFunction | None = None,
     other_bytes: int = 0,
@@ -64,7 +65,7 @@ def count(
     Steps that are small and on a CPU are run after all: that is faster, and the bytes are the same.
 
     Args:
-        model: a `revzoo.Model`, a `ReversibleChain` or a `LayerChain`.
+        model: a `revzoo.Model`, a `ReversibleChain`, a `LayerChain`, or a network that `reversible_` changed.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         other_bytes: other memory that is alive during the whole training step, such as optimizer state and averaged weights.
@@ -107,10 +108,17 @@ def count(
 def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
     """Yield the schedules that are traced: six, and with layers more; the first stores everything, the fourth inverts."""
     for mode in MODES:
-        yield [mode if entry.can_invert or mode != "invert" else "selective" for entry in entries]
+        yield [_choose_mode(entry, mode) for entry in entries]
     for pair in _ALTERNATING:
         yield [pair[k % 2] if entry.can_invert else "store" for k, entry in enumerate(entries)]
     yield from _list_runs_of_layers(entries)
+
+
+def _choose_mode(entry: LayoutEntry, mode: Mode) -> Mode:
+    """Return the mode that a unit has where all have this one if they can."""
+    if not entry.can_drop:
+        return "store"
+    return mode if entry.can_invert or mode != "invert" else "selective"
 
 
 def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
@@ -140,7 +148,7 @@ def list_schedules_ahead(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]
 
 
 def count_peak(
-    model: PlannableModel,
+    model: nn.Module,
     batch: Any,
     modes: Sequence[Mode],
     loss: LossFunction | None = None,
@@ -156,21 +164,23 @@ def count_peak(
 
 
 def _trace_apart(
-    model: PlannableModel,
+    model: nn.Module,
     batch: Any,
     modes: Sequence[Mode],
     loss: LossFunction | None,
     fake: bool = True,
     lookahead: Literal[0, 1] = 0,
 ) -> Trace:
-    with isolated(model, batch, fake=fake) as inputs:
-        try:
+    try:
+        with isolated(model, batch, fake=fake) as inputs:
             return trace(model, inputs, modes, loss, lookahead)
-        except DataDependentOutputException as error:
-            raise InputError(
-                "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that "
-                "out while planning."
-            ) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        if fake and find_block_chains(model) and all(map(has_values, model.parameters())):
+            return _trace_apart(model, batch, modes, loss, False, lookahead)  # a mixture of experts, for example
+        raise InputError(
+            "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that "
+            "out while planning."
+        ) from error
 
 
 def _step_peak(traced: Trace) -> int:
@@ -193,7 +203,10 @@ def build_problem(
     given = [_number(inputs, states) if saved else () for inputs, saved in zip(stored.inputs, stored.saved, strict=True)]
     made = (_number(made, inverted.number_states(stored)) for made in _kept_outputs(inverted))
     kept_states = {
-        "store": [_number(saved, states) for saved in stored.saved],
+        "store": [
+            _number(saved, states) if entry.can_drop else rest
+            for entry, saved, rest in zip(entries, stored.saved, _states_in_rests(traces[2]), strict=True)
+        ],
         "selective": [inputs + outputs for inputs, outputs in zip(given, made, strict=True)],
         "recompute": given,
     }
@@ -207,7 +220,10 @@ def build_problem(
     for traced in traces:
         numbers, forward = traced.number_states(stored), {unit: span for unit, *span, _ in traced.phases("forward")}
         for k, option, context in _build_options(traced, numbers, kept_states, stored_work, coupled):
-            if option.mode == "invert" or not context.in_run.halved:
+            if not entries[k].can_drop:  # steps that drop something hold on to arguments that it makes, such as masks
+                shown = options[k].get(("store", False), option)
+                options[k]["store", False] = max(shown, option, key=attrgetter("kept_bytes"))
+            elif option.mode == "invert" or not context.in_run.halved:
                 options[k].setdefault((option.mode, context.begins_run), option)
             if option.mode == "invert" and entries[k].kind == "layer":
                 not_kept = {numbers[storage] for storage in numbers.keys() - context.preceding}.intersection(beside[k])
@@ -450,6 +466,17 @@ def _kept_outputs(inverted: Trace) -> list[Storages]:
         made = after - before if mode == "selective" else _NONE
         outputs.append((made - inputs if next_mode == "selective" else made) & waiting)
     return outputs
+
+
+def _states_in_rests(recomputed: Trace) -> Iterator[tuple[int, ...]]:
+    """Yield for every unit the states among its inputs that are kept until backward by what follows, where units recompute.
+
+    Recomputed steps keep what is in front of them: the last state of a list of blocks is kept by what the network computes
+    behind it, if at all.
+    """
+    waiting, numbers = recomputed.alive(recomputed.backward_start).keys(), recomputed.number_states()
+    for inputs in recomputed.inputs:
+        yield _number(inputs & waiting, numbers)
 
 
 def _kept_storages(traced: Trace) -> list[dict[int, int]]:

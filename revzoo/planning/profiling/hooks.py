@@ -1,6 +1,6 @@
 """Hooks that report how a training step proceeds: when each unit begins, forward and backward, and what it is given."""
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Container, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -8,14 +8,17 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from revzoo.analysis.dry_run import find_block_chains, find_chains
 from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.layer_rules import has_inverse, is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.observation import observe_calls
+from revzoo.runtime.schedule import Mode
 
 PlannableModel = Model | ReversibleChain | LayerChain
 
@@ -23,14 +26,47 @@ PlannableModel = Model | ReversibleChain | LayerChain
 def read_layout(model: nn.Module) -> list[LayoutEntry]:
     """Return the layout of a model that can be planned. Layers that a chain of layers only ever stores are nodes.
 
+    Of a network with reversible blocks: what it computes before them, the steps of every list, and what it computes behind.
+
     Raises:
-        InputError: no `revzoo.Model`, `ReversibleChain` or `LayerChain`; or a chain of layers that is inverted inside of one.
+        InputError: no `revzoo.Model`, `ReversibleChain`, `LayerChain` or network that `reversible_` changed; a chain of layers
+            that is inverted inside of one; or such a network that has other chains, too.
     """
     if isinstance(model, LayerChain):
         return [_read_layer(entry) for entry in model.layout()]
     if isinstance(model, PlannableModel):
         return model.layout()
-    raise InputError(f"A revzoo.Model, a ReversibleChain or a LayerChain can be planned. Received: {type(model).__name__}.")
+    if find_block_chains(model):
+        return list(_read_network(model))
+    raise InputError(
+        "A revzoo.Model, a ReversibleChain, a LayerChain or a network that revzoo.reversible_ changed can be planned. "
+        f"Received: {type(model).__name__}."
+    )
+
+
+def _read_network(model: nn.Module) -> Iterator[LayoutEntry]:
+    chains = find_block_chains(model)
+    if other := next((prefix for prefix, chain in find_chains(model).items() if isinstance(chain, nn.Module)), None):
+        raise InputError(
+            f"{other.removesuffix('.')} is a reversible chain, and {next(iter(chains))} a list of reversible blocks: a plan is "
+            "for one kind of the two. Plan the modules that hold them one by one."
+        )
+    yield LayoutEntry(f"before {next(iter(chains))}", nn.Identity(), "rest")
+    for path, chain in chains.items():
+        for entry in chain.layout():
+            yield entry._replace(name=f"{path}.{entry.name}".removeprefix("."))
+        yield LayoutEntry(f"behind {path}", chain.end, "rest")
+
+
+def assign_schedule(model: nn.Module, modes: Sequence[Mode], lookahead: LookaheadOption = 0) -> None:
+    """Give every unit of a model its mode, and the model its look-ahead; a network with reversible blocks has none."""
+    if isinstance(model, PlannableModel):
+        model.schedule = list(modes)
+        model.lookahead = lookahead
+        return
+    steps = iter([mode for mode, entry in zip(modes, list_units(model), strict=True) if entry.can_drop])
+    for chain in find_block_chains(model).values():
+        chain.schedule = [next(steps) for _ in chain.names]
 
 
 def _read_layer(entry: LayoutEntry) -> LayoutEntry:
@@ -74,7 +110,8 @@ class Listener(Protocol):
 class StepHooks:
     """A context in which a model reports the events of one training step to a listener.
 
-    Call `enter_backward` between forward and backward: from then on, a call of a unit is a recovery and not reported.
+    Call `enter_forward` when all is there that exists before forward, `end_forward` with what it has returned, and
+    `enter_backward` before backward: from then on, a call of a unit is a recovery and not reported.
 
     Args:
         model: one that can be planned.
@@ -82,7 +119,11 @@ class StepHooks:
     """
 
     def __init__(self, model: nn.Module, listener: Listener):
-        self._units = {id(entry.module): unit for unit, entry in enumerate(list_units(model))}
+        units = list_units(model)
+        self._first = {id(entry.module): unit for unit, entry in enumerate(units)}
+        self._last = {id(entry.last or entry.module): unit for unit, entry in enumerate(units)}
+        self._rests = {unit for unit, entry in enumerate(units) if not entry.can_drop}
+        self._count = len(units)
         self._listener = listener
         self._in_forward = True
         self._waiting: set[int] = set()  # for the first gradient of what they have returned
@@ -96,25 +137,41 @@ class StepHooks:
     def __exit__(self, *error: object) -> None:
         self._observing.close()
 
+    def enter_forward(self) -> None:
+        """Report the beginning of what a network computes before its blocks."""
+        if 0 in self._rests:
+            self._listener.begin_forward(0, self._listener.identify(()), self._listener.identify(()))
+
+    def end_forward(self, outputs: Any) -> None:
+        """Wait for the first gradient of what a network has returned, as that of what it computes behind its blocks."""
+        self._await_gradient(self._count - 1, outputs, only=self._rests)
+
     def enter_backward(self) -> None:
         """Take later calls of the units for recoveries."""
         self._in_forward = False
 
     def _begin_call(self, module: nn.Module, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         """Report the beginning of a unit's forward."""
-        unit = self._units.get(id(module))
+        unit = self._first.get(id(module))
         if unit is not None and self._in_forward:
+            self._await_gradient(unit - 1, inputs, only=self._rests)
             identify = self._listener.identify
             self._listener.begin_forward(unit, identify(inputs), identify(states))
 
     def _end_call(self, module: nn.Module, out: Any) -> None:
         """Report the end of a unit's forward, and wait for the first gradient of what it has returned."""
-        unit = self._units.get(id(module))
+        unit = self._last.get(id(module))
         if unit is None or not self._in_forward:
             return
         self._listener.end_forward(unit)
+        self._await_gradient(unit, out)
+
+    def _await_gradient(self, unit: int, tensors: Any, only: Container[int] | None = None) -> None:
+        """Report the first gradient of tensors as the beginning of a unit's backward, unless only others are of interest."""
+        if only is not None and unit not in only:
+            return
         self._waiting.add(unit)
-        for t in tensors_in(out):
+        for t in tensors_in(tensors):
             if t.requires_grad:
                 units = self._returned_by.setdefault(t, [])
                 if not units:

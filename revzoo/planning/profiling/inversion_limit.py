@@ -5,23 +5,28 @@ with it the growth of the error. Where `revzoo.verify` finds that inverting ever
 halved until it is.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from revzoo.analysis.dry_run import preserve_schedules
+from torch import nn
+
+from revzoo.analysis.dry_run import find_block_chains, preserve_schedules
 from revzoo.analysis.verify import verify
 from revzoo.errors import RecoveryError
 from revzoo.model.network import Model
-from revzoo.planning.profiling.hooks import PlannableModel, list_units
+from revzoo.planning.profiling.hooks import assign_schedule, list_units
+from revzoo.runtime.chain import ReversibleChain
+from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.drift import count_invertible_steps
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.nested import map_tensors
+from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.schedule import Mode, limit_inverted_runs
 
 _EXAMPLES = 4  # whether a step can be inverted does not depend on the size of the batch
 
 
-def measure_inversion_limit(model: PlannableModel, batch: Any) -> int | None:
+def measure_inversion_limit(model: nn.Module, batch: Any) -> int | None:
     """Return how many consecutive steps can be inverted safely; None is any number, 0 is none.
 
     Compares the gradients of a few examples with those of the step that stores everything.
@@ -31,11 +36,12 @@ def measure_inversion_limit(model: PlannableModel, batch: Any) -> int | None:
             same output when it runs again.
     """
     entries = list_units(model)
-    examples = _first_examples(batch) if isinstance(model, Model) else batch  # a chain's streams may have no batch dimension
+    is_chain = isinstance(model, ReversibleChain | LayerChain)  # whose streams may have no batch dimension
+    examples = batch if is_chain else _first_examples(batch)
     limit = predict_inversion_limit(model)
     with preserve_schedules(model):
         while True:
-            model.schedule = place_anchors(entries, limit)
+            assign_schedule(model, place_anchors(entries, limit))
             report = verify(model, examples)
             if report.ok:
                 return limit
@@ -44,14 +50,19 @@ def measure_inversion_limit(model: PlannableModel, batch: Any) -> int | None:
             limit = (sum(entry.can_invert for entry in entries) if limit is None else limit) // 2
 
 
-def predict_inversion_limit(model: PlannableModel) -> int | None:
+def predict_inversion_limit(model: nn.Module) -> int | None:
     """Return the longest run of inverted steps that the couplings allow in the model's dtype; None is any number.
 
     Layers have no couplings: how far errors grow there is predicted from their statistics, and warned of.
     """
     if isinstance(model, LayerChain):
         return None
-    couplings = [model.coupling] * len(model.steps) if isinstance(model, Model) else model.couplings
+    if isinstance(model, Model):
+        couplings: Sequence[Coupling] = [model.coupling] * len(model.steps)
+    elif isinstance(model, ReversibleChain):
+        couplings = model.couplings
+    else:
+        couplings = [chain.coupling for chain in find_block_chains(model).values() for _ in chain.names]
     return count_invertible_steps(couplings, next(model.parameters()).dtype)
 
 
@@ -61,4 +72,5 @@ def place_anchors(entries: list[LayoutEntry], limit: int | None) -> list[Mode]:
 
 
 def _first_examples(batch: Any) -> Any:
-    return map_tensors(lambda t: t[:_EXAMPLES] if t.dim() else t, batch)
+    first = next(iter(tensors_in(batch)))
+    return map_tensors(lambda t: t[:_EXAMPLES] if t.dim() and len(t) == len(first) else t, batch)

@@ -10,7 +10,6 @@ from torch import nn
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.planning.budget import free_bytes, parse_budget
 from revzoo.planning.profiling.count import count
-from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, predict_inversion_limit
 from revzoo.planning.profiling.timing import Timing, estimate_timing, measure_timing, memory_errors, price_by_time
 from revzoo.planning.profiling.trace import LossFunction
@@ -54,7 +53,7 @@ class Profile:
 
 
 def profile(
-    model: PlannableModel,
+    model: nn.Module,
     batch: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -72,8 +71,8 @@ def profile(
     their samples. On a CPU they are those of the calling thread. The model is left as it was.
 
     Args:
-        model: a `revzoo.Model`, a `ReversibleChain` or a `LayerChain`, in the state in which it will be trained. On the meta
-            device only bytes and FLOPs are counted.
+        model: a `revzoo.Model`, a `ReversibleChain`, a `LayerChain`, or a network that `reversible_` changed, in the state in
+            which it will be trained. On the meta device only bytes and FLOPs are counted.
         batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
         optimizer: its state is part of every peak, at full size even before the first optimizer step. Its update is counted.
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
@@ -116,7 +115,7 @@ def profile(
 
 
 def _measure_or_estimate(
-    model: PlannableModel, batch: Any, memory: Problem, loss: LossFunction | None, estimate: bool, allowance: int
+    model: nn.Module, batch: Any, memory: Problem, loss: LossFunction | None, estimate: bool, allowance: int
 ) -> tuple[Timing | None, list[str]]:
     """Return the best timing whose training steps take no more than the allowance, and notes about it."""
     notes = ["Every mode but storing is assumed to cost one extra forward of the unit."]
@@ -133,7 +132,7 @@ def _measure_or_estimate(
         return None, ["No step fits the memory: costs are counted FLOPs and bytes instead of seconds."]
 
 
-def _find_allowance(model: PlannableModel, budget: str | int | None) -> int:
+def _find_allowance(model: nn.Module, budget: str | int | None) -> int:
     """Return what a training step that is timed may take: no more than the budget, nor than is free."""
     device, model_bytes = next(model.parameters()).device, count_model_bytes(model)
     free = free_bytes(device) + model_bytes if device.type in ("cpu", "cuda") else 2**62

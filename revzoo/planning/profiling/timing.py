@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 
 from revzoo.analysis.dry_run import call, isolated, leave_autocast, preserve_schedules
 from revzoo.planning.profiling.clock import Clock, Median, combine_spreads, find_median, make_clock, repeat, smooth_rising
-from revzoo.planning.profiling.hooks import PlannableModel, StepHooks, list_units
+from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
 from revzoo.planning.profiling.trace import LossFunction, compute_loss
 from revzoo.planning.solvers.problem import Problem, Unit, peak, reprice
 from revzoo.planning.solvers.timeline import minimize_peak
@@ -55,7 +56,7 @@ class Timing:
 
 
 def measure_step_seconds(
-    model: PlannableModel,
+    model: nn.Module,
     batch: Any,
     schedules: Sequence[tuple[Sequence[Mode], Literal[0, 1]]],
     loss: LossFunction | None = None,
@@ -85,9 +86,7 @@ def measure_step_seconds(
     return [find_median(each) for each in times]
 
 
-def measure_timing(
-    model: PlannableModel, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None
-) -> Timing:
+def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None) -> Timing:
     """Run training steps of the model and return how long its units take.
 
     Args:
@@ -134,9 +133,7 @@ def measure_timing(
     )
 
 
-def estimate_timing(
-    model: PlannableModel, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None
-) -> Timing:
+def estimate_timing(model: nn.Module, batch: Any, problem: Problem, allowance: int, loss: LossFunction | None = None) -> Timing:
     """Time only the minimum-memory schedule; assume every other mode costs one extra forward pass of the unit.
 
     Cheap, and needs the least memory. `selective` and `recompute` cost less in truth, so the plan may not be the fastest.
@@ -239,20 +236,21 @@ def _draw_schedules(
     most: int,
 ) -> Iterator[list[Mode]]:
     """Yield schedules in which the first `most` units of each chosen group have every mode once, and all others keep least."""
-    menus: list[list[Mode]] = [["store", "selective", "recompute"] for _ in entries]
+    menus: list[list[Mode]] = [["store", "selective", "recompute"] if entry.can_drop else ["store"] for entry in entries]
     seen: dict[Any, int] = defaultdict(int)
     for k, group in enumerate(groups):
         menus[k] += ["invert"] if entries[k].can_invert else []
+        least: Mode = "invert" if entries[k].can_invert else "recompute" if entries[k].can_drop else "store"
         rng.shuffle(menus[k])
         if seen[group] >= most or group not in chosen:
-            menus[k] = ["invert" if entries[k].can_invert else "recompute"]
+            menus[k] = [least]
         seen[group] += 1
     for turn in range(4):
         yield [menu[turn % len(menu)] for menu in menus]
 
 
 def _time_step(
-    model: PlannableModel,
+    model: nn.Module,
     batch: Any,
     modes: Sequence[Mode],
     loss: LossFunction | None,
@@ -261,12 +259,13 @@ def _time_step(
     elapsed: bool = False,
 ) -> tuple[float, list[float], list[float]]:
     """Run a training step; return the seconds of all of it, of each unit's forward, and of each unit's backward."""
-    model.schedule = list(modes)
-    model.lookahead = lookahead
+    assign_schedule(model, modes, lookahead)
     clock = _Watch(make_clock(next(model.parameters()).device, elapsed=elapsed))
     with memory_errors(), isolated(model, batch) as inputs, StepHooks(model, clock) as hooks:
         clock.mark("begin", -1)
+        hooks.enter_forward()
         outputs = call(model, inputs)
+        hooks.end_forward(outputs)
         clock.mark("loss", -1)
         total = compute_loss(loss, outputs)
         del outputs

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import call, leave_autocast, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
-from revzoo.planning.profiling.hooks import PlannableModel, StepHooks, list_units
+from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
+from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.lookahead import Recoverable, observe_recoveries
 from revzoo.runtime.lookahead_setting import LookaheadOption
@@ -27,6 +28,11 @@ from revzoo.runtime.observation import observe_inversions
 from revzoo.runtime.schedule import Mode
 
 _SNAPSHOT_EVERY = 2048  # positions: fewer take more memory, more take longer
+
+_ORDER = (
+    "A plan is for a forward that calls all blocks once, in their order. Set the modes by hand: chain.schedule, for each chain "
+    "in the report of reversible_."
+)
 
 LossFunction = Callable[[Any], Tensor]
 Phase = Literal["forward", "loss", "backward", "end"]
@@ -157,7 +163,7 @@ class Trace:
 
 
 def trace(
-    model: PlannableModel, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None, lookahead: LookaheadOption = 0
+    model: nn.Module, batch: Any, modes: Sequence[Mode], loss: LossFunction | None = None, lookahead: LookaheadOption = 0
 ) -> Trace:
     """Run a training step of an isolated model with this schedule, and return what happened in it.
 
@@ -168,19 +174,22 @@ def trace(
         loss: computes the loss from what the model returns; None is a sum, which keeps nothing for backward.
         lookahead: how many units are recovered ahead of backward.
     """
-    model.schedule = list(modes)
-    model.lookahead = lookahead
+    assign_schedule(model, modes, lookahead)
     traced, flops, live = Trace(list(modes)), FlopCounter(), LiveBytes()
-    recorder = _Recorder(traced, flops, live, [entry.module for entry in list_units(model)])
+    recorder = _Recorder(traced, flops, live, list_units(model))
     with (
         flops,
         live,
         StepHooks(model, recorder) as hooks,
         observe_recoveries(recorder.begin_recovery, recorder.end_recovery),
         observe_inversions(recorder.note_inversion),
+        recorder.saving,
     ):
         fixed = live.watch([*model.parameters(), *model.buffers()]) | live.watch(batch)
+        hooks.enter_forward()
         outputs = call(model, batch)
+        hooks.end_forward(outputs)
+        recorder.require_all_called()
         after = live.watch(outputs) if isinstance(model, ReversibleChain | LayerChain) else frozenset()
         recorder.mark("loss", len(modes))
         total = compute_loss(loss, outputs)
@@ -214,10 +223,10 @@ def compute_loss(loss: LossFunction | None, outputs: Any) -> Tensor:
 class _Recorder:
     """The listener that fills a trace."""
 
-    def __init__(self, traced: Trace, flops: FlopCounter, live: LiveBytes, units: Sequence[nn.Module]):
-        self._trace, self._flops, self._live = traced, flops, live
-        self._owners = {id(module): unit for unit, whole in enumerate(units) for module in whole.modules()}
-        self._saving = ExitStack()
+    def __init__(self, traced: Trace, flops: FlopCounter, live: LiveBytes, units: Sequence[LayoutEntry]):
+        self._trace, self._flops, self._live, self._units = traced, flops, live, units
+        self._owners = {id(module): unit for unit, entry in enumerate(units) for module in entry.module.modules()}
+        self.saving = ExitStack()
 
     def mark(self, phase: Phase, unit: int) -> None:
         flops = self._flops.forward + self._flops.backward
@@ -231,15 +240,35 @@ class _Recorder:
             self.mark("backward", mark.unit)
 
     def begin_forward(self, unit: int, inputs: Any, pair: Any) -> None:
+        self._require_place(unit, pair)
         self._trace.inputs.append(inputs)
         self._trace.pairs.append(pair)
         self._trace.saved.append(frozenset())
         self.mark("forward", unit)
-        if self._trace.modes[unit] == "store":  # in the other modes the runtime has saved-tensor hooks of its own
-            self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(self._note_saved, _unpack))
+        # In the other modes the runtime has saved-tensor hooks of its own, and the rest of a network may have some.
+        if self._trace.modes[unit] == "store" and self._units[unit].can_drop:
+            self.saving.enter_context(torch.autograd.graph.saved_tensors_hooks(self._note_saved, _unpack))
 
     def end_forward(self, unit: int) -> None:
-        self._saving.close()
+        self.saving.close()
+
+    def require_all_called(self) -> None:
+        """Raise InputError if the forward is over before all units have been called."""
+        if missed := self._units[len(self._trace.inputs) :]:
+            raise InputError(f"{missed[0].name} is not called with this batch. {_ORDER}")
+
+    def _require_place(self, unit: int, pair: Storages) -> None:
+        """Raise InputError if a unit is called out of order, or a block on another state than the one before it returned."""
+        expected = len(self._trace.inputs)
+        if unit != expected:
+            when = "a second time" if unit < expected else f"before {self._units[expected].name}"
+            raise InputError(f"{self._units[unit].name} is called {when}. {_ORDER}")
+        before = self._units[max(unit - 1, 0)]
+        if before.last is not None and self._units[unit].last is not None and not pair & self._trace.inputs[-1]:
+            raise InputError(
+                f"The network's own code changes the state between {before.name} and {self._units[unit].name}, so each of them "
+                "begins a chain of its own. Plan the ordinary network: revzoo.ordinary_(model)."
+            )
 
     def begin_backward(self, unit: int) -> None:
         self.mark("backward", unit)

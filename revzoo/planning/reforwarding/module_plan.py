@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from revzoo.analysis.dry_run import find_block_chains
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.planning.reforwarding.graph_plan import GraphPlan
@@ -133,10 +134,15 @@ class ModulePlan:
 def release(module: nn.Module) -> None:
     """Undo `plan.apply(module)`: the module stores everything again. Nothing happens to one without a plan.
 
+    In a network that `reversible_` changed, blocks have the modes again that they had before the plan.
+
     Args:
         module: any.
     """
     restore_call(module)
+    for chain in find_block_chains(module).values():
+        chain.schedule = chain.schedule_before_plan or chain.schedule
+        chain.schedule_before_plan = None
 
 
 def _freeze(value: Any) -> Any:

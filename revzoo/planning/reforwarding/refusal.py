@@ -25,8 +25,8 @@ def require_uncompiled(module: nn.Module) -> None:
     """Raise InputError if the module or a part of it is compiled, runs with a plan, or has blocks that were made reversible."""
     if step := next(filter(None, map(get_step, module.modules())), None):
         raise InputError(
-            f"The blocks of {step.chain.path} were made reversible by reversible_, which plans do not reach. Set the modes of "
-            "the chains in its report (chain.schedule), or plan the ordinary network: revzoo.ordinary_(module)."
+            f"The blocks of {step.chain.path} were made reversible by reversible_: what is planned are their modes, with "
+            "revzoo.plan(module, batch, budget). For a plan of its graph make it ordinary again: revzoo.ordinary_(module)."
         )
     planned, compiled = list[str](), list[str]()
     for name, each in module.named_modules():

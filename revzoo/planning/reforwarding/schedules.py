@@ -48,7 +48,7 @@ def set_schedules(module: nn.Module, schedules: Schedules) -> Schedules:
 
 
 def _read_schedules(module: nn.Module) -> dict[str, list[Mode]]:
-    chains = find_chains(module)
+    chains = {prefix: chain for prefix, chain in find_chains(module).items() if isinstance(chain, nn.Module)}
     outermost = (p for p in chains if not any(p != other and p.startswith(other) for other in chains))
     return {prefix.removesuffix("."): chains[prefix].schedule for prefix in outermost if not _is_on_grid(chains[prefix])}
 

@@ -1,0 +1,147 @@
+"""What a training step would keep and peak at, with a network's blocks reversible in several ways, beside it as it is.
+
+Counted under FakeTensors: nothing is allocated or computed, and the network is left as it was.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils.checkpoint import checkpoint
+
+from revzoo.analysis.dry_run import isolated
+from revzoo.analysis.memory_report import MemoryReport, run_and_measure
+from revzoo.conversion.block_lists import BlockLists, choose_lists
+from revzoo.conversion.reversible import ordinary_, reversible_
+from revzoo.errors import InputError
+from revzoo.format import format_bytes
+from revzoo.runtime.block_conventions import is_cache
+
+_BLOCKS_PER_STEP = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train a network, and what a training step takes with it.
+
+    Args:
+        name: of the way, in words.
+        arguments: for `reversible_`; None for the network as it is, or checkpointed.
+        memory: as `revzoo.measure_memory` counts it.
+    """
+
+    name: str
+    arguments: dict[str, Any] | None
+    memory: MemoryReport
+
+
+@dataclass(frozen=True)
+class ReversiblePreview:
+    """The ways to train a network: as it is, checkpointed, and reversible with one or more blocks a step.
+
+    Args:
+        model: class of the network.
+        paths: of its lists of blocks.
+        choices: each with its memory.
+    """
+
+    model: str
+    paths: tuple[str, ...]
+    choices: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        width = max(len(choice.name) for choice in self.choices)
+        lines = [f"{self.model}, {', '.join(self.paths)}: activations that a training step keeps for backward, and at the peak"]
+        for choice in self.choices:
+            kept, peak = choice.memory.after_forward_bytes, choice.memory.activation_bytes
+            lines.append(f"{choice.name:<{width}}  {format_bytes(kept):>10}  {format_bytes(peak):>10}")
+        return "\n".join(lines)
+
+
+def preview_reversible(model: nn.Module, *paths: str, batch: Any, kept_bits: int = 8) -> ReversiblePreview:
+    """Count what a training step keeps and peaks at, for every way to make a network's blocks reversible, before any is taken.
+
+    The others are the network as it is, and with gradient checkpointing of each of these blocks.
+
+    Args:
+        model: an ordinary network, in the state in which it will be trained.
+        paths: of lists of blocks, as for `reversible_`.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+        kept_bits: as for `reversible_`.
+    Raises:
+        UnknownNameError: no list of blocks of this path.
+        InputError: a network that cannot be made reversible, or that asks for values, which are not computed here.
+    """
+    lists, _ = choose_lists(model, paths)
+
+    def count(name: str, arguments: dict[str, Any] | None, take: AbstractContextManager[object]) -> Choice:
+        with take:
+            return Choice(name, arguments, _count_memory(model, batch))
+
+    choices = [
+        count("as it is", None, _replace_forwards([])),
+        count("gradient checkpointing", None, _replace_forwards(_list_checkpointed(lists))),
+    ]
+    for name, arguments in _list_arguments(lists, kept_bits):
+        choices.append(count(name, arguments, _make_reversible(model, tuple(lists), arguments)))
+    return ReversiblePreview(type(model).__name__, tuple(lists), tuple(choices))
+
+
+def _list_arguments(lists: BlockLists, kept_bits: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the ways to make blocks reversible, and the arguments of `reversible_` for them."""
+    longest = max(map(len, lists.values()))
+    for blocks in _BLOCKS_PER_STEP:
+        if blocks < longest:
+            name = "reversible, a block a step" if blocks == 1 else f"reversible, {blocks} blocks a step"
+            yield name, {"kept_bits": kept_bits, "blocks_per_step": blocks}
+
+
+def _count_memory(model: nn.Module, batch: Any) -> MemoryReport:
+    try:
+        with isolated(model, batch, fake=True) as inputs:
+            return run_and_measure(model, inputs)[0]
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InputError(
+            f"Memory is counted without values, and the forward of {type(model).__name__} asks for one ({error}). Make it "
+            "reversible, and count a step that is run: revzoo.measure_memory(model, batch)."
+        ) from error
+
+
+@contextmanager
+def _make_reversible(model: nn.Module, paths: Sequence[str], arguments: dict[str, Any]) -> Iterator[None]:
+    reversible_(model, *paths, **arguments)
+    try:
+        yield
+    finally:
+        ordinary_(model)
+
+
+def _list_checkpointed(lists: BlockLists) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    return [(block, partial(_checkpoint, block.forward)) for blocks in lists.values() for block in blocks]
+
+
+def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a block's forward as gradient checkpointing does. It must not fill a cache of keys and values twice."""
+    args = tuple(None if is_cache(x) else x for x in args)
+    kwargs = {key: None if is_cache(x) else x for key, x in kwargs.items()}
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@contextmanager
+def _replace_forwards(replacements: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let modules have another forward inside the block."""
+    before = [(module, module.__dict__.get("forward")) for module, _ in replacements]
+    for module, forward in replacements:
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before:
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own

@@ -1,0 +1,136 @@
+"""What reversible blocks keep and peak at: as the report says, as counted before, and with every schedule."""
+
+import pytest
+import torch
+
+import revzoo
+from revzoo.analysis.memory_report import measure_modes
+from tests.conversion.block_networks import NETWORKS, TEXT, Tanh, Toy, X, count_bytes, llama, switch_checkpointing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_step_keeps_its_bits_alone(dtype):
+    sizes = {}
+    for layers in (4, 8):
+        for bits in (8, 4):
+            model = llama(layers).to(dtype)
+            revzoo.reversible_(model, kept_bits=bits)
+            sizes[layers, bits] = count_bytes(model, TEXT)
+    elements = 2 * 12 * 32
+    for place in (0, 1):  # what is kept, and the peak
+        assert sizes[8, 8][place] - sizes[4, 8][place] == 4 * elements
+        assert sizes[8, 4][place] - sizes[4, 4][place] == 4 * elements // 2
+
+
+def test_steps_of_two_blocks_keep_half_the_bits():
+    kept = {}
+    for layers in (4, 8):
+        model = llama(layers)
+        revzoo.reversible_(model, blocks_per_step=2)
+        kept[layers] = count_bytes(model, TEXT)
+    assert kept[8][0] - kept[4][0] == kept[8][1] - kept[4][1] == 2 * 2 * 12 * 32
+
+
+@pytest.mark.parametrize("last", ["store", "recompute"])
+def test_inverted_blocks_in_front_of_others_keep_their_bits_alone(last):
+    kept = {}
+    for layers in (4, 8):
+        model = llama(layers)
+        chain = revzoo.reversible_(model).chains[0]
+        chain.schedule = ["invert"] * (layers - 2) + [last] * 2
+        kept[layers] = count_bytes(model, TEXT)[0]
+    assert kept[8] - kept[4] == 4 * 2 * 12 * 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_report_knows_what_the_blocks_keep(dtype):
+    kept, said = {}, {}
+    for layers in (4, 8):
+        model = llama(layers).to(dtype)
+        report = revzoo.reversible_(model)
+        kept[layers] = count_bytes(model, TEXT)[0]
+        (said[layers],) = report.kept_bytes_per_element
+    assert kept[8] - kept[4] == (said[8] - said[4]) * 2 * 12 * 32
+    assert said[4] == 2 * (8 if dtype is torch.float64 else 4) + 3
+    assert ("16 in float32" not in str(report)) is (dtype is torch.float64) or "32 in float32" in str(report)
+
+
+@pytest.mark.parametrize("blocks_per_step", [1, 2])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_verify_compares_every_step(name, blocks_per_step):
+    make, path, batch = NETWORKS[name]
+    model = make()
+    report = revzoo.reversible_(model, path, blocks_per_step=blocks_per_step)
+    verified = revzoo.verify(model, batch)
+    assert verified.ok
+    assert verified.identical
+    assert verified.reconstruction_errors == dict.fromkeys(report.chains[0].names, 0.0)
+    assert verified.leftover_bytes == {}
+
+
+def test_verify_names_the_step_that_is_not_repeatable():
+    class Counted(Tanh):
+        calls = 0
+
+        def forward(self, x):
+            Counted.calls += 1
+            return x + self.layer(x).tanh() / Counted.calls
+
+    toy = Toy(Tanh(), Counted(), Tanh())
+    revzoo.reversible_(toy, "blocks")
+    report = revzoo.verify(toy, X)
+    assert not report.ok
+    assert "blocks.1" in str(report)
+
+
+def test_measured_memory_is_that_of_the_schedule():
+    model = llama()
+    chain = revzoo.reversible_(model).chains[0]
+    reports, current = measure_modes(model, TEXT)
+    assert current == "invert"
+    for mode, report in reports.items():
+        chain.schedule = mode
+        assert revzoo.measure_memory(model, TEXT) == report
+    assert len({report.after_forward_bytes for report in reports.values()}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_the_preview_is_what_is_measured(name, dtype):
+    make, path, batch = NETWORKS[name]
+    model = make(5).to(dtype)
+    before = [dict(m.__dict__) for m in model.modules()]
+    preview = revzoo.preview_reversible(model, path, batch=batch)
+    assert [dict(m.__dict__) for m in model.modules()] == before
+    ordinary, checkpointed, *choices = preview.choices
+    assert ordinary.memory == revzoo.measure_memory(model, batch)
+    assert [choice.arguments["blocks_per_step"] for choice in choices] == [1, 2, 4]
+    for choice in choices:
+        revzoo.reversible_(model, path, **choice.arguments)
+        assert revzoo.measure_memory(model, batch) == choice.memory
+        revzoo.ordinary_(model)
+    model.config.use_cache = False
+    switch_checkpointing(model, "enable")
+    assert revzoo.measure_memory(model, batch) == checkpointed.memory
+    assert checkpointed.memory.after_forward_bytes < ordinary.memory.after_forward_bytes
+
+
+def test_the_preview_in_words():
+    heading, ordinary, *others = str(revzoo.preview_reversible(Toy(), batch=X)).splitlines()
+    assert heading == "Toy, blocks: activations that a training step keeps for backward, and at the peak"
+    assert ordinary.split() == ["as", "is", "772", "B", "920", "B"]
+    names = ["gradient checkpointing", "reversible, a block a step", "reversible, 2 blocks a step"]
+    assert [line[: len(name)] for line, name in zip(others, names, strict=True)] == names
+
+
+def test_code_between_blocks_is_reported():
+    class Scaled(Toy):
+        def forward(self, x):
+            for i, block in enumerate(self.blocks):
+                x = block(x * 1.5 if i % 2 else x)
+            return self.head(x)
+
+    report = revzoo.reversible_(Scaled(), batch=X)
+    assert report.restarts == ("blocks.1", "blocks.3")
+    assert "2 of 4 blocks begin a chain of their own, with two more states: blocks.1, blocks.3." in str(report)
+    assert revzoo.reversible_(Toy(), batch=X, blocks_per_step=2).restarts == ()

@@ -1,0 +1,132 @@
+"""Networks and blocks that `reversible_` refuses, by name, and leaves as they were."""
+
+import pytest
+import torch
+from torch import nn
+
+import revzoo
+from revzoo.conversion.similarity import Share
+from revzoo.errors import ConversionError, InputError, UnknownNameError
+from tests.conversion.block_networks import TEXT, Tanh, Toy, X, llama, switch_checkpointing
+
+
+def widen(m, x):
+    return m.layer(x).repeat(1, 2)
+
+
+def write_into(m, x):
+    x += m.layer(x)
+    return x
+
+
+BAD = {
+    "widen": (widen, r"blocks.1 changes its state from \(4, 6\), torch.float32 to \(4, 12\)"),
+    "write_into": (write_into, "blocks.1 writes into what it is given"),
+    "to_double": (lambda m, x: m.layer(x).double(), "blocks.1 changes its state from .* to .*torch.float64"),
+    "dictionary": (lambda m, x: {}, "blocks.1 returns dict, not a new state"),
+    "unrelated": (lambda m, x: -x, "blocks.1 is no residual map: .* is -1.00 times what it is given"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_blocks_that_cannot_be_steps_are_refused_with_the_reason(name):
+    write, message = BAD[name]
+    toy = Toy(Tanh(), Tanh(write), Tanh(), Tanh())
+    before = [dict(m.__dict__) for m in toy.modules()]
+    with pytest.raises(ConversionError, match=message):
+        revzoo.reversible_(toy, "blocks", batch=X)
+    assert [dict(m.__dict__) for m in toy.modules()] == before
+
+
+def test_a_residual_map_is_told_from_noise():
+    x, g = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    assert not Share.of(x, x + g).is_missing
+    assert not Share.of(x, x + 20 * g).is_missing
+    assert Share.of(x, g).is_missing
+    assert not Share.of(x[:10], g[:10]).is_missing  # too few elements to tell
+
+
+@pytest.mark.parametrize("name", ["widen", "write_into", "dictionary"])
+def test_without_a_batch_such_blocks_raise_in_their_first_call(name):
+    toy = Toy(Tanh(), Tanh(BAD[name][0]), Tanh(), Tanh())
+    revzoo.reversible_(toy, "blocks")
+    with pytest.raises(InputError, match="blocks.1"):
+        toy(X)
+
+
+def compiled():
+    toy = Toy()
+    toy.blocks[2]._compiled_call_impl = toy.blocks[2]._call_impl  # as block.compile() does, which imports the compiler
+    return toy
+
+
+def checkpointed():
+    model = llama()
+    switch_checkpointing(model, "enable")
+    return model
+
+
+def shared():
+    block = Tanh()
+    return Toy(block, Tanh(), block)
+
+
+def nested():
+    toy = Toy(nn.Sequential(Tanh(), Tanh()), nn.Sequential(Tanh(), Tanh()))
+    return toy
+
+
+REFUSED = {
+    "no module": (lambda: 3, (), "torch.nn.Module"),
+    "no list": (lambda: nn.Linear(2, 2), (), "no list of two or more blocks"),
+    "no such path": (Toy, ("block",), "Did you mean 'blocks'"),
+    "no list at the path": (Toy, ("head",), "'head', a Linear"),
+    "shared": (shared, ("blocks",), "blocks.2 is the same module as blocks.0"),
+    "nested": (nested, ("blocks", "blocks.0"), "blocks.0.0 is a part of blocks.0"),
+    "compiled": (compiled, (), "before torch.compile"),
+    "checkpointed": (checkpointed, (), "activation_checkpointing_disable"),
+    "zoo": (lambda: revzoo.create("rev_vit_digits"), (), "reversible chain already"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_made_reversible_is_named(name):
+    make, paths, message = REFUSED[name]
+    model = make()
+    with pytest.raises((ConversionError, InputError, UnknownNameError), match=message):
+        revzoo.reversible_(model, *paths)
+    if isinstance(model, nn.Module):
+        assert all("forward" not in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kept_bits": 9}, "kept_bits is an integer from 1 to 8"),
+        ({"coupling": "additive"}, "Allowed: dual_residual, momentum"),
+        ({"fraction_bits": 50}, "fraction_bits is an integer from 4 to 40"),
+    ],
+)
+def test_numbers_out_of_range_are_named(options, message):
+    with pytest.raises((InputError, UnknownNameError), match=message):
+        revzoo.reversible_(Toy(), **options)
+
+
+def test_a_second_call_is_refused_and_changes_nothing():
+    torch.manual_seed(0)
+    toy = Toy()
+    revzoo.reversible_(toy, kept_bits=2)
+    y = toy(X)
+    with pytest.raises(InputError, match=r"'blocks' is reversible already. Call revzoo.ordinary_\(model\)"):
+        revzoo.reversible_(toy)
+    assert torch.equal(toy(X), y)
+
+
+def test_checkpointing_switched_on_later_is_refused_in_training():
+    model = llama()
+    revzoo.reversible_(model)
+    switch_checkpointing(model, "enable")
+    with pytest.raises(InputError, match="model.layers.0 is reversible.* model.activation_checkpointing_disable"):
+        model.train()(**TEXT)
+    switch_checkpointing(model, "disable")
+    model(**TEXT).loss.backward()
