@@ -1,7 +1,7 @@
 """What the runtime has to know of torch.compile, without importing the compiler, which takes longer than PyTorch itself."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -57,10 +57,15 @@ def is_exporting() -> bool:
 
 def is_compiled(function: Callable[..., Any]) -> bool:
     """Return whether a function, or a module in it, was compiled by itself."""
+    return isinstance(function, nn.Module) and are_compiled(function.modules())
+
+
+def are_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of the modules was compiled by itself."""
     compiler = sys.modules.get(_COMPILER)
-    if compiler is None or not isinstance(function, nn.Module):
+    if compiler is None:
         return False
-    return any(m._compiled_call_impl is not None or isinstance(m, compiler.OptimizedModule) for m in function.modules())
+    return any(m._compiled_call_impl is not None or isinstance(m, compiler.OptimizedModule) for m in modules)
 
 
 def find_selective_call(function: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -63,9 +63,9 @@ class JointCall(RecordedCall):
     def spacing(self) -> float:
         return max(part.spacing for part in self._parts)
 
-    def compare_refilled(self, watch: Watch, explained: float | Tensor = 0.0) -> None:
+    def compare_refilled(self, watch: Watch, explained: float | Tensor = 0.0, *, same_input: bool = True) -> None:
         for part in self._parts:
-            part.compare_refilled(watch, explained)
+            part.compare_refilled(watch, explained, same_input=same_input)
 
     def require_same_draws(self) -> None:
         for part in self._parts:
@@ -81,6 +81,10 @@ class _WholeRecoverer:
     @property
     def lock(self) -> RLock:
         return self._whole.recoverer.lock
+
+    @property
+    def gives_same_bits(self) -> bool:
+        return self._whole.recoverer.gives_same_bits
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
         self._whole.recoverer.recover(self._whole, ahead=ahead)

@@ -113,6 +113,7 @@ class LayerCall(RecordedCall):
 
     def __init__(self, layer: nn.Module, name: str, settings: Settings, growth: LayerGrowth, channels: slice | None = None):
         super().__init__(layer, name, settings, watched=False)
+        self._is_watching = False  # what it saves is a state, or small
         self._growth = growth
         self._channels = channels
         self._kept: tuple[Tensor, ...] | None = None

@@ -8,7 +8,6 @@ layer or a convolution, no second run is needed: they are handed over as they ar
 Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reentrant `torch.utils.checkpoint`.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import RLock
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
+from revzoo.runtime.call_watch import CallWatch
 from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled
 from revzoo.runtime.complete_gradients import announce_run, dismiss_run
 from revzoo.runtime.lookahead import Lookahead
@@ -27,10 +27,8 @@ from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_d
 from revzoo.runtime.replay import Replay, processes_communicate
 from revzoo.runtime.selective import KeptOutputs
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, take_fingerprint, unwatched
+from revzoo.runtime.tripwire import Watch, is_watching, unwatched
 
-# Largest relative difference between two runs on the same input, whose kernels may add up in another order.
-_LARGEST_DIFFERENCE = 1e-2
 OUTPUT = -1  # in place of the number of an input
 
 
@@ -45,8 +43,8 @@ class RecordedCall:
         selective: keep the outputs of compute-intensive operations from the first run to the second. The operations of a
             compiled f cannot be observed: one that was compiled for this mode too runs its own graph instead of being recorded,
             any other keeps nothing.
-        watched: whether the tensors saved last are compared when they have been refilled. Not needed where the state that
-            follows from f's output is compared.
+        watched: whether the tensors saved last are read whole and compared when they have been refilled. Not needed where the
+            state that follows from f's output is compared.
     """
 
     def __init__(
@@ -65,10 +63,11 @@ class RecordedCall:
         self._side = side
         self._kept_outputs = KeptOutputs() if selective and not is_compiled(f) else None
         self._call_selectively = find_selective_call(f) if selective else None
-        self._watched = watched and is_watching()
+        self._is_watching = is_watching()
+        self._reads_whole = watched
+        self._watch: CallWatch | None = None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
-        self._fingerprints: list[tuple[int, Fingerprint]] = []  # of the tensors saved last, by slot
         # By slot: which input was saved, or that the output was, or what is kept with its version. None: f has to run again.
         self._sources: list[int | tuple[Tensor, int]] | None = []
         self._requires_grad: list[bool] = []
@@ -90,8 +89,12 @@ class RecordedCall:
                 return out
         self._requires_grad = [x.requires_grad for x in inputs]
         self._replay = Replay(self.f, inputs[0].device, self.name, self._settings, self._side)
-        dropped, kept_outputs, watched = self._dropped, self._kept_outputs, self._watched
-        latest: deque[tuple[int, Tensor]] = deque(maxlen=2)  # two, since the last is often a weight
+        dropped, kept_outputs = self._dropped, self._kept_outputs
+        watch = None
+        if self._is_watching:
+            same_input, whole = recoverer.gives_same_bits, self._reads_whole
+            watch = CallWatch(inputs[0], self._replay, kept_outputs, same_input=same_input, reads_whole=whole)
+        self._watch = watch
         given = list(inputs)
         if processes_communicate():  # FSDP frees weights after forward, and gathers them again when f runs again
             self._sources = None
@@ -102,8 +105,8 @@ class RecordedCall:
             self._note_source(tensor, given)
             if kept_outputs is not None:
                 kept_outputs.mark_needed(tensor)
-            if watched and self._is_telling(tensor):
-                latest.append((slot, tensor))
+            if watch is not None:
+                watch.note(slot, tensor)
             return slot
 
         handle = _Handle(self, recoverer, lookahead)
@@ -123,10 +126,8 @@ class RecordedCall:
         announce_run(self, self._replay.fixed)
         if lookahead is not None and dropped:
             lookahead.follow(handle)
-        while latest:
-            slot, tensor = latest.popleft()
-            if (fingerprint := take_fingerprint(tensor)) is not None:
-                self._fingerprints.append((slot, fingerprint))
+        if watch is not None:
+            watch.end_first_run()
         return out
 
     def _run_compiled(self, call_selectively: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -134,14 +135,6 @@ class RecordedCall:
         arguments = inputs if self._side is None else (*inputs, self._side)
         replay = Replay(self.f, inputs[0].device, self.name, self._settings, self._side)
         return replay.run_first(partial(call_selectively, *arguments))
-
-    def _is_telling(self, tensor: Tensor) -> bool:
-        """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""
-        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
-            return False
-        if tensor.numel() in self._replay.moving_sizes:
-            return False
-        return self._kept_outputs is None or not self._kept_outputs.holds(tensor)
 
     def _note_source(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
         """Note where a tensor that autograd saves comes from, if it need not be computed."""
@@ -266,22 +259,20 @@ class RecordedCall:
         """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
         return max(self._settings.spacing, self._replay.spacing)
 
-    def compare_refilled(self, watch: Watch, explained: float | Tensor = 0.0) -> None:
-        """Compare the tensors saved last with those of the first run.
+    def compare_refilled(self, watch: Watch, explained: float | Tensor = 0.0, *, same_input: bool = True) -> None:
+        """Compare what a second run has refilled with what autograd saved in the first run.
 
         Args:
             watch: of the segment.
             explained: the relative error that is predicted for its input.
+            same_input: whether its input had the bits of the first run's.
 
         Raises:
-            RecoveryError: they differ by more than rounding explains.
+            RecoveryError: something differs by more than rounding explains.
         """
-        tolerance = max(_LARGEST_DIFFERENCE, 16 * self.spacing)
-        has_compared = False
-        for slot, fingerprint in self._fingerprints:
-            tensor, version = self._refilled.get(slot, (None, 0))  # another thread may have taken it
-            if tensor is not None and tensor._version == version:
-                has_compared |= watch.compare(self.name, fingerprint, tensor, tolerance, explained, of_state=False)
+        has_compared = self._watch is not None and self._watch.compare(
+            self.name, self._refilled, watch, spacing=self.spacing, explained=explained, same_input=same_input
+        )
         if not has_compared:
             self.require_same_draws()
 
@@ -390,6 +381,10 @@ class _Handle:
 
 class Recoverer(Protocol):
     """Gets the inputs of a recorded call back and runs it again."""
+
+    @property
+    def gives_same_bits(self) -> bool:
+        """Whether the inputs that it gets back are those of forward to the bit."""
 
     @property
     def lock(self) -> RLock:

@@ -7,7 +7,7 @@ and BatchNorm statistics are the same before and after.
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter, is_
 from threading import RLock
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import RecoveryError
+from revzoo.runtime.compiling import are_compiled
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.settings import Settings
@@ -30,6 +31,9 @@ _turns: dict[torch.device, RLock] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_turns.clear)  # the thread that holds one does not exist in the child
 _LONGEST_WAIT_SECONDS = 600.0
+
+# Norms that move their running statistics in training, and use none of them: by what defines their `forward`.
+_ONLY_MOVING = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "timm.layers.norm_act", "revzoo.")
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 _get_device: Callable[[Tensor], torch.device] = attrgetter("device")
@@ -56,8 +60,10 @@ class Replay:
         self._modules = _walk(f, getattr(f, "silent_modules", ())) if isinstance(f, nn.Module) else []
         self._training = list(map(_is_training, self._modules))
         self._norms: list[_NormBase] = []
-        # What autograd saves of a statistic has moved by the second run. It is recognised by its number of elements.
-        self.moving_sizes: set[int] = set()
+        # What autograd saves of a statistic has moved by the second run. It is recognised by its number of elements, of which
+        # InstanceNorm has so many for each example.
+        self._moving_sizes: set[int] = set()
+        self._earlier: dict[_NormBase, _Tensors] = {}  # statistics before the first run, where the output may depend on them
         self._holders: list[_Tensors] = []  # of each module: the dictionaries that hold its tensors
         for m in self._modules:
             if m._parameters:
@@ -66,7 +72,10 @@ class Replay:
                 continue
             if isinstance(m, _NormBase) and m.training and m.track_running_stats:
                 self._norms.append(m)
-                self.moving_sizes |= {b.numel() for b in m._buffers.values() if b is not None}
+                if str(getattr(m.forward, "__module__", "")).startswith(_ONLY_MOVING):
+                    self._moving_sizes |= {len(b) for b in m._buffers.values() if b is not None and b.dim() == 1}
+                else:
+                    self._earlier[m] = _clone(m._buffers)
             else:
                 self._holders.append(m._buffers)
         self._held = list(map(dict, self._holders))  # and a copy of each
@@ -138,19 +147,19 @@ class Replay:
 
     def _run_in_turn(self, run: Callable[[], T], check_draws: bool) -> T:
         present_training = list(map(_is_training, self._modules))
-        statistics = [(norm._buffers, dict(norm._buffers)) for norm in self._norms] if self._norms else ()
+        statistics = [(norm, dict(norm._buffers)) for norm in self._norms] if self._norms else ()
         random_states = self._random.rewind()
         try:
             self._set_training(present_training, self._training)
-            for buffers, present in statistics:
-                buffers.update({key: b if b is None else b.clone() for key, b in present.items()})
+            for norm, present in statistics:
+                norm._buffers.update(_clone(self._earlier.get(norm, present)))
             out = self.settings.run(run)
             self.drew_the_same = not check_draws or self._random.has_drawn_all
             return out
         finally:
             self._set_training(self._training, present_training)
-            for buffers, present in statistics:
-                buffers.update(present)
+            for norm, present in statistics:
+                norm._buffers.update(present)
             self._random.restore(random_states)
 
     def _set_training(self, present: list[bool], wanted: list[bool]) -> None:
@@ -163,6 +172,15 @@ class Replay:
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers among f's parameters, buffers and side inputs; 0 without any."""
         return max(map(_find_spacing, set(map(_get_dtype, self.fixed))), default=0.0)
+
+    def holds_moving(self, tensor: Tensor) -> bool:
+        """Return whether a tensor that autograd saves may be a statistic that has moved by the second run."""
+        return tensor.dim() == 1 and any(len(tensor) % size == 0 for size in self._moving_sizes)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether f, or a module in it, was compiled by itself."""
+        return are_compiled(self._modules)
 
     @property
     def needs_no_rewinding(self) -> bool:
@@ -203,6 +221,10 @@ class Replay:
                     if t is tensor:
                         return f"{name}.{key}".removeprefix(".")
         return "side input"
+
+
+def _clone(buffers: Mapping[str, Tensor | None]) -> _Tensors:
+    return {key: b if b is None else b.clone() for key, b in buffers.items()}
 
 
 def _walk(module: nn.Module, silent: Sequence[nn.Module]) -> list[nn.Module]:

@@ -29,10 +29,11 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.drift import Rounding
+from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.observation import Comparison, note_inversion, note_state
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
-from revzoo.runtime.tripwire import Fingerprint, Watch, is_watching, judge_arrived, send_comparisons, take_fingerprint
+from revzoo.runtime.tripwire import Watch, is_watching, judge_arrived, send_comparisons
 
 
 class State:
@@ -67,6 +68,8 @@ class SavedInputs:
     Cost: the inputs, and one more forward of the call up to the last tensor that autograd saves in it; nothing where that saves
     inputs and parameters alone.
     """
+
+    gives_same_bits = True
 
     def __init__(self, inputs: Sequence[Tensor]):
         self.lock = RLock()
@@ -172,6 +175,11 @@ class InvertedSegment:
         self._growth: float | Tensor = 1.0  # of errors, from the last boundary to the present one
 
     @property
+    def gives_same_bits(self) -> bool:
+        """Whether the inputs that it gets back are those of forward to the bit."""
+        return self._exact
+
+    @property
     def is_empty(self) -> bool:
         """Whether it has no call yet."""
         return self._first is None
@@ -244,7 +252,7 @@ class InvertedSegment:
         needs_no_state_before = goal == self._first and not update.inverts_first
         if self._at == goal or needs_no_state_before:
             call.refill(states[update.reads if self._at == goal else 0])
-            call.compare_refilled(self._watch, self._explained)
+            call.compare_refilled(self._watch, self._explained, same_input=self._exact or self._rounding is None)
         elif not (call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])):
             del states  # the run needs the memory
             self._invert(refill=True)
@@ -298,6 +306,8 @@ class InvertedSegment:
         self._move(rebuilt, -1)  # at once: the states may have been changed in place
         try:
             self._compare(call, update, fingerprint, rebuilt[0])
+            if refill and not update.inverts_first:
+                call.compare_refilled(self._watch, self._explained, same_input=self._exact)
         except RecoveryError:
             self.free_states()
             raise

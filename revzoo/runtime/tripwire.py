@@ -4,39 +4,31 @@ A second run repeats the first only if f depends on nothing but its input, its p
 `random`, a generator of f's own, a global counter, an attribute set between two calls: none of these can be seen from outside.
 Their effect can. In forward, each state that will be rebuilt leaves a fingerprint; in backward, the rebuilt state is compared.
 
-    exact arithmetic    sums of the bits of several parts of the state; they must be equal
-    floating point      8 random projections of the state; they may differ by what rounding explains
+    exact arithmetic    sums of bits (`fingerprint.py`); they must be equal
+    floating point      projections; they may differ by what rounding explains
 
-A projection changes by about the norm of the difference of two states, so a mask that differs at one token of thousands is
-noticed. A call that is recovered from its own inputs compares what autograd saved last in it.
+What autograd saves in a call is compared, too (`call_watch.py`).
 
 On a CPU, a difference is raised as the state is rebuilt. On other devices nothing waits for the device: the fingerprints of a
 backward travel to the host together, and are compared when they have arrived, in that backward or a later call.
 
 Cost: each state is read once more in forward and once more in backward. A fingerprint is a few Python numbers on a CPU, at most
 64 bytes on other devices.
-
-Source: the projections are those of Johnson and Lindenstrauss (1984).
 """
 
 import math
 from collections import deque
 from contextvars import ContextVar
-from functools import cache
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.drift import HALF
-from revzoo.runtime.host_copy import HostCopy, can_read_now
+from revzoo.runtime.fingerprint import Fingerprint, interpret_sample, take_fingerprint
+from revzoo.runtime.host_copy import HostCopy
 
-_WIDTH = 1024  # elements that one row of a projection adds up
-_PROJECTIONS = 8
-_PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
 # A saved tensor is judged by its own size, but by no less than this share of the largest state: what a norm makes of a state
 # that is constant or zero is nothing but rounding.
 _LEAST_SHARE = 0.05
@@ -44,7 +36,6 @@ _LEAST_SHARE = 0.05
 _GROWTH_OF_STATE, _LARGEST_TOLERANCE = 30.0, 0.25
 # What a step computes from a state may differ by more, where it normalises what nearly cancels.
 _GROWTH_IN_STEP = 1000.0
-_INTEGERS = {4: torch.int32, 8: torch.int64}
 _enabled = True
 
 
@@ -92,101 +83,6 @@ class unwatched:
         _inside.reset(self._token)
 
 
-class Fingerprint(NamedTuple):
-    """What is remembered of a tensor.
-
-    Args:
-        values: projections, or sums of bits: on a CPU a list, elsewhere a tensor that the device may not have computed yet.
-        kind: strides, whether these are sums of bits, and placements of a DTensor. Only fingerprints of one kind are compared.
-        is_finite: False if the tensor is known to hold NaN or infinite numbers; the values are then those of the others.
-    """
-
-    values: Any
-    kind: tuple[Any, ...]
-    is_finite: bool = True
-
-
-def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
-    """Return a fingerprint of a floating-point tensor, or None where it has none.
-
-    Args:
-        x: the tensor. One without values (meta, fake, a weight that FSDP has freed), with a layout that is not strided, or
-            inside a CUDA graph has none.
-        bits: whether every bit counts, as in exact arithmetic.
-    """
-    x, placements = x.detach(), ()
-    if type(x) is not Tensor:
-        placements = getattr(x, "placements", ())  # of a DTensor
-        if not placements:
-            return None
-        x = cast(Any, x)._local_tensor
-    dtype = _choose_dtype(x.dtype, x.device)
-    if dtype is None or x.layout is not torch.strided or not x.untyped_storage().nbytes():
-        return None
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    if torch._C._len_torch_dispatch_stack():
-        with _disable_current_modes():  # those that count bytes or select operations are not to see this one read of it
-            values = _summarise(x, dtype, bits)
-    else:
-        values = _summarise(x, dtype, bits)
-    kind = (x.stride(), bits, placements)
-    if not can_read_now(x):
-        return Fingerprint(values, kind)
-    numbers = values.tolist()
-    if bits or math.isfinite(numbers[0]):  # each projection is of all elements
-        return Fingerprint(numbers, kind)
-    return Fingerprint(_summarise(x.nan_to_num(0.0, 0.0, 0.0), dtype).tolist(), kind, is_finite=False)
-
-
-@cache
-def _choose_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which projections of such tensors are computed; None for numbers that have none."""
-    if device.type == "meta" or not dtype.is_floating_point:
-        return None
-    return torch.float32 if dtype in HALF else dtype  # the sums of rows would overflow in float16
-
-
-def _summarise(x: Tensor, dtype: torch.dtype, bits: bool = False) -> Tensor:
-    """Return what a fingerprint remembers of the elements, in the order of memory where that takes no copy."""
-    x = x.view(-1) if x.is_contiguous() else x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
-    if bits:
-        return _add_bits(x)
-    if dtype is not x.dtype:
-        x = x.to(dtype)
-    if torch._C._is_any_autocast_enabled():
-        with torch.autocast(x.device.type, enabled=False):
-            return _project(x)
-    return _project(x)
-
-
-def _add_bits(x: Tensor) -> Tensor:
-    """Return the sums of the bits of several parts, as integers."""
-    integers = x.view(_INTEGERS[x.element_size()])
-    parts = next((n for n in _PARTS if x.numel() % n == 0), 1)
-    return integers.view(parts, -1).sum(1, dtype=integers.dtype)  # wraps around
-
-
-def _project(x: Tensor) -> Tensor:
-    """Return random projections: first rows of _WIDTH elements become one each, until few are left."""
-    length, dtype, device = x.numel(), x.dtype, x.device
-    while length > _WIDTH:
-        rows = length // _WIDTH
-        whole = torch.mv(x[: rows * _WIDTH].view(rows, _WIDTH), _make_weights(1, _WIDTH, dtype, device))
-        rest = x[rows * _WIDTH :]
-        x = torch.cat([whole, rest]) if rest.numel() else whole
-        length = x.numel()
-    return torch.mv(_make_weights(_PROJECTIONS, length, dtype, device), x)
-
-
-@cache
-def _make_weights(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random weights, the same in every call. Shapes: (rows, width), or (width,) for one row."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    weights = torch.randn(_PROJECTIONS, _WIDTH, generator=generator, dtype=torch.float64, device="cpu")
-    return weights.to(device, dtype)[:rows, :width].squeeze(0)
-
-
 class Watch:
     """Compares what the recovery of one segment or call rebuilds.
 
@@ -231,7 +127,7 @@ class Watch:
         Raises:
             RecoveryError: it differs by more, on a CPU.
         """
-        actual = take_fingerprint(rebuilt, bits=tolerance == 0)
+        actual = take_fingerprint(rebuilt, bits=tolerance == 0, of_part=expected.is_of_part)
         if actual is None or actual.kind != expected.kind:
             return False
         if not isinstance(expected.values, Tensor):
@@ -243,6 +139,32 @@ class Watch:
             tolerance = max(tolerance, explained)
         self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state, of_layer))
         return True
+
+    def judge_samples(
+        self,
+        name: str,
+        expected: int | bytes,
+        actual: int | bytes,
+        dtype: torch.dtype,
+        tolerance: float,
+        explained: float | Tensor = 0.0,
+    ) -> None:
+        """Judge two samples of a tensor that differ: by their numbers, or as hashes.
+
+        Args:
+            name: name of the step that was run again, for messages.
+            expected: bytes of the original, or their hash.
+            actual: those of the refilled tensor.
+            dtype: of the tensor.
+            tolerance: largest relative difference; 0 for hashes.
+            explained: relative error that is predicted, which counts where it exceeds the tolerance.
+        Raises:
+            RecoveryError: they differ by more.
+        """
+        first, second = interpret_sample(expected, dtype), interpret_sample(actual, dtype)
+        if tolerance:
+            tolerance = max(tolerance, float(explained))
+        self.judge(_Comparison(self, name, first, second, tolerance, of_state=False), first.values, second.values)
 
     def judge(self, comparison: "_Comparison", expected: list[float], actual: list[float]) -> None:
         """Raise RecoveryError if the values of two fingerprints differ too much.

@@ -22,16 +22,19 @@ from revzoo.runtime import (
     ReversibleChain,
     SpaceToBatch,
     SpaceToDepth,
+    call_watch,
+    fingerprint,
     host_copy,
     layer_update,
     lookahead,
     tripwire,
 )
 from revzoo.runtime.drift import Seen
+from revzoo.runtime.fingerprint import take_fingerprint
 from revzoo.runtime.layer_rules import find_layers, has_inverse
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.tape import InvertedSegment
-from revzoo.runtime.tripwire import Watch, take_fingerprint
+from revzoo.runtime.tripwire import Watch
 
 MODES = ("store", "selective", "recompute", "invert")
 SHAPE = (2, 4, 4, 4)
@@ -681,7 +684,7 @@ class Arrived:
 
 def test_on_a_device_the_predicted_growth_is_not_read(monkeypatch):
     """Played by a CPU whose numbers nobody reads before they have been copied to the host."""
-    for module in (tripwire, host_copy, layer_update):
+    for module in (call_watch, fingerprint, host_copy, layer_update):
         monkeypatch.setattr(module, "can_read_now", lambda x: False)
     monkeypatch.setattr(host_copy, "_record_event", lambda device: Arrived())
     judged = []

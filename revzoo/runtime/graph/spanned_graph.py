@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from revzoo.runtime.compiling import exclude_from_compilation
+from revzoo.runtime.fingerprint import take_fingerprint
 from revzoo.runtime.graph.atoms import Atom, bind_inputs, prepare_call
 from revzoo.runtime.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, unpack
 from revzoo.runtime.graph.spans import Nest, Recipe, Spans, find_recipe
@@ -24,7 +25,7 @@ from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.refill_hooks import detach
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.transforms import must_store, refuse_to_drop
-from revzoo.runtime.tripwire import is_watching, judge_arrived, send_comparisons, take_fingerprint
+from revzoo.runtime.tripwire import is_watching, judge_arrived, send_comparisons
 
 _Kind = tuple[torch.dtype, bool, bool]  # dtype, whether it is a conjugate or negative view
 # What an atom saves besides its inputs and results is kept where it is so many times smaller than they are. If the atom runs

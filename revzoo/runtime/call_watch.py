@@ -1,0 +1,154 @@
+"""What a call watches: fingerprints of the tensors that autograd saves in it, of its first run, compared after a second.
+
+    the last two            are read whole, when the first run has ended: most of what goes differently shows in them
+    every other, on a CPU   leaves a sample of its bytes: what goes differently may be scaled down later, or lie in front of an
+                            output that mode `selective` keeps
+    every other, elsewhere  leaves a fingerprint of a part of it in one of eight calls, chosen at random
+
+On a CPU, a second run on the same input repeats every bit if one thread computes. With several, or where the compiler may have
+made another kernel meanwhile, sums may be added up in another order.
+
+Nothing is kept alive for this: a tensor is sampled when two others have been saved after it. By then the operation has run that
+it was saved for, which may have filled it (the noise of RReLU).
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
+from revzoo.runtime.host_copy import can_read_now
+from revzoo.runtime.replay import Replay
+from revzoo.runtime.sample import read_sample
+from revzoo.runtime.selective import KeptOutputs
+from revzoo.runtime.tripwire import Watch
+
+# Largest relative difference between two runs on the same input, whose kernels may add up in another order: of any, and on a
+# CPU in multiples of the spacing of numbers.
+_LARGEST_DIFFERENCE, _REORDERED = 1e-2, 64
+_SHARE = 1 / 8
+_choose = Random(0).random  # the numbers of Python's own are the user's
+
+
+class _Saved(NamedTuple):
+    slot: int
+    tensor: Tensor
+    version: int
+
+
+class CallWatch:
+    """The fingerprints of one call.
+
+    Args:
+        x: the call's input.
+        replay: the conditions of the call.
+        kept_outputs: what it keeps in mode `selective`.
+        same_input: whether every second run begins with the bits of the first.
+        reads_whole: whether to read the last two tensors. Not needed where the state that follows from f's output is compared.
+    """
+
+    def __init__(
+        self, x: Tensor, replay: Replay, kept_outputs: KeptOutputs | None, *, same_input: bool, reads_whole: bool
+    ) -> None:
+        self._replay = replay
+        self._kept_outputs = kept_outputs
+        self._same_input = same_input
+        self._reads_whole = reads_whole
+        self._is_on_cpu = can_read_now(x)
+        self._repeats_bits = same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not replay.is_compiled
+        self._latest: deque[_Saved] = deque()  # two, since the last is often a weight
+        self._taken: list[tuple[int, Fingerprint | int | bytes]] = []  # by slot; of samples the hash, where bits repeat
+
+    def note(self, slot: int, tensor: Tensor) -> None:
+        """Note a tensor that autograd saves in the first run."""
+        if not self._is_telling(tensor):
+            return
+        latest = self._latest
+        if len(latest) == 2:
+            earlier = latest.popleft()
+            if earlier.tensor is not latest[0].tensor and earlier.tensor._version == earlier.version:
+                self._sample(earlier.slot, earlier.tensor)
+        latest.append(_Saved(slot, tensor, tensor._version))
+
+    def end_first_run(self) -> None:
+        """Take the fingerprints of the last two, and let go of all tensors."""
+        while self._latest:
+            slot, tensor, _ = self._latest.popleft()
+            if not self._reads_whole:
+                self._sample(slot, tensor)
+            elif (fingerprint := take_fingerprint(tensor, bits=self._repeats_bits)) is not None:
+                self._taken.append((slot, fingerprint))
+
+    def compare(
+        self,
+        name: str,
+        refilled: Mapping[int, tuple[Tensor, int]],
+        watch: Watch,
+        *,
+        spacing: float,
+        explained: float | Tensor,
+        same_input: bool,
+    ) -> bool:
+        """Compare the tensors that a second run has refilled; return whether one that was read whole was among them.
+
+        Args:
+            name: of the call, for messages.
+            refilled: the tensors by slot, with their versions.
+            watch: of the segment.
+            spacing: relative spacing of the coarsest numbers that f computes with.
+            explained: the relative error that is predicted for its input.
+            same_input: whether this run has begun with the bits of the first.
+        Raises:
+            RecoveryError: one differs by more than is explained.
+        """
+        has_compared = False
+        for slot, taken in self._taken:
+            tensor, version = refilled.get(slot, (None, 0))  # another thread may have taken it
+            if tensor is None or tensor._version != version:
+                continue
+            if isinstance(taken, Fingerprint):
+                tolerance = self._limit(tensor, spacing, same_input)
+                has_compared |= watch.compare(name, taken, tensor, tolerance, explained, of_state=False)
+            elif (sample := self._read(tensor)) != taken and sample is not None:
+                tolerance = self._limit(tensor, spacing, same_input)
+                watch.judge_samples(name, taken, sample, tensor.dtype, tolerance, explained)
+        return has_compared
+
+    def _is_telling(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""
+        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+            return False
+        if self._replay.holds_moving(tensor):
+            return False
+        return self._kept_outputs is None or not self._kept_outputs.holds(tensor)
+
+    def _sample(self, slot: int, tensor: Tensor) -> None:
+        """Take a sample of a tensor that is not read whole."""
+        taken: Fingerprint | int | bytes | None = None
+        if self._is_on_cpu:
+            taken = self._read(tensor)
+        elif self._same_input and self._reads_whole and _choose() < _SHARE:
+            taken = take_fingerprint(tensor, of_part=True)
+        if taken is not None:
+            self._taken.append((slot, taken))
+
+    def _read(self, tensor: Tensor) -> int | bytes | None:
+        dtype = tensor.dtype
+        if not self._repeats_bits:
+            return read_sample(tensor) if dtype.is_floating_point else None
+        if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+            return None  # kernels save workspaces as integers, with bytes that they have not written
+        return None if (data := read_sample(tensor)) is None else hash(data)
+
+    def _limit(self, tensor: Tensor, spacing: float, same_input: bool) -> float:
+        """Return the largest relative difference that is explained."""
+        if self._repeats_bits:
+            return 0.0
+        largest = max(_LARGEST_DIFFERENCE, 16 * spacing)
+        if same_input and self._is_on_cpu:
+            return min(largest, _REORDERED * max(spacing, torch.finfo(tensor.dtype).eps))
+        return largest

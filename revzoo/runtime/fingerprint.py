@@ -1,0 +1,141 @@
+"""Fingerprints of tensors: a few numbers that show when two tensors differ.
+
+    projections    8 random sums of the elements, in floating point. They change by about the norm of the difference, so a mask
+                   that differs at one token of thousands is noticed
+    sums of bits   of several parts of the tensor, as integers, where every bit counts
+
+Source: the projections are those of Johnson and Lindenstrauss (1984).
+"""
+
+import math
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from revzoo.runtime.host_copy import can_read_now
+
+_WIDTH = 1024  # elements that one row of a projection adds up
+_PROJECTIONS = 8
+_PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's numbers
+_PART = 6  # of each dimension, at least so many places are in a part of a tensor, and less than twice as many
+
+
+class Fingerprint(NamedTuple):
+    """What is remembered of a tensor.
+
+    Args:
+        values: projections, or sums of bits: on a CPU a list, elsewhere a tensor that the device may not have computed yet.
+        kind: strides, whether these are sums of bits, and placements of a DTensor. Only fingerprints of one kind are compared.
+        is_finite: False if the tensor is known to hold NaN or infinite numbers; the values are then those of the others.
+        is_of_part: whether not all elements have been read.
+    """
+
+    values: Any
+    kind: tuple[Any, ...]
+    is_finite: bool = True
+    is_of_part: bool = False
+
+
+def take_fingerprint(x: Tensor, *, bits: bool = False, of_part: bool = False) -> Fingerprint | None:
+    """Return a fingerprint of a floating-point tensor, or None where it has none.
+
+    Args:
+        x: the tensor. One without values (meta, fake, a weight that FSDP has freed), with a layout that is not strided, or
+            inside a CUDA graph has none.
+        bits: whether every bit counts, as in exact arithmetic.
+        of_part: read only some elements.
+    """
+    x, placements = x.detach(), ()
+    if type(x) is not Tensor:
+        placements = getattr(x, "placements", ())  # of a DTensor
+        if not placements:
+            return None
+        x = cast(Any, x)._local_tensor
+    dtype = _choose_dtype(x.dtype, x.device)
+    if dtype is None or x.layout is not torch.strided or not x.untyped_storage().nbytes():
+        return None
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    if torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():  # those that count bytes or select operations are not to see this one read of it
+            values = _summarise(_take_part(x) if of_part else x, dtype, bits)
+    else:
+        values = _summarise(_take_part(x) if of_part else x, dtype, bits)
+    kind = (x.stride(), bits, placements)
+    if not can_read_now(x):
+        return Fingerprint(values, kind, is_of_part=of_part)
+    numbers = values.tolist()
+    if bits or math.isfinite(numbers[0]):  # each projection is of all elements
+        return Fingerprint(numbers, kind)
+    return Fingerprint(_summarise(x.nan_to_num(0.0, 0.0, 0.0), dtype).tolist(), kind, is_finite=False)
+
+
+@cache
+def _choose_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which projections of such tensors are computed; None for numbers that have none."""
+    if device.type == "meta" or not dtype.is_floating_point:
+        return None
+    return torch.float32 if dtype.itemsize < 4 else dtype  # the sums of rows would overflow in float16
+
+
+def _summarise(x: Tensor, dtype: torch.dtype, bits: bool = False) -> Tensor:
+    """Return what a fingerprint remembers of the elements, in the order of memory where that takes no copy."""
+    x = x.view(-1) if x.is_contiguous() else x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
+    if bits:
+        return _add_bits(x)
+    if dtype is not x.dtype:
+        x = x.to(dtype)
+    if torch._C._is_any_autocast_enabled():
+        with torch.autocast(x.device.type, enabled=False):
+            return _project(x)
+    return _project(x)
+
+
+def _take_part(x: Tensor) -> Tensor:
+    return x[tuple([slice(None, None, max(1, size // _PART)) for size in x.shape])]
+
+
+def _add_bits(x: Tensor) -> Tensor:
+    """Return the sums of the bits of several parts, as integers."""
+    integers = x.view(_INTEGERS[x.element_size()])
+    parts = next((n for n in _PARTS if x.numel() % n == 0), 1)
+    dtype = torch.int64 if x.element_size() == 8 else torch.int32
+    return integers.view(parts, -1).sum(1, dtype=dtype)  # wraps around
+
+
+def _project(x: Tensor) -> Tensor:
+    """Return random projections: first rows of _WIDTH elements become one each, until few are left."""
+    length, dtype, device = x.numel(), x.dtype, x.device
+    while length > _WIDTH:
+        rows = length // _WIDTH
+        whole = torch.mv(x[: rows * _WIDTH].view(rows, _WIDTH), _make_weights(1, _WIDTH, dtype, device))
+        rest = x[rows * _WIDTH :]
+        x = torch.cat([whole, rest]) if rest.numel() else whole
+        length = x.numel()
+    return torch.mv(_make_weights(_PROJECTIONS, length, dtype, device), x)
+
+
+@cache
+def _make_weights(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random weights, the same in every call. Shapes: (rows, width), or (width,) for one row."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights = torch.randn(_PROJECTIONS, _WIDTH, generator=generator, dtype=torch.float64, device="cpu")
+    return weights.to(device, dtype)[:rows, :width].squeeze(0)
+
+
+def interpret_sample(sample: int | bytes, dtype: torch.dtype) -> Fingerprint:
+    """Return the numbers whose bytes these are."""
+    if isinstance(sample, int):
+        return Fingerprint([sample], ())
+    if (code := _CODES.get(dtype)) is not None:
+        values = memoryview(sample).cast(cast(Any, code))  # in a microsecond
+        if math.isfinite(sum(values)):
+            return Fingerprint(values, ())
+    numbers = torch.frombuffer(bytearray(sample), dtype=dtype)
+    numbers = (torch.view_as_real(numbers) if numbers.is_complex() else numbers).double()
+    return Fingerprint(numbers.nan_to_num(0.0, 0.0, 0.0).view(-1).tolist(), (), bool(numbers.isfinite().all()))

@@ -1,0 +1,57 @@
+"""A few bytes of a tensor on a CPU, read without an operation of torch: in a small step each operation would be noticed."""
+
+from ctypes import c_char
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PIECES, _PIECE_BYTES = 8, 64
+
+
+def read_sample(x: Tensor) -> bytes | None:
+    """Return the bytes of elements spread evenly over a tensor: at most 8 pieces of 64 bytes.
+
+    None for a tensor that is not on a CPU, has no elements or no memory of its own, is of a subclass, or not strided.
+    """
+    if x.__class__ is not Tensor or not x.is_cpu or x.layout is not torch.strided or x.is_nested:
+        return None
+    size = x.element_size()
+    try:
+        offsets, piece, extent = _spread(x.shape, x.stride(), size)
+        # Freed memory has no bytes: FSDP frees that of weights.
+        if not offsets or x.untyped_storage().nbytes() < x.storage_offset() * size + extent:
+            return None
+        start = x.data_ptr()
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func has no memory
+        return None
+    return b"".join([piece.from_address(start + offset).raw for offset in offsets])
+
+
+@lru_cache(maxsize=1024)
+def _spread(shape: torch.Size, strides: tuple[int, ...], size: int) -> tuple[list[int], Any, int]:
+    """Return where the pieces begin [bytes], their type, and how many bytes there are from the first element to the last.
+
+    Args:
+        shape: of the tensor.
+        strides: of the tensor [elements].
+        size: bytes of an element.
+    """
+    dims = sorted((stride, length) for stride, length in zip(strides, shape, strict=True) if length != 1 and stride)
+    count = prod(length for _, length in dims) if prod(shape) else 0
+    run = 1  # elements in a row without a gap
+    while dims and dims[0][0] == run:
+        run *= dims.pop(0)[1]
+    length = min(run, max(1, _PIECE_BYTES // size))
+    starts = set[int]()
+    for i in range(_PIECES if count else 0):
+        outer, inner = divmod(i * (count - 1) // (_PIECES - 1), run)
+        start = min(inner, run - length)
+        for stride, n in dims:
+            outer, place = divmod(outer, n)
+            start += place * stride
+        starts.add(start * size)
+    extent = run + sum(stride * (n - 1) for stride, n in dims)
+    return sorted(starts), c_char * (length * size), extent * size
