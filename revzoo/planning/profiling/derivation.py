@@ -1,0 +1,394 @@
+"""Derive each unit's memory and FLOPs in every mode from the traces of a few schedules (`count.py`).
+
+From each log follows, for every unit in the mode that it had there,
+
+    kept_bytes          storages that appeared in its forward and are alive between forward and backward, without states
+    kept_states         the states that it keeps
+    left_bytes          storages that appeared in its forward and are alive until forward ends, without those it keeps
+    forward_bytes       peak of the storages that appeared in its forward, and of what earlier ones have left for a while
+    backward_bytes      peak of its backward above what the preceding units keep
+    cost, made_bytes    FLOPs, and bytes allocated in backward, beyond those that storing needs
+
+At the same place of the training step, two schedules differ only in what the preceding units keep. The numbers therefore hold
+for every schedule, exactly for the zoo's models (`tests/planning/test_count.py` counts random schedules). With look-ahead a
+backward has three parts (`Ahead`). Known to come out too high: bare chains, by at most a pair of streams, where the first steps
+are inverted alone or all steps are stored; and a mask that no unit keeps.
+
+What an inverted layer takes also depends on its place in the run (`InRun`): whether it is the first, or the last, whose output
+is kept, and whether its input is in halves of the channels. A run that begins with layers of single channels is in halves from
+its beginning if it reaches the coupled layer behind them (`Unit.coupled`). Going back over a layer is part of its own backward,
+although it happens when the layer before is asked for. Known to come out too high: inverted layers in front of a long run, by 8
+bytes, the predicted growth of errors and what it explains.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
+from operator import attrgetter
+
+from revzoo.planning.profiling.trace import Recovered, Trace
+from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit, tabulate
+from revzoo.runtime.layer_rules import is_channelwise, is_coupled
+from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.live_bytes import Storages
+from revzoo.runtime.schedule import Mode
+
+_NONE: Storages = frozenset()
+
+
+def build_problem(
+    layout: Sequence[LayoutEntry], traces: Sequence[Trace], other_bytes: int = 0, ahead: Sequence[Trace] = ()
+) -> Problem:
+    """Return the problem that the traces of `list_traced_schedules` describe, and with look-ahead `list_schedules_ahead`."""
+    entries = [entry for entry in layout if entry.is_unit]
+    stored, inverted = traces[0], traces[3]
+    states = stored.number_states()
+    # Where autograd saves nothing, a unit that recomputes does not need its inputs either.
+    given = [_number(inputs, states) if saved else () for inputs, saved in zip(stored.inputs, stored.saved, strict=True)]
+    made = (_number(made, inverted.number_states(stored)) for made in _kept_outputs(inverted))
+    kept_states = {
+        "store": [
+            _number(saved, states) if entry.can_drop else rest
+            for entry, saved, rest in zip(entries, stored.saved, _states_in_rests(traces[2]), strict=True)
+        ],
+        "selective": [inputs + outputs for inputs, outputs in zip(given, made, strict=True)],
+        "recompute": given,
+    }
+    stored_work, coupled = _count_work(stored), _list_coupled(entries, layout)
+    sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
+    sizes_of_states = {number: sizes[storage] for storage, number in states.items()}
+    beside = [tuple(sorted(alive)) for alive in _list_states_beside(traces)]
+    options: list[dict[tuple[str, bool], Option]] = [{} for _ in entries]
+    in_run: list[dict[InRun, Option]] = [{} for _ in entries]
+    halved: list[dict[str, Option]] = [{} for _ in entries]  # of nodes that get both halves of the channels
+    for traced in traces:
+        numbers, forward = traced.number_states(stored), {unit: span for unit, *span, _ in traced.phases("forward")}
+        for k, option, context in _build_options(traced, numbers, kept_states, stored_work, coupled):
+            if not entries[k].can_drop:  # steps that drop something hold on to arguments that it makes, such as masks
+                shown = options[k].get(("store", False), option)
+                options[k]["store", False] = max(shown, option, key=attrgetter("kept_bytes"))
+            elif option.mode == "invert" or not context.in_run.halved:
+                options[k].setdefault((option.mode, context.begins_run), option)
+            if option.mode == "invert" and entries[k].kind == "layer":
+                not_kept = {numbers[storage] for storage in numbers.keys() - context.preceding}.intersection(beside[k])
+                counted = option.forward_bytes + sum(sizes_of_states[number] for number in not_kept)
+                freed_bytes = counted - traced.peak(forward[k], context.preceding)
+                option = replace(option, in_run=context.in_run, freed_bytes=freed_bytes)
+                shown = in_run[k].get(context.in_run, option)  # a longer run takes a few bytes more
+                in_run[k][context.in_run] = max(shown, option, key=attrgetter("backward_bytes"))
+            elif context.in_run.halved:
+                halved[k].setdefault(option.mode, replace(option, in_run=context.in_run))
+    pairs = [_number(pair, states) for pair in stored.pairs]
+    for traced in ahead:
+        numbers, names = traced.number_states(stored), [entry.name for entry in entries]
+        for k, variant, found in _list_aheads(traced, numbers, names, kept_states, pairs):
+            option = options[k][variant]
+            if option.ahead is None or option.ahead.recovery is None:
+                options[k][variant] = replace(option, ahead=found)
+    inputs = [_number(given, states) for given in stored.inputs]
+    in_runs = [(*_complete(layer), *node.values()) for layer, node in zip(in_run, halved, strict=True)]
+    return Problem(
+        units=tuple(map(_build_unit, entries, options, pairs[:-1], inputs, beside, in_runs, coupled)),
+        sizes=sizes_of_states,
+        fixed_bytes=sum(sizes.get(storage, 0) for storage in stored.fixed) + other_bytes,
+        loss_bytes=_loss_peak(stored),
+        pair_after=pairs[-1],
+        is_left_at_loss=any(map(_freed_casts, traces)),
+    )
+
+
+def _build_unit(
+    entry: LayoutEntry,
+    options: dict[tuple[str, bool], Option],
+    pair: tuple[int, ...],
+    inputs: tuple[int, ...],
+    beside: tuple[int, ...],
+    in_runs: tuple[Option, ...],
+    coupled: int | None,
+) -> Unit:
+    first = options.pop(("invert", True), None)
+    if first is not None:
+        options.setdefault(("invert", False), first)
+    return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside, in_runs, coupled)
+
+
+def _list_coupled(entries: Sequence[LayoutEntry], layout: Sequence[LayoutEntry]) -> list[int | None]:
+    """Return for every layer the index of the coupled one that it is, or that follows behind layers of single channels."""
+    index = {entry.name: k for k, entry in enumerate(entries)}
+    reached, coupled = list[int | None]([None] * len(entries)), None
+    for entry in reversed(layout):
+        if entry.kind == "split":  # between layers it does nothing, and a step behind it is not coupled
+            continue
+        if is_coupled(entry.module) and entry.can_invert:
+            coupled = index[entry.name]
+        elif not is_channelwise(entry.module) or (entry.is_unit and not entry.can_invert):
+            coupled = None
+        if entry.kind == "layer":
+            reached[index[entry.name]] = coupled
+    return reached
+
+
+def _complete(in_run: dict[InRun, Option]) -> tuple[Option, ...]:
+    """Return the options of an inverted layer at every place, where no schedule has shown it the nearest that takes most."""
+
+    def find(place: InRun) -> Option:
+        def rate(other: InRun) -> tuple[int, int]:
+            agreement = 4 * (place.halved == other.halved) + 2 * (place.ends == other.ends) + (place.begins == other.begins)
+            return agreement, max(in_run[other].backward_bytes)
+
+        return replace(in_run[max(in_run, key=rate)], in_run=place)
+
+    places = [InRun(*place) for place in product((False, True), repeat=3)] if in_run else []
+    return tuple(in_run.get(place) or find(place) for place in places)
+
+
+def _build_options(
+    traced: Trace,
+    numbers: Mapping[int, int],
+    kept_states: Mapping[str, Sequence[tuple[int, ...]]],
+    stored_work: Sequence[tuple[int, int]],
+    coupled: Sequence[int | None],
+) -> Iterator[tuple[int, Option, "_Context"]]:
+    """Yield for every unit its index, its option in this trace, and what precedes it there."""
+    kept, work, forward, left = _kept_storages(traced), _count_work(traced), _forward_peaks(traced), _left_storages(traced)
+    backward = {unit: span for unit, *span, _ in traced.phases("backward")}
+    for k, context in enumerate(_list_contexts(traced, numbers, kept_states, coupled)):
+        peaks = context.tabulate(partial(traced.peak, backward[k]) if k in backward else lambda without: 0)
+        flops, made_bytes = (max(0, value - stored) for value, stored in zip(work[k], stored_work[k], strict=True))
+        held = _number(context.held, numbers)
+        option = Option(traced.modes[k], sum(kept[k].values()), held, forward[k], peaks, flops, made_bytes)
+        yield k, replace(option, leaves_halves=context.leaves_halves, left_bytes=sum(left[k].values())), context
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What surrounds a unit in a trace.
+
+    Args:
+        in_run: where it is in a run of inverted units.
+        leaves_halves: whether the next unit gets the state in halves.
+        preceding: storages that the preceding units keep, and fixed ones.
+        held: storages of the states that the unit itself keeps.
+        others: storages that do not count in its backward, whatever the preceding units keep of its inputs.
+        inputs: storages of each of its inputs.
+    """
+
+    in_run: InRun
+    leaves_halves: bool
+    preceding: set[int]
+    held: set[int]
+    others: set[int]
+    inputs: list[set[int]]
+
+    def tabulate(self, measure: Callable[[set[int]], int]) -> Sequence[int]:
+        """Return what is measured for each subset of the inputs that preceding units may keep, as in `Option.backward_bytes`.
+
+        Args: measure: returns bytes, given the storages that do not count.
+        """
+
+        def compute(subset: int) -> int:
+            return measure(self.others.union(*(storages for j, storages in enumerate(self.inputs) if subset >> j & 1)))
+
+        return tabulate(len(self.inputs), compute)
+
+    @property
+    def begins_run(self) -> bool:
+        """Whether it begins a run of inverted units."""
+        return self.in_run.begins
+
+
+def _list_contexts(
+    traced: Trace,
+    numbers: Mapping[int, int],
+    kept_states: Mapping[str, Sequence[tuple[int, ...]]],
+    coupled: Sequence[int | None] = (),
+) -> Iterator[_Context]:
+    """Yield the context of every unit."""
+    storages: dict[int, set[int]] = {}
+    for storage, number in numbers.items():
+        storages.setdefault(number, set()).add(storage)
+    kept = _kept_storages(traced)
+    halved = [*(len(given) > len(_number(given, numbers)) for given in traced.inputs), False]
+    for k, reached in enumerate(coupled):
+        begins = traced.modes[max(k - 1, 0) : k + 1] != ["invert", "invert"]
+        if reached is not None and begins and set(traced.modes[k : reached + 1]) == {"invert"}:
+            halved[k] = True
+    held_before, own, run = set[int](), set[int](traced.fixed), 0  # states and other storages kept by the preceding units
+    for k, mode in enumerate(traced.modes):
+        given = [storages[number] for number in _number(traced.inputs[k], numbers)]
+        held = set[int]() if mode == "invert" else set[int]().union(*(storages[number] for number in kept_states[mode][k]))
+        if mode != "invert" and run:
+            held_before |= traced.pairs[k]
+            run = 0
+        others = own | held_before - (traced.inputs[k] if mode == "invert" else held)
+        inverted, following = mode == "invert", traced.modes[k + 1 : k + 2] == ["invert"]
+        place = InRun(inverted and run == 0, inverted and not following, halved[k])
+        yield _Context(place, halved[k + 1], own | held_before, held, others, given)
+        own |= kept[k].keys()
+        held_before |= held
+        run = run + 1 if mode == "invert" else 0
+
+
+def _list_aheads(
+    traced: Trace,
+    numbers: Mapping[int, int],
+    names: Sequence[str],
+    kept_states: Mapping[str, Sequence[tuple[int, ...]]],
+    pairs: Sequence[tuple[int, ...]],
+) -> Iterator[tuple[int, tuple[Mode, bool], Ahead]]:
+    """Yield the units that drop something in a trace with look-ahead: index, variant, and backward."""
+    kept, index = _kept_storages(traced), {name: k for k, name in enumerate(names)}
+    recoveries = {index[name]: recovered for name, recovered in traced.recoveries.items() if name in index}
+    backward = {unit: span for unit, *span, _ in traced.phases("backward")}
+    for k, context in enumerate(_list_contexts(traced, numbers, kept_states)):
+        if k not in backward:
+            continue
+        (start, end), mode = backward[k], traced.modes[k]
+        begun = next((each for each in recoveries.values() if each.beside == k), None)
+        if begun is None and k not in recoveries:
+            continue
+        begun = begun or Recovered(k, end, frozenset(), end)  # it is the last that is recovered
+        ahead = _count_ahead(traced, context, start, end, begun)
+        if k in recoveries:
+            own = recoveries[k]
+            made, before = traced.born(own.start, own.end), traced.alive(own.start)
+            after = traced.alive(own.end)
+            left = sum(after.get(storage, 0) for storage in made)
+            left -= sum(before[storage] - after.get(storage, 0) for storage in kept[k] if storage in before)
+            peak = traced.peak((own.start, own.end), frozenset()) - sum(before.values())
+            released = _list_released(mode, context.begins_run, pairs[k], pairs[k + 1])
+            ahead = replace(ahead, recovery=Recovery(peak, left, released))
+        yield k, (mode, context.begins_run), ahead
+
+
+def _count_ahead(traced: Trace, context: _Context, start: int, end: int, begun: Recovered) -> Ahead:
+    """Return the backward of a unit between two positions of the log, in which another one's recovery is begun."""
+    made = traced.born(begun.start, begun.end)
+
+    def measure_paired(without: set[int]) -> int:
+        sources = traced.sum(begun.start, without, only=begun.sources)
+        return traced.peak((begun.end, end), without | made | begun.sources) + sources
+
+    return Ahead(
+        before_bytes=context.tabulate(lambda without: traced.peak((start, begun.start), without)),
+        during_bytes=context.tabulate(lambda without: traced.sum(begun.start, without)),
+        after_bytes=context.tabulate(lambda without: traced.peak((begun.end, end), without | made)),
+        paired_bytes=context.tabulate(measure_paired),
+        recovery=None,
+    )
+
+
+def _list_released(mode: Mode, begins_run: bool, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+    """Return the states that an inverted run keeps no longer when a step of it has been recovered.
+
+    The run then keeps the pair before the step; if the step begins the run, only bijections behind it are undone.
+    """
+    if mode != "invert" or (begins_run and set(before) & set(after)):
+        return ()
+    return tuple(state for state in after if state not in before)
+
+
+def _list_states_beside(traces: Sequence[Trace]) -> Iterator[set[int]]:
+    """Yield for every unit the states that are alive when its forward begins, in every one of the schedules, as numbers.
+
+    A unit that keeps one of them in every mode is among the preceding ones, and does so in any schedule.
+    """
+    numbers = [traced.number_states(traces[0]) for traced in traces]
+    for starts in zip(*([start for _, start, *_ in traced.phases("forward")] for traced in traces), strict=True):
+        alive = (traced.alive(start).keys() for traced, start in zip(traces, starts, strict=True))
+        yield set.intersection(*({of[s] for s in storages & of.keys()} for of, storages in zip(numbers, alive, strict=True)))
+
+
+def _kept_outputs(inverted: Trace) -> list[Storages]:
+    """Return for every unit the states that it makes and, when it is selective, keeps; only nodes do.
+
+    In this trace the inverted steps after a node keep none of its states; a node after it keeps its own inputs.
+    """
+    waiting, outputs = inverted.alive(inverted.backward_start).keys(), list[Storages]()
+    following = [*zip(inverted.inputs, inverted.modes, strict=True), (_NONE, "invert")][1:]
+    for mode, (before, after), (inputs, next_mode) in zip(inverted.modes, pairwise(inverted.pairs), following, strict=True):
+        made = after - before if mode == "selective" else _NONE
+        outputs.append((made - inputs if next_mode == "selective" else made) & waiting)
+    return outputs
+
+
+def _states_in_rests(recomputed: Trace) -> Iterator[tuple[int, ...]]:
+    """Yield for every unit the states among its inputs that are kept until backward by what follows, where units recompute.
+
+    Recomputed steps keep what is in front of them: the last state of a list of blocks is kept by what the network computes
+    behind it, if at all.
+    """
+    waiting, numbers = recomputed.alive(recomputed.backward_start).keys(), recomputed.number_states()
+    for inputs in recomputed.inputs:
+        yield _number(inputs & waiting, numbers)
+
+
+def _kept_storages(traced: Trace) -> list[dict[int, int]]:
+    """Return for every unit the storages, with their bytes, that it keeps for backward and that are not states."""
+    waiting, states = traced.alive(traced.backward_start), traced.number_states()
+    touched = [{storage for storage, _ in traced.log[start:end]} for _, start, end, _ in traced.phases("forward")]
+    earlier, kept = {storage for storage, _ in traced.log[: traced.marks[0].position]}, []
+    for storages in touched:
+        kept.append({s: waiting[s] for s in storages - earlier if s in waiting and s not in states})
+        earlier |= storages
+    return kept
+
+
+def _left_storages(traced: Trace) -> list[dict[int, int]]:
+    """Return for every unit the storages, with their bytes, that it leaves until forward ends and does not keep.
+
+    These are casts of weights under autocast. Where only the model's forward is inside it, they are freed before the loss.
+    """
+    kept, earlier = _kept_storages(traced), {storage for storage, _ in traced.log[: traced.marks[0].position]}
+    others, spans = earlier.union(traced.number_states(), *kept), [span for _, *span, _ in traced.phases("forward")]
+    alive, left = _freed_casts(traced) or traced.alive(spans[-1][0]), list[dict[int, int]]()
+    for start, end in spans:
+        new = {storage for storage, _ in traced.log[start:end]} - others
+        left.append({storage: alive[storage] for storage in new if storage in alive})
+        others |= new
+    return left
+
+
+def _freed_casts(traced: Trace) -> dict[int, int]:
+    """Return the storages, with their bytes, that are freed where the step leaves autocast, between loss and backward."""
+    before, after = traced.alive(traced.loss_end), traced.alive(traced.backward_start)
+    return {storage: before[storage] for storage in before.keys() - after.keys()}
+
+
+def _forward_peaks(traced: Trace) -> list[int]:
+    """Return for every unit the peak of its forward, without the states and what other units keep that was there before.
+
+    What earlier forwards have left and no backward needs is counted: on a grid, the streams before they were rounded.
+    """
+    known, peaks = {storage for storage, _ in traced.log[: traced.marks[0].position]}, []
+    lasting = known.union(traced.number_states(), *_kept_storages(traced), *_left_storages(traced))
+    for _, start, end, _ in traced.phases("forward"):
+        peaks.append(traced.peak((start, end), known & lasting))
+        known |= {storage for storage, _ in traced.log[start:end]}
+    return peaks
+
+
+def _loss_peak(traced: Trace) -> int:
+    """Return the loss's peak bytes between forward and backward, beyond what units keep and the model returned."""
+    states = traced.number_states().keys()
+    kept = set[int]().union(*_kept_storages(traced), *_left_storages(traced))
+    start = next(mark.position for mark in traced.marks if mark.phase == "loss")
+    end = next(mark.position for mark in traced.marks if mark.position >= start and mark.phase in ("backward", "end"))
+    return traced.peak((start, end), traced.fixed | kept | states)
+
+
+def _count_work(traced: Trace) -> list[tuple[int, int]]:
+    """Return for every unit its FLOPs, forward and backward together, and the bytes allocated in its backward."""
+    flops, made = [0] * len(traced.modes), [0] * len(traced.modes)
+    for unit, _, _, more in traced.phases("forward"):
+        flops[unit] += more
+    for unit, start, end, more in traced.phases("backward"):
+        flops[unit] += more
+        made[unit] += sum(change for _, change in traced.log[start:end] if change > 0)
+    return list(zip(flops, made, strict=True))
+
+
+def _number(storages: Storages | set[int], states: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the numbers of those storages that are states, rising."""
+    return tuple(sorted({states[storage] for storage in storages if storage in states}))
