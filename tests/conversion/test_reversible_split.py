@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import revzoo
-from revzoo.errors import ConversionError, InputError, UnknownNameError
+from revzoo.errors import ConversionError
 from revzoo.runtime import LiveBytes
 from tests.conversion.test_reversible_networks import NETWORKS, compute_gradients
 
@@ -35,6 +35,7 @@ def llama(layers=3, **options):
 
 def opt():
     config = transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, num_hidden_layers=3, dropout=0.1)
+    config.use_cache = False  # old versions need the cache that a block returns
     return transformers.OPTForCausalLM(config)
 
 
@@ -314,67 +315,6 @@ def test_compiled(toy):
         assert torch.equal(torch.compile(toy, backend="eager")(X), toy(X))
 
 
-def side_by_side(m, x):
-    h = m.norm1(x)
-    return x + m.attn(h) + m.mlp(h)
-
-
-def other_order(m, x):
-    x = x + m.mlp(m.norm2(x))
-    return x + m.attn(m.norm1(x))
-
-
-def norm_behind_the_sum(m, x):
-    return m.norm2(m.norm1(x + m.attn(x)) + m.mlp(x))
-
-
-def own_bias(m, x):  # zero until it is trained
-    x = x + m.attn(m.norm1(x)) + 0.0 * m.norm1.bias + m.norm2.bias
-    return x + m.mlp(m.norm2(x))
-
-
-def functional(m, x):
-    x = x + nn.functional.linear(m.norm1(x), m.attn.weight)
-    return x + m.mlp(m.norm2(x))
-
-
-def raises(m, x):
-    if not (h := m.attn(m.norm1(x))).any():
-        raise ArithmeticError("nothing to attend to")
-    return x + h + m.mlp(x)
-
-
-CANNOT = {
-    "side by side": ({"write": side_by_side}, "blocks.0 is not attn added to the state, then mlp: .* cannot be two steps"),
-    "other order": ({"write": other_order}, "cannot be two steps"),
-    "norm behind the sum": ({"write": norm_behind_the_sum}, "cannot be two steps"),
-    "a bias": ({"write": own_bias}, "cannot be two steps"),
-    "no call": ({"write": functional}, "blocks.0 does not call attn as a submodule"),
-    "an error": ({"write": raises}, "blocks.0 cannot run one of its branches without the other: ArithmeticError: nothing to"),
-}
-
-
-@pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_be_split_is_refused_with_the_reason(name):
-    torch.manual_seed(0)
-    options, message = CANNOT[name]
-    model = Toy(**options)
-    for key, p in model.named_parameters():
-        if key.endswith("bias"):
-            nn.init.zeros_(p)
-    with pytest.raises(ConversionError, match=message):
-        revzoo.reversible_(model, batch=X, split=SPLIT)
-    assert is_untouched(model)
-
-
-def test_the_fast_path_of_torch_is_refused():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
-    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 2))
-    with pytest.raises(InputError, match=r"runs its block without linear1, but the block now computes without calling"):
-        revzoo.reversible_(model, "1.layers", batch=X[None], split=SPLIT)
-    assert is_untouched(model)
-
-
 def norm_of_both(m, x):
     x = x + m.attn(m.norm1(x))
     return x + m.mlp(m.norm1(x))
@@ -388,37 +328,3 @@ def test_statistics_move_once():
     assert [m.num_batches_tracked.item() for m in model.modules() if isinstance(m, nn.BatchNorm1d)] == 6 * [1]
     with pytest.raises(ConversionError, match=r"norm1 of blocks.0 runs in both steps, and its statistics would move twice"):
         revzoo.reversible_(Toy(write=norm_of_both, norm=nn.BatchNorm1d), batch=X, split=SPLIT)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"split": ("attn",)}, InputError, r"split is a pair of branches.*Received: \('attn',\)"),
-        ({"split": "attn"}, InputError, "split is a pair of branches"),
-        ({"split": ("attn", ())}, InputError, "split is a pair of branches"),
-        ({"split": ("attn", 3)}, InputError, "split is a pair of branches"),
-        ({"blocks_per_step": 2}, InputError, "Give one of the two. Received: split=.*blocks_per_step=2"),
-        ({"batch": None}, InputError, r"Give one: reversible_\(model, batch=batch, split=\('attention', 'mlp'\)\)"),
-        ({"split": ("attn", "mpl")}, UnknownNameError, "mlp"),
-    ],
-)
-def test_arguments_that_are_none_are_named(toy, options, error, message):
-    with pytest.raises(error, match=message):
-        revzoo.reversible_(toy, **{"batch": X, "split": SPLIT, **options})
-    assert is_untouched(toy)
-
-
-def test_another_way_through_a_block_is_noticed(toy):
-    revzoo.reversible_(toy, batch=X, split=SPLIT)
-    toy.blocks[1].write = functional
-    with pytest.raises(InputError, match=r"blocks.1.mlp runs its block without attn, but the block now computes without"):
-        toy(X)
-
-
-def test_a_branch_compiled_later_is_refused(toy):
-    revzoo.reversible_(toy, batch=X, split=SPLIT)
-    toy.blocks[1].mlp.compile(backend="eager")
-    with pytest.raises(
-        InputError, match=r"blocks.1.attention is one of two steps of a block, and a Sequential in it is compiled"
-    ):
-        toy(X)
