@@ -138,7 +138,7 @@ def test_the_preview_is_what_is_measured(name, dtype):
 def test_the_preview_in_words():
     heading, ordinary, *others = str(revzoo.preview_reversible(Toy(), batch=X)).splitlines()
     assert heading == "Toy, blocks: activations that a training step keeps for backward, and at the peak"
-    assert ordinary.split() == ["as", "is", "772", "B", "920", "B"]
+    assert ordinary.split() == ["as", "it", "is", "772", "B", "920", "B"]
     names = ["gradient checkpointing", "reversible, a block a step", "reversible, 2 blocks a step"]
     assert [line[: len(name)] for line, name in zip(others, names, strict=True)] == names
 
