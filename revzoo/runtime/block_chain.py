@@ -40,7 +40,7 @@ from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import Grid, attach_graph
-from revzoo.runtime.joint_call import JointCall
+from revzoo.runtime.joint_call import JointCall, WholeRecoverer
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.observation import begin_call
 from revzoo.runtime.pair_update import PairUpdate, Step
@@ -167,7 +167,7 @@ class _Begun:
         pair: the states in front of it.
         segment: the inverted steps that it is the next of, if it is inverted.
         grid: of the states.
-        call: of all blocks so far, where a step has several.
+        joint: the call of all blocks so far, where a step has several.
         blocks: how many have been called.
     """
 
@@ -176,7 +176,7 @@ class _Begun:
     pair: Pair
     segment: InvertedSegment | None
     grid: Grid
-    call: JointCall | None = None
+    joint: WholeRecoverer | None = None
     blocks: int = 0
 
 
@@ -324,8 +324,8 @@ class BlockStep(nn.Module):
             call = record_step(link, settings, arguments, begun.grid, watched)
             # A second run of a selective call computes only what is needed in it, not what the next block is given.
             if self.chain.blocks_per_step > 1 and mode != "selective":
-                begun.call = begun.call or JointCall(self, begun.link.name, settings, state)
-                recoverer = begun.call.add_part(call)
+                recoverer = begun.joint = begun.joint or WholeRecoverer(JointCall(self, begun.link.name, settings), state)
+                begun.joint.whole.add_part(call)
         out = call_step(link, (begun.pair[0], state), arguments, call, recoverer)
         begun.blocks += 1
         is_last = self.index + 1 == self.chain.calls
@@ -333,10 +333,11 @@ class BlockStep(nn.Module):
             self._note_place(out, _Place(self.chain, within=begun, blocks=begun.blocks))
             value, arguments.returned.value = arguments.returned.value, None
             return value
-        pair = end_link(begun.link, begun.update, begun.pair, out, begun.segment, begun.call or call, begun.grid)
+        whole = call if begun.joint is None else begun.joint.whole
+        pair = end_link(begun.link, begun.update, begun.pair, out, begun.segment, whole, begun.grid)
         if begun.segment is not None:
-            if begun.call is not None:
-                begun.call.recoverer = begun.segment
+            if begun.joint is not None:
+                begun.joint.recoverer = begun.segment
             begun.segment.end(pair)
         begun.grid.end_forward()
         if is_last:

@@ -15,24 +15,19 @@ from revzoo.runtime.tripwire import Watch
 class JointCall(RecordedCall):
     """The calls of a function that is made of parts, f = f_n(... f_1(w)), of which each is given what the last one returned.
 
-    Until all parts have been called, it is recovered from its input, which it keeps; then `recoverer` says how.
-
     Args:
         f: the first part.
         name: of the whole, for messages.
         settings: of the first part.
-        state: the input.
     """
 
-    def __init__(self, f: Any, name: str, settings: Settings, state: Tensor):
+    def __init__(self, f: Any, name: str, settings: Settings):
         super().__init__(f, name, settings)
-        self.recoverer: Recoverer = SavedInputs((state,))
         self._parts: list[RecordedCall] = []
 
-    def add_part(self, call: RecordedCall) -> Recoverer:
-        """Add the next part, which is about to be called; return its recoverer."""
+    def add_part(self, call: RecordedCall) -> None:
+        """Add the next part, which is about to be called."""
         self._parts.append(call)
-        return _WholeRecoverer(self)
 
     def hand_over(self, *inputs: Tensor, output: Tensor | None = None) -> bool:
         return False
@@ -72,22 +67,31 @@ class JointCall(RecordedCall):
             part.require_same_draws()
 
 
-class _WholeRecoverer:
-    """Recovers all parts where one is asked for."""
+class WholeRecoverer:
+    """Recovers all parts of a call where one is asked for.
 
-    def __init__(self, whole: JointCall):
-        self._whole = whole
+    Until all parts have been called, it does so from the input of the first, which it keeps; then as `recoverer` says. That one
+    may hold the call, and so the call holds neither of the two: all are freed with the graph.
+
+    Args:
+        whole: the call.
+        state: its input.
+    """
+
+    def __init__(self, whole: JointCall, state: Tensor):
+        self.whole = whole
+        self.recoverer: Recoverer = SavedInputs((state,))
 
     @property
     def lock(self) -> RLock:
-        return self._whole.recoverer.lock
+        return self.recoverer.lock
 
     @property
     def gives_same_bits(self) -> bool:
         return self._whole.recoverer.gives_same_bits
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
-        self._whole.recoverer.recover(self._whole, ahead=ahead)
+        self.recoverer.recover(self.whole, ahead=ahead)
 
     def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
-        return self._whole.recoverer.get_sources(self._whole)
+        return self.recoverer.get_sources(self.whole)
