@@ -43,8 +43,7 @@ class RecordedCall:
         selective: keep the outputs of compute-intensive operations from the first run to the second. The operations of a
             compiled f cannot be observed: one that was compiled for this mode too runs its own graph instead of being recorded,
             any other keeps nothing.
-        watched: whether the tensors saved last are read whole and compared when they have been refilled. Not needed where the
-            state that follows from f's output is compared.
+        watched: whether the tensors saved last are read whole to be compared. Not needed where the next state is compared.
     """
 
     def __init__(
@@ -90,11 +89,10 @@ class RecordedCall:
         self._requires_grad = [x.requires_grad for x in inputs]
         self._replay = Replay(self.f, inputs[0].device, self.name, self._settings, self._side)
         dropped, kept_outputs = self._dropped, self._kept_outputs
-        watch = None
         if self._is_watching:
             same_input, whole = recoverer.gives_same_bits, self._reads_whole
-            watch = CallWatch(inputs[0], self._replay, kept_outputs, same_input=same_input, reads_whole=whole)
-        self._watch = watch
+            self._watch = CallWatch(inputs[0], self._replay, kept_outputs, same_input=same_input, reads_whole=whole)
+        watch = self._watch
         given = list(inputs)
         if processes_communicate():  # FSDP frees weights after forward, and gathers them again when f runs again
             self._sources = None
@@ -266,7 +264,6 @@ class RecordedCall:
             watch: of the segment.
             explained: the relative error that is predicted for its input.
             same_input: whether its input had the bits of the first run's.
-
         Raises:
             RecoveryError: something differs by more than rounding explains.
         """
