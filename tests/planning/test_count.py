@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-from revzoo.planning.profiling.derivation import build_problem
 from torch import Tensor, nn
 
 import revzoo
@@ -13,6 +12,7 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
 from revzoo.planning.profiling import trace
 from revzoo.planning.profiling.count import count, count_peak
+from revzoo.planning.profiling.derivation import build_problem
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import Mark, Trace
 from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
