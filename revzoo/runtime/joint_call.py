@@ -88,7 +88,7 @@ class WholeRecoverer:
 
     @property
     def gives_same_bits(self) -> bool:
-        return self._whole.recoverer.gives_same_bits
+        return self.recoverer.gives_same_bits
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
         self.recoverer.recover(self.whole, ahead=ahead)
