@@ -39,7 +39,7 @@ from revzoo.runtime.chain_link import begin_link, call_step, end_link, record_st
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF
-from revzoo.runtime.exact import Grid, attach_graph
+from revzoo.runtime.exact import Grid, attach_graph, has_value
 from revzoo.runtime.joint_call import JointCall, WholeRecoverer
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.observation import begin_call
@@ -429,6 +429,12 @@ def _find_wrapped(x: Tensor) -> Tensor | None:
     """Return the latest tensor of a block of which x is another name, to which FSDP has added a node of the graph."""
     latest = getattr(_latest, "tensor", None)
     y: Tensor | None = None if latest is None else latest()
-    if y is None or x.grad_fn is None or y.grad_fn is None or x.data_ptr() != y.data_ptr() or x.stride() != y.stride():
+    if y is None or x.grad_fn is None or y.grad_fn is None or x.stride() != y.stride():
+        return None
+    if not has_value(x):
+        is_same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.storage_offset() == y.storage_offset()
+    else:
+        is_same = x.data_ptr() == y.data_ptr()
+    if not is_same:
         return None
     return y if any(node is y.grad_fn for node, _ in x.grad_fn.next_functions) and x.shape == y.shape else None
