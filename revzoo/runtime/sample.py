@@ -1,5 +1,6 @@
 """A few bytes of a tensor on a CPU, read without an operation of torch: in a small step each operation would be noticed."""
 
+from collections.abc import Callable
 from ctypes import c_char
 from functools import lru_cache
 from math import prod
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 _PIECES, _PIECE_BYTES = 8, 64
+_is_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def read_sample(x: Tensor) -> bytes | None:
@@ -16,18 +18,18 @@ def read_sample(x: Tensor) -> bytes | None:
 
     None for a tensor that is not on a CPU, has no elements or no memory of its own, is of a subclass, or not strided.
     """
-    if x.__class__ is not Tensor or not x.is_cpu or x.layout is not torch.strided or x.is_nested:
+    if x.__class__ is not Tensor or not x.is_cpu or x.layout is not torch.strided or x.is_nested or _is_wrapper(x):
         return None
     size = x.element_size()
+    offsets, piece, extent = _spread(x.shape, x.stride(), size)
+    storage, start = x.untyped_storage(), x.storage_offset() * size
     try:
-        offsets, piece, extent = _spread(x.shape, x.stride(), size)
-        # Freed memory has no bytes: FSDP frees that of weights.
-        if not offsets or x.untyped_storage().nbytes() < x.storage_offset() * size + extent:
-            return None
-        start = x.data_ptr()
-    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func has no memory
+        memory = storage.data_ptr()
+    except RuntimeError:  # the zeros of forward derivatives have no memory
         return None
-    return b"".join([piece.from_address(start + offset).raw for offset in offsets])
+    if not offsets or not memory or storage.nbytes() < start + extent:  # FSDP frees that of weights
+        return None
+    return b"".join([piece.from_address(memory + start + offset).raw for offset in offsets])
 
 
 @lru_cache(maxsize=1024)

@@ -331,5 +331,9 @@ def test_what_has_no_bytes_has_no_sample():
     assert [read_sample(x) for x in none] == [None] * 5
     seen = []
     torch.vmap(lambda x: seen.append(read_sample(x)) or x)(torch.ones(2, 3))
-    assert seen == [None]
+    torch.func.jvp(lambda x: seen.append(read_sample(x)) or x, (torch.ones(3),), (torch.ones(3),))
+    torch.func.grad(lambda x: seen.append(read_sample(x)) or x.sum())(torch.ones(3))
+    assert seen == [None] * 3
+    zeros = torch._efficientzerotensor(4, dtype=torch.float32)
+    assert [read_sample(x) for x in (zeros, zeros[1:])] == [None] * 2
     assert read_sample(torch.ones(1).expand(4, 5)) == read_sample(torch.ones(1))
