@@ -1,10 +1,11 @@
 """What a training step would keep and peak at, with a network's blocks reversible in several ways, beside it as it is.
 
-Counted under FakeTensors: nothing is allocated or computed, and the network is left as it was.
+Counted under FakeTensors: nothing is allocated or computed, but to see whether blocks can be split. The network is left as it
+was.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +14,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils.checkpoint import checkpoint
 
-from revzoo.analysis.dry_run import isolated
+from revzoo.analysis.dry_run import has_values, isolated
 from revzoo.analysis.memory_report import MemoryReport, run_and_measure
 from revzoo.conversion.block_lists import BlockLists, choose_lists
 from revzoo.conversion.reversible import ordinary_, reversible_
-from revzoo.errors import InputError
+from revzoo.errors import ConversionError, InputError
 from revzoo.format import format_bytes
 from revzoo.runtime.block_conventions import is_cache
 
@@ -41,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ReversiblePreview:
-    """The ways to train a network: as it is, checkpointed, and reversible with one or more blocks a step.
+    """The ways to train a network: as it is, checkpointed, and reversible with one or more blocks, or half a block, a step.
 
     Args:
         model: class of the network.
@@ -88,6 +89,10 @@ def preview_reversible(model: nn.Module, *paths: str, batch: Any, kept_bits: int
     ]
     for name, arguments in _list_arguments(lists, kept_bits):
         choices.append(count(name, arguments, _make_reversible(model, tuple(lists), arguments)))
+    if all(map(has_values, model.parameters())):
+        arguments = {"kept_bits": kept_bits, "split": ("attention", "mlp"), "batch": batch}
+        with suppress(ConversionError):  # blocks that are not the sum of these two
+            choices.append(count("reversible, a branch a step", arguments, _make_reversible(model, tuple(lists), arguments)))
     return ReversiblePreview(type(model).__name__, tuple(lists), tuple(choices))
 
 

@@ -17,13 +17,10 @@ Hooks of a block are outside of its step: they run once, and see states.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from threading import local
 from typing import Any, Literal, NamedTuple, cast
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from revzoo.errors import InputError, ScheduleError
 from revzoo.runtime.block_conventions import (
@@ -35,19 +32,20 @@ from revzoo.runtime.block_conventions import (
     put_state,
     replace_state,
 )
+from revzoo.runtime.block_place import Begun, Place, find_place, is_noted, note_place
 from revzoo.runtime.chain_link import begin_link, call_step, end_link, record_step
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
-from revzoo.runtime.coupling import Coupling, Pair
+from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.drift import HALF
-from revzoo.runtime.exact import Grid, attach_graph, has_value
+from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.joint_call import JointCall, WholeRecoverer
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.observation import begin_call
-from revzoo.runtime.pair_update import PairUpdate, Step
+from revzoo.runtime.pair_update import Step
 from revzoo.runtime.recorded_call import Recoverer
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import InvertedSegment, SavedInputs
+from revzoo.runtime.tape import SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 
@@ -157,65 +155,6 @@ class Arguments(NamedTuple):
     beside: dict[str, Any]
 
 
-@dataclass
-class _Begun:
-    """A step some of whose blocks have been called.
-
-    Args:
-        link: the step.
-        update: how it changes the pair.
-        pair: the states in front of it.
-        segment: the inverted steps that it is the next of, if it is inverted.
-        grid: of the states.
-        joint: the call of all blocks so far, where a step has several.
-        blocks: how many have been called.
-    """
-
-    link: Step
-    update: PairUpdate
-    pair: Pair
-    segment: InvertedSegment | None
-    grid: Grid
-    joint: WholeRecoverer | None = None
-    blocks: int = 0
-
-
-@dataclass
-class _Place:
-    """Where in a chain a tensor stands that a block has returned: behind a step, or within one of several blocks.
-
-    Args:
-        chain: the chain.
-        previous: behind a step, w[k-1].
-        current: w[k], if that is another tensor than the one returned.
-        segment: the inverted steps that end here.
-        within: the step, if not all of its blocks have been called.
-        blocks: how many of its blocks had been called.
-    """
-
-    chain: BlockChain
-    previous: Tensor | None = None
-    current: Tensor | None = None
-    segment: InvertedSegment | None = None
-    within: _Begun | None = None
-    blocks: int = 0
-    length: int = field(init=False)
-    version: int = field(init=False)
-    requires_grad: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.length = 0 if self.segment is None else self.segment.length
-
-    @property
-    def begun(self) -> _Begun | None:
-        """The step that goes on here; none if another block has been called with the same tensor."""
-        return self.within if self.within is not None and self.within.blocks == self.blocks else None
-
-
-_places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the tensors that blocks have returned
-_latest = local()  # in this thread: the tensor that a block returned last
-
-
 class BlockStep(nn.Module):
     """A step of a chain whose f is a block of a network; it stands in place of the block's `forward`.
 
@@ -309,7 +248,7 @@ class BlockStep(nn.Module):
         return self._run(x, arguments, mode)
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
-        place = _find_place(x, self.chain)
+        place = find_place(x, self.chain)
         begun = None if place is None else place.begun
         if begun is None:
             begun, state = self._begin(x, place, mode)
@@ -330,7 +269,7 @@ class BlockStep(nn.Module):
         begun.blocks += 1
         is_last = self.index + 1 == self.chain.calls
         if begun.blocks < self.chain.blocks_per_step and not is_last:
-            self._note_place(out, _Place(self.chain, within=begun, blocks=begun.blocks))
+            note_place(out, Place(self.chain, within=begun, blocks=begun.blocks))
             value, arguments.returned.value = arguments.returned.value, None
             return value
         whole = call if begun.joint is None else begun.joint.whole
@@ -346,10 +285,10 @@ class BlockStep(nn.Module):
         arguments.returned.value = None  # the graph holds it
         y = pair[1].to(dtype)
         if not is_last:
-            self._note_place(y, _Place(self.chain, pair[0], None if y is pair[1] else pair[1], begun.segment))
+            note_place(y, Place(self.chain, pair[0], None if y is pair[1] else pair[1], begun.segment))
         return replace_state(value, y)
 
-    def _begin(self, x: Tensor, place: _Place | None, mode: Mode) -> tuple[_Begun, Tensor]:
+    def _begin(self, x: Tensor, place: Place | None, mode: Mode) -> tuple[Begun, Tensor]:
         """Return a step that begins with this block, and its state."""
         refuse_exact_derivatives()
         dtype = torch.float32 if x.dtype in HALF else x.dtype
@@ -359,7 +298,7 @@ class BlockStep(nn.Module):
             current = place.current
             if current is None:
                 current = _rename(x)
-            elif x not in _places:  # FSDP's node of the graph has to see the gradient
+            elif not is_noted(x):  # FSDP's node of the graph has to see the gradient
                 current = attach_graph(current, (1.0,), x)
             pair, segment = (place.previous, current), place.segment
             if segment is not None and not segment.ends_with(place.length):
@@ -372,14 +311,7 @@ class BlockStep(nn.Module):
             pair = first, first
         link = Step(self, self.name, self.chain.coupling, mode)
         update, segment = begin_link(link, pair, segment, grid)
-        return _Begun(link, update, pair, segment, grid), pair[1]
-
-    def _note_place(self, y: Tensor, place: _Place) -> None:
-        if not torch.compiler.is_compiling():
-            place.version = 0 if y.is_inference() else y._version
-            place.requires_grad = y.requires_grad
-            _places[y] = place
-            _latest.tensor = ref(y)
+        return Begun(link, update, pair, segment, grid), pair[1]
 
     def _leave_out_caches(self, arguments: Arguments) -> tuple[Arguments, bool]:
         """Return the arguments without a cache of keys and values, and whether the block may run a second time.
@@ -409,32 +341,3 @@ def _rename(x: Tensor) -> Tensor:
     which has the state before it: so it must be another one that autograd saves.
     """
     return attach_graph(x.detach(), (1.0,), x)
-
-
-def _find_place(x: Tensor, chain: BlockChain) -> _Place | None:
-    """Return where x stands in a chain; None for a tensor that no block of it has returned, or that has changed since."""
-    if torch.compiler.is_compiling():
-        return None
-    place = _places.get(x)
-    if place is None and (returned := _find_wrapped(x)) is not None:
-        place = _places.get(returned)
-    if place is None or place.chain is not chain or (not x.is_inference() and x._version != place.version):
-        return None
-    if x.requires_grad is not place.requires_grad:
-        return None  # detached
-    return cast(_Place, place)
-
-
-def _find_wrapped(x: Tensor) -> Tensor | None:
-    """Return the latest tensor of a block of which x is another name, to which FSDP has added a node of the graph."""
-    latest = getattr(_latest, "tensor", None)
-    y: Tensor | None = None if latest is None else latest()
-    if y is None or x.grad_fn is None or y.grad_fn is None or x.stride() != y.stride():
-        return None
-    if not has_value(x):
-        is_same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.storage_offset() == y.storage_offset()
-    else:
-        is_same = x.data_ptr() == y.data_ptr()
-    if not is_same:
-        return None
-    return y if any(node is y.grad_fn for node, _ in x.grad_fn.next_functions) and x.shape == y.shape else None

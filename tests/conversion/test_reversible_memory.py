@@ -124,7 +124,7 @@ def test_the_preview_is_what_is_measured(name, dtype):
     assert [dict(m.__dict__) for m in model.modules()] == before
     ordinary, checkpointed, *choices = preview.choices
     assert ordinary.memory == revzoo.measure_memory(model, batch)
-    assert [choice.arguments["blocks_per_step"] for choice in choices] == [1, 2, 4]
+    assert [choice.arguments.get("blocks_per_step") for choice in choices] == [1, 2, 4] + [None] * (name != "bert")
     for choice in choices:
         revzoo.reversible_(model, path, **choice.arguments)
         assert revzoo.measure_memory(model, batch) == choice.memory

@@ -1,0 +1,118 @@
+"""Where in a chain of blocks a tensor stands that a block has returned. The network's own code gives it to the next block."""
+
+from dataclasses import dataclass, field
+from threading import local
+from typing import cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from revzoo.runtime.coupling import Pair
+from revzoo.runtime.exact import Grid, has_value
+from revzoo.runtime.joint_call import WholeRecoverer
+from revzoo.runtime.pair_update import PairUpdate, Step
+from revzoo.runtime.tape import InvertedSegment
+
+
+@dataclass
+class Begun:
+    """A step some of whose blocks have been called.
+
+    Args:
+        link: the step.
+        update: how it changes the pair.
+        pair: the states in front of it.
+        segment: the inverted steps that it is the next of, if it is inverted.
+        grid: of the states.
+        joint: the call of all blocks so far, where a step has several.
+        blocks: how many have been called.
+    """
+
+    link: Step
+    update: PairUpdate
+    pair: Pair
+    segment: InvertedSegment | None
+    grid: Grid
+    joint: WholeRecoverer | None = None
+    blocks: int = 0
+
+
+@dataclass
+class Place:
+    """Where in a chain a tensor stands that a block has returned: behind a step, or within one of several blocks.
+
+    Args:
+        chain: the chain, which is compared by identity.
+        previous: behind a step, w[k-1].
+        current: w[k], if that is another tensor than the one returned.
+        segment: the inverted steps that end here.
+        within: the step, if not all of its blocks have been called.
+        blocks: how many of its blocks had been called.
+    """
+
+    chain: object
+    previous: Tensor | None = None
+    current: Tensor | None = None
+    segment: InvertedSegment | None = None
+    within: Begun | None = None
+    blocks: int = 0
+    length: int = field(init=False)
+    version: int = field(init=False)
+    requires_grad: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = 0 if self.segment is None else self.segment.length
+
+    @property
+    def begun(self) -> Begun | None:
+        """The step that goes on here; none if another block has been called with the same tensor."""
+        return self.within if self.within is not None and self.within.blocks == self.blocks else None
+
+
+_places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the tensors that blocks have returned
+_latest = local()  # in this thread: the tensor that a block returned last
+
+
+def note_place(y: Tensor, place: Place) -> None:
+    """Remember where a tensor stands, as long as it lives and is not changed."""
+    if not torch.compiler.is_compiling():
+        place.version = 0 if y.is_inference() else y._version
+        place.requires_grad = y.requires_grad
+        _places[y] = place
+        _latest.tensor = ref(y)
+
+
+def is_noted(x: Tensor) -> bool:
+    """Return whether a block has returned this very tensor."""
+    return x in _places
+
+
+def find_place(x: Tensor, chain: object) -> Place | None:
+    """Return where x stands in a chain; None for a tensor that no block of it has returned, or that has changed since."""
+    if torch.compiler.is_compiling():
+        return None
+    place = _places.get(x)
+    if place is None and (returned := _find_wrapped(x)) is not None:
+        place = _places.get(returned)
+    if place is None or place.chain is not chain or (not x.is_inference() and x._version != place.version):
+        return None
+    if x.requires_grad is not place.requires_grad:
+        return None  # detached
+    return cast(Place, place)
+
+
+def _find_wrapped(x: Tensor) -> Tensor | None:
+    """Return the latest tensor of a block of which x is another name, to which FSDP has added a node of the graph."""
+    latest = getattr(_latest, "tensor", None)
+    y: Tensor | None = None if latest is None else latest()
+    if y is None or x.grad_fn is None or y.grad_fn is None or x.stride() != y.stride():
+        return None
+    if not has_value(x):
+        is_same = x.untyped_storage()._cdata == y.untyped_storage()._cdata and x.storage_offset() == y.storage_offset()
+    else:
+        is_same = x.data_ptr() == y.data_ptr()
+    if not is_same:
+        return None
+    return y if any(node is y.grad_fn for node, _ in x.grad_fn.next_functions) and x.shape == y.shape else None
