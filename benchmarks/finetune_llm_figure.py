@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from revzoo.display.figures.base import draw_heading, new_figure, save, simplify_axes
-from revzoo.display.style import INK, MODE_COLORS, PALE
+from revzoo.display.style import INK, LIGHT_BLUE, LIGHT_ORANGE, MODE_COLORS, PALE
 
 _COLORS = {
     "stored": MODE_COLORS["store"],
@@ -18,11 +18,13 @@ _COLORS = {
     "reversible": MODE_COLORS["invert"],
     "4 bits": MODE_COLORS["selective"],
     "2 blocks a step": PALE,
+    "split": LIGHT_BLUE,
+    "split, 4 bits": LIGHT_ORANGE,
     "2 bits": PALE,
     "bfloat16": MODE_COLORS["store"],
     "deployed": MODE_COLORS["selective"],
 }
-_COUNTED = ("8 bits", "4 bits", "2 blocks a step")
+_COUNTED = ("8 bits", "4 bits", "2 blocks a step", "split", "split, 4 bits")
 _WIDTH, _TOP, _PANEL, _GAP, _BELOW = 8.4, 1.0, 2.1, 0.95, 0.6  # [inch]
 _LEFT, _SPAN = 0.11, 0.87  # of the width
 

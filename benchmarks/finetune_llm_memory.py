@@ -25,12 +25,14 @@ from transformers.utils import logging
 import revzoo
 from revzoo.runtime import LiveBytes
 
-METHODS: dict[str, dict[str, int] | None] = {  # the arguments of `reversible_`, if it is called
+METHODS: dict[str, dict[str, Any] | None] = {  # the arguments of `reversible_`, if it is called
     "stored": None,
     "checkpointed": None,
     "8 bits": {"kept_bits": 8},
     "4 bits": {"kept_bits": 4},
     "2 blocks a step": {"blocks_per_step": 2},
+    "split": {"split": ("attention", "mlp")},
+    "split, 4 bits": {"split": ("attention", "mlp"), "kept_bits": 4},
 }
 MOST_TIME = 1.05  # of a reversible step, relative to a checkpointed one
 _VOCABULARY = 512
@@ -101,7 +103,7 @@ def measure_memory(setting: Setting) -> Iterator[dict[str, Any]]:
     checkpointed: dict[str, int] = {}
     for method in METHODS:
         network = setting.make()
-        prepare(network, setting.path, method)
+        prepare(network, setting, method)
         kept, peak = count_step(network, setting.draw_ids())
         row: dict[str, Any] = {"method": method, "kept_bytes": kept, "peak_bytes": peak, "block_bytes": kept - rest}
         if method == "checkpointed":
@@ -125,12 +127,12 @@ def _find_missed(setting: Setting, row: dict[str, Any], checkpointed: dict[str, 
         yield "peak: below checkpointed"
 
 
-def prepare(network: Any, path: str, method: str) -> None:
+def prepare(network: Any, setting: Setting, method: str) -> None:
     """Have a network train by this method."""
     if method == "checkpointed":
         enable_checkpointing(network)
     elif (options := METHODS[method]) is not None:
-        revzoo.reversible_(network, path, **options)
+        revzoo.reversible_(network, setting.path, batch=setting.draw_ids(), **options)
 
 
 def enable_checkpointing(network: Any) -> None:
@@ -157,7 +159,7 @@ def measure_time(setting: Setting, rounds: int) -> dict[str, Any]:
     ids, networks = setting.draw_ids(), {}
     for method in METHODS:
         networks[method] = setting.make()
-        prepare(networks[method], setting.path, method)
+        prepare(networks[method], setting, method)
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     with one_thread():
         for i, (method, network) in itertools.product(range(rounds + 1), networks.items()):
