@@ -57,7 +57,7 @@ def plot(parts: Mapping[str, Any], path: str | Path) -> None:
         simplify_axes(axes)
         axes.set_title(title, fontsize=9, loc="left", color=INK)
         draw(axes, parts[name])
-        axes.legend(frameon=False, fontsize=8, ncols=5, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
+        axes.legend(frameon=False, fontsize=7, ncols=6, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)
     save(figure, path)
 
 
@@ -95,7 +95,7 @@ def _draw_bars(axes: Axes, labels: Sequence[str], bars: Mapping[str, Sequence[fl
     for i, (name, values) in enumerate(bars.items()):
         places = [k + (i - (len(bars) - 1) / 2) * width for k in range(len(values))]
         drawn = axes.bar(places, values, 0.9 * width, color=_COLORS[name], label=name)
-        axes.bar_label(drawn, fmt=form, fontsize=7, color=INK)
+        axes.bar_label(drawn, fmt=form, fontsize=6, color=INK)
     axes.set_xticks(range(len(labels)), labels, fontsize=7)
     axes.margins(y=0.15)
 
