@@ -170,7 +170,8 @@ def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
         "gradient checkpointing of every block. Two blocks a step keep as little as 4 bits do, but backward has the inside of "
         f"two blocks at once: with 24 blocks the peak is {min(double):.2f} to {max(double):.2f} of checkpointing's. "
         "Split blocks keep the bits of twice as many steps, which with 8 bits and at these depths outweighs that backward has "
-        "the inside of half a block at once. Bytes are counted, on any machine (`python benchmarks/finetune_llm.py --only memory`)."
+        "the inside of half a block at once. Bytes are counted, on any machine "
+        "(`python benchmarks/finetune_llm.py --only memory`)."
     )
 
 
