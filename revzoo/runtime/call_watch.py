@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.host_copy import can_read_now
 from revzoo.runtime.replay import Replay
@@ -63,6 +64,7 @@ class CallWatch:
         self._latest: deque[_Saved] = deque()  # two, since the last is often a weight
         self._taken: list[tuple[int, Fingerprint | int | bytes]] = []  # by slot; of samples the hash, where bits repeat
 
+    @leave_uncompiled  # a compiled step calls it
     def note(self, slot: int, tensor: Tensor) -> None:
         """Note a tensor that autograd saves in the first run."""
         if not self._is_telling(tensor):

@@ -7,7 +7,7 @@ from torch import nn
 import revzoo
 from revzoo.conversion.similarity import Share
 from revzoo.errors import ConversionError, InputError, UnknownNameError
-from tests.conversion.block_networks import TEXT, Tanh, Toy, X, llama, switch_checkpointing
+from tests.conversion.conftest import TEXT, Tanh, Toy, X, llama, switch_checkpointing
 
 
 def widen(m, x):
