@@ -324,6 +324,7 @@ def test_a_sample_is_of_the_elements_of_a_tensor_alone(shape, dtype):
     assert len(set(read_sample(view))) <= 2 * view.element_size()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # by PyTorch 2.11's jvp
 def test_what_has_no_bytes_has_no_sample():
     freed = torch.ones(9)
     freed.untyped_storage().resize_(0)
