@@ -105,17 +105,23 @@ def _list_arguments(lists: BlockLists, kept_bits: int) -> Iterator[tuple[str, di
             yield name, {"kept_bits": kept_bits, "blocks_per_step": blocks}
 
 
-def _count_memory(model: nn.Module, batch: Any, fake: bool = True) -> MemoryReport:
+def _count_memory(model: nn.Module, batch: Any) -> MemoryReport:
     try:
-        with isolated(model, batch, fake=fake) as inputs:
-            return run_and_measure(model, inputs)[0]
+        return _run_and_measure(model, batch, fake=True)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        if fake and all(map(has_values, model.parameters())):
-            return _count_memory(model, batch, fake=False)  # a mixture of experts, for example
-        raise InputError(
-            f"Memory is counted without values, and the forward of {type(model).__name__} asks for one ({error}). Give its "
-            "parameters values, or make it reversible and count a step that is run: revzoo.measure_memory(model, batch)."
-        ) from error
+        reason = str(error)
+    # Only now the frames of that run are freed, and with them the hooks of its checkpoints.
+    if all(map(has_values, model.parameters())):
+        return _run_and_measure(model, batch, fake=False)  # a mixture of experts, for example
+    raise InputError(
+        f"Memory is counted without values, and the forward of {type(model).__name__} asks for one ({reason}). Give its "
+        "parameters values."
+    )
+
+
+def _run_and_measure(model: nn.Module, batch: Any, fake: bool) -> MemoryReport:
+    with isolated(model, batch, fake=fake) as inputs:
+        return run_and_measure(model, inputs)[0]
 
 
 @contextmanager
