@@ -1,7 +1,7 @@
 """Count what a training step would keep and peak at, for each choice of `reversible_`'s arguments, beside the network as it is.
 
-Counted under FakeTensors: nothing is allocated or computed, except to test whether blocks can be split. The network is left as
-it was.
+Counted under FakeTensors: nothing is allocated or computed, except to test whether blocks can be split, and where a forward
+reads values of its tensors. The network is left as it was.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +76,7 @@ def preview_reversible(model: nn.Module, *paths: str, batch: Any, kept_bits: int
         kept_bits: as for `reversible_`.
     Raises:
         UnknownNameError: no list of blocks of this path.
-        InputError: a network that cannot be made reversible, or that asks for values, which are not computed here.
+        InputError: a network that cannot be made reversible, or that reads values of tensors while its parameters have none.
     """
     lists, _ = choose_lists(model, paths)
 
