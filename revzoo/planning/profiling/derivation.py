@@ -42,7 +42,7 @@ def build_problem(
 ) -> Problem:
     """Return the problem that the traces of `list_traced_schedules` describe, and with look-ahead `list_schedules_ahead`."""
     entries = [entry for entry in layout if entry.is_unit]
-    stored, _, recomputed, inverted, *_ = traces  # in the order of MODES
+    stored, recomputed, inverted = traces[0], traces[2], traces[3]  # in the order of MODES
     states = stored.number_states()
     # Where autograd saves nothing, a unit that recomputes does not need its inputs either.
     given = [_number(inputs, states) if saved else () for inputs, saved in zip(stored.inputs, stored.saved, strict=True)]
