@@ -1,11 +1,11 @@
-"""What a training step would keep and peak at, with a network's blocks reversible in several ways, beside it as it is.
+"""Count what a training step would keep and peak at, for each choice of `reversible_`'s arguments, beside the network as it is.
 
-Counted under FakeTensors: nothing is allocated or computed, but to see whether blocks can be split. The network is left as it
-was.
+Counted under FakeTensors: nothing is allocated or computed, except to test whether blocks can be split, and where a forward
+reads values of its tensors. The network is left as it was.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from revzoo.conversion.block_lists import BlockLists, choose_lists
 from revzoo.conversion.reversible import ordinary_, reversible_
 from revzoo.errors import ConversionError, InputError
 from revzoo.format import format_bytes
-from revzoo.runtime.block_conventions import is_cache
+from revzoo.runtime.block_conventions import leave_out_caches
 
 _BLOCKS_PER_STEP = (1, 2, 4)
 
@@ -30,7 +30,7 @@ class Choice:
     """One way to train a network, and what a training step takes with it.
 
     Args:
-        name: of the way, in words.
+        name: of the choice, in words.
         arguments: for `reversible_`; None for the network as it is, or checkpointed.
         memory: as `revzoo.measure_memory` counts it.
     """
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ReversiblePreview:
-    """The ways to train a network: as it is, checkpointed, and reversible with one or more blocks, or half a block, a step.
+    """A network as it is, checkpointed, and reversible with one or more blocks, or one branch of a block, a step.
 
     Args:
         model: class of the network.
@@ -64,9 +64,10 @@ class ReversiblePreview:
 
 
 def preview_reversible(model: nn.Module, *paths: str, batch: Any, kept_bits: int = 8) -> ReversiblePreview:
-    """Count what a training step keeps and peaks at, for every way to make a network's blocks reversible, before any is taken.
+    """Count what a training step keeps and peaks at, with one, two or four blocks a step, or one branch of a block.
 
-    The others are the network as it is, and with gradient checkpointing of each of these blocks.
+    Beside these are the network as it is, and with gradient checkpointing of each of these blocks. The choice of one branch a
+    step is left out where blocks cannot be split, and for weights without values (meta), with which this cannot be tested.
 
     Args:
         model: an ordinary network, in the state in which it will be trained.
@@ -75,16 +76,16 @@ def preview_reversible(model: nn.Module, *paths: str, batch: Any, kept_bits: int
         kept_bits: as for `reversible_`.
     Raises:
         UnknownNameError: no list of blocks of this path.
-        InputError: a network that cannot be made reversible, or that asks for values, which are not computed here.
+        InputError: a network that cannot be made reversible, or that reads values of tensors while its parameters have none.
     """
     lists, _ = choose_lists(model, paths)
 
-    def count(name: str, arguments: dict[str, Any] | None, take: AbstractContextManager[object]) -> Choice:
-        with take:
+    def count(name: str, arguments: dict[str, Any] | None, change: AbstractContextManager[object]) -> Choice:
+        with change:
             return Choice(name, arguments, _count_memory(model, batch))
 
     choices = [
-        count("as it is", None, _replace_forwards([])),
+        count("as it is", None, nullcontext()),
         count("gradient checkpointing", None, _replace_forwards(_list_checkpointed(lists))),
     ]
     for name, arguments in _list_arguments(lists, kept_bits):
@@ -97,7 +98,7 @@ def preview_reversible(model: nn.Module, *paths: str, batch: Any, kept_bits: int
 
 
 def _list_arguments(lists: BlockLists, kept_bits: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the ways to make blocks reversible, and the arguments of `reversible_` for them."""
+    """Yield the name of each choice of whole blocks, and the arguments of `reversible_` for it."""
     longest = max(map(len, lists.values()))
     for blocks in _BLOCKS_PER_STEP:
         if blocks < longest:
@@ -139,8 +140,7 @@ def _list_checkpointed(lists: BlockLists) -> list[tuple[nn.Module, Callable[...,
 
 def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a block's forward as gradient checkpointing does. It must not fill a cache of keys and values twice."""
-    args = tuple(None if is_cache(x) else x for x in args)
-    kwargs = {key: None if is_cache(x) else x for key, x in kwargs.items()}
+    args, kwargs = leave_out_caches(args, kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 

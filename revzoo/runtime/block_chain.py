@@ -89,7 +89,7 @@ class BlockChain:
         return [f"{name}.{branch}" for name in names for branch in self.branches] if self.branches else names
 
     @property
-    def calls(self) -> int:
+    def num_calls(self) -> int:
         """How many functions are called one after the other: blocks, or branches of them."""
         return self.length * max(len(self.branches), 1)
 
@@ -267,7 +267,7 @@ class BlockStep(nn.Module):
                 begun.joint.whole.add_part(call)
         out = call_step(link, (begun.pair[0], state), arguments, call, recoverer)
         begun.blocks += 1
-        is_last = self.index + 1 == self.chain.calls
+        is_last = self.index + 1 == self.chain.num_calls
         if begun.blocks < self.chain.blocks_per_step and not is_last:
             note_place(out, Place(self.chain, within=begun, blocks=begun.blocks))
             value, arguments.returned.value = arguments.returned.value, None

@@ -3,10 +3,14 @@
     the last two            are read whole, when the first run has ended: most of what goes differently shows in them
     every other, on a CPU   leaves a sample of its bytes: what goes differently may be scaled down later, or lie in front of an
                             output that mode `selective` keeps
-    every other, elsewhere  leaves a fingerprint of a part of it in one of eight calls, chosen at random
+    every other, elsewhere  leaves a fingerprint of a part of it with probability 1/8, where the second run begins with the bits
+                            of the first
 
 On a CPU, a second run on the same input repeats every bit if one thread computes. With several, or where the compiler may have
 made another kernel meanwhile, sums may be added up in another order.
+
+Cost: on a CPU up to 512 bytes for each tensor that autograd saves, or its hash where bits repeat; elsewhere at most 64 bytes
+for each that leaves a fingerprint.
 
 Nothing is kept alive for this: a tensor is sampled when two others have been saved after it. By then the operation has run that
 it was saved for, which may have filled it (the noise of RReLU).
@@ -28,10 +32,9 @@ from revzoo.runtime.sample import read_sample
 from revzoo.runtime.selective import KeptOutputs
 from revzoo.runtime.tripwire import Watch
 
-# Largest relative difference between two runs on the same input, whose kernels may add up in another order: of any, and on a
-# CPU in multiples of the spacing of numbers.
-_LARGEST_DIFFERENCE, _REORDERED = 1e-2, 64
-_SHARE = 1 / 8
+_LARGEST_DIFFERENCE = 1e-2  # relative, of two runs whose inputs or kernels differ by rounding
+_REORDERED = 64  # the same on a CPU with the same input, where only the order of sums differs, in spacings of the numbers
+_SHARE = 1 / 8  # of the tensors of which a part is read
 _choose = Random(0).random  # the numbers of Python's own are the user's
 
 

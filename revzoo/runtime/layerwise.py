@@ -101,7 +101,7 @@ class LayerwiseCall(RecordedCall):
         name: name of the step, for messages.
         settings: the settings of PyTorch under which it is called.
         layers: the layers one by one.
-        watched: whether the tensors saved last are compared when they have been refilled.
+        watched: whether the tensors saved last are read whole to be compared.
     """
 
     def __init__(self, f: nn.Module, name: str, settings: Settings, layers: Sequence[Layer], watched: bool):

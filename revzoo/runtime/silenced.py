@@ -2,8 +2,8 @@
 
     x + attention(norm1(x)), then y + mlp(norm2(y))        with the second one silenced:  x + attention(norm1(x)) + 0
 
-What stands in place of a submodule's call looks whether this thread has silenced it. Nothing around the submodule has to be
-known, and its hooks do not see a call that is none.
+Each submodule's call is replaced by one that checks whether the submodule is silenced in the present context. Nothing has to be
+known about the code around it. Hooks of a silenced submodule do not run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,8 +25,8 @@ class Branch:
 
     Args:
         parts: the submodules that compute it.
-        silent: those that its step does not run, each with what it returns, in which the place of the state is None.
-        needed: those of them that must be called, or the block goes another way, in which they are not silenced.
+        silent: those that its step does not run, each with what it returns instead (None in place of the state).
+        needed: those of them that must be called: a block that does not call them has computed their branch in another way.
     """
 
     parts: tuple[str, ...]
@@ -39,9 +39,11 @@ class _Scope:
     """What is silenced.
 
     Args:
-        returns: by module, what it returns, but for the state.
-        watched: paths of modules of which it matters what they return.
+        returns: what each silenced module returns beside the state.
+        watched: the modules that run and whose results are noted, with their paths.
         dtype: of the zeros.
+        called: the silenced modules that have been called.
+        returned: what the watched modules have returned beside the state, by path.
     """
 
     returns: dict[nn.Module, Any]
@@ -55,7 +57,7 @@ _scope: ContextVar[_Scope | None] = ContextVar("silenced", default=None)
 
 
 class _Switch:
-    """What stands in place of a module's call."""
+    """What stands in place of a module's call: it returns zeros while the module is silenced."""
 
     def __init__(self, module: nn.Module):
         self.module = module

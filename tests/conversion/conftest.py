@@ -211,6 +211,7 @@ def count_bytes(model, batch):
 
 def assert_equal(actual, expected):
     assert actual.keys() == expected.keys()
+    assert expected
     assert all(g is not None for g in expected.values())
     assert [name for name, g in expected.items() if not torch.equal(actual[name], g)] == []
 

@@ -12,11 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import revzoo
 from revzoo.errors import ConversionError
 from revzoo.runtime import LiveBytes
+from tests.conversion.conftest import IDS, TEXT, assert_equal
 from tests.conversion.test_reversible_networks import NETWORKS, compute_gradients
 
 SPLIT = ("attention", "mlp")
-IDS = torch.arange(24).view(2, 12) % 20
-TEXT = {"input_ids": IDS, "labels": IDS}
 SIZES = {
     "vocab_size": 20,
     "hidden_size": 32,
@@ -84,12 +83,6 @@ def train_step(model, batch, schedule=None, chains=()):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_equal(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert expected
-    assert [name for name, g in expected.items() if not torch.equal(actual[name], g)] == []
-
-
 def is_untouched(model):
     return not any(m.__dict__.keys() & {"forward", "_call_impl"} for m in model.modules())
 
@@ -114,6 +107,10 @@ def test_gradients_are_those_of_storing(make, batch):
 POST_NORM = {"DeBERTa-v2", "BLOOM", "BERT", "RoBERTa", "ELECTRA", "DistilBERT", "MPNet", "BART"}
 SIDE_BY_SIDE = {"GPT-NeoX", "Falcon"}
 OF_OTHER_BRANCHES = {"timm ConvNeXt, a stage"}
+
+
+def test_the_networks_that_are_refused_are_among_those_that_are_tried():
+    assert NETWORKS.keys() >= POST_NORM | SIDE_BY_SIDE | OF_OTHER_BRANCHES
 
 
 @pytest.mark.filterwarnings("ignore")

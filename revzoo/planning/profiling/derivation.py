@@ -42,7 +42,7 @@ def build_problem(
 ) -> Problem:
     """Return the problem that the traces of `list_traced_schedules` describe, and with look-ahead `list_schedules_ahead`."""
     entries = [entry for entry in layout if entry.is_unit]
-    stored, inverted = traces[0], traces[3]
+    stored, recomputed, inverted = traces[0], traces[2], traces[3]  # in the order of MODES
     states = stored.number_states()
     # Where autograd saves nothing, a unit that recomputes does not need its inputs either.
     given = [_number(inputs, states) if saved else () for inputs, saved in zip(stored.inputs, stored.saved, strict=True)]
@@ -50,7 +50,7 @@ def build_problem(
     kept_states = {
         "store": [
             _number(saved, states) if entry.can_drop else rest
-            for entry, saved, rest in zip(entries, stored.saved, _states_in_rests(traces[2]), strict=True)
+            for entry, saved, rest in zip(entries, stored.saved, _states_in_rests(recomputed), strict=True)
         ],
         "selective": [inputs + outputs for inputs, outputs in zip(given, made, strict=True)],
         "recompute": given,

@@ -167,7 +167,7 @@ class StepHooks:
         self._await_gradient(unit, out)
 
     def _await_gradient(self, unit: int, tensors: Any, only: Container[int] | None = None) -> None:
-        """Report the first gradient of tensors as the beginning of a unit's backward, unless only others are of interest."""
+        """Report the first gradient of tensors as the beginning of a unit's backward; with `only`, of these units alone."""
         if only is not None and unit not in only:
             return
         self._waiting.add(unit)
