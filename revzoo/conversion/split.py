@@ -1,26 +1,30 @@
 """The two residual branches of a block: which submodules compute them, and whether one can run without the other.
 
 A block is split into x + first(x) and y + second(y) by running its own code with the other branch silenced. Whether that is the
-block is tested, with the arguments of a batch: for a random state and random parameters, the two must return what the block
-returns. Random, since biases and scales that happen to be zero would hide a difference that shows in training.
+block is tested on a copy of it, in evaluation and in training, with the arguments of a batch: for a random state and random
+parameters, the two must return what the block returns, and set the attributes that it sets. Random, since biases and scales
+that happen to be zero would hide a difference that shows later. In both runs every function draws the same random numbers.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
 
+from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.conversion.block_lists import BlockLists
 from revzoo.conversion.similarity import run_network
 from revzoo.errors import ConversionError, UnknownNameError, join_names
+from revzoo.runtime.block_branch import leave_out_unreturned
 from revzoo.runtime.block_conventions import find_state, get_state, leave_out_caches, put_state
-from revzoo.runtime.nested import map_tensors
-from revzoo.runtime.silenced import Branch, remove_switches, silence
+from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.silenced import Branch, silence
 
 Split = tuple[str | Sequence[str], str | Sequence[str]]
 Branches = tuple[Branch, Branch]
@@ -54,17 +58,6 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 _SPACINGS = 4.0  # by how many relative spacings of its numbers rounding may change a state
 _USUAL = "Leave out split= to make whole blocks the steps."
-
-
-class _Whole(nn.Module):
-    """A block without its hooks."""
-
-    def __init__(self, block: nn.Module):
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.block.forward(*args, **kwargs)
 
 
 def find_branches(model: nn.Module, lists: BlockLists, split: Split, batch: Any) -> dict[nn.Module, Branches]:
@@ -112,8 +105,26 @@ def _find_parts(block: nn.Module, name: str, branch: str | Sequence[str]) -> tup
     )
 
 
+class _SameDraws(TorchFunctionMode):
+    """Every function draws the same random numbers whenever it is called, so two runs have the same masks.
+
+    Args:
+        device: of the state.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        torch.default_generator.manual_seed(0)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).manual_seed(0)
+        return func(*args, **(kwargs or {}))
+
+
 class _Trial:
-    """A block, run with random states and parameters.
+    """A copy of a block, run with random states and parameters.
 
     Args:
         block: the block.
@@ -125,53 +136,90 @@ class _Trial:
         self._block = block
         self._name = name
         self._parts = parts
-        self._parameters: dict[str, Tensor] = {}
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Branches:
         """Return the branches, which have been tested with these arguments."""
-        self._parameters = {f"block.{key}": _randomize(p) for key, p in self._block.named_parameters()}
         state, key = find_state(self._block, self._name, args, kwargs)
-        x = torch.randn_like(state)
-        positional, keywords = leave_out_caches(args, kwargs)
+        given = leave_out_caches(args, kwargs)
+        with preserve_random_streams([state, *self._block.parameters()]):
+            try:
+                self._block = copy.deepcopy(self._block)
+                for p in self._block.parameters():
+                    p.data = _randomize(p.data)
+                    p.requires_grad_(p.is_floating_point())
+                x = torch.randn_like(state)
 
-        def run(x: Tensor) -> Tensor:
-            value = functional_call(_Whole(self._block), self._parameters, *put_state(x, key, positional, keywords))
-            return cast(Tensor, get_state(value))
+                def run(x: Tensor) -> Any:
+                    args, kwargs = put_state(x, key, *given)
+                    return self._block.forward(*args, **kwargs)
 
-        try:
-            return self._split(run, x)
-        except ConversionError:
-            raise
-        except Exception as error:
-            raise ConversionError(
-                f"{self._name} cannot run one of its branches without the other: {type(error).__name__}: {error}. {_USUAL}"
-            ) from error
-        finally:
-            remove_switches(self._block)
+                return self._find_and_test(run, x)
+            except ConversionError:
+                raise
+            except Exception as error:
+                raise ConversionError(
+                    f"{self._name} cannot run one of its branches without the other: {type(error).__name__}: {error}. {_USUAL}"
+                ) from error
 
-    def _split(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Branches:
+    def _find_and_test(self, run: Callable[[Tensor], Any], x: Tensor) -> Branches:
         first, second = self._parts
         rest = list(_find_rest(self._block, "", {*first, *second}))
-        with silence(self._block, Branch((*first, *second, *rest), {}), self._name, x.dtype) as returned:
-            whole = run(x)
+        watched = Branch((*first, *second, *rest), {})
+        self._block.eval()
+        with silence(self._block, watched, self._name, x.dtype) as returned:
+            run(x)
         returns = {path: map_tensors(lambda _: None, value) for path, value in returned.items()}
         branches = (
             self._add_idle(self._make_branch(first, second, returns), run, x, rest, returns),
             self._add_idle(self._make_branch(second, first, returns), run, x, rest, returns),
         )
         self._require_single_statistics(branches)
-        y = x
+        for training in (False, True):
+            self._block.train(training)
+            with _SameDraws(x.device):
+                with silence(self._block, watched, self._name, x.dtype):
+                    whole = run(x)
+                attributes = self._read_attributes()
+                value = self._run_branches(branches, run, x)
+            self._require_same_state(get_state(whole), get_state(value))
+            self._require_same_rest([*tensors_in(whole)], [*tensors_in(value)], "returns beside its state")
+            self._require_same_rest(attributes, self._read_attributes(), "sets as an attribute")
+        if unknown := [path for path in rest if all(path in branch.silent for branch in branches)]:
+            raise ConversionError(
+                f"{unknown[0]} of {self._name} does nothing on this batch, so it is not known to which of the two steps it "
+                f"belongs. {_USUAL}"
+            )
+        return branches
+
+    def _run_branches(self, branches: Branches, run: Callable[[Tensor], Any], x: Tensor) -> Any:
+        """Return what the block returns when its branches run in two steps."""
+        value, returned = x, dict[str, Any]()
         for branch in branches:
-            with silence(self._block, branch, self._name, x.dtype):
-                y = run(y)
-        difference = float((y - whole).double().norm() / whole.double().norm())
-        if not difference <= _SPACINGS * torch.finfo(x.dtype).eps:
+            with silence(self._block, branch, self._name, x.dtype, returned) as seen:
+                value = run(get_state(value))
+            returned = leave_out_unreturned(seen, value)
+        return value
+
+    def _read_attributes(self) -> list[Tensor]:
+        """Return the tensors that modules hold as attributes, which are no parameters or buffers."""
+        values = (each for module in self._block.modules() for each in vars(module).values())
+        return [t for each in values if isinstance(each, Tensor | tuple | list) for t in tensors_in(each)]
+
+    def _require_same_state(self, whole: Tensor, split: Tensor) -> None:
+        difference = float((split - whole).double().norm() / whole.double().norm())
+        if not difference <= _SPACINGS * torch.finfo(whole.dtype).eps:
+            first, second = self._parts
             raise ConversionError(
                 f"{self._name} is not {join_names(first)} added to the state, then {join_names(second)}: this returns "
                 f"something else than the block, by {difference:.1e} of its size. Branches side by side (GPT-J), in "
                 f"another order, or with a norm behind the sum (BERT) cannot be two steps. {_USUAL}"
             )
-        return branches
+
+    def _require_same_rest(self, whole: Sequence[Tensor], split: Sequence[Tensor], what: str) -> None:
+        if len(whole) != len(split) or not all(map(_is_alike, whole, split)):
+            raise ConversionError(
+                f"{self._name} {what} a tensor that is another one when its two branches run in two steps. {_USUAL}"
+            )
 
     def _make_branch(self, parts: tuple[str, ...], other: tuple[str, ...], returns: Mapping[str, Any]) -> Branch:
         """Return the branch that is left when the parts of the other one are silenced."""
@@ -183,7 +231,7 @@ class _Trial:
         return Branch(parts, {path: returns.get(path) for path in other}, needed)
 
     def _add_idle(
-        self, branch: Branch, run: Callable[[Tensor], Tensor], x: Tensor, rest: Sequence[str], returns: Mapping[str, Any]
+        self, branch: Branch, run: Callable[[Tensor], Any], x: Tensor, rest: Sequence[str], returns: Mapping[str, Any]
     ) -> Branch:
         """Return the branch without what need not run either: the other branch's norms, dropout and scales."""
         given = dict[str, bool]()  # of each submodule that is given a state: whether it is anything but zeros
@@ -196,15 +244,15 @@ class _Trial:
                         given[path] = given.get(path, False) or any(bool(t.any()) for t in tensors)
 
                 stack.callback(self._block.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True).remove)
-            out = run(x)
-            leaves = {key: p for key, p in self._parameters.items() if p.requires_grad}
+            out = get_state(run(x))
+            leaves = {key: p for key, p in self._block.named_parameters() if p.requires_grad}
             reached = set[str]()
             if out.requires_grad:
                 gradients = torch.autograd.grad(out.sum(), list(leaves.values()), allow_unused=True)
                 reached = {key for key, g in zip(leaves, gradients, strict=True) if g is not None}
 
         def is_idle(path: str) -> bool:
-            own = {key for key in leaves if key.startswith(f"block.{path}.")}
+            own = {key for key in leaves if key.startswith(f"{path}.")}
             return not given[path] or (bool(own) and not own & reached)
 
         idle = {path: returns.get(path) for path in rest if path in given and is_idle(path)}
@@ -237,4 +285,14 @@ def _randomize(p: Tensor) -> Tensor:
     if not p.is_floating_point() or p.dtype.itemsize < 2:
         return p
     size = 0.5 if p.dim() < 2 else p[0].numel() ** -0.5
-    return (p + size * torch.randn_like(p)).detach().requires_grad_()
+    return p + size * torch.randn_like(p)
+
+
+def _is_alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same but for rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    tolerance = _SPACINGS * torch.finfo(a.dtype).eps
+    return torch.equal(a, b) or bool((a - b).double().norm() <= tolerance * a.double().norm())

@@ -61,11 +61,11 @@ class BranchStep(BlockStep):
         with silence(self.block, self.branch, self.name, arguments.dtype, arguments.beside) as seen:
             out = super().forward(state, arguments)
         if is_first_run and self.following is not None:
-            returned.beside = _leave_out_unreturned(seen, returned.value)
+            returned.beside = leave_out_unreturned(seen, returned.value)
         return out
 
 
-def _leave_out_unreturned(seen: dict[str, Any], value: Any) -> dict[str, Any]:
+def leave_out_unreturned(seen: dict[str, Any], value: Any) -> dict[str, Any]:
     """Return what submodules have returned, without tensors that the block does not return: nobody needs them longer."""
     handed_on = {id(t) for t in tensors_in(value)}
     return {path: map_tensors(lambda t: t if id(t) in handed_on else None, part) for path, part in seen.items()}

@@ -45,11 +45,30 @@ def raises(m, x):
     return x + h + m.mlp(x)
 
 
+def attribute(m, x):
+    m.normed = m.norm1(x)
+    x = x + m.attn(m.normed)
+    return x + m.mlp(m.norm2(x))
+
+
+def noise_in_training(m, x):
+    x = x + m.attn(m.norm1(x)) + m.training * torch.randn_like(x)
+    return x + m.mlp(m.norm2(x))
+
+
+def change_in_between(m, x):
+    y = x + m.attn(m.norm1(x))
+    return y + m.mlp(m.norm2(y)), y - x
+
+
 CANNOT = {
     "side by side": ({"write": side_by_side}, "blocks.0 is not attn added to the state, then mlp: .* cannot be two steps"),
     "other order": ({"write": other_order}, "cannot be two steps"),
     "norm behind the sum": ({"write": norm_behind_the_sum}, "cannot be two steps"),
     "a bias": ({"write": own_bias}, "cannot be two steps"),
+    "an attribute": ({"write": attribute}, "blocks.0 sets as an attribute a tensor that is another one"),
+    "noise in training": ({"write": noise_in_training}, "cannot be two steps"),
+    "another result": ({"write": change_in_between}, "blocks.0 returns beside its state a tensor that is another one"),
     "no call": ({"write": functional}, "blocks.0 does not call attn as a submodule"),
     "an error": ({"write": raises}, "blocks.0 cannot run one of its branches without the other: ArithmeticError: nothing to"),
 }
@@ -66,6 +85,27 @@ def test_what_cannot_be_split_is_refused_with_the_reason(name):
     with pytest.raises(ConversionError, match=message):
         revzoo.reversible_(model, batch=X, split=SPLIT)
     assert is_untouched(model)
+
+
+def side_by_side_with_one_norm(m, x):
+    return x + m.attn(m.norm1(x)) + m.mlp(m.norm1(x))
+
+
+@pytest.mark.parametrize("write", [None, side_by_side_with_one_norm])
+def test_a_norm_at_two_places_keeps_its_weights(write):
+    torch.manual_seed(0)
+    model = Toy() if write is None else Toy(write=write)
+    for block in model.blocks:
+        block.norm2 = block.norm1
+    parameters, before = list(model.parameters()), [p.clone() for p in model.parameters()]
+    if write is None:
+        revzoo.preview_reversible(model, batch=X)
+        revzoo.reversible_(model, batch=X, split=SPLIT)
+    else:
+        with pytest.raises(ConversionError, match="cannot be two steps"):
+            revzoo.reversible_(model, batch=X, split=SPLIT)
+    assert all(p is known for p, known in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(p, known) for p, known in zip(model.parameters(), before, strict=True))
 
 
 def test_the_fast_path_of_torch_is_refused():
