@@ -71,6 +71,7 @@ class Record:
         flops: of every atom's forward.
         total_flops: of the whole step.
         inner_bytes: by atom, the peak of what it allocates while it runs.
+        copied_bytes: by atom, running statistics, which a second run moves on copies.
         storages: what outlives an atom, in order of appearance.
         gradient_bytes: by position in the log of backward, what backward itself has allocated.
         first_unpack: by atom, when backward first asks for something saved in it; -1 if it never does.
@@ -85,6 +86,7 @@ class Record:
     flops: list[int]
     total_flops: int
     inner_bytes: list[int]
+    copied_bytes: list[int]
     storages: list[Storage]
     gradient_bytes: list[int]
     first_unpack: list[int]
@@ -270,6 +272,7 @@ def _summarise(
         flops=recorder.flops,
         total_flops=recorder.counter.forward + recorder.counter.backward,
         inner_bytes=inner,
+        copied_bytes=[sum(node.meta["example_value"].nbytes for node in atom.statistics) for atom in atoms],
         storages=list(storages.values()),
         gradient_bytes=gradient or [0],
         first_unpack=first,

@@ -268,12 +268,12 @@ class Span:
             passing: what is kept and dies when the last of the atoms has read it.
         """
         choices = self._choices
-        storages, inner = choices.record.storages, choices.record.inner_bytes
+        storages, inner, copied = choices.record.storages, choices.record.inner_bytes, choices.record.copied_bytes
         last = {k: i for i in again for k in choices.reads[i]}
         stays = {k for k in self.own if storages[k].saved_by} if wanted is None else set(wanted)
         total = highest = sum(choices.sizes[k] for k in passing)
         for i in again:
-            highest = max(highest, total + inner[i])
+            highest = max(highest, total + inner[i] + copied[i])
             for k in choices.born[i]:
                 if k not in kept and (k in stays or last.get(k, -1) > i):
                     total += choices.sizes[k]
