@@ -50,7 +50,7 @@ def take_fingerprint(x: Tensor, *, bits: bool = False, of_part: bool = False) ->
         bits: whether every bit counts, as in exact arithmetic.
         of_part: read only some elements.
     """
-    x, placements = x.detach(), ()
+    x, placements = x.detach().resolve_neg(), ()
     if type(x) is not Tensor:
         placements = getattr(x, "placements", ())  # of a DTensor
         if not placements:

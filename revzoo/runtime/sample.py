@@ -18,7 +18,14 @@ def read_sample(x: Tensor) -> bytes | None:
 
     None for a tensor that is not on a CPU, has no elements or no memory of its own, is of a subclass, or not strided.
     """
-    if x.__class__ is not Tensor or not x.is_cpu or x.layout is not torch.strided or x.is_nested or _is_wrapper(x):
+    if (
+        x.__class__ is not Tensor
+        or not x.is_cpu
+        or x.layout is not torch.strided
+        or x.is_nested
+        or x.is_neg()
+        or _is_wrapper(x)
+    ):
         return None
     size = x.element_size()
     offsets, piece, extent = _spread(x.shape, x.stride(), size)

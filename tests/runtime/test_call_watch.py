@@ -324,7 +324,7 @@ def test_a_sample_is_of_the_elements_of_a_tensor_alone(shape, dtype):
     assert len(set(read_sample(view))) <= 2 * view.element_size()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")  # by PyTorch 2.11's jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of forward derivatives, when they are first used
 def test_what_has_no_bytes_has_no_sample():
     freed = torch.ones(9)
     freed.untyped_storage().resize_(0)
@@ -338,3 +338,20 @@ def test_what_has_no_bytes_has_no_sample():
     zeros = torch._efficientzerotensor(4, dtype=torch.float32)
     assert [read_sample(x) for x in (zeros, zeros[1:])] == [None] * 2
     assert read_sample(torch.ones(1).expand(4, 5)) == read_sample(torch.ones(1))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "selective", "invert"])
+def test_a_tensor_with_the_negative_bit_is_compared(mode):
+    class Spectrum(nn.Linear):
+        def forward(self, x):
+            negated = torch.fft.rfft(super().forward(x)).conj().imag
+            return torch.fft.irfft(negated * negated.sin(), n=8)
+
+    torch.manual_seed(0)
+    chain = ReversibleChain([Spectrum(8, 8) for _ in range(3)], exact=True)
+    x = torch.randn(2, 4, 8).requires_grad_()
+    gradients = {}
+    for each in ("store", mode):
+        chain.schedule = each
+        gradients[each] = torch.autograd.grad(sum(y.square().sum() for y in chain(*x)), [x, *chain.parameters()])
+    assert all(map(torch.equal, gradients["store"], gradients[mode]))
