@@ -1,6 +1,7 @@
 """What autograd saves in a call is compared with that of its second run: all of it, however little the output shows."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.analysis.dry_run import find_block_chains
 from revzoo.errors import RecoveryError
-from revzoo.runtime import LayerChain, ReversibleChain, call_watch, fingerprint
+from revzoo.runtime import LayerChain, ReversibleChain, call_watch, fingerprint, tripwire
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.sample import read_sample
 from revzoo.runtime.tripwire import Watch
@@ -292,6 +293,8 @@ def test_on_a_device_a_part_of_every_tensor_is_compared_in_some_calls(monkeypatc
     """Played by the CPU. Of a call's first tensors, one in eight is."""
     for module in (call_watch, fingerprint):
         monkeypatch.setattr(module, "can_read_now", lambda x: False)
+    for queue in ("_waiting", "_transfers"):  # of its own, of which nothing is left for other tests
+        monkeypatch.setattr(tripwire, queue, deque())
     judged = []
     monkeypatch.setattr(Watch, "judge", lambda self, comparison, expected, actual: judged.append(comparison))
     monkeypatch.setattr("revzoo.runtime.host_copy.can_read_now", lambda x: True)
