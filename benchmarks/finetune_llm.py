@@ -132,13 +132,14 @@ def make_tables(parts: dict[str, Any]) -> Iterator[Table]:
     if "time" in parts:
         yield _make_table(
             f"CPU time of a step; goal: at most {MOST_TIME} of checkpointed",
-            ("network", "method", "seconds", "of checkpointed", "missed"),
+            ("network", "method", "seconds", "of checkpointed", "FLOPs of checkpointed", "missed"),
             (
                 (
                     row["network"],
                     method,
                     f"{seconds:.3f}",
                     f"{row['of_checkpointed'][method]:.3f}",
+                    f"{row['flops_of_checkpointed'][method]:.3f}",
                     _mark(row["missed"], method),
                 )
                 for row in parts["time"]["rows"]

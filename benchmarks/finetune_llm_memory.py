@@ -7,6 +7,8 @@ Networks are random, tokens too; dropout is off. Bytes are counted, and neither 
     blocks    what is kept because of the blocks: less what the same network keeps that has none
 
 Time is that of the process on one core. The methods take turns, and the median ratio to checkpointing of all rounds counts.
+FLOPs are those of matrix products: checkpointing ends a block's second run at its last product, whose output backward does not
+need; inversion needs it to get the state before.
 """
 
 import itertools
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
@@ -155,7 +158,7 @@ def count_step(network: nn.Module, ids: Tensor) -> tuple[int, int]:
 
 
 def measure_time(setting: Setting, rounds: int) -> dict[str, Any]:
-    """Return the seconds of a step by each method, and the median of their ratios to checkpointing."""
+    """Return the seconds of a step by each method, the median of their ratios to checkpointing, and the ratio of the FLOPs."""
     ids, networks = setting.draw_ids(), {}
     for method in METHODS:
         networks[method] = setting.make()
@@ -168,14 +171,23 @@ def measure_time(setting: Setting, rounds: int) -> dict[str, Any]:
             if i:  # the first round warms up
                 seconds[method].append(time.process_time() - start)
             network.zero_grad()
+    flops = {method: _count_flops(network, ids) for method, network in networks.items()}
     base = seconds["checkpointed"]
     ratios = {name: statistics.median(a / b for a, b in zip(each, base, strict=True)) for name, each in seconds.items()}
     return {
         "rounds": rounds,
         "seconds": {method: statistics.median(each) for method, each in seconds.items()},
         "of_checkpointed": ratios,
+        "flops_of_checkpointed": {method: count / flops["checkpointed"] for method, count in flops.items()},
         "missed": [f"{name}: at most {MOST_TIME}" for name in ("8 bits", "4 bits") if ratios[name] > MOST_TIME],
     }
+
+
+def _count_flops(network: Any, ids: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        network(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    network.zero_grad()
+    return counter.get_total_flops()
 
 
 @contextmanager

@@ -9,7 +9,7 @@
 On a CPU, a second run on the same input repeats every bit if one thread computes. With several, or where the compiler may have
 made another kernel meanwhile, sums may be added up in another order.
 
-Cost: on a CPU up to 512 bytes for each tensor that autograd saves, or its hash where bits repeat; elsewhere at most 64 bytes
+Cost: on a CPU up to 1 KiB for each tensor that autograd saves, or its hash where bits repeat; elsewhere at most 64 bytes
 for each that leaves a fingerprint.
 
 Nothing is kept alive for this: a tensor is sampled when two others have been saved after it. By then the operation has run that
@@ -19,7 +19,6 @@ it was saved for, which may have filled it (the noise of RReLU).
 from collections import deque
 from collections.abc import Mapping
 from random import Random
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +35,6 @@ _LARGEST_DIFFERENCE = 1e-2  # relative, of two runs whose inputs or kernels diff
 _REORDERED = 64  # the same on a CPU with the same input, where only the order of sums differs, in spacings of the numbers
 _SHARE = 1 / 8  # of the tensors of which a part is read
 _choose = Random(0).random  # the numbers of Python's own are the user's
-
-
-class _Saved(NamedTuple):
-    slot: int
-    tensor: Tensor
-    version: int
 
 
 class CallWatch:
@@ -64,7 +57,7 @@ class CallWatch:
         self._reads_whole = reads_whole
         self._is_on_cpu = can_read_now(x)
         self._repeats_bits = same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not replay.is_compiled
-        self._latest: deque[_Saved] = deque()  # two, since the last is often a weight
+        self._latest: deque[tuple[int, Tensor, int]] = deque()  # slot, tensor, version; two, since the last is often a weight
         self._taken: list[tuple[int, Fingerprint | int | bytes]] = []  # by slot; of samples the hash, where bits repeat
 
     @leave_uncompiled  # a compiled step calls it
@@ -74,10 +67,10 @@ class CallWatch:
             return
         latest = self._latest
         if len(latest) == 2:
-            earlier = latest.popleft()
-            if earlier.tensor is not latest[0].tensor and earlier.tensor._version == earlier.version:
-                self._sample(earlier.slot, earlier.tensor)
-        latest.append(_Saved(slot, tensor, tensor._version))
+            earlier, saved, version = latest.popleft()
+            if saved is not latest[0][1] and saved._version == version:
+                self._sample(earlier, saved)
+        latest.append((slot, tensor, tensor._version))
 
     def end_first_run(self) -> None:
         """Take the fingerprints of the last two, and let go of all tensors."""
@@ -125,7 +118,8 @@ class CallWatch:
 
     def _is_telling(self, tensor: Tensor) -> bool:
         """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""
-        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+        base = tensor._base if tensor._is_view() else tensor
+        if base.__class__ is not Tensor and isinstance(base, nn.Parameter):  # the first test takes a fifth of the time
             return False
         if self._replay.holds_moving(tensor):
             return False

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from ctypes import c_char
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 _PIECES, _PIECE_BYTES = 8, 64
 _is_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_Read = Callable[[int], bytes]  # from the address of the first element
 
 
 def read_sample(x: Tensor) -> bytes | None:
-    """Return the bytes of elements spread evenly over a tensor: at most 8 pieces of 64 bytes.
+    """Return the bytes of elements spread evenly over a tensor: about 8 pieces of 64 bytes, fewer than 16.
 
     None for a tensor that is not on a CPU, has no elements or no memory of its own, is of a subclass, or not strided.
     """
@@ -28,20 +28,20 @@ def read_sample(x: Tensor) -> bytes | None:
     ):
         return None
     size = x.element_size()
-    offsets, piece, extent = _spread(x.shape, x.stride(), size)
-    storage, start = x.untyped_storage(), x.storage_offset() * size
+    read, extent = _find_pieces(x.shape, x.stride(), size)
+    storage, start = x.untyped_storage(), int(x.storage_offset()) * size
     try:
         memory = storage.data_ptr()
     except RuntimeError:  # the zeros of forward derivatives have no memory
         return None
-    if not offsets or not memory or storage.nbytes() < start + extent:  # FSDP frees that of weights
+    if not extent or not memory or storage.nbytes() < start + extent:  # FSDP frees that of weights
         return None
-    return b"".join([piece.from_address(memory + start + offset).raw for offset in offsets])
+    return read(memory + start)
 
 
 @lru_cache(maxsize=1024)
-def _spread(shape: torch.Size, strides: tuple[int, ...], size: int) -> tuple[list[int], Any, int]:
-    """Return where the pieces begin [bytes], their type, and how many bytes there are from the first element to the last.
+def _find_pieces(shape: torch.Size, strides: tuple[int, ...], size: int) -> tuple[_Read, int]:
+    """Return what reads the pieces, and how many bytes there are from the first element to the last, 0 without elements.
 
     Args:
         shape: of the tensor.
@@ -53,9 +53,13 @@ def _spread(shape: torch.Size, strides: tuple[int, ...], size: int) -> tuple[lis
     run = 1  # elements in a row without a gap
     while dims and dims[0][0] == run:
         run *= dims.pop(0)[1]
-    length = min(run, max(1, _PIECE_BYTES // size))
+    if not count:
+        return bytes, 0
+    if not dims:
+        return _read_dense(run * size), run * size
+    length = min(run, _PIECE_BYTES // size)
     starts = set[int]()
-    for i in range(_PIECES if count else 0):
+    for i in range(_PIECES):
         outer, inner = divmod(i * (count - 1) // (_PIECES - 1), run)
         start = min(inner, run - length)
         for stride, n in dims:
@@ -63,4 +67,19 @@ def _spread(shape: torch.Size, strides: tuple[int, ...], size: int) -> tuple[lis
             start += place * stride
         starts.add(start * size)
     extent = run + sum(stride * (n - 1) for stride, n in dims)
-    return sorted(starts), c_char * (length * size), extent * size
+    return _read_each(sorted(starts), length * size), extent * size
+
+
+def _read_dense(extent: int) -> _Read:
+    """Return what reads pieces of memory without gaps; one slice for all takes a fourth of the time of one after the other."""
+    if extent < 2 * _PIECES * _PIECE_BYTES:
+        whole = c_char * extent
+        return lambda address: whole.from_address(address).raw
+    pieces = extent // _PIECE_BYTES
+    kind, step = c_char * _PIECE_BYTES * pieces, (pieces - 1) // (_PIECES - 1)
+    return lambda address: memoryview(kind.from_address(address))[::step].tobytes()
+
+
+def _read_each(starts: list[int], length: int) -> _Read:
+    piece = c_char * length
+    return lambda address: b"".join([piece.from_address(address + start).raw for start in starts])
