@@ -8,10 +8,21 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 class RevzooError(Exception):
     """Base of every error that is addressed to the user."""
+
+    def __reduce__(self) -> tuple[Any, ...]:  # the message is there already, wherever else the error is raised again
+        return _copy_error, (type(self), self.args, self.__dict__)
+
+
+def _copy_error(kind: type[RevzooError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RevzooError:
+    """Return an error as it was, without calling its `__init__`, which takes what the message is made of."""
+    error = kind.__new__(kind, *args)
+    error.__dict__ |= attributes
+    return error
 
 
 class UnknownNameError(RevzooError, LookupError):

@@ -1,7 +1,8 @@
 """Loaders in which every random choice is a function of the seed, the epoch and the example.
 
 Order and augmentation never draw from the global random generators. A run that was interrupted and resumed therefore sees
-exactly the batches of an uninterrupted one, with any number of loader processes, and from the middle of an epoch too.
+exactly the batches of an uninterrupted one, with any number of loader processes, and from the middle of an epoch too. The
+processes that train share each batch; which examples are in it does not depend on how many they are.
 """
 
 import hashlib
@@ -48,20 +49,21 @@ class Data:
     language model; `class_names` is None where the data set does not name its classes. `notes` are remarks for the reader.
 
     Args:
-        train: examples for training; an incomplete last batch is left out.
+        train: examples for training; an incomplete last batch of all processes is left out.
         test: examples for evaluation, all of them, in order.
         options: batch size per process and number of loader processes.
         seed: determines order and augmentation.
+        processes: number of processes that share each batch.
     """
 
-    def __init__(self, train: Examples, test: Examples, options: DataOptions, seed: int):
+    def __init__(self, train: Examples, test: Examples, options: DataOptions, seed: int, processes: int = 1):
         self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, example_noun(train)
         names = getattr(train, "class_names", None)
         self.class_names: list[str] | None = None if names is None else list(names)
         self.notes = [*getattr(train, "notes", ()), *getattr(test, "notes", ())]
         self.num_train, self.num_test = len(train), len(test)
         self._examples, self._test_examples = train, test
-        self._sampler = EpochSampler(len(train), seed)
+        self._sampler = EpochSampler(len(train), seed, options.batch_size, processes)
         self.train = _make_loader(train, options, sampler=self._sampler, drop_last=True)
         self.test = _make_loader(test, options)
 
@@ -82,18 +84,35 @@ class Data:
 
 
 class EpochSampler(Sampler[int]):
-    """A permutation that depends on the seed and on `epoch`, without its first `skip` indices."""
+    """A permutation that depends on the seed and on `epoch`, without its first `skip` indices, batch by batch.
 
-    def __init__(self, length: int, seed: int):
+    A batch is shared by all processes: the first `batch_size` of its indices are for the first process, and so on. Each gets a
+    run of indices from the batch's first half, and for each of them the one in the same place from the batch's end, so that
+    mixup finds its pairs in one process.
+
+    Args:
+        length: number of examples.
+        seed: determines the permutation.
+        batch_size: examples per process.
+        processes: number of processes.
+    """
+
+    def __init__(self, length: int, seed: int, batch_size: int, processes: int):
         self.length, self.seed = length, seed
         self.epoch = self.skip = 0
+        half, whole = batch_size // 2, batch_size * processes
+        first = torch.arange(half * processes).view(processes, half)
+        middle = torch.arange(half * processes, whole - half * processes).view(processes, -1)  # where the size is odd
+        self._places = torch.cat([first, middle, whole - 1 - first.flip(1)], 1).flatten()
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.length, generator=make_generator(self.seed, self.epoch))
-        return iter(order[self.skip :].tolist())
+        order = torch.randperm(self.length, generator=make_generator(self.seed, self.epoch))[self.skip :]
+        whole = len(self._places)
+        batches = order[: len(order) // whole * whole].view(-1, whole)
+        return iter(batches[:, self._places].flatten().tolist())
 
 
 def _hash(contents: Iterable[bytes]) -> str:

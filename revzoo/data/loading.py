@@ -41,7 +41,7 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
             f"The {len(train)} training {example_noun(train)} are too few for one batch{places}. Received: "
             f"data.batch_size={options.batch_size}. Use {f'data.batch_size={most} or less' if most else 'fewer processes'}."
         )
-    return Data(train, test, options, seed)
+    return Data(train, test, options, seed, processes or 1)
 
 
 def _require_fitting_input(name: str, input: Input) -> None:

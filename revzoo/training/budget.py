@@ -161,10 +161,10 @@ class _Step:
         self._model, self._loss = run.model, run.loss
         recipe, device = run.recipe, run.accelerator.device
         with seeded(recipe.train.seed):
-            self.batch = run.model.example_input(recipe.data.batch_size, "cpu")
+            self.batch = run.model.example_input(run.batch_size, "cpu")
             # A language model has one label for each id; the loss flattens them as they are here.
             labels = torch.zeros(self.batch.numel() if run.data.num_classes is None else len(self.batch), dtype=torch.int64)
-            targets = run.mix(self.batch.clone(), labels)[1]
+            targets = run.mix(self.batch.clone(), labels, recipe.train.seed)[1]
         self.batch, self._targets = self.batch.to(device), targets.to(device)
         gradients = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
         self._accumulates = recipe.train.accumulate > 1

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from revzoo.errors import InputError, join_names
 from revzoo.training.options import Recipe
-from revzoo.training.origin import ORIGIN, Origin
+from revzoo.training.origin import read_origin
 from revzoo.training.setup import Run
 
 # What can change between two updates and then does what it says. Everything else has no effect in a resumed run, as the weights
@@ -29,6 +29,7 @@ _CHANGEABLE = (
     "train.mixed_precision",
     "train.optimizer_in_backward",
     "train.save_every",
+    "train.timeout_seconds",
 )
 _PLANNED = (
     "memory",
@@ -52,12 +53,7 @@ def check_changes(run: Run, typed: Iterable[str], accept: bool) -> dict[str, str
         InputError: something has changed that cannot, or that nobody has accepted. All changes are listed.
         CheckpointError: the newest state does not say what the run was started with.
     """
-    state = run.folder.find_state()
-    try:
-        origin = Origin.load(state)
-    except (OSError, ValueError, TypeError) as error:
-        raise run.folder.explain_damage(state / ORIGIN, error) from error
-    changes = origin.list_changes(run.origin)
+    changes = read_origin(run.folder).list_changes(run.origin)
     lines = [f"{path}: {words}" for path, words in changes.items()]
     folder, done = run.folder.path, run.progress.epoch
     impossible = [path for path in changes if not _is_within(path, _CHANGEABLE)]

@@ -3,6 +3,9 @@
 import math
 
 import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from revzoo.checkpoint.files import find_not_finite
 from revzoo.errors import RevzooError, join_names
@@ -13,12 +16,21 @@ class DivergedError(RevzooError, ArithmeticError):
     """The loss or the weights are infinite or not a number."""
 
 
-def check_training_loss(run: Run) -> None:
-    """Raise DivergedError, in every process, unless the sum of this epoch's losses is finite in every process."""
-    own = torch.tensor([run.progress.loss_sums[run.accelerator.process_index]], device=run.accelerator.device)
-    for loss_sum in run.accelerator.gather(own).tolist():
-        if not math.isfinite(loss_sum):
-            raise _explain(run, f"The training loss is {loss_sum}")
+def add_losses(run: Run, losses: list[Tensor]) -> None:
+    """Add training losses of every process to the sum of this epoch, and empty the list; all processes call this together.
+
+    Sums in double precision of losses in single precision are exact in all but strange cases, so that it does not matter when
+    they are added, and by how many processes.
+
+    Raises:
+        DivergedError: one of them is not finite; raised in every process.
+    """
+    own = math.fsum(torch.stack(losses).tolist()) if losses else 0.0
+    losses.clear()
+    total = math.fsum(gather_object([own]))
+    if not math.isfinite(total):
+        raise _explain(run, f"The training loss is {total}")
+    run.progress.loss_sum += total
 
 
 def check_test_loss(run: Run, loss: float) -> None:
@@ -29,14 +41,17 @@ def check_test_loss(run: Run, loss: float) -> None:
 
 def check_weights(run: Run) -> None:
     """Raise DivergedError, in every process, unless all weights, and their running average, are finite in every process."""
-    names = find_not_finite(run.model.state_dict())
+    names = _find_own_not_finite(run.model)
     if run.ema is not None:
-        names += [f"the running average of {name}" for name in find_not_finite(run.ema.module.state_dict())]
-    counts = run.accelerator.gather(torch.tensor([len(names)], device=run.accelerator.device))
-    if counts.sum() > 0:
-        raise _explain(
-            run, f"There are infinities or NaN in the weights ({join_names(names or ['in another process'], most=4)})"
-        )
+        names += [f"the running average of {name}" for name in _find_own_not_finite(run.ema.module)]
+    if everywhere := list(dict.fromkeys(gather_object(names))):
+        raise _explain(run, f"There are infinities or NaN in the weights ({join_names(everywhere, most=4)})")
+
+
+def _find_own_not_finite(model: nn.Module) -> list[str]:
+    """Return the names of the tensors of which this process holds infinities or NaN: of sharded ones it has a part."""
+    tensors = model.state_dict()
+    return find_not_finite({name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()})
 
 
 def _explain(run: Run, what: str) -> DivergedError:

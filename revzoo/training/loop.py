@@ -3,9 +3,10 @@
     revzoo train digits                                                 one process
     accelerate launch --num_processes 8 -m zoo_cli train RECIPE ...     several, each with a GPU
 
-Every random number of a batch depends only on (seed, epoch, batch, process), so no state of a random generator is saved, and a
-resumed run ends with the weights and metrics of an uninterrupted one: bit for bit where the kernels are deterministic, as on
-CPUs. After a signal the current update is finished and a state is saved; a killed run resumes from its newest state.
+Every random number depends only on (seed, epoch, example or batch), and that of a dropout mask on the process, too. So no state
+of a random generator is saved, and a resumed run ends with the weights and metrics of an uninterrupted one: bit for bit where
+the kernels are deterministic, as on CPUs. Another number of processes may resume it, and share the same batches. After a signal
+the current update is finished and a state is saved; a killed run resumes from its newest state.
 """
 
 import json
@@ -32,7 +33,7 @@ from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
 from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.change import check_changes, needs_new_plan
-from revzoo.training.divergence import check_test_loss, check_training_loss, check_weights
+from revzoo.training.divergence import add_losses, check_test_loss, check_weights
 from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
@@ -42,7 +43,7 @@ from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder, claim_free_folder
 from revzoo.training.setup import Run, build_run, make_accelerator
-from revzoo.training.state import gather_losses, load_state, save_state, saving
+from revzoo.training.state import load_state, save_state, saving
 from revzoo.training.verification import describe_gradients
 
 _CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
@@ -129,7 +130,7 @@ def _begin(run: Run, plan: Plan | None) -> Summary:
     """Train from the beginning, in a folder that holds recipe and spec."""
     save_plan(run, plan)
     if run.accelerator.is_main_process:
-        batch = run.model.example_input(run.recipe.data.batch_size)
+        batch = run.model.example_input(run.batch_size)
         in_backward = run.recipe.train.optimizer_in_backward
         run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer, in_backward=in_backward)))
     _print_plan(run, plan)
@@ -184,11 +185,15 @@ def _go_on(run: Run, changes: dict[str, str]) -> Summary:
     """Train from the newest state of the run's folder; changes of the recipe are saved first."""
     load_state(run)
     run.print_start()
-    plan = apply_plan(run, anew=needs_new_plan(changes))
+    processes = run.progress.processes, run.accelerator.num_processes
+    shared_anew = len(set(processes)) > 1  # each process has another part of the batch
+    plan = apply_plan(run, anew=shared_anew or needs_new_plan(changes))
     save_plan(run, plan)
     call_on_main(run.accelerator, lambda: run.folder.drop_records_after(run.progress.epoch))
     done = f"{run.progress.epoch} epochs and {run.progress.batch} batches"
     run.display.console.print(f"Resuming after {done}: {run.folder.path}")
+    if shared_anew:
+        run.display.console.print(f"Processes: {processes[0]} before, {processes[1]} now, which share the same batches.")
     _print_plan(run, plan)
     _verify_gradients(run)
     if changes:
@@ -222,8 +227,7 @@ def _train_epochs(run: Run) -> Summary:
     updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
     with run.display, StopSignal(run.accelerator) as stop, updates:
         for epoch in range(progress.epoch, run.recipe.train.epochs):
-            seen = progress.batch * run.recipe.data.batch_size * run.accelerator.num_processes
-            run.data.start_epoch(epoch, skip=seen)
+            run.data.start_epoch(epoch, skip=progress.examples)
             run.display.start_epoch(epoch, progress.batch)
             signum = _train_epoch(run, epoch, stop) or _finish_epoch(run, epoch, stop)
             if signum:
@@ -239,14 +243,14 @@ def _train_epochs(run: Run) -> Summary:
 def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Train until the end of the epoch or until a signal; return the signal, or 0."""
     options, accelerator, progress = run.recipe.train, run.accelerator, run.progress
-    rank = accelerator.process_index
-    loss_sum = torch.tensor(progress.loss_sums[rank], device=accelerator.device)
+    losses: list[torch.Tensor] = []  # sums over batches that are not yet in the epoch's
     before, began, signum = progress.seconds, time.perf_counter(), 0
     run.wrapped.train()
     for batch, labels in run.train_loader:
-        reseed(options.seed, epoch, progress.batch, rank)
+        key = options.seed, epoch, progress.batch
         with accelerator.accumulate(run.wrapped), _say_when(run):
-            batch, targets = run.mix(batch, labels)
+            batch, targets = run.mix(batch, labels, *key)
+            reseed(*key, accelerator.process_index)
             loss = run.loss(run.wrapped(batch), targets)
             accelerator.backward(loss)
             if accelerator.sync_gradients and options.clip_grad is not None:
@@ -254,8 +258,8 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
             run.optimizer.step()
             run.optimizer.zero_grad()
         progress.batch += 1
-        progress.examples += len(batch)
-        loss_sum += loss.detach() * len(batch)
+        progress.examples += len(batch) * accelerator.num_processes
+        losses.append(loss.detach() * len(batch))
         if not accelerator.sync_gradients:
             continue
         progress.updates += 1
@@ -265,15 +269,13 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
             run.ema.update(run.model, progress.updates)
         signum = stop.poll()
         if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.train_loader):
-            progress.loss_sums[rank] = loss_sum.item()
-            check_training_loss(run)
-            run.display.step(progress.batch, progress.loss_sums[rank] / progress.examples, _read_memory_bytes())
+            add_losses(run, losses)
+            run.display.step(progress.batch, progress.loss_sum / progress.examples, _read_memory_bytes())
         if signum:
             break
         if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.train_loader):
-            progress.loss_sums[rank] = loss_sum.item()
             progress.seconds = before + time.perf_counter() - began
-            check_training_loss(run)
+            add_losses(run, losses)
             save_state(run)
     progress.seconds = before + time.perf_counter() - began
     return signum
@@ -303,18 +305,16 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     except StopRequested as caught:
         return caught.signum
     check_test_loss(run, scores.loss)
-    loss_sums = gather_losses(run)
-    examples = progress.examples * len(loss_sums)
     record = {
         "epoch": epoch + 1,
         "updates": progress.updates,
         "lr": max(group["lr"] for group in run.optimizer.param_groups),  # of the next update
-        "train_loss": sum(loss_sums) / examples,
+        "train_loss": progress.loss_sum / progress.examples,
         "loss": scores.loss,
         "top1": scores.top1,
         "top5": scores.top5,
         "seconds": progress.seconds,
-        f"{run.data.example_noun}_per_second": examples / progress.seconds,
+        f"{run.data.example_noun}_per_second": progress.examples / progress.seconds,
         "memory_bytes": _read_memory_bytes(),
     }
     if run.coupling is not None:
@@ -324,8 +324,8 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     if improved:
         progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
     call_on_main(accelerator, lambda: _write_epoch(run, record, improved))
-    progress.loss_sums = [0.0] * len(loss_sums)
-    progress.epoch, progress.batch, progress.examples, progress.seconds = epoch + 1, 0, 0, 0.0
+    progress.epoch, progress.batch, progress.examples = epoch + 1, 0, 0
+    progress.loss_sum, progress.seconds = 0.0, 0.0
     save_state(run)
     run.display.end_epoch(record, progress.best_top1)
     return 0

@@ -1,5 +1,6 @@
 """Work of one process or of all whose errors every process raises, so that none waits for one that has ended."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -39,4 +40,13 @@ def _call(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return function(), None
     except Exception as error:
-        return None, error
+        return None, _make_portable(error)
+
+
+def _make_portable(error: Exception) -> Exception:
+    """Return the error, or its text as an error where it cannot be sent to other processes."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever an error raises that was not made for it
+        return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    return error

@@ -143,6 +143,7 @@ class TrainOptions:
         save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
         keep_states: how many of the newest states are kept; the older ones are for when a newer one is damaged.
         optimizer_in_backward: update each parameter in backward, as soon as its gradient is complete, and free the gradient.
+        timeout_seconds: how long a process waits for another before it gives up; None: PyTorch's choice, 10 minutes or 30.
     """
 
     epochs: PositiveInt
@@ -156,6 +157,7 @@ class TrainOptions:
     save_every: PositiveInt | None = None
     keep_states: PositiveInt = 2
     optimizer_in_backward: bool = False
+    timeout_seconds: PositiveFloat | None = None
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list, gather_object
+
 from revzoo.data.base import Data
-from revzoo.errors import join_names
+from revzoo.errors import InputError, join_names
 from revzoo.spec import Spec
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import find_differences
 from revzoo.training.options import Recipe
+from revzoo.training.run_folder import RunFolder
 
 ORIGIN = "origin.json"
 
@@ -28,17 +31,19 @@ class Origin:
         spec: the model's spec as plain dicts.
         classes: names of the classes in the order of their labels; None where the data do not name them.
         examples: for each split, the number of examples and the digest of what they are.
+        batch_size: examples of a batch, which the processes share: data.batch_size times as many as there were at the start.
     """
 
     recipe: dict[str, Any]
     spec: dict[str, Any]
     classes: list[str] | None
     examples: dict[str, dict[str, Any]]
+    batch_size: int
 
     @classmethod
-    def of(cls, recipe: Recipe, spec: Spec, data: Data) -> "Origin":
-        """Return what a run with this recipe, model and data is started with."""
-        return cls(to_plain(recipe), to_plain(spec), data.class_names, data.describe_examples())
+    def of(cls, recipe: Recipe, spec: Spec, data: Data, batch_size: int) -> "Origin":
+        """Return what a run with this recipe, model, data and batch is started with."""
+        return cls(to_plain(recipe), to_plain(spec), data.class_names, data.describe_examples(), batch_size)
 
     def save(self, state: Path) -> None:
         """Write origin.json into the folder of a state."""
@@ -70,6 +75,39 @@ class Origin:
                     counts if examples["count"] != now.examples[split]["count"] else "others than then"
                 )
         return changes
+
+
+def read_origin(folder: RunFolder) -> Origin:
+    """Return what the newest state of a folder says the run was started with.
+
+    Raises:
+        CheckpointError: it does not say it.
+    """
+    state = folder.find_state()
+    try:
+        return Origin.load(state)
+    except (OSError, ValueError, TypeError) as error:
+        raise folder.explain_damage(state / ORIGIN, error) from error
+
+
+def require_same_origin(origin: Origin) -> None:
+    """Check that all processes have the same recipe, model, classes and examples.
+
+    Raises:
+        InputError: they have not; raised in every process, with the same message.
+    """
+    [first] = broadcast_object_list([origin])
+    differing = list(first.list_changes(origin))
+    lines = [
+        f"process {number} has other {join_names(names, most=6)}"
+        for number, names in enumerate(gather_object([differing]))
+        if names
+    ]
+    if lines:
+        raise InputError(
+            f"All processes have to train the same model on the same data, and {join_names(lines, most=4)} than process 0. "
+            "Give all of them the same files."
+        )
 
 
 def _compare_names(before: list[str], now: list[str]) -> str:

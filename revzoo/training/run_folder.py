@@ -7,12 +7,15 @@ last.safetensors   weights after the last epoch    best.safetensors   weights wi
 plan.json          the plan, for a recipe with a memory budget
 state/EPOCH-BATCH/ everything needed to resume from there
 state/lock         names the process that works in the folder
+state/job          names the job of torchrun that began the run
+log/               what processes but the first have to say
 """
 
 import json
 import re
 import shutil
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import count
@@ -36,23 +39,27 @@ _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of ever
 class Progress:
     """How far a run has come: everything needed to resume it that is not a tensor.
 
+    Everything is counted over all processes, so that any number of them can go on.
+
     Args:
-        loss_sums: sum of the training losses of the current epoch, one per process; fixes the number of processes.
+        loss_sum: sum of the training losses of the current epoch, over all processes.
         epoch: epochs completed.
-        batch: batches of the current epoch that are done, per process.
+        batch: batches of the current epoch that are done; the processes share each.
         updates: optimizer updates done since the beginning.
-        examples: examples of the current epoch that are done, per process.
+        examples: examples of the current epoch that are done.
+        processes: number of processes that saved the state.
         seconds: time spent on the current epoch.
         top1: after the last complete epoch [%].
         best_top1: best of all epochs [%].
         best_epoch: first epoch that reached `best_top1`, from 1.
     """
 
-    loss_sums: list[float]
+    loss_sum: float = 0.0
     epoch: int = 0
     batch: int = 0
     updates: int = 0
     examples: int = 0
+    processes: int = 1
     seconds: float = 0.0
     top1: float = -1.0
     best_top1: float = -1.0
@@ -67,7 +74,7 @@ class RunFolder:
         self.metrics, self.curves = path / "metrics.jsonl", path / "curves.png"
         self.last, self.best = path / "last.safetensors", path / BEST_WEIGHTS
         self.states, self.plan = path / "state", path / "plan.json"
-        self.lock = self.states / "lock"
+        self.lock, self.job, self.logs = self.states / "lock", self.states / "job", path / "log"
 
     def require_free(self) -> None:
         """Check that a new run can be written here.
@@ -77,7 +84,7 @@ class RunFolder:
         """
         if file := next((path for path in (self.path, *self.path.parents) if path.exists() and not path.is_dir()), None):
             raise InputError(f"The run folder {self.path} cannot be made: {file} is a file. Name another (--out).")
-        if self.path.is_dir() and any(path != self.lock for path in self.path.rglob("*") if path != self.states):
+        if self.path.is_dir() and any(path not in (self.states, self.lock, self.job) for path in self.path.rglob("*")):
             raise InputError(
                 f"The run folder {self.path} is not empty. Resume that run (--resume {self.path}) or name another (--out)."
             )
@@ -146,15 +153,28 @@ class RunFolder:
         state = self.find_state()
         file = state / "progress.json"
         try:
-            progress = Progress(**json.loads(file.read_text()))
+            content = json.loads(file.read_text())
+            progress = None if "loss_sums" in content else Progress(**content)
         except (OSError, ValueError, TypeError) as error:
             raise self.explain_damage(file, error) from error
-        blank = Progress([0.0])
-        same_types = all(type(getattr(progress, f.name)) is type(getattr(blank, f.name)) for f in fields(Progress))
-        valid = same_types and progress.loss_sums and all(type(loss) is float for loss in progress.loss_sums)
+        if progress is None:
+            raise CheckpointError(self._explain_age())
+        blank = Progress()
+        valid = all(type(getattr(progress, f.name)) is type(getattr(blank, f.name)) for f in fields(Progress))
         if not valid or state.name != _state_name(progress):
             raise self.explain_damage(file, "it is not what training wrote")
         return progress
+
+    def _explain_age(self) -> str:
+        return (
+            f"The states in {self.states} are of an earlier version of revzoo, and this one cannot read them. Resume with that "
+            f"version, or start again{self._say_from_weights()}."
+        )
+
+    def _say_from_weights(self) -> str:
+        """Return in words how to start from the last weights, or an empty string where there are none."""
+        command = f"revzoo train {self.path}/config.yaml model.checkpoint={self.last}"
+        return f" from the weights after the last epoch: {command}" if self.last.is_file() else ""
 
     def explain_damage(self, file: Path, reason: object) -> CheckpointError:
         """Return the error for a file of the newest state that cannot be used; it says how to go on."""
@@ -192,16 +212,19 @@ class RunFolder:
     def _explain_loss(self, damaged: list[tuple[Path, str]]) -> str:
         reasons = "; ".join(f"{state.name}: {damage}" for state, damage in damaged)
         text = f"No state in {self.states} can be used ({reasons}). Put one back from a backup, or start again"
-        if self.last.is_file():
-            text += (
-                f"; {self.last} holds weights to start from: revzoo train {self.path}/config.yaml model.checkpoint={self.last}"
-            )
-        return f"{text}."
+        return f"{text}{self._say_from_weights()}."
 
-    def publish_state(self, written: Path, progress: Progress, keep: int) -> None:
-        """Rename a completely written state to its final name, which makes it the newest, and delete all but `keep` states."""
+    def publish_state(self, written: Path, progress: Progress, keep: int, checksums: Mapping[str, str]) -> None:
+        """Rename a completely written state to its final name, which makes it the newest, and delete all but `keep` states.
+
+        Args:
+            written: folder of the files.
+            progress: is written, too, and gives the name.
+            keep: how many states stay.
+            checksums: of the files whose checksums are known, by name.
+        """
         (written / "progress.json").write_text(json.dumps(asdict(progress), allow_nan=False))
-        seal(written)
+        seal(written, checksums)
         state = self.states / _state_name(progress)
         replaced = self.states / f"replaced-{state.name}"
         if state.exists():

@@ -4,6 +4,7 @@ The checksums are in the format of `sha256sum`, so that `sha256sum --check check
 """
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from revzoo.file import sync
@@ -11,11 +12,16 @@ from revzoo.file import sync
 CHECKSUMS = "checksums.sha256"
 
 
-def seal(folder: Path) -> None:
-    """Write the checksums of all files of a folder, give them the user's permissions, and wait until all is on the disk."""
+def seal(folder: Path, known: Mapping[str, str]) -> None:
+    """Write the checksums of all files of a folder, give them the user's permissions, and wait until all is on the disk.
+
+    Args:
+        folder: the folder, which holds files only.
+        known: checksums that are known already, by name of the file.
+    """
     files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
     checksums = folder / CHECKSUMS
-    checksums.write_text("".join(f"{_hash(path)}  {path.name}\n" for path in files))
+    checksums.write_text("".join(f"{known.get(path.name) or hash_file(path)}  {path.name}\n" for path in files))
     mode = checksums.stat().st_mode  # that of any new file; some libraries write files that only their owner can read
     for path in (*files, checksums):
         path.chmod(mode)
@@ -35,11 +41,12 @@ def find_damage(folder: Path) -> str:
             return f"{CHECKSUMS} is damaged"
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if _hash(folder / name) != digest:
+        if hash_file(folder / name) != digest:
             return f"{name} has changed since it was written: its checksum differs"
     return "" if lines else f"{CHECKSUMS} is empty"
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Return the checksum of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

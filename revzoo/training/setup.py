@@ -4,11 +4,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from timm.data import Mixup
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
@@ -28,9 +30,11 @@ from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.in_backward import updates_each_alone
+from revzoo.training.main_process import call_on_all
+from revzoo.training.mixup import SharedMixup
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
-from revzoo.training.origin import Origin
+from revzoo.training.origin import Origin, read_origin, require_same_origin
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import Progress, RunFolder
 
@@ -74,9 +78,11 @@ class Run:
         optimizer: the optimizer, prepared by Accelerate.
         scheduler: the learning-rate schedule, stepped once per update.
         ema: running average of the weights over updates; None where the recipe has none.
-        mix: turns a batch and its labels into what the loss is computed on (mixup); returns both as they are without mixup.
+        mix: turns a batch, its labels and a key into what the loss is computed on (mixup); returns both as they are without
+            mixup. The key, which is the same in every process, determines all random numbers.
         loss: the training loss.
         coupling: schedule of the coupling; None where the coupling stays.
+        batch_size: examples of a batch in each process.
         progress: how far the run has come.
         display: what is printed.
         origin: what the run is made of; every state says what the run was started with.
@@ -93,9 +99,10 @@ class Run:
     optimizer: Any
     scheduler: Any
     ema: ModelEmaV3 | None
-    mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    mix: Callable[..., tuple[Tensor, Tensor]]
     loss: nn.Module
     coupling: CouplingSchedule | None
+    batch_size: int
     progress: Progress
     display: TrainingDisplay
     origin: Origin
@@ -146,28 +153,31 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     Raises:
         SpecError: recipe, spec and data contradict one another.
         DataError: the data cannot be used.
-        InputError: a resumed run had another number of processes.
+        InputError: the processes have been given different things, or a resumed run's batch cannot be shared by so many.
         CheckpointError: a resumed run has no usable state.
     """
     options = recipe.train
     accelerator = accelerator or make_accelerator(recipe)
     run_folder = RunFolder(folder)
-    progress = run_folder.read_progress() if resumed else Progress(loss_sums=[0.0] * accelerator.num_processes)
-    if (processes := len(progress.loss_sums)) != accelerator.num_processes:
-        raise InputError(
-            f"This run was made by {processes} processes. Received: {accelerator.num_processes}. Resume it with "
-            f"{_launch_command(processes, accelerator.device)} --resume {run_folder.path}"
-        )
+    progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
+    processes = accelerator.num_processes
+    whole_batch = recipe.data.batch_size * processes
+    if resumed:  # by any number of processes: they share the batches that the run began with
+        whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
+    batch_size = _share_batch(whole_batch, processes, recipe)
     reseed(options.seed)
     model_options = recipe.model
     if resumed:  # the weights come from the state
         spec_file = str(run_folder.path / "spec.yaml")
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
-    spec, is_open = _load_model_spec(model_options)
-    data = load_data(recipe.data, spec.input, options.seed, accelerator.num_processes)
+    spec, is_open = call_on_all(accelerator, lambda: _load_model_spec(model_options))
+    share = replace(recipe.data, batch_size=batch_size)
+    data = call_on_all(accelerator, lambda: load_data(share, spec.input, options.seed, processes))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
         model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
-    model = _make_model(model_options, spec, is_open, data, recipe)
+    model = call_on_all(accelerator, lambda: _make_model(model_options, spec, is_open, data, recipe))
+    origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
+    require_same_origin(origin)
     _freeze(model, recipe)
     optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
     if options.optimizer_in_backward:
@@ -177,7 +187,6 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         ema.to(accelerator.device)
     wrapped, prepared, train_loader, test_loader = accelerator.prepare(model, optimizer, data.train, data.test)
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
-    examples = recipe.data.batch_size * accelerator.num_processes
     coupling = make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch)
     if coupling is not None:  # the spec that is saved has the coupling of the first update
         coupling.apply(0, model)
@@ -194,14 +203,15 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         optimizer=prepared,
         scheduler=_make_scheduler(recipe, optimizer, updates_per_epoch),
         ema=ema,
-        mix=_make_mixup(recipe, model.num_outputs),
+        mix=_make_mixup(recipe, model.num_outputs, accelerator.process_index),
         loss=Loss(smoothing),
         coupling=coupling,
+        batch_size=batch_size,
         progress=progress,
         display=TrainingDisplay(
-            accelerator.is_main_process, options.epochs, len(train_loader), examples, data.example_noun, data.label_noun
+            accelerator.is_main_process, options.epochs, len(train_loader), whole_batch, data.example_noun, data.label_noun
         ),
-        origin=Origin.of(recipe, spec if resumed else model.spec, data),
+        origin=origin,
     )
     run.set_coupling(progress.updates)
     return run
@@ -217,16 +227,22 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     if precision == "fp16" and not torch.accelerator.is_available():
         problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
         raise SpecError([problem])
-    return Accelerator(mixed_precision=precision, gradient_accumulation_steps=recipe.train.accumulate)
+    seconds = recipe.train.timeout_seconds
+    timeout = [] if seconds is None else [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]
+    return Accelerator(mixed_precision=precision, gradient_accumulation_steps=recipe.train.accumulate, kwargs_handlers=timeout)
 
 
-def _launch_command(processes: int, device: torch.device) -> str:
-    if processes == 1:
-        return "revzoo train"
-    several = f"--num_processes {processes} -m zoo_cli train"
-    if device.type == "cpu":
-        return f"ACCELERATE_USE_CPU=true accelerate launch --multi_gpu {several}"
-    return f"accelerate launch {several}"
+def _share_batch(whole: int, processes: int, recipe: Recipe) -> int:
+    """Return how many examples of a batch each process takes."""
+    parts = whole // 2 if recipe.mixup else whole  # mixup's pairs stay together
+    if parts % processes:
+        possible = [str(number) for number in range(1, whole + 1) if parts % number == 0]
+        pairs = f", {parts} pairs for mixup" if recipe.mixup else ""
+        raise InputError(
+            f"A batch of this run has {whole} examples{pairs}, as it was started, which {processes} processes cannot share "
+            f"equally. Resume it with {join_names(possible, most=8)} processes."
+        )
+    return whole // processes
 
 
 def _load_model_spec(options: ModelOptions) -> tuple[Spec, bool]:
@@ -333,11 +349,11 @@ def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_pe
     return scheduler
 
 
-def _make_mixup(recipe: Recipe, outputs: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _make_mixup(recipe: Recipe, outputs: int, process: int) -> Callable[..., tuple[Tensor, Tensor]]:
     options = recipe.mixup
     if options is None:
-        return lambda images, labels: (images, labels)
-    mixup: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = Mixup(
+        return lambda images, labels, *key: (images, labels)
+    mixup = Mixup(
         mixup_alpha=options.mixup_alpha,
         cutmix_alpha=options.cutmix_alpha,
         prob=options.prob,
@@ -346,4 +362,4 @@ def _make_mixup(recipe: Recipe, outputs: int) -> Callable[[Tensor, Tensor], tupl
         label_smoothing=recipe.train.label_smoothing,
         num_classes=outputs,
     )
-    return mixup
+    return SharedMixup(mixup, process)

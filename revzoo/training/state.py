@@ -1,19 +1,19 @@
 """Save and load the state of a run: weights, their running average, the optimizer's state and the progress."""
 
-import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import torch
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
+from torch import nn
 
-from revzoo.checkpoint import files
 from revzoo.errors import CheckpointError, RevzooError
 from revzoo.training.divergence import check_weights
 from revzoo.training.main_process import call_on_all, call_on_main
+from revzoo.training.seal import hash_file
 from revzoo.training.setup import Run
+from revzoo.training.state_tensors import METADATA, list_own_files, read_tensors, write_tensors
 
 
 def save_state(run: Run) -> None:
@@ -24,46 +24,44 @@ def save_state(run: Run) -> None:
         RevzooError: it could not be written.
     """
     check_weights(run)
-    writing = run.folder.states / "writing"
+    writing, scaler = run.folder.states / "writing", run.accelerator.scaler
+    settings = {"scaler": None if scaler is None else scaler.state_dict()}
     call_on_main(run.accelerator, lambda: shutil.rmtree(writing, ignore_errors=True))
-    run.progress.loss_sums = gather_losses(run)
-    call_on_all(run.accelerator, lambda: _write_shared(run, writing))
-    call_on_main(run.accelerator, lambda: _publish(run, writing))
-
-
-def _write_shared(run: Run, writing: Path) -> None:
-    """Write what every process has its part in."""
-    with saving(run), _quiet_about_tied_tensors():
-        run.accelerator.save_state(str(writing))
-
-
-def _publish(run: Run, writing: Path) -> None:
-    """Write the rest and make it the newest state."""
     with saving(run):
-        if run.ema is not None:
-            files.save_weights(run.ema.module, writing / "ema.safetensors")
-        run.origin.save(writing)
-        run.folder.publish_state(writing, run.progress, run.recipe.train.keep_states)
+        write_tensors(writing, _list_modules(run), run.optimizer.optimizer, settings)
+    own = call_on_all(run.accelerator, lambda: {path.name: hash_file(path) for path in list_own_files(writing)})
+    checksums = {name: checksum for each in gather_object([own]) for name, checksum in each.items()}
+    run.progress.processes = run.accelerator.num_processes
+
+    def publish() -> None:
+        with saving(run):
+            run.origin.save(writing)
+            run.folder.publish_state(writing, run.progress, run.recipe.train.keep_states, checksums)
+
+    call_on_main(run.accelerator, publish)
 
 
 def load_state(run: Run) -> None:
     """Load weights, their running average and the optimizer's state from the newest state of the run's folder.
+
+    However many processes have saved it, each takes what it needs.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another model.
     """
     state = run.folder.find_state()
     try:
-        # Accelerate loads the weights once more; this reports what is wrong with the file.
-        files.load_weights(run.model, state / "model.safetensors")
-        if run.ema is not None:
-            files.load_weights(run.ema.module, state / "ema.safetensors")
+        settings = read_tensors(state, _list_modules(run), run.optimizer.optimizer)
     except CheckpointError as error:
         raise run.folder.explain_damage(state, error) from error
-    try:
-        run.accelerator.load_state(str(state))
-    except Exception as error:  # damaged files make the reader raise all kinds of exceptions
-        raise run.folder.explain_damage(state / "optimizer.bin", f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # damaged files make the readers raise all kinds of exceptions
+        raise run.folder.explain_damage(state / METADATA, f"{type(error).__name__}: {error}") from error
+    if run.accelerator.scaler is not None and settings["scaler"] is not None:
+        run.accelerator.scaler.load_state_dict(settings["scaler"])
+
+
+def _list_modules(run: Run) -> dict[str, nn.Module]:
+    return {"model": run.model} if run.ema is None else {"model": run.model, "ema": run.ema.module}
 
 
 @contextmanager
@@ -81,25 +79,3 @@ def saving(run: Run) -> Iterator[None]:
             f"Nothing more can be saved in {run.folder.path} ({error}). Is the disk full? What was saved before is complete: "
             f"make room and resume with revzoo train --resume {run.folder.path}"
         ) from error
-
-
-@contextmanager
-def _quiet_about_tied_tensors() -> Iterator[None]:
-    """Silence Accelerate's warning about a tied embedding, which it rightly saves only once."""
-    logger = logging.getLogger("accelerate.utils.other")
-    logger.addFilter(_is_not_about_tied_tensors)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_not_about_tied_tensors)
-
-
-def _is_not_about_tied_tensors(record: logging.LogRecord) -> bool:
-    return "Removed shared tensor" not in record.getMessage()
-
-
-def gather_losses(run: Run) -> list[float]:
-    """Return the sum of the current epoch's training losses of every process."""
-    own = torch.tensor([run.progress.loss_sums[run.accelerator.process_index]], device=run.accelerator.device)
-    losses: list[float] = run.accelerator.gather(own).tolist()
-    return losses

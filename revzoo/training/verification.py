@@ -27,7 +27,7 @@ def describe_gradients(run: Run) -> str:
         return ""
     # With several processes verify would not copy the model, whose parameters start the exchange of gradients.
     model = copy.deepcopy(run.model) if run.accelerator.num_processes > 1 else run.model
-    examples = min(_EXAMPLES, run.recipe.data.batch_size)
+    examples = min(_EXAMPLES, run.batch_size)
     lookahead, model.lookahead = model.lookahead, 0  # which changes no bit, and steps aside where verify draws random numbers
     try:
         with seeded(run.recipe.train.seed), run.accelerator.autocast():

@@ -31,9 +31,9 @@ def damage(file: Path, content: bytes | None) -> None:
 
 
 DAMAGE = {
-    "a flipped bit": ("model.safetensors", "flip", "model.safetensors has changed since it was written"),
-    "an empty file": ("optimizer.bin", b"", "optimizer.bin has changed since it was written"),
-    "a missing file": ("ema.safetensors", None, "ema.safetensors is missing"),
+    "a flipped bit": ("__0_0.distcp", "flip", "__0_0.distcp has changed since it was written"),
+    "an empty file": (".metadata", b"", ".metadata has changed since it was written"),
+    "a missing file": ("origin.json", None, "origin.json is missing"),
     "an edited file": ("progress.json", b"[]", "progress.json has changed"),
     "no checksums": ("checksums.sha256", None, "checksums.sha256 is missing"),
     "empty checksums": ("checksums.sha256", b"", "checksums.sha256 is empty"),
@@ -64,7 +64,7 @@ def test_damaged_metrics(copied, content):
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"[]", b'{"loss_sums": [0.0], "epoch": 7}', b'{"loss_sums": 3, "epoch": 1}', b'{"loss_sums": []}']
+    "content", [None, b"", b"3", b"[]", b'{"epoch": 7}', b'{"loss_sum": 3, "epoch": 1}', b'{"losses": 0.0, "epoch": 1}']
 )
 def test_damaged_progress(copied, content):
     damage(copied / STATE / "progress.json", content)
@@ -77,11 +77,10 @@ def test_damaged_progress(copied, content):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("model.safetensors", None, "No weights file at .*model.safetensors"),
-        ("model.safetensors", b"half", "model.safetensors cannot be read"),
-        ("ema.safetensors", b"half", "ema.safetensors cannot be read"),
-        ("optimizer.bin", None, f"{STATE}/optimizer.bin cannot be used"),
-        ("optimizer.bin", b"half", f"{STATE}/optimizer.bin cannot be used"),
+        ("__0_0.distcp", None, ".metadata cannot be used"),
+        ("__0_0.distcp", b"half", ".metadata cannot be used"),
+        (".metadata", None, f"{STATE}/.metadata cannot be used"),
+        (".metadata", b"half", f"{STATE}/.metadata cannot be used"),
     ],
 )
 def test_damaged_states(finished, copied, file, content, message):
@@ -94,18 +93,22 @@ def test_damaged_states(finished, copied, file, content, message):
 def test_a_state_of_another_model(finished, copied):
     (copied / "spec.yaml").write_text(revzoo.load_spec(copied, ["stages.0.depth=1"]).to_yaml())
     run = build_run(load_recipe(finished), copied, resumed=True)
-    with pytest.raises(CheckpointError, match=rf"{STATE} cannot be used \(.*model.safetensors does not fit"):
+    with pytest.raises(
+        CheckpointError, match=rf"{STATE} cannot be used \(The state does not fit the model: \d+ unexpected: model.stages"
+    ):
         load_state(run)
 
 
 def test_a_whole_state_is_loaded(finished, copied):
     run = build_run(load_recipe(finished), copied, resumed=True)
     load_state(run)
-    for name, model in (("model", run.model), ("ema", run.ema.module)):
-        saved, own = load_file(finished / STATE / f"{name}.safetensors"), model.state_dict()
-        assert saved.keys() == own.keys()
-        assert all(torch.equal(own[key], tensor) for key, tensor in saved.items())
-    assert len(run.optimizer.state_dict()["state"]) > 0
+    saved, own = load_file(finished / "last.safetensors"), run.ema.module.state_dict()  # which is what is evaluated
+    assert saved.keys() == own.keys()
+    assert all(torch.equal(own[key], tensor) for key, tensor in saved.items())
+    assert any(not torch.equal(run.model.state_dict()[key], tensor) for key, tensor in saved.items())
+    state = run.optimizer.state_dict()["state"]
+    assert len(state) == len(list(run.model.parameters()))
+    assert all(row["step"] == 4 and row["exp_avg"].any() for row in state.values())
 
 
 def flip(file: Path) -> bytes:
@@ -130,10 +133,8 @@ def test_the_state_before_a_damaged_one(finished, copied, kind, capsys, assert_s
 
 def test_no_state_is_whole(copied):
     for state in RunFolder(copied).list_states():
-        (state / "optimizer.bin").write_bytes(b"")
-    message = (
-        r"No state in .* \(00001-0000000: optimizer.bin has changed.*00000-0000000: .*model.checkpoint=.*last.safetensors\."
-    )
+        (state / ".metadata").write_bytes(b"")
+    message = r"No state in .* \(00001-0000000: .metadata has changed.*00000-0000000: .*model.checkpoint=.*last.safetensors\."
     with pytest.raises(CheckpointError, match=message):
         resume(copied)
     assert len(RunFolder(copied).list_states()) == 2
@@ -229,10 +230,10 @@ def test_metrics_beyond_the_newest_state_are_dropped(copied, read_records):
 def test_a_full_disk(recipe, tmp_path, monkeypatch, read_records):
     publish_state = RunFolder.publish_state
 
-    def publish(self, written, progress, keep):
+    def publish(self, written, progress, keep, checksums):
         if progress.epoch:
             raise OSError(28, "No space left on device")
-        publish_state(self, written, progress, keep)
+        publish_state(self, written, progress, keep, checksums)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "publish_state", publish)
