@@ -15,39 +15,42 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from yaml import YAMLError
 
+from revzoo.checkpoint.slices import find_own_slice, get_own_part, is_sharded
+from revzoo.checkpoint.writing import SHARD_BYTES, write_weights
 from revzoo.errors import CheckpointError, SpecError, join_names
-from revzoo.file import write_atomically
 from revzoo.spec.loading import parse_spec
+from revzoo.spec.names import INDEX_SUFFIX
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import STATEMENTS, Spec
 from revzoo.spec.tree import find_differences
 
-INDEX_SUFFIX = ".index.json"
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DistributedDataParallel and torch.compile add to every key
 _CPU = torch.device("cpu")  # as a context it sets aside the user's default device, which may be meta
 _NOT_COMPARED = (*STATEMENTS, "block.f", "block.g")  # keys of a spec that its digest leaves out
 
 
-def save_weights(model: nn.Module, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+def save_weights(
+    model: nn.Module, path: str | Path, metadata: Mapping[str, str] | None = None, *, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write the model's state dict to a safetensors file, with the spec in the file's metadata.
+
+    All processes among which a model is divided call this; the first one writes, and holds one file's tensors at a time.
 
     Args:
         model: the model, whose `spec` is stored too.
         path: the file; it is written completely or not at all.
         metadata: more strings to store with the weights, for example a metric.
+        shard_bytes: weights of more bytes are written to several files and an index, NAME.safetensors.index.json, which is
+            read wherever NAME.safetensors is named.
     """
     facts = {**describe_spec(cast(Spec, model.spec)), **(metadata or {})}
-    write_tensors(Path(path), collect_tensors(model), facts)
-
-
-def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state dict on the CPU, each tied tensor once."""
     tied = _find_tied(model)
-    return {key: t.detach().cpu().contiguous() for key, t in model.state_dict().items() if key not in tied}
+    tensors = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
+    write_weights(Path(path), tensors, facts, shard_bytes)
 
 
 def describe_spec(spec: Spec) -> dict[str, str]:
@@ -55,21 +58,17 @@ def describe_spec(spec: Spec) -> dict[str, str]:
     return {"revzoo.spec": spec.to_yaml(), "revzoo.digest": spec.digest}
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors to a safetensors file, completely or not at all."""
-    facts = {"format": "pt", **metadata}
-    write_atomically(path, lambda partial: save_file(tensors, partial, metadata=facts))
-
-
-def load_weights(model: nn.Module, path: str | Path) -> None:
+def load_weights(model: nn.Module, path: str | Path, *, leave: Iterable[str] = ()) -> None:
     """Load a file of weights into a model that has exactly the same keys and shapes.
 
     Prefixes that wrappers add to every key (`module.`, `_orig_mod.`) are removed. A warning names the differences if the file
     was saved with another spec: some, such as the number of heads or the coupling, do not show in the tensors.
 
     Args:
-        model: the model. On the meta device its parameters become the file's tensors, on the CPU.
+        model: the model. On the meta device its parameters become the file's tensors, on the CPU. If it is divided over
+            processes, which then have memory for their parts, each of them reads its own slices of safetensors files.
         path: a safetensors file, a pickled state dict, or the index of several files.
+        leave: keys of the model that stay as they are, whatever the file has there.
 
     Raises:
         CheckpointError: the file is missing or damaged, is not a state dict, or does not fit the model. The message lists every
@@ -78,8 +77,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     path, spec = Path(path), cast(Spec, model.spec)
     contents, metadata = _read_all(path)
-    tensors = strip_wrappers(contents)
-    own, tied = model.state_dict(), _find_tied(model)
+    left = set(leave)
+    tensors = {key: tensor for key, tensor in strip_wrappers(contents).items() if key not in left}
+    own = {key: tensor for key, tensor in model.state_dict().items() if key not in left}
+    tied = {key: first for key, first in _find_tied(model).items() if key in own}
     untied = [
         key for key, first in tied.items() if {key, first} <= tensors.keys() and not _are_equal(tensors[key], tensors[first])
     ]
@@ -97,18 +98,40 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     if metadata.get("revzoo.digest", spec.digest) != spec.digest:
         differing = join_names(compare_specs(metadata.get("revzoo.spec", ""), spec))
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
-    if damaged := find_not_finite(tensors):
+    read = {key: tensors[key][find_own_slice(t)] if is_sharded(t) else tensors[key] for key, t in own.items()}
+    if damaged := find_not_finite(read):
         warnings.warn(f"{path} holds infinities or NaN in {len(damaged)} tensors: {join_names(damaged, most=4)}.", stacklevel=2)
-    on_meta = any(tensor.is_meta for tensor in own.values())
-    model.load_state_dict(tensors, assign=on_meta)
+    if any(map(is_sharded, own.values())):
+        _fill(model, own, read)
+    else:
+        _load_whole(model, read, tied)
+
+
+def _fill(model: nn.Module, own: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> None:
+    """Copy what a process has read into its parts of a model, and make the constant tables, which are not saved."""
+    for key, tensor in own.items():
+        get_own_part(tensor).copy_(read[key])
+    for module in model.modules():
+        for key, tensor in _build_constants(module).items():
+            module.get_buffer(key).copy_(tensor)
+
+
+def _load_whole(model: nn.Module, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+    on_meta = any(tensor.is_meta for tensor in model.state_dict().values())
+    model.load_state_dict(tensors, strict=False, assign=on_meta)
     if on_meta:
         for key, first in tied.items():  # `assign` has given each of them a parameter of its own
             _set_tensor(model, key, model.get_parameter(first))
-        for module in model.modules():  # constant tables are not saved
-            with _CPU:
-                constants: dict[str, Tensor] = getattr(module, "build_constants", dict)()
-            for key, tensor in constants.items():
+        for module in model.modules():
+            for key, tensor in _build_constants(module).items():
                 _set_tensor(module, key, tensor)
+
+
+def _build_constants(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's constant tables, which no file holds, on the CPU."""
+    with _CPU:
+        constants: dict[str, Tensor] = getattr(module, "build_constants", dict)()
+    return constants
 
 
 def _compare_tensors(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -166,8 +189,15 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def _read_all(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and metadata of a file, or of the shards of an index."""
+    """Return the tensors and metadata of a file, or of the shards of an index. Those of safetensors are mapped, not yet read."""
+    path = find_weights(path)
     return _read_shards(path) if path.name.endswith(INDEX_SUFFIX) else _read_file(path)
+
+
+def find_weights(path: Path) -> Path:
+    """Return the file of weights that was written at a path: its index where that was written instead, else the path itself."""
+    index = Path(f"{path}{INDEX_SUFFIX}")
+    return index if os.path.isfile(index) and not os.path.isfile(path) else path
 
 
 def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -197,8 +227,8 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return state, {}
 
 
-def _read_shards(index: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of all shards of an index, also those that the index does not list, and the first one's metadata."""
+def _read_places(index: Path) -> dict[str, str]:
+    """Return the file of each tensor of an index, after checking that the files are there."""
     places = read_json(index, "an index of shards").get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(
@@ -215,9 +245,15 @@ def _read_shards(index: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{index} names {len(names)} shards, of which {len(missing)} are missing: {join_names(missing)}. Fetch them into "
             f"{index.parent}."
         )
+    return places
+
+
+def _read_shards(index: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of all shards of an index, also those that the index does not list, and the first one's metadata."""
+    places = _read_places(index)
     tensors: dict[str, Tensor] = {}
     facts: dict[str, str] = {}
-    for name in names:
+    for name in sorted(set(places.values())):
         shard, metadata = _read_file(index.parent / name)
         facts = facts or metadata
         _refuse_missing(index, name, (key for key, place in places.items() if place == name and key not in shard))
@@ -267,7 +303,10 @@ def compare_specs(text: str, spec: Spec) -> list[str]:
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """Read the metadata of a safetensors file: what `save_weights` stored with the tensors."""
+    """Read the metadata of a safetensors file, or of the first one of an index: what `save_weights` stored with the tensors."""
+    path = find_weights(Path(path))
+    if path.name.endswith(INDEX_SUFFIX):
+        path = path.with_name(min(_read_places(path).values()))
     with safe_open(path, "pt") as file:
         return dict(file.metadata() or {})
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from revzoo.checkpoint.files import INDEX_SUFFIX, read_json, read_tensors, strip_wrappers
+from revzoo.checkpoint.files import read_json, read_tensors, strip_wrappers
 from revzoo.errors import CheckpointError, join_names
+from revzoo.spec.names import INDEX_SUFFIX
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 _TRANSFORMERS_FILES = (  # in the order in which Transformers looks for them

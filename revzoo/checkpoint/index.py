@@ -8,9 +8,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, UnknownNameError
 from revzoo.hub import find_source
-from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, WEIGHTS_INDEX, data_root, model_files
+from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, data_root, model_files
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,16 @@ def find_folder_weights(source: str | Path) -> Path | None:
     """
     source = find_source(source)
     folder = Path(source)
-    file = folder / CONVERTED_WEIGHTS
     if str(source) in model_files() or not os.path.isfile(folder / "spec.yaml"):
         return None
-    if not file.is_file() and (folder / WEIGHTS_INDEX).is_file():
-        return folder / WEIGHTS_INDEX
+    file, best = find_weights(folder / CONVERTED_WEIGHTS), find_weights(folder / BEST_WEIGHTS)
     if (folder / "report.json").is_file() and not file.is_file():
         raise CheckpointError(f"{folder} was written by revzoo convert, but its {CONVERTED_WEIGHTS} is missing. Convert again.")
     if file.is_file():
         return file
-    if not (folder / BEST_WEIGHTS).is_file():
+    if not best.is_file():
         raise CheckpointError(
             f"{folder} has a spec.yaml and no weights: neither {BEST_WEIGHTS} of a run nor {CONVERTED_WEIGHTS} of a converted "
             f"network. Name the file of weights (checkpoint=...), or {folder / 'spec.yaml'} for a network that is not trained."
         )
-    return folder / BEST_WEIGHTS
+    return best

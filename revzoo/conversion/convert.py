@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from revzoo.checkpoint.files import write_tensors
 from revzoo.checkpoint.folder import save_folder
+from revzoo.checkpoint.writing import write_tensors
 from revzoo.conversion.assign import Assignment, assign
 from revzoo.conversion.choice import B_ARGUMENTS, CouplingChoice, CouplingName
 from revzoo.conversion.compare import compare, measure_largest_state, zero_b

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
-from revzoo.checkpoint.files import write_tensors
-from revzoo.checkpoint.folder import WRITTEN
 from revzoo.checkpoint.foreign import read_weights
+from revzoo.checkpoint.writing import match_written, write_tensors
 from revzoo.conversion.report import TensorRow
 from revzoo.errors import ConversionError, InputError, RevzooError, join_names
-from revzoo.spec.names import UNUSED_WEIGHTS
+from revzoo.spec.names import CONVERTED_WEIGHTS, UNUSED_WEIGHTS
 
 
 def export(folder: str | Path, out: str | Path, weights: str | Path | None = None) -> int:
@@ -87,7 +86,7 @@ def _check_output(out: str | Path, folder: Path) -> Path:
     if not isinstance(out, str | Path) or Path(out).suffix != ".safetensors" or Path(out).is_dir():
         raise InputError(f"Tensors are exported as safetensors. Received: {out!r}. Use a name such as back.safetensors.")
     name = Path(out).name
-    if Path(out).resolve().parent == folder.resolve() and (name == UNUSED_WEIGHTS or WRITTEN.fullmatch(name)):
+    if Path(out).resolve().parent == folder.resolve() and (name == UNUSED_WEIGHTS or match_written(Path(CONVERTED_WEIGHTS)).fullmatch(name)):
         raise InputError(f"{out} is the converted network itself. Name another file.")
     return Path(out)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from revzoo.errors import SpecError, SpecProblem, UnknownNameError
 
 CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `convert` or `save_pretrained` wrote
-WEIGHTS_INDEX = "model.safetensors.index.json"  # instead of it, where the weights are in several files
+INDEX_SUFFIX = ".index.json"  # added to the name of a file of weights, gives that of the index of several files
+WEIGHTS_INDEX = CONVERTED_WEIGHTS + INDEX_SUFFIX
 UNUSED_WEIGHTS = "unused.safetensors"  # of a converted network: tensors of the original that it has no place for
 BEST_WEIGHTS = "best.safetensors"  # beside spec.yaml in the folder of a run
 
