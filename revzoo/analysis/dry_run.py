@@ -101,9 +101,10 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         stack.callback(torch.clear_autocast_cache)
         if mode := find_fake_mode(tensors, always=fake):
             batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
-            _replace_tensors(model, stack, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))
-            _replace_tensors(model, stack, "_buffers", lambda b: make_fake(b, mode, home))
-            _keep_attributes(model, stack)  # which forward may set to FakeTensors
+            if not _is_divided_copy(model):
+                _replace_tensors(model, stack, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))
+                _replace_tensors(model, stack, "_buffers", lambda b: make_fake(b, mode, home))
+                _keep_attributes(model, stack)  # which forward may set to FakeTensors
             stack.enter_context(mode)
         else:
             batch = _map_once(lambda t: t.detach().requires_grad_(t.requires_grad), batch)  # t.grad stays as it is
@@ -238,10 +239,21 @@ def preserve_schedules(model: nn.Module) -> Iterator[Callable[[Mode], None]]:
 
 def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMode | None:
     """Return the mode of the first FakeTensor; without one, a new mode if a tensor is on meta or `always` is set, else None."""
-    for t in tensors:
+    for t in map(_find_local, tensors):
         if isinstance(t, FakeTensor):
             return t.fake_mode
-    return _FakeMode(allow_non_fake_inputs=True) if always or any(t.is_meta for t in tensors) else None
+    return FakeMode(allow_non_fake_inputs=True) if always or any(t.is_meta for t in tensors) else None
+
+
+def _find_local(t: Tensor) -> Tensor:
+    """Return what this process holds of a tensor that is divided over processes; any other tensor as it is."""
+    local: Tensor = getattr(t, "_local_tensor", t)
+    return local
+
+
+def _is_divided_copy(model: nn.Module) -> bool:
+    """Return whether FSDP has divided parameters without values. It exchanges them itself, so they are left where they are."""
+    return any(isinstance(local := _find_local(p), FakeTensor) and local is not p for p in model.parameters())
 
 
 def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
@@ -260,7 +272,7 @@ _NORMS = {
 _GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 
 
-class _FakeMode(FakeTensorMode):
+class FakeMode(FakeTensorMode):
     """One under which norms on a CPU return the dtypes of their kernels.
 
     With an input in half precision and weights in float32, these compute statistics in float32, and a gradient of the input in
@@ -323,7 +335,7 @@ class _Sum(torch.autograd.Function):
 
 def has_values(t: Tensor) -> bool:
     """Return whether a tensor has values: it is neither on the meta device nor a FakeTensor."""
-    return not t.is_meta and not isinstance(t, FakeTensor)
+    return not t.is_meta and not isinstance(_find_local(t), FakeTensor)
 
 
 def _map_once(function: Callable[[Tensor], Tensor], batch: Any) -> Any:

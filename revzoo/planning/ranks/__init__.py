@@ -1,0 +1,1 @@
+"""Planning for many processes (ranks) that divide a network among them: what one of them holds, sends, and can keep."""

@@ -1,0 +1,129 @@
+"""The schedule that every one of many ranks can keep: planned and counted for the rank with the largest shards."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import _compute_bucket_assignment_by_size
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from revzoo.analysis.dry_run import require_module
+from revzoo.errors import BudgetError, InputError
+from revzoo.model.network import Model
+from revzoo.planning.plan import Plan, Solver
+from revzoo.planning.planner import enforce_budget, solve
+from revzoo.planning.profiling.count import count
+from revzoo.planning.profiling.inversion_limit import predict_inversion_limit
+from revzoo.planning.profiling.profile import Profile, count_model_bytes
+from revzoo.planning.profiling.trace import LossFunction
+from revzoo.planning.ranks.division import Division, RankBytes, count_rank_bytes
+from revzoo.planning.ranks.rank_copy import Collective, Precision, divide_copy
+from revzoo.planning.setting import read_setting
+from revzoo.runtime.schedule import MODES
+
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes of gradients that DDP sends together, unless it is told otherwise
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A plan for many ranks.
+
+    Args:
+        plan: schedule and peak of the rank with the largest shards.
+        division: of the ranks.
+        held: what that rank holds beside activations.
+        collectives: of a training step with the plan, by kind.
+        collectives_of_modes: the same with everything in one mode.
+    """
+
+    plan: Plan
+    division: Division
+    held: RankBytes
+    collectives: Mapping[str, Collective]
+    collectives_of_modes: Mapping[str, Mapping[str, Collective]]
+
+
+def plan_ranks(
+    model: Model,
+    batch: Any,
+    budget: str | int,
+    division: Division,
+    *,
+    solver: Solver = "timeline",
+    optimizer: Optimizer | None = None,
+    loss: LossFunction | None = None,
+    other_bytes: int = 0,
+    precision: Precision = "no",
+    mesh: DeviceMesh | None = None,
+) -> tuple[RankPlan, Profile]:
+    """Return the plan of least work whose peak is within the budget of every rank, and the profile it was made from.
+
+    Nothing is run, sent or allocated. Costs are counted FLOPs and bytes, and rounding errors are not checked.
+
+    Args:
+        model: not divided itself, in the state in which it will be trained; on the meta device, for example.
+        batch: of one rank.
+        budget: limit for the peak of one rank.
+        division: over which ranks the model will be divided.
+        solver, optimizer, loss: as for `revzoo.plan`; the optimizer is of the model's whole parameters.
+        other_bytes: other memory that is alive on a rank during the whole training step, such as averaged weights.
+        precision: "bf16" gathers parameters in bfloat16. The surrounding autocast is that of the step.
+        mesh: of the ranks, where they have been started. Only the calling process counts, and sends nothing.
+    Raises:
+        InputError: a model, batch, optimizer or budget that cannot be used, or a process group without its mesh.
+        BudgetError: no schedule fits; names the smallest budget that would.
+    """
+    require_module(model)
+    if not isinstance(model, Model):
+        raise InputError(f"Models of the zoo are planned for many ranks. Received: {type(model).__name__}.")
+    held = count_rank_bytes(model, division, optimizer)
+    with _divide(model, division, precision, mesh) as (divided, list_collectives):
+        buckets = held.gradients if division.shard == "none" and division.ranks > 1 else 0
+        taken = {"other_bytes": other_bytes + held.optimizer.state + buckets, "update_bytes": held.optimizer.update}
+        memory = replace(count(divided, batch, loss, **taken), max_invert_run=predict_inversion_limit(model))
+        profile = Profile(
+            memory,
+            timing=None,
+            setting=read_setting(model, batch),
+            model_bytes=count_model_bytes(model),
+            other_bytes=taken["other_bytes"],
+            notes=(f"Counted for the first of {division}: nothing was run. Costs are FLOPs and bytes.",),
+            update_bytes=held.optimizer.update,
+        )
+        try:
+            plan = enforce_budget(divided, batch, profile, solve(profile, budget, solver), loss)
+        except BudgetError as error:
+            raise BudgetError(f"{error} {_name_remedy(division)}") from error
+        steps = list_collectives()
+    return RankPlan(plan, division, held, steps[-1], dict(zip(MODES, steps, strict=False))), profile
+
+
+@contextmanager
+def _divide(
+    model: Model, division: Division, precision: Precision, mesh: DeviceMesh | None
+) -> Iterator[tuple[Model, Callable[[], Sequence[Mapping[str, Collective]]]]]:
+    """Yield what a rank trains, and a function that returns the collectives of the steps that were counted."""
+    if division.shard == "none":  # the same in every mode
+        yield model, lambda: [_count_all_reduces(model, division)] * len(MODES)
+    else:
+        with divide_copy(model, division, precision=precision, mesh=mesh) as (divided, mode):
+            yield divided, lambda: mode.steps
+
+
+def _count_all_reduces(model: nn.Module, division: Division) -> dict[str, Collective]:
+    """Return what DDP sends in a training step: every gradient once, in buckets."""
+    gradients: list[Tensor] = [p for p in model.parameters() if p.requires_grad][::-1]
+    if division.ranks == 1:
+        return {}
+    buckets, _ = _compute_bucket_assignment_by_size(gradients, [_FIRST_BUCKET, _BUCKET])
+    whole = sum(g.nbytes for g in gradients)
+    return {"all-reduce": Collective(len(buckets), 2 * (division.ranks - 1) * whole // division.ranks)}
+
+
+def _name_remedy(division: Division) -> str:
+    if division.shard == "none":
+        return "With shard=full the ranks divide weights, gradients and the optimizer's state."
+    return "More ranks divide weights, gradients and the optimizer's state into smaller shards; activations stay."
