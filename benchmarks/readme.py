@@ -178,7 +178,7 @@ def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
 def describe_reversible_time(part: dict[str, Any]) -> Iterator[str]:
     """Yield the table of times, relative to checkpointing."""
     methods = [method for method in part["rows"][0]["of_checkpointed"] if method != "checkpointed"]
-    yield f"| network | {' | '.join(f'time: {method}' if method == methods[0] else method for method in methods)} |"
+    yield f"| CPU time, relative to checkpointing | {' | '.join(methods)} |"
     yield "|---" * (1 + len(methods)) + "|"
     for net in part["rows"]:
         ratios = [f"{net['of_checkpointed'][method]:.2f}" for method in methods]
