@@ -145,8 +145,10 @@ def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mappin
             )
         if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1):
             raise InputError(f"{name} is a number from 0 to below 1. Received: {size!r}.")
-    if kept_bits is not None and (not isinstance(kept_bits, int) or isinstance(kept_bits, bool) or not 0 <= kept_bits <= MOST_KEPT_BITS):
-        raise InputError(f"kept_bits is an integer from 0 to {MOST_KEPT_BITS}, or None for floating point. Received: {kept_bits!r}.")
+    if kept_bits is not None and (type(kept_bits) is not int or not 0 <= kept_bits <= MOST_KEPT_BITS):
+        raise InputError(
+            f"kept_bits is an integer from 0 to {MOST_KEPT_BITS}, or None for floating point. Received: {kept_bits!r}."
+        )
     if argument is None:
         return CouplingChoice(coupling, None)
     size = sizes[argument]

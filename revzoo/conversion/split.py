@@ -214,13 +214,15 @@ class _Trial:
         first, second = self._parts
         with silence(self._block, Branch((), {path: returns.get(path) for path in (*first, *second)}), self._name, x.dtype):
             alone = get_state(run(x))
-        reason = "does not return its state: there is a norm behind a sum (as in BERT), a branch adds the state itself (BLOOM), or "
-        reason += "something else is added"
-        if _is_alike(alone, x):
-            reason = "returns its state, so they run side by side (as in GPT-J) or in another order"
+        reason = (
+            "returns its state, so they run side by side (as in GPT-J) or in another order"
+            if _is_alike(alone, x)
+            else "does not return its state: there is a norm behind a sum (as in BERT), a branch adds the state itself "
+            "(BLOOM), or something else is added"
+        )
         raise ConversionError(
-            f"{self._name} cannot be two steps, {join_names(first)} added to the state, then {join_names(second)}: this returns "
-            f"something else than the block, by {difference:.1e} of its size. Without both the block {reason}. {_USUAL}"
+            f"{self._name} cannot be two steps, {join_names(first)} added to the state, then {join_names(second)}: this "
+            f"returns something else than the block, by {difference:.1e} of its size. Without both the block {reason}. {_USUAL}"
         )
 
     def _require_same_rest(self, whole: Sequence[Tensor], split: Sequence[Tensor], what: str) -> None:

@@ -149,7 +149,8 @@ def dual_residual(
     Args:
         alpha: weight of w[k]: 1 for a residual network, 0 if f contains its own residual.
         beta: weight of w[k-1]; 0.1 if neither it nor kept_bits is given.
-        kept_bits: s from 0 to 15, instead of beta: then beta = 2^-s, and the bits it loses are kept, so that inversion is exact.
+        kept_bits: s from 0 to 15, instead of beta: then beta = 2^-s, and the bits it loses are kept, so that inversion is
+            exact.
         fraction_bits: with kept_bits, binary digits after the point (16 in float32 by default); states stay below
             2^(24 - fraction_bits).
     Source: Dr2Net (Zhao et al. 2024); alpha = 1 and beta -> 0 is the ordinary residual network.

@@ -72,7 +72,10 @@ def change_in_between(m, x):
 
 
 CANNOT = {
-    "side by side": ({"write": side_by_side}, "blocks.0 cannot be two steps, attn added to the state, then mlp: .* side by side"),
+    "side by side": (
+        {"write": side_by_side},
+        "blocks.0 cannot be two steps, attn added to the state, then mlp: .* side by side",
+    ),
     "other order": ({"write": other_order}, "Without both the block returns its state, so they .* in another order"),
     "norm behind the sum": ({"write": norm_behind_the_sum}, "Without both the block does not return its state: .* norm behind"),
     "a branch with the state": ({"write": branch_with_the_state}, "a branch adds the state itself"),
