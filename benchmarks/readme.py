@@ -153,7 +153,7 @@ def describe_reversible() -> Iterator[str]:
 def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
     """Yield the table of what blocks keep and of peaks, relative to checkpointing."""
     methods = ("8 bits", "4 bits", "2 blocks a step", "split", "split, 4 bits")
-    yield f"| network | {' | '.join(methods)} |"
+    yield f"| kept / peak, relative to checkpointing | {' | '.join(methods)} |"
     yield "|---" * (1 + len(methods)) + "|"
     double: list[float] = []
     for net in part["rows"]:
@@ -178,7 +178,7 @@ def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
 def describe_reversible_time(part: dict[str, Any]) -> Iterator[str]:
     """Yield the table of times, relative to checkpointing."""
     methods = [method for method in part["rows"][0]["of_checkpointed"] if method != "checkpointed"]
-    yield f"| network: time / FLOPs | {' | '.join(methods)} |"
+    yield f"| CPU time / FLOPs, relative to checkpointing | {' | '.join(methods)} |"
     yield "|---" * (1 + len(methods)) + "|"
     for net in part["rows"]:
         ratios = [f"{net['of_checkpointed'][method]:.2f} / {net['flops_of_checkpointed'][method]:.2f}" for method in methods]
@@ -195,14 +195,14 @@ def describe_reversible_time(part: dict[str, Any]) -> Iterator[str]:
 def describe_reversible_similarity(part: dict[str, Any]) -> Iterator[str]:
     """Yield the table of cosines and nearest neighbours by length."""
     methods = list(dict.fromkeys(row["method"] for row in part["rows"]))
-    yield f"| tokens | {' | '.join(methods)} |"
+    yield f"| cosine: mean, least; same neighbour | {' | '.join(methods)} |"
     yield "|---" * (1 + len(methods)) + "|"
     for tokens, group in itertools.groupby(part["rows"], key=lambda row: row["tokens"]):
         rows = {row["method"]: row for row in group}
-        cells = [f"{row['cosine']:.5f}, {row['least_cosine']:.5f}, {row['agreement']:.2%}" for row in rows.values()]
-        yield f"| {' | '.join([str(tokens), *(cell.replace('%', ' %') for cell in cells)])} |"
+        cells = [f"{row['cosine']:.5f}, {row['least_cosine']:.5f}; {row['agreement']:.2%}" for row in rows.values()]
+        yield f"| {' | '.join([f'{tokens} tokens', *(cell.replace('%', ' %') for cell in cells)])} |"
     yield ""
-    eight = [row for row in part["rows"] if row["method"] == methods[0]]
+    eight = [row for row in part["rows"] if row["method"] == "8 bits"]
     yield from wrap(
         "Sentence embeddings of MiniLM (all-MiniLM-L6-v2, 6 blocks) before and after, without training, on "
         f"{' / '.join(str(row['passages']) for row in eight)} padded passages of English prose of at most so many tokens: "

@@ -19,9 +19,11 @@ class Bound:
     holds: Callable[[Any], object]
 
 
+MOST_KEPT_BITS = 15  # what `runtime/bits.py` packs
+
 PositiveInt = Annotated[int, Bound("an integer >= 1", lambda n: n >= 1)]
 NonNegativeInt = Annotated[int, Bound("an integer >= 0", lambda n: n >= 0)]
-KeptBits = Annotated[int, Bound("an integer from 0 to 8", lambda n: 0 <= n <= 8)]
+KeptBits = Annotated[int, Bound(f"an integer from 0 to {MOST_KEPT_BITS}", lambda n: 0 <= n <= MOST_KEPT_BITS)]
 FractionBits = Annotated[int, Bound("an integer from 4 to 16", lambda n: 4 <= n <= 16)]
 FiniteFloat = Annotated[float, Bound("a finite number", isfinite)]
 NonZeroFloat = Annotated[float, Bound("a finite number other than 0", lambda x: isfinite(x) and x != 0)]

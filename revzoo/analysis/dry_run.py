@@ -11,15 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from revzoo.errors import InputError
-from revzoo.model.network import Model
-from revzoo.runtime.block_chain import BlockChain, get_step
-from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.complete_gradients import take_gradients
-from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.nested import map_tensors, tensors_in
-from revzoo.runtime.schedule import Mode
-
-Chain = Model | ReversibleChain | LayerChain | BlockChain
 
 
 @contextmanager
@@ -188,53 +181,6 @@ def select_differentiable(outputs: Any) -> list[Tensor]:
     if not tensors:
         raise InputError("No output of the model depends on a parameter that requires a gradient.")
     return tensors
-
-
-def find_chains(model: nn.Module) -> dict[str, Chain]:
-    """Return all that has a schedule, by the prefix of its parameters' names ("" if it is the model itself).
-
-    These are modules, and the lists of blocks that were made reversible where they stand.
-    """
-    chains: dict[str, Chain] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Model | ReversibleChain | LayerChain):
-            chains[name] = module
-        elif (step := get_step(module)) is not None:
-            chains.setdefault(name.rpartition(".")[0], step.chain)
-    return {f"{name}." if name else "": chain for name, chain in chains.items()}
-
-
-def find_block_chains(model: nn.Module) -> dict[str, BlockChain]:
-    """Return the chains that `reversible_` made of lists of blocks, by the path of the list."""
-    chains = find_chains(model).items()
-    return {prefix.removesuffix("."): chain for prefix, chain in chains if isinstance(chain, BlockChain)}
-
-
-def find_steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mode]]:
-    """Yield name, module and mode of every reversible step in the model, and of every layer that may be inverted."""
-    for prefix, chain in find_chains(model).items():
-        units = [entry for entry in chain.layout() if entry.is_unit]
-        for unit, mode in zip(units, chain.schedule, strict=True):
-            if unit.can_invert:
-                yield f"{prefix}{unit.name}", unit.module, mode
-
-
-@contextmanager
-def preserve_schedules(model: nn.Module) -> Iterator[Callable[[Mode], None]]:
-    """Yield a function that gives every step in the model one mode; restore schedules and look-ahead at the end."""
-    schedules = {chain: (chain.schedule, chain.lookahead) for chain in find_chains(model).values()}
-
-    def assign(mode: Mode) -> None:
-        for chain in schedules:
-            chain.schedule = mode
-
-    try:
-        yield assign
-    finally:
-        for chain, (schedule, lookahead) in schedules.items():
-            chain.schedule = schedule
-            if not isinstance(chain, BlockChain) and chain.lookahead != lookahead:
-                chain.lookahead = lookahead
 
 
 def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMode | None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.dry_run import call, find_chains, find_steps, isolated
+from revzoo.analysis.chains import find_chains, find_steps
+from revzoo.analysis.dry_run import call, isolated
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.live_bytes import LiveBytes, Storages

@@ -10,15 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.dry_run import (
-    call,
-    find_chains,
-    isolated,
-    leave_autocast,
-    linear_loss,
-    preserve_schedules,
-    updates_in_backward,
-)
+from revzoo.analysis.chains import find_chains, preserve_schedules
+from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss, updates_in_backward
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.format import format_bytes
 from revzoo.runtime.drift import ignore_error_growth

@@ -26,15 +26,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from revzoo.analysis.dry_run import (
-    Paths,
-    call,
-    find_chains,
-    isolated,
-    preserve_schedules,
-    require_module,
-    select_differentiable,
-)
+from revzoo.analysis.chains import find_chains, preserve_schedules
+from revzoo.analysis.dry_run import Paths, call, isolated, require_module, select_differentiable
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError
 from revzoo.format import format_ratio

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from revzoo.analysis.bytes_per_pixel import PixelReport, bytes_per_pixel
-from revzoo.analysis.dry_run import isolated, preserve_schedules
+from revzoo.analysis.chains import preserve_schedules
+from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.memory_report import MemoryReport, run_and_measure
 from revzoo.analysis.twin import build_twin

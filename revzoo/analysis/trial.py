@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from revzoo.analysis.dry_run import call, isolated, preserve_schedules, select_differentiable
+from revzoo.analysis.chains import preserve_schedules
+from revzoo.analysis.dry_run import call, isolated, select_differentiable
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.nested import map_tensors, tensors_in

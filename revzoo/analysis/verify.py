@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from revzoo.analysis.dry_run import Paths, find_chains, find_steps, require_module
+from revzoo.analysis.chains import find_chains, find_steps
+from revzoo.analysis.dry_run import Paths, require_module
 from revzoo.analysis.leftover import measure_leftovers
 from revzoo.analysis.trial import Gradients, Outcome, Trial
 from revzoo.errors import InputError, RecoveryError, join_names

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.commands.parser import Parser, positive_count
 
 SUMMARY = "Make a pretrained network reversible."
@@ -32,7 +33,7 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--kept-bits",
         type=int,
-        choices=range(9),
+        choices=range(MOST_KEPT_BITS + 1),
         default=8,
         metavar="S",
         help="bits kept per element and step, for exact inversion; b, the weight of the older stream, is 2^-S (default: 8)",

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from revzoo.analysis.dry_run import find_chains, require_module
+from revzoo.analysis.chains import find_chains
+from revzoo.analysis.dry_run import require_module
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
 from revzoo.runtime.block_chain import get_step
 from revzoo.runtime.block_conventions import is_checkpointed

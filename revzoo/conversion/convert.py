@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import write_tensors
 from revzoo.conversion.assign import Assignment, assign
@@ -67,7 +68,7 @@ def convert(
         weights: a safetensors, .pth or .bin file, the index of a sharded checkpoint, or a folder with one of these; None: the
             weights of the module or folder, or timm's pretrained ones, which are fetched from a hub.
         coupling: "momentum", "dual_residual" or "additive".
-        kept_bits: s from 0 to 8: b = 2^-s on a grid, and the bits that a step loses are kept, so that it is inverted exactly.
+        kept_bits: s from 0 to 15: b = 2^-s on a grid, and the bits that a step loses are kept, so that it is inverted exactly.
             None: floating point, with b given by `m` or `beta`. Not used where one of these is given.
         m: coefficient of momentum in floating point, from 0 to below 1. With 0 the network is the original's function itself,
             which cannot be inverted.
@@ -144,8 +145,10 @@ def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mappin
             )
         if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < 1):
             raise InputError(f"{name} is a number from 0 to below 1. Received: {size!r}.")
-    if kept_bits is not None and (not isinstance(kept_bits, int) or isinstance(kept_bits, bool) or not 0 <= kept_bits <= 8):
-        raise InputError(f"kept_bits is an integer from 0 to 8, or None for floating point. Received: {kept_bits!r}.")
+    if kept_bits is not None and (type(kept_bits) is not int or not 0 <= kept_bits <= MOST_KEPT_BITS):
+        raise InputError(
+            f"kept_bits is an integer from 0 to {MOST_KEPT_BITS}, or None for floating point. Received: {kept_bits!r}."
+        )
     if argument is None:
         return CouplingChoice(coupling, None)
     size = sizes[argument]
@@ -154,7 +157,7 @@ def _check_coupling(coupling: CouplingName, kept_bits: int | None, sizes: Mappin
     if kept_bits is None:
         raise InputError(
             f"In floating point {coupling} needs {argument}. Received: kept_bits=None. Use for example {argument}=0.1, or "
-            "kept_bits from 0 to 8."
+            f"kept_bits from 0 to {MOST_KEPT_BITS}."
         )
     return CouplingChoice(coupling, kept_bits)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.conversion.block_lists import choose_lists
 from revzoo.conversion.similarity import (
     FRACTION_BITS,
@@ -121,7 +122,7 @@ def reversible_(
             run on it before and after: the report says how much its outputs differ, and each chain has a grid that fits its
             states.
         coupling: "momentum", or "dual_residual", w[k+1] = f(w[k]) + 2^-kept_bits w[k-1].
-        kept_bits: from 1 to 8: fewer keep less, and change the function more.
+        kept_bits: from 1 to 15: fewer keep less, and change the function more.
         fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
             what fits the batch.
         blocks_per_step: how many blocks are one step. Two keep half the bits; while a step is recovered, backward keeps what
@@ -228,8 +229,8 @@ def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | Non
 def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None, blocks_per_step: int) -> None:
     if coupling not in get_args(BlockCoupling):
         raise UnknownNameError("coupling of blocks", coupling, get_args(BlockCoupling))
-    if not isinstance(kept_bits, int) or not 1 <= kept_bits <= 8:
-        raise InputError(f"kept_bits is an integer from 1 to 8. Received: {kept_bits!r}.")
+    if not isinstance(kept_bits, int) or not 1 <= kept_bits <= MOST_KEPT_BITS:
+        raise InputError(f"kept_bits is an integer from 1 to {MOST_KEPT_BITS}. Received: {kept_bits!r}.")
     least, most = FRACTION_BITS
     if fraction_bits is not None and not (isinstance(fraction_bits, int) and least <= fraction_bits <= most):
         raise InputError(f"fraction_bits is an integer from {least} to {most}. Received: {fraction_bits!r}.")

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from revzoo.analysis.dry_run import find_block_chains
+from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_spread
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
@@ -78,7 +78,7 @@ class Plan:
                 "revzoo.plan(model, batch, budget)."
             )
         for chain in find_block_chains(model).values():
-            chain.schedule_before_plan = chain.schedule_before_plan or chain.schedule
+            chain.begin_plan()
         assign_schedule(model, self.schedule, self.lookahead)
 
     def save(self, path: str | Path) -> None:

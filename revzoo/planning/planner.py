@@ -9,7 +9,8 @@ from typing import Any, Literal, cast, get_args, overload
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import accumulated_gradients, find_block_chains, require_module
+from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.dry_run import accumulated_gradients, require_module
 from revzoo.errors import BudgetError, InputError, UnknownNameError
 from revzoo.format import format_bytes
 from revzoo.planning.budget import parse_budget

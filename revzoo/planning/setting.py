@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import find_block_chains, require_module
+from revzoo.analysis.chains import find_block_chains
+from revzoo.analysis.dry_run import require_module
 from revzoo.errors import InputError
 from revzoo.format import format_dtype
 from revzoo.model.network import Model

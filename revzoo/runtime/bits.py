@@ -7,7 +7,7 @@ from torch import Tensor
 
 from revzoo.runtime.replay import is_sharded
 
-_WIDTHS = (4, 2, 1)  # fields of these widths fill a byte without gaps; every number of bits below 8 is a sum of some of them
+_WIDTHS = (8, 4, 2, 1)  # fields of these widths fill a byte without gaps; every number of bits is a sum of some of them
 
 
 class PackedBits(NamedTuple):
@@ -26,15 +26,20 @@ class PackedBits(NamedTuple):
     shape: torch.Size
 
 
+def choose_dtype(bits: int) -> torch.dtype:
+    """Return the smallest dtype that `pack` takes for integers of so many bits."""
+    return torch.uint8 if bits <= 8 else torch.int16
+
+
 def pack(values: Tensor, bits: int) -> PackedBits | Tensor:
     """Pack integers below 2^bits into at most bits * ceil(numel / 8) bytes.
 
     Returned as they are where nothing would be gained, and those of a DTensor, whose sharding flattening would change.
 
-    Shapes: values: any, uint8.
+    Shapes: values: any, of the dtype that `choose_dtype` returns.
     Args:
         values: the integers; those of a dense tensor are packed in the order of memory.
-        bits: from 1 to 8.
+        bits: from 1 to 15.
     """
     if bits == 8 or is_sharded(values):
         return values
@@ -44,20 +49,20 @@ def pack(values: Tensor, bits: int) -> PackedBits | Tensor:
     for width in _WIDTHS:
         if bits & width:
             left -= width
-            packed.append(_fold(rest & (2**width - 1) if left else rest, width))
+            packed.append(_fold((rest & (2**width - 1) if left else rest).to(torch.uint8), width))
             rest = rest >> width if left else rest
     return PackedBits(packed, bits, dims, values.shape)
 
 
 def unpack(packed: PackedBits | Tensor) -> Tensor:
-    """Return the integers that `pack` was given, as uint8."""
+    """Return the integers that `pack` was given, in the same dtype."""
     if isinstance(packed, Tensor):
         return packed
     fields, total, shift = iter(packed.fields), None, 0
     for width in _WIDTHS:
         if packed.bits & width:
             field = _unfold(next(fields), width, packed.shape.numel())
-            total = field if total is None else total.add_(field, alpha=2**shift)
+            total = field.to(choose_dtype(packed.bits)) if total is None else total.add_(field, alpha=2**shift)
             shift += width
     assert total is not None, "no bits were packed"
     return total.view(packed.shape).permute([packed.dims.index(dim) for dim in range(len(packed.dims))])

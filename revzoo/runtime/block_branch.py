@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from revzoo.runtime.block_chain import Arguments, BlockChain, BlockStep, Returned
+from revzoo.runtime.block_chain import Arguments, BlockChain, BlockOutput, BlockStep
 from revzoo.runtime.block_conventions import find_state, get_state, put_state
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.silenced import Branch, find_silent, remove_switches, silence
@@ -49,19 +49,19 @@ class BranchStep(BlockStep):
         if self.following is None:
             raise AssertionError("Only the step of the first branch stands in place of a block.")
         _, key = find_state(self.block, self.name, args, kwargs)
-        first = Returned()
+        first = BlockOutput()
         state = get_state(self.run(args, kwargs, first, {}))
-        beside, first.beside = first.beside, {}  # the graph holds it
-        return self.following.run(*put_state(state, key, args, kwargs), Returned(), beside)
+        extras, first.extras = first.extras, {}  # the graph holds it
+        return self.following.run(*put_state(state, key, args, kwargs), BlockOutput(), extras)
 
     def forward(self, state: Tensor, arguments: Arguments) -> Tensor:
         """Return f(w[k]): what the block returns in place of the state, if all that the other step runs returns zeros."""
         returned = arguments.returned
         is_first_run = returned.dtype is None
-        with silence(self.block, self.branch, self.name, arguments.dtype, arguments.beside) as seen:
+        with silence(self.block, self.branch, self.name, arguments.dtype, arguments.extras) as seen:
             out = super().forward(state, arguments)
         if is_first_run and self.following is not None:
-            returned.beside = leave_out_unreturned(seen, returned.value)
+            returned.extras = leave_out_unreturned(seen, returned.value)
         return out
 
 

@@ -32,7 +32,7 @@ from revzoo.runtime.block_conventions import (
     put_state,
     replace_state,
 )
-from revzoo.runtime.block_place import Begun, Place, find_place, is_noted, note_place
+from revzoo.runtime.block_position import OpenStep, Position, find_position, is_noted, note_position
 from revzoo.runtime.chain_link import begin_link, call_step, end_link, record_step
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling
@@ -78,7 +78,7 @@ class BlockChain:
         self.length = length
         self.coupling = coupling
         self.schedule = "invert"
-        self.schedule_before_plan: list[Mode] | None = None
+        self._schedule_before_plan: list[Mode] | None = None
         self.members: list[BlockStep] = []
         self.end = nn.Identity()  # stands for what the network computes behind the last step, for who observes a forward
 
@@ -113,6 +113,15 @@ class BlockChain:
             )
         self._schedule = check_schedule(modes, self.names)
 
+    def begin_plan(self) -> None:
+        """Remember the schedule, since a plan brings another one; one that replaces a plan changes nothing about it."""
+        self._schedule_before_plan = self._schedule_before_plan or self.schedule
+
+    def end_plan(self) -> None:
+        """Take the schedule again that there was before a plan, if there has been one."""
+        self.schedule = self._schedule_before_plan or self.schedule
+        self._schedule_before_plan = None
+
     @property
     def lookahead(self) -> Literal[0]:
         """How many steps are recovered ahead of backward: none."""
@@ -127,12 +136,12 @@ class BlockChain:
 
 
 @dataclass
-class Returned:
+class BlockOutput:
     """What a block has returned in its first run, and what submodules of it have returned beside the state, by path."""
 
     value: Any = None
     dtype: torch.dtype | None = None
-    beside: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
 
 
 class Arguments(NamedTuple):
@@ -144,15 +153,15 @@ class Arguments(NamedTuple):
         key: the keyword of the state; None if it is the first positional argument.
         dtype: in which the block is given the state.
         returned: gets what the block returns, in a first run.
-        beside: what submodules have returned in an earlier step of this block, by path.
+        extras: what submodules have returned in an earlier step of this block, by path.
     """
 
     positional: tuple[Any, ...]
     keywords: dict[str, Any]
     key: str | None
     dtype: torch.dtype
-    returned: Returned
-    beside: dict[str, Any]
+    returned: BlockOutput
+    extras: dict[str, Any]
 
 
 class BlockStep(nn.Module):
@@ -192,9 +201,9 @@ class BlockStep(nn.Module):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block returns, with the next state of the chain in place of its own."""
-        return self.run(args, kwargs, Returned(), {})
+        return self.run(args, kwargs, BlockOutput(), {})
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Returned, beside: dict[str, Any]) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: BlockOutput, extras: dict[str, Any]) -> Any:
         """Call the block with these arguments; see `Arguments` for the others."""
         x, key = find_state(self.block, self.name, args, kwargs)
         if self.block.training and any(map(is_checkpointed, (self.block, self.chain.owner))):
@@ -203,7 +212,7 @@ class BlockStep(nn.Module):
                 "both. Switch it off: model.activation_checkpointing_disable() of Transformers "
                 "(gradient_checkpointing_disable() in older versions), model.set_grad_checkpointing(False) of timm."
             )
-        arguments = Arguments(*put_state(None, key, args, kwargs), key, x.dtype, returned, beside)
+        arguments = Arguments(*put_state(None, key, args, kwargs), key, x.dtype, returned, extras)
         if is_exporting():
             raise InputError(
                 f"{self.name} is a step of a reversible chain, whose older state torch.export cannot follow. Export the "
@@ -248,60 +257,60 @@ class BlockStep(nn.Module):
         return self._run(x, arguments, mode)
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
-        place = find_place(x, self.chain)
-        begun = None if place is None else place.begun
-        if begun is None:
-            begun, state = self._begin(x, place, mode)
+        position = find_position(x, self.chain)
+        step = None if position is None else position.open_step
+        if step is None:
+            step, state = self._begin(x, position, mode)
         else:
-            state, mode = _rename(x), begun.link.mode
+            state, mode = _rename(x), step.link.mode
         link, call = Step(self, self.name, self.chain.coupling, mode), None
         recoverer: Recoverer | None = None
         if mode != "store":
-            recoverer = begun.segment or SavedInputs((state,))
+            recoverer = step.segment or SavedInputs((state,))
             settings = Settings(x.device)
-            watched = mode != "invert" or not begun.update.will_invert
-            call = record_step(link, settings, arguments, begun.grid, watched)
+            watched = mode != "invert" or not step.update.will_invert
+            call = record_step(link, settings, arguments, step.grid, watched)
             # A second run of a selective call computes only what is needed in it, not what the next block is given.
             if self.chain.blocks_per_step > 1 and mode != "selective":
-                recoverer = begun.joint = begun.joint or WholeRecoverer(JointCall(self, begun.link.name, settings), state)
-                begun.joint.whole.add_part(call)
-        out = call_step(link, (begun.pair[0], state), arguments, call, recoverer)
-        begun.blocks += 1
+                recoverer = step.joint = step.joint or WholeRecoverer(JointCall(self, step.link.name, settings), state)
+                step.joint.whole.add_part(call)
+        out = call_step(link, (step.pair[0], state), arguments, call, recoverer)
+        step.blocks += 1
         is_last = self.index + 1 == self.chain.num_calls
-        if begun.blocks < self.chain.blocks_per_step and not is_last:
-            note_place(out, Place(self.chain, within=begun, blocks=begun.blocks))
+        if step.blocks < self.chain.blocks_per_step and not is_last:
+            note_position(out, Position(self.chain, within=step, blocks=step.blocks))
             value, arguments.returned.value = arguments.returned.value, None
             return value
-        whole = call if begun.joint is None else begun.joint.whole
-        pair = end_link(begun.link, begun.update, begun.pair, out, begun.segment, whole, begun.grid)
-        if begun.segment is not None:
-            if begun.joint is not None:
-                begun.joint.recoverer = begun.segment
-            begun.segment.end(pair)
-        begun.grid.end_forward()
+        whole = call if step.joint is None else step.joint.whole
+        pair = end_link(step.link, step.update, step.pair, out, step.segment, whole, step.grid)
+        if step.segment is not None:
+            if step.joint is not None:
+                step.joint.recoverer = step.segment
+            step.segment.end(pair)
+        step.grid.end_forward()
         if is_last:
             begin_call(self.chain.end, pair[1:], pair)
         value, dtype = arguments.returned.value, cast(torch.dtype, arguments.returned.dtype)
         arguments.returned.value = None  # the graph holds it
         y = pair[1].to(dtype)
         if not is_last:
-            note_place(y, Place(self.chain, pair[0], None if y is pair[1] else pair[1], begun.segment))
+            note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], step.segment))
         return replace_state(value, y)
 
-    def _begin(self, x: Tensor, place: Place | None, mode: Mode) -> tuple[Begun, Tensor]:
+    def _begin(self, x: Tensor, position: Position | None, mode: Mode) -> tuple[OpenStep, Tensor]:
         """Return a step that begins with this block, and its state."""
         refuse_exact_derivatives()
         dtype = torch.float32 if x.dtype in HALF else x.dtype
         grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=mode == "invert")
         segment = None
-        if place is not None and place.previous is not None and place.previous.dtype == dtype:
-            current = place.current
+        if position is not None and position.previous is not None and position.previous.dtype == dtype:
+            current = position.current
             if current is None:
                 current = _rename(x)
             elif not is_noted(x):  # FSDP's node of the graph has to see the gradient
                 current = attach_graph(current, (1.0,), x)
-            pair, segment = (place.previous, current), place.segment
-            if segment is not None and not segment.ends_with(place.length):
+            pair, segment = (position.previous, current), position.segment
+            if segment is not None and not segment.ends_with(position.length):
                 segment = None  # another block has been called with x, too, or there has been a backward
         else:
             send_comparisons()
@@ -311,7 +320,7 @@ class BlockStep(nn.Module):
             pair = first, first
         link = Step(self, self.name, self.chain.coupling, mode)
         update, segment = begin_link(link, pair, segment, grid)
-        return Begun(link, update, pair, segment, grid), pair[1]
+        return OpenStep(link, update, pair, segment, grid), pair[1]
 
     def _leave_out_caches(self, arguments: Arguments) -> tuple[Arguments, bool]:
         """Return the arguments without a cache of keys and values, and whether the block may run a second time.
@@ -337,7 +346,7 @@ def get_step(block: nn.Module) -> BlockStep | None:
 def _rename(x: Tensor) -> Tensor:
     """Return another tensor with the memory and the gradient of x.
 
-    What autograd saves lives as long as the graph, and as long as the tensor that a block has returned lives its place,
+    What autograd saves lives as long as the graph, and as long as the tensor that a block has returned lives its position,
     which has the state before it: so it must be another one that autograd saves.
     """
     return attach_graph(x.detach(), (1.0,), x)

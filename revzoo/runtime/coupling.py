@@ -15,7 +15,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from revzoo.bounds import FiniteFloat, FractionBits, KeptBits, NonZeroFloat, Rate, StepSize
+from revzoo.bounds import MOST_KEPT_BITS, FiniteFloat, FractionBits, KeptBits, NonZeroFloat, Rate, StepSize
 from revzoo.errors import InputError, PartArgumentError
 from revzoo.registry import couplings
 
@@ -54,10 +54,10 @@ class Coupling:
             raise InputError(f"The coefficients a, b, c of a coupling are finite numbers. Received: {coefficients}.")
         if self.c == 0:
             raise InputError("A coupling with c = 0 leaves f out: choose c != 0.")
-        if self.kept_bits is not None and (not 0 <= self.kept_bits <= 8 or abs(self.b) != 2.0**-self.kept_bits):
+        if self.kept_bits is not None and (not 0 <= self.kept_bits <= MOST_KEPT_BITS or abs(self.b) != 2.0**-self.kept_bits):
             raise InputError(
-                f"Bits are kept for |b| = 2^-kept_bits, kept_bits from 0 to 8. Received: b = {self.b:g} and kept_bits = "
-                f"{self.kept_bits}."
+                f"Bits are kept for |b| = 2^-kept_bits, kept_bits from 0 to {MOST_KEPT_BITS}. Received: b = {self.b:g} and "
+                f"kept_bits = {self.kept_bits}."
             )
         terms = [(place, weight) for place, weight in enumerate((self.b, self.a, self.c)) if weight != 0]
         terms.sort(key=lambda term: term[1] != 1)  # a first term that needs no scaling saves an operation
@@ -125,7 +125,7 @@ def momentum(
         gain: weight of f; None is 1 - m, as published.
         residual: whether w[k] is a term of its own. False if f contains its own residual, as in post-norm transformers: then
             f(w[k]) - w[k] takes the place of f(w[k]).
-        kept_bits: s from 0 to 8, instead of m: then m = 2^-s, and the bits it loses are kept, so that inversion is exact.
+        kept_bits: s from 0 to 15, instead of m: then m = 2^-s, and the bits it loses are kept, so that inversion is exact.
         fraction_bits: with kept_bits, binary digits after the point (16 in float32 by default); states stay below
             2^(24 - fraction_bits).
     Source: Momentum ResNets (Sander et al. 2021), equation 4, velocity eliminated; there gain is 1 - m. `residual=False`
@@ -149,7 +149,8 @@ def dual_residual(
     Args:
         alpha: weight of w[k]: 1 for a residual network, 0 if f contains its own residual.
         beta: weight of w[k-1]; 0.1 if neither it nor kept_bits is given.
-        kept_bits: s from 0 to 8, instead of beta: then beta = 2^-s, and the bits it loses are kept, so that inversion is exact.
+        kept_bits: s from 0 to 15, instead of beta: then beta = 2^-s, and the bits it loses are kept, so that inversion is
+            exact.
         fraction_bits: with kept_bits, binary digits after the point (16 in float32 by default); states stay below
             2^(24 - fraction_bits).
     Source: Dr2Net (Zhao et al. 2024); alpha = 1 and beta -> 0 is the ordinary residual network.

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from revzoo.errors import InputError, RecoveryError
-from revzoo.runtime.bits import PackedBits, pack, unpack
+from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
 from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.host_copy import can_read_now
@@ -121,8 +121,9 @@ def _advance(
         return total, None
     low = torch.sub(previous, high, alpha=1 / (abs(b) * scale), out=_reuse(high))
     # Numbers from limit / 2 to limit have a spacing of 1 / scale: the bits are now the last ones of the significand.
-    bits = low.add_(limit / 2).view(_INTEGERS[low.dtype]).to(torch.uint8)
-    return total, pack(bits, cast(int, coupling.kept_bits))
+    count = cast(int, coupling.kept_bits)
+    bits = low.add_(limit / 2).view(_INTEGERS[low.dtype]).to(choose_dtype(count))
+    return total, pack(bits, count)
 
 
 def _invert(

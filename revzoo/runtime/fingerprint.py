@@ -21,7 +21,6 @@ _WIDTH = 1024  # elements that one row of a projection adds up
 _PROJECTIONS = 8
 _PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's numbers
 _PART = 6  # of each dimension, at least so many places are in a part of a tensor, and less than twice as many
 
 
@@ -126,16 +125,3 @@ def _make_weights(rows: int, width: int, dtype: torch.dtype, device: torch.devic
     generator = torch.Generator("cpu").manual_seed(0)
     weights = torch.randn(_PROJECTIONS, _WIDTH, generator=generator, dtype=torch.float64, device="cpu")
     return weights.to(device, dtype)[:rows, :width].squeeze(0)
-
-
-def interpret_sample(sample: int | bytes, dtype: torch.dtype) -> Fingerprint:
-    """Return the numbers whose bytes these are."""
-    if isinstance(sample, int):
-        return Fingerprint([sample], ())
-    if (code := _CODES.get(dtype)) is not None:
-        values = memoryview(sample).cast(cast(Any, code))  # in a microsecond
-        if math.isfinite(sum(values)):
-            return Fingerprint(values, ())
-    numbers = torch.frombuffer(bytearray(sample), dtype=dtype)
-    numbers = (torch.view_as_real(numbers) if numbers.is_complex() else numbers).double()
-    return Fingerprint(numbers.nan_to_num(0.0, 0.0, 0.0).view(-1).tolist(), (), bool(numbers.isfinite().all()))

@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from ctypes import c_char
 from functools import lru_cache
-from math import prod
+from math import isfinite, prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from revzoo.runtime.fingerprint import Fingerprint
+
 _PIECES, _PIECE_BYTES = 8, 64
+_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's numbers
 _is_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _Read = Callable[[int], bytes]  # from the address of the first element
 
@@ -37,6 +41,19 @@ def read_sample(x: Tensor) -> bytes | None:
     if not extent or not memory or storage.nbytes() < start + extent:  # FSDP frees that of weights
         return None
     return read(memory + start)
+
+
+def interpret_sample(sample: int | bytes, dtype: torch.dtype) -> Fingerprint:
+    """Return the numbers whose bytes these are."""
+    if isinstance(sample, int):
+        return Fingerprint([sample], ())
+    if (code := _CODES.get(dtype)) is not None:
+        values = memoryview(sample).cast(cast(Any, code))  # in a microsecond
+        if isfinite(sum(values)):
+            return Fingerprint(values, ())
+    numbers = torch.frombuffer(bytearray(sample), dtype=dtype)
+    numbers = (torch.view_as_real(numbers) if numbers.is_complex() else numbers).double()
+    return Fingerprint(numbers.nan_to_num(0.0, 0.0, 0.0).view(-1).tolist(), (), bool(numbers.isfinite().all()))
 
 
 @lru_cache(maxsize=1024)

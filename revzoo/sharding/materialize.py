@@ -10,19 +10,10 @@ Cost: every process draws all numbers, so creating a network takes as long as in
 own part: the largest parameter, with what its initialisation takes. Buffers are whole.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from revzoo.checkpoint.slices import copy_whole_
-from revzoo.errors import InputError, join_names
+from torch import nn
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -54,5 +45,3 @@ def materialize_(
         whole = build()
     keeper.finish()
     ...
-
-

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from revzoo.analysis.dry_run import find_chains
+from revzoo.analysis.chains import find_chains
 from revzoo.analysis.verify import VerifyReport, verify
 from revzoo.data.random import seeded
 from revzoo.errors import InputError

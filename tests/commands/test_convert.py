@@ -24,7 +24,7 @@ def calls(monkeypatch) -> list[dict[str, object]]:
     ("options", "changed"),
     [
         ("", {}),
-        ("--kept-bits 4", {"kept_bits": 4}),
+        ("--kept-bits 12", {"kept_bits": 12}),
         ("--m 0.5", {"m": 0.5, "kept_bits": None}),
         ("--m 0", {"m": 0.0, "kept_bits": None}),
         ("--coupling dual_residual --beta 0.25", {"coupling": "dual_residual", "beta": 0.25, "kept_bits": None}),

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import revzoo
-from revzoo.analysis.dry_run import find_block_chains
+from revzoo.analysis.chains import find_block_chains
 from revzoo.conversion import convert as convert_module
 from revzoo.conversion.choice import CouplingChoice
 from revzoo.runtime import LiveBytes

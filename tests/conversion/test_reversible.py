@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo.analysis.dry_run import find_block_chains
+from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import InputError, RecoveryError
 from tests.conversion.conftest import NETWORKS, TEXT, Tanh, Toy, X, assert_equal, compute_loss, gpt2, train_step
 

@@ -20,7 +20,7 @@ OLD_MASKS = Version(transformers.__version__) < Version("4.53")
 def test_each_step_keeps_its_bits_alone(dtype):
     sizes = {}
     for layers in (4, 8):
-        for bits in (8, 4):
+        for bits in (12, 8, 4):
             model = llama(layers).to(dtype)
             revzoo.reversible_(model, kept_bits=bits)
             sizes[layers, bits] = count_bytes(model, TEXT)
@@ -28,6 +28,7 @@ def test_each_step_keeps_its_bits_alone(dtype):
     for place in (0, 1):  # what is kept, and the peak
         assert sizes[8, 8][place] - sizes[4, 8][place] == 4 * elements
         assert sizes[8, 4][place] - sizes[4, 4][place] == 4 * elements // 2
+        assert sizes[8, 12][place] - sizes[4, 12][place] == 4 * elements * 3 // 2
 
 
 def test_steps_of_two_blocks_keep_half_the_bits():

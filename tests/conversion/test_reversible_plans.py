@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import revzoo
-from revzoo.analysis.dry_run import find_block_chains
+from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import BudgetError, InputError, PlanError
 from revzoo.planning.profiling import timing
 from revzoo.planning.profiling.count import count

@@ -102,7 +102,7 @@ def test_what_cannot_be_made_reversible_is_named(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kept_bits": 9}, "kept_bits is an integer from 1 to 8"),
+        ({"kept_bits": 16}, "kept_bits is an integer from 1 to 15"),
         ({"coupling": "additive"}, "Allowed: dual_residual, momentum"),
         ({"fraction_bits": 50}, "fraction_bits is an integer from 4 to 40"),
     ],

@@ -29,6 +29,16 @@ def norm_behind_the_sum(m, x):
     return m.norm2(m.norm1(x + m.attn(x)) + m.mlp(x))
 
 
+class Adding(nn.Linear):
+    def forward(self, x, state):
+        return state + super().forward(x)
+
+
+def branch_with_the_state(m, x):  # as BLOOM's, which are given what to add
+    x = m.attn(m.norm1(x), x)
+    return x + m.mlp(m.norm2(x))
+
+
 def own_bias(m, x):  # zero until it is trained
     x = x + m.attn(m.norm1(x)) + 0.0 * m.norm1.bias + m.norm2.bias
     return x + m.mlp(m.norm2(x))
@@ -62,10 +72,14 @@ def change_in_between(m, x):
 
 
 CANNOT = {
-    "side by side": ({"write": side_by_side}, "blocks.0 is not attn added to the state, then mlp: .* cannot be two steps"),
-    "other order": ({"write": other_order}, "cannot be two steps"),
-    "norm behind the sum": ({"write": norm_behind_the_sum}, "cannot be two steps"),
-    "a bias": ({"write": own_bias}, "cannot be two steps"),
+    "side by side": (
+        {"write": side_by_side},
+        "blocks.0 cannot be two steps, attn added to the state, then mlp: .* side by side",
+    ),
+    "other order": ({"write": other_order}, "Without both the block returns its state, so they .* in another order"),
+    "norm behind the sum": ({"write": norm_behind_the_sum}, "Without both the block does not return its state: .* norm behind"),
+    "a branch with the state": ({"write": branch_with_the_state}, "a branch adds the state itself"),
+    "a bias": ({"write": own_bias}, "something else is added"),
     "an attribute": ({"write": attribute}, "blocks.0 sets as an attribute a tensor that is another one"),
     "noise in training": ({"write": noise_in_training}, "cannot be two steps"),
     "another result": ({"write": change_in_between}, "blocks.0 returns beside its state a tensor that is another one"),
@@ -79,6 +93,9 @@ def test_what_cannot_be_split_is_refused_with_the_reason(name):
     torch.manual_seed(0)
     options, message = CANNOT[name]
     model = Toy(**options)
+    if name == "a branch with the state":
+        for block in model.blocks:
+            block.attn = Adding(8, 8)
     for key, p in model.named_parameters():
         if key.endswith("bias"):
             nn.init.zeros_(p)

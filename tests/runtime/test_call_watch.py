@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.analysis.dry_run import find_block_chains
+from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import RecoveryError
 from revzoo.runtime import LayerChain, ReversibleChain, call_watch, fingerprint, tripwire
 from revzoo.runtime.live_bytes import LiveBytes

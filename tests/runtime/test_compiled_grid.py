@@ -21,7 +21,7 @@ COUPLINGS = [
     Coupling(1.5, -0.5, 0.5, 1),
     momentum(kept_bits=3),
     momentum(kept_bits=8, gain=1.0),
-    *(dual_residual(kept_bits=bits) for bits in range(9)),
+    *(dual_residual(kept_bits=bits) for bits in (*range(9), 12)),
 ]
 
 

@@ -14,12 +14,13 @@ from revzoo.runtime.coupling import Coupling, additive, dual_residual, leapfrog,
 from revzoo.runtime.exact import Grid
 
 MODES = ["store", "selective", "recompute", "invert"]
+BITS = (*range(10), 12, 15)
 COUPLINGS = {
     "additive": additive(),
     "midpoint": midpoint(h=0.3),
     "leapfrog": leapfrog(h=0.7),
-    **{f"momentum {bits}": momentum(kept_bits=bits, gain=0.3) for bits in range(9)},
-    **{f"dual {bits}": dual_residual(alpha=1.0 if bits % 2 else 0.7, kept_bits=bits) for bits in range(9)},
+    **{f"momentum {bits}": momentum(kept_bits=bits, gain=0.3) for bits in BITS},
+    **{f"dual {bits}": dual_residual(alpha=1.0 if bits % 2 else 0.7, kept_bits=bits) for bits in BITS},
 }
 
 
@@ -121,7 +122,7 @@ def test_an_empty_batch_has_gradients_of_zero(coupling, mode, gradients):
 
 
 @pytest.mark.parametrize("read_late", [False, True])
-@pytest.mark.parametrize("coupling", ["additive", momentum(kept_bits=3, gain=1.0), momentum(kept_bits=8, gain=1.0)])
+@pytest.mark.parametrize("coupling", ["additive", *(momentum(kept_bits=bits, gain=1.0) for bits in (3, 8, 12))])
 def test_dtensors_have_bit_identical_gradients(coupling, read_late, mesh, monkeypatch):
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
@@ -208,14 +209,16 @@ def count_bytes(packed: PackedBits | Tensor) -> int:
     return sum(field.nbytes for field in (packed.fields if isinstance(packed, PackedBits) else [packed]))
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits", range(1, 16))
 def test_bits_are_packed_without_gaps(bits):
+    dtype = torch.uint8 if bits <= 8 else torch.int16
     for shape in ((0,), (1,), (7,), (8,), (3, 21), (2, 5, 100)):
-        values = torch.randint(0, 2**bits, shape, dtype=torch.uint8)
+        values = torch.randint(0, 2**bits, shape, dtype=dtype)
         packed = pack(values.clone(), bits)
         assert torch.equal(unpack(packed), values)
+        assert unpack(packed).dtype == dtype
         assert count_bytes(packed) <= bits * -(-values.numel() // 8)
-    values = torch.randint(0, 2**bits, (2, 3, 8), dtype=torch.uint8).transpose(1, 2)
+    values = torch.randint(0, 2**bits, (2, 3, 8), dtype=dtype).transpose(1, 2)
     assert count_bytes(pack(values, bits)) == bits * values.numel() // 8
     assert unpack(pack(values, bits)).stride() == values.stride()
 

@@ -100,7 +100,9 @@ def test_exact_holds_every_state_below_256_and_refuses_others(coupling, chain_of
 
 
 @pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("bits", [0, 1, 3, 8, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (2, 4, 5, 6, 7))])
+@pytest.mark.parametrize(
+    "bits", [0, 3, 8, 9, 15, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (1, 2, 4, 5, 6, 7, 12))]
+)
 def test_kept_bits_make_gradients_bit_identical(bits, residual, chain_of, gradients):
     chain = chain_of(24, momentum(kept_bits=bits, gain=0.01 if residual else 1.0, residual=residual), dtype=torch.float32)
     x = torch.randn(3, 6)

@@ -139,9 +139,9 @@ def test_any_registered_coupling_builds_and_trains():
         ("revnet_digits", "block.coupling={type: momentum, m: 1}", "block.coupling.m", "null or a number in [0, 1)"),
         (
             "revnet_digits",
-            "block.coupling={type: momentum, kept_bits: 9}",
+            "block.coupling={type: momentum, kept_bits: 16}",
             "block.coupling.kept_bits",
-            "null or an integer from 0 to 8",
+            "null or an integer from 0 to 15",
         ),
         ("revnet_digits", "block.coupling={type: dual_residual, alpha: .nan}", "block.coupling.alpha", "a finite number"),
         *(

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from revzoo.analysis.dry_run import find_block_chains, has_values, isolated, preserve_schedules
+from revzoo.analysis.chains import find_block_chains, preserve_schedules
+from revzoo.analysis.dry_run import has_values, isolated
 from revzoo.errors import InputError, join_names
 from revzoo.planning.profiling.derivation import build_problem
 from revzoo.planning.profiling.hooks import list_units, read_layout

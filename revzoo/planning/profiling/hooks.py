@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from revzoo.analysis.dry_run import find_block_chains, find_chains
+from revzoo.analysis.chains import find_block_chains, find_chains
 from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain

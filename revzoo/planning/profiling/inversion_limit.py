@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from revzoo.analysis.dry_run import find_block_chains, preserve_schedules
+from revzoo.analysis.chains import find_block_chains, preserve_schedules
 from revzoo.analysis.verify import verify
 from revzoo.errors import RecoveryError
 from revzoo.model.network import Model

@@ -17,7 +17,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from revzoo.analysis.dry_run import call, isolated, leave_autocast, preserve_schedules
+from revzoo.analysis.chains import preserve_schedules
+from revzoo.analysis.dry_run import call, isolated, leave_autocast
 from revzoo.planning.profiling.clock import Clock, Median, combine_spreads, find_median, make_clock, repeat, smooth_rising
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
 from revzoo.planning.profiling.trace import LossFunction, compute_loss

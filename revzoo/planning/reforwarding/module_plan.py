@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from revzoo.analysis.dry_run import find_block_chains
+from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.planning.reforwarding.graph_plan import GraphPlan
@@ -141,8 +141,7 @@ def release(module: nn.Module) -> None:
     """
     restore_call(module)
     for chain in find_block_chains(module).values():
-        chain.schedule = chain.schedule_before_plan or chain.schedule
-        chain.schedule_before_plan = None
+        chain.end_plan()
 
 
 def _freeze(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from revzoo.analysis.dry_run import preserve_schedules
+from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.optimizer_step import OptimizerBytes, count_optimizer
 from revzoo.errors import BudgetError, join_names
 from revzoo.format import format_bytes

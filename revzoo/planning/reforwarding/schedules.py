@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from revzoo.analysis.dry_run import find_chains
+from revzoo.analysis.chains import find_chains
 from revzoo.runtime.schedule import Mode
 
 Schedules = Mapping[str, list[Mode]]

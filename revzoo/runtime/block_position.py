@@ -17,7 +17,7 @@ from revzoo.runtime.tape import InvertedSegment
 
 
 @dataclass
-class Begun:
+class OpenStep:
     """A step some of whose blocks have been called.
 
     Args:
@@ -40,7 +40,7 @@ class Begun:
 
 
 @dataclass
-class Place:
+class Position:
     """Where in a chain a tensor stands that a block has returned: behind a step, or within one of several blocks.
 
     Args:
@@ -56,7 +56,7 @@ class Place:
     previous: Tensor | None = None
     current: Tensor | None = None
     segment: InvertedSegment | None = None
-    within: Begun | None = None
+    within: OpenStep | None = None
     blocks: int = 0
     length: int = field(init=False)
     version: int = field(init=False)
@@ -66,41 +66,41 @@ class Place:
         self.length = 0 if self.segment is None else self.segment.length
 
     @property
-    def begun(self) -> Begun | None:
+    def open_step(self) -> OpenStep | None:
         """The step that goes on here; none if another block has been called with the same tensor."""
         return self.within if self.within is not None and self.within.blocks == self.blocks else None
 
 
-_places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the tensors that blocks have returned
+_positions: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the tensors that blocks have returned
 _latest = local()  # in this thread: the tensor that a block returned last
 
 
-def note_place(y: Tensor, place: Place) -> None:
+def note_position(y: Tensor, position: Position) -> None:
     """Remember where a tensor stands, as long as it lives and is not changed."""
     if not torch.compiler.is_compiling():
-        place.version = 0 if y.is_inference() else y._version
-        place.requires_grad = y.requires_grad
-        _places[y] = place
+        position.version = 0 if y.is_inference() else y._version
+        position.requires_grad = y.requires_grad
+        _positions[y] = position
         _latest.tensor = ref(y)
 
 
 def is_noted(x: Tensor) -> bool:
     """Return whether a block has returned this very tensor."""
-    return x in _places
+    return x in _positions
 
 
-def find_place(x: Tensor, chain: object) -> Place | None:
+def find_position(x: Tensor, chain: object) -> Position | None:
     """Return where x stands in a chain; None for a tensor that no block of it has returned, or that has changed since."""
     if torch.compiler.is_compiling():
         return None
-    place = _places.get(x)
-    if place is None and (returned := _find_wrapped(x)) is not None:
-        place = _places.get(returned)
-    if place is None or place.chain is not chain or (not x.is_inference() and x._version != place.version):
+    position = _positions.get(x)
+    if position is None and (returned := _find_wrapped(x)) is not None:
+        position = _positions.get(returned)
+    if position is None or position.chain is not chain or (not x.is_inference() and x._version != position.version):
         return None
-    if x.requires_grad is not place.requires_grad:
+    if x.requires_grad is not position.requires_grad:
         return None  # detached
-    return cast(Place, place)
+    return cast(Position, position)
 
 
 def _find_wrapped(x: Tensor) -> Tensor | None:
