@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from yaml import YAMLError
 
 from revzoo.errors import CheckpointError, SpecError, join_names
@@ -41,13 +42,20 @@ def save_weights(model: nn.Module, path: str | Path, metadata: Mapping[str, str]
         metadata: more strings to store with the weights, for example a metric.
     """
     facts = {**describe_spec(cast(Spec, model.spec)), **(metadata or {})}
-    write_tensors(Path(path), collect_tensors(model), facts)
+    tensors = collect_tensors(model)
+    if isinstance(next(model.parameters()), DTensor) and torch.distributed.get_rank() != 0:
+        return
+    write_tensors(Path(path), tensors, facts)
 
 
 def collect_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's state dict on the CPU, each tied tensor once."""
     tied = _find_tied(model)
-    return {key: t.detach().cpu().contiguous() for key, t in model.state_dict().items() if key not in tied}
+    return {key: _gather(t).detach().cpu().contiguous() for key, t in model.state_dict().items() if key not in tied}
+
+
+def _gather(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def describe_spec(spec: Spec) -> dict[str, str]:

@@ -193,7 +193,8 @@ def wraps_tensors(tensor_type: type) -> bool:
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), Tensor):  # DTensor also names its mesh
+                yield from _storages(inner)
     elif tensor.layout is torch.sparse_coo:  # a gradient of an embedding, for example
         yield tensor._indices().untyped_storage()
         yield tensor._values().untyped_storage()

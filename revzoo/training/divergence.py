@@ -6,6 +6,7 @@ import torch
 
 from revzoo.checkpoint.files import find_not_finite
 from revzoo.errors import RevzooError, join_names
+from revzoo.sharding.shard import take_local
 from revzoo.training.setup import Run
 
 
@@ -29,9 +30,9 @@ def check_test_loss(run: Run, loss: float) -> None:
 
 def check_weights(run: Run) -> None:
     """Raise DivergedError, in every process, unless all weights, and their running average, are finite in every process."""
-    names = find_not_finite(run.model.state_dict())
+    names = find_not_finite(take_local(run.model.state_dict()))
     if run.ema is not None:
-        names += [f"the running average of {name}" for name in find_not_finite(run.ema.module.state_dict())]
+        names += [f"the running average of {name}" for name in find_not_finite(take_local(run.ema.module.state_dict()))]
     counts = run.accelerator.gather(torch.tensor([len(names)], device=run.accelerator.device))
     if counts.sum() > 0:
         raise _explain(

@@ -33,6 +33,8 @@ def save_state(run: Run) -> None:
 
 def _write_shared(run: Run, writing: Path) -> None:
     """Write what every process has its part in."""
+    if run.mesh is not None:
+        return
     with saving(run), _quiet_about_tied_tensors():
         run.accelerator.save_state(str(writing))
 
@@ -40,8 +42,9 @@ def _write_shared(run: Run, writing: Path) -> None:
 def _publish(run: Run, writing: Path) -> None:
     """Write the rest and make it the newest state."""
     with saving(run):
-        if run.ema is not None:
+        if run.ema is not None and run.mesh is None:
             files.save_weights(run.ema.module, writing / "ema.safetensors")
+        writing.mkdir(parents=True, exist_ok=True)
         run.origin.save(writing)
         run.folder.publish_state(writing, run.progress, run.recipe.train.keep_states)
 

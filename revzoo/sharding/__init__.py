@@ -1,0 +1,1 @@
+"""Networks divided over processes."""

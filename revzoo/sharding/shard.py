@@ -1,0 +1,85 @@
+"""Divide a network over processes by PyTorch's FSDP2: which parts are gathered together, and in which precision.
+
+A unit is gathered before it runs and freed after it, in forward, in backward, and where a reversible step runs again. Every
+process holds its share of everything, and at any time one unit in full, or two while the next is being gathered.
+
+Source: `torch.distributed.fsdp.fully_shard`; Zhao et al. 2023, "PyTorch FSDP".
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from revzoo.model.network import Model
+
+
+def list_units(model: Model) -> list[nn.Module]:
+    """Return the modules that are gathered by themselves, in the order of the forward; the rest is gathered as one, the root.
+
+    They are the reversible steps and the nodes: stem, transitions, fuse, head. Left to the root are modules without parameters,
+    those that share one with another module, such as a head with the embedding of the stem, and layers with an inverse of their
+    own, which backward runs without calling them.
+    """
+    modules = dict.fromkeys(entry.module for entry in model.layout() if entry.kind in ("step", "node"))
+    owners = Counter(id(p) for module in modules for p in module.parameters())
+    owners += Counter({id(p): 1 for p in _list_others(model, list(modules))})
+    return [m for m in modules if (owned := list(m.parameters())) and all(owners[id(p)] == 1 for p in owned)]
+
+
+def _list_others(model: nn.Module, modules: list[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of all modules that stand in none of these."""
+    inside = {id(m) for module in modules for m in module.modules()}
+    return [p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)]
+
+
+def shard_(
+    model: Model,
+    mesh: DeviceMesh,
+    *,
+    precision: Literal["no", "bf16"] = "no",
+    offload: bool = False,
+    reshard_after_forward: bool = True,
+) -> None:
+    """Divide a network over the processes of a mesh, in place; make its optimizer afterwards.
+
+    Parameters become DTensors of which each process holds its shard, on the mesh's device. Buffers stay whole. On the meta
+    device nothing is allocated.
+
+    Args:
+        model: the network, with the same values in every process. What is frozen must be so already.
+        mesh: made by `make_mesh`.
+        precision: "bf16" gathers parameters in bfloat16, for a model that runs under autocast of that dtype; gradients are
+            added up in float32, and the model returns float32.
+        offload: keep shards, their gradients and with them the optimizer's state on the host.
+        reshard_after_forward: free a unit after forward and gather it again in backward. The root stays until then.
+    """
+    half = torch.bfloat16 if precision == "bf16" else None
+    full = None if half is None else torch.float32
+    # Inputs are cast by autocast alone, as in one process: norms and streams stay in float32.
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full, cast_forward_inputs=False)
+    of_root = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full, output_dtype=full, cast_forward_inputs=False)
+    pinned = mesh.device_type != "cpu"
+    offloading = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    names = tuple(name for name in cast(tuple[str, ...], mesh.mesh_dim_names) if name != "tensor")
+    data = mesh[names]
+    for unit in list_units(model):
+        fully_shard(
+            unit, mesh=data, mp_policy=policy, offload_policy=offloading, reshard_after_forward=reshard_after_forward
+        )
+    fully_shard(model, mesh=data, mp_policy=of_root, offload_policy=offloading)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model is divided over processes."""
+    return isinstance(model, FSDPModule)
+
+
+def take_local(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return of each tensor the part that this process holds."""
+    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
