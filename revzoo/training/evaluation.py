@@ -23,6 +23,7 @@ from revzoo.format import format_bits
 from revzoo.model.create import create
 from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, WEIGHTS_INDEX
 from revzoo.training.options import Recipe
+from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
 
@@ -141,7 +142,7 @@ def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
 
 
 def _load_and_evaluate(recipe: Recipe, source: str, classes: str | None = None, **weights: Any) -> Scores:
-    accelerator = Accelerator(mixed_precision=recipe.train.mixed_precision)
+    accelerator = open_accelerator(recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
     if model.num_outputs < (needed := count_required_outputs(model.spec, data, recipe.data.name)):

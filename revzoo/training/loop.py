@@ -21,6 +21,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from timm.utils import distribute_bn
+from torch.distributed.fsdp import FSDPModule
 
 from revzoo.analysis.memory_report import measure_modes
 from revzoo.checkpoint import files
@@ -40,9 +41,10 @@ from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
 from revzoo.training.lock import hold_lock
 from revzoo.training.main_process import call_on_main
 from revzoo.training.options import Recipe
+from revzoo.training.processes import follow_launcher, make_accelerator
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder, claim_free_folder
-from revzoo.training.setup import Run, build_run, make_accelerator
+from revzoo.training.setup import Run, build_run
 from revzoo.training.state import load_state, save_state, saving
 from revzoo.training.verification import describe_gradients
 
@@ -85,6 +87,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         DivergedError: the loss or the weights are not finite; the newest state is from before.
         Interrupted: stopped by a signal, after everything was saved.
     """
+    recipe = follow_launcher(recipe)
     accelerator = make_accelerator(recipe)
     with _claim_folder(recipe, out, accelerator) as folder:  # a budget that is too small leaves none
         run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
@@ -129,7 +132,7 @@ def _hold_folder(folder: RunFolder, accelerator: Accelerator, *, release: bool =
 def _begin(run: Run, plan: Plan | None) -> Summary:
     """Train from the beginning, in a folder that holds recipe and spec."""
     save_plan(run, plan)
-    if run.accelerator.is_main_process:
+    if run.accelerator.is_main_process and run.mesh is None:
         batch = run.model.example_input(run.batch_size)
         in_backward = run.recipe.train.optimizer_in_backward
         run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer, in_backward=in_backward)))
@@ -157,7 +160,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
     typed = [override.partition("=")[0] for override in overrides]
     run_folder = RunFolder(folder)
     run_folder.require_run()
-    recipe = load_recipe(folder / "config.yaml", overrides)
+    recipe = follow_launcher(load_recipe(folder / "config.yaml", overrides))
     accelerator = make_accelerator(recipe)
     with _hold_folder(run_folder, accelerator, release=release_lock):
         call_on_main(accelerator, run_folder.sweep)
@@ -205,7 +208,8 @@ def _go_on(run: Run, changes: dict[str, str]) -> Summary:
 
 
 def _verify_gradients(run: Run) -> None:
-    if line := call_on_main(run.accelerator, lambda: describe_gradients(run)):
+    line = call_on_main(run.accelerator, lambda: describe_gradients(run)) if run.mesh is None else describe_gradients(run)
+    if line:
         run.display.console.print(line, markup=False)
 
 
@@ -251,7 +255,11 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         with accelerator.accumulate(run.wrapped), _say_when(run):
             batch, targets = run.mix(batch, labels, *key)
             reseed(*key, accelerator.process_index)
-            loss = run.loss(run.wrapped(batch), targets)
+            if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
+                run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
+            with accelerator.autocast():
+                outputs = run.wrapped(batch)
+            loss = run.loss(outputs, targets)
             accelerator.backward(loss)
             if accelerator.sync_gradients and options.clip_grad is not None:
                 accelerator.clip_grad_norm_(run.wrapped.parameters(), options.clip_grad)
@@ -297,8 +305,9 @@ def _say_when(run: Run) -> Iterator[None]:
 def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Evaluate the model, write the metrics, save weights and state; return the signal that ended the evaluation, or 0."""
     accelerator, progress = run.accelerator, run.progress
-    if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes
-        distribute_bn(run.evaluated, accelerator.num_processes, reduce=False)
+    if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes; DDP takes the first one's in forward
+        for model in {run.model, run.evaluated}:
+            distribute_bn(model, accelerator.num_processes, reduce=run.mesh is not None)
     check_weights(run)
     try:
         scores = evaluate(run.evaluated, stop.watch(run.test_loader), accelerator, run.data.label_noun)
@@ -323,7 +332,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     progress.top1 = scores.top1
     if improved:
         progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
-    call_on_main(accelerator, lambda: _write_epoch(run, record, improved))
+    _write_epoch(run, record, improved)
     progress.epoch, progress.batch, progress.examples = epoch + 1, 0, 0
     progress.loss_sum, progress.seconds = 0.0, 0.0
     save_state(run)
@@ -340,11 +349,25 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
     }
     if run.data.class_names is not None:
         metadata["revzoo.classes"] = json.dumps(run.data.class_names)
+    call_on_main(run.accelerator, lambda: _append_record(run, record))
+    for file in (run.folder.last, run.folder.best) if improved else (run.folder.last,):
+        _save_weights(run, file, metadata)
+
+
+def _append_record(run: Run, record: dict[str, Any]) -> None:
     with saving(run):
         run.folder.append_record(record)
-        files.save_weights(run.evaluated, run.folder.last, metadata)
-        if improved:
-            files.save_weights(run.evaluated, run.folder.best, metadata)
+
+
+def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:
+    def save() -> None:
+        with saving(run):
+            files.save_weights(run.evaluated, file, metadata)
+
+    if run.mesh is None:
+        call_on_main(run.accelerator, save)
+    else:  # every process has a share
+        save()
 
 
 def _read_memory_bytes() -> int:

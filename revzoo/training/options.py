@@ -25,6 +25,7 @@ from revzoo.errors import InputError
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Solver
 from revzoo.runtime.schedule import Mode
+from revzoo.sharding.mesh import Shard
 from revzoo.spec.parsing import NOT_WRITTEN, to_plain
 
 
@@ -144,6 +145,10 @@ class TrainOptions:
         keep_states: how many of the newest states are kept; the older ones are for when a newer one is damaged.
         optimizer_in_backward: update each parameter in backward, as soon as its gradient is complete, and free the gradient.
         timeout_seconds: how long a process waits for another before it gives up; None: PyTorch's choice, 10 minutes or 30.
+        shard: how several processes hold the network: "none", each holds all of it; "full", each holds a share of weights,
+            gradients and optimizer state; "hybrid", the same within each node, and every node holds all of it.
+        tensor_parallel: processes that divide each layer's products among them; 1: none.
+        offload: with shard, keep shares on the host between uses: weights, gradients, optimizer state and its update.
     """
 
     epochs: PositiveInt
@@ -158,6 +163,9 @@ class TrainOptions:
     keep_states: PositiveInt = 2
     optimizer_in_backward: bool = False
     timeout_seconds: PositiveFloat | None = None
+    shard: Shard = "none"
+    tensor_parallel: PositiveInt = 1
+    offload: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,16 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from timm.data import Mixup
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from revzoo.checkpoint.index import find_folder_weights
 from revzoo.data.base import IGNORED, Data
@@ -26,6 +25,7 @@ from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.registry import heads
+from revzoo.sharding.shard import shard_
 from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
@@ -35,6 +35,7 @@ from revzoo.training.mixup import SharedMixup
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin
+from revzoo.training.processes import describe_shares, make_accelerator, make_run_mesh
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.run_folder import Progress, RunFolder
 
@@ -74,7 +75,8 @@ class Run:
         train_loader: loader of training batches for this process.
         test_loader: loader of test batches for this process.
         model: the bare model.
-        wrapped: the model as it is called in training, for example inside DistributedDataParallel.
+        wrapped: the model as it is called in training: inside DistributedDataParallel, or divided over processes.
+        mesh: the processes that divide the network among them; None where each has all of it.
         optimizer: the optimizer, prepared by Accelerate.
         scheduler: the learning-rate schedule, stepped once per update.
         ema: running average of the weights over updates; None where the recipe has none.
@@ -96,6 +98,7 @@ class Run:
     test_loader: Any
     model: Model
     wrapped: nn.Module
+    mesh: DeviceMesh | None
     optimizer: Any
     scheduler: Any
     ema: ModelEmaV3 | None
@@ -130,9 +133,10 @@ class Run:
         parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
         frozen = "" if trained == parameters else f" ({trained:,} of them trained)"
         data, console = self.data, self.display.console
+        divided = "" if self.mesh is None else f", {describe_shares(self.mesh)}"
         classes = "" if data.num_classes is None else f", {data.num_classes} classes"
         console.print(
-            f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}; {data.num_train:,} "
+            f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}{divided}; {data.num_train:,} "
             f"{data.example_noun} for training, {data.num_test:,} for testing{classes}",
             markup=False,
         )
@@ -158,6 +162,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     """
     options = recipe.train
     accelerator = accelerator or make_accelerator(recipe)
+    mesh = make_run_mesh(recipe, accelerator)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
     processes = accelerator.num_processes
@@ -179,13 +184,18 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
     require_same_origin(origin)
     _freeze(model, recipe)
+    ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
+    if mesh is not None:
+        for each in (model,) if ema is None else (model, ema.module):
+            shard_(each, mesh, precision=options.mixed_precision, offload=options.offload)
+    elif ema is not None:  # a copy of the bare model: a copy of the prepared one would run the original's weights
+        ema.to(accelerator.device)
     optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
     if options.optimizer_in_backward:
         _require_updates_in_backward(recipe, optimizer, accelerator)
-    ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
-    if ema is not None:  # a copy of the bare model: a copy of the prepared one would run the original's weights
-        ema.to(accelerator.device)
-    wrapped, prepared, train_loader, test_loader = accelerator.prepare(model, optimizer, data.train, data.test)
+    wrapped = model if mesh is not None else accelerator.prepare_model(model)
+    prepared = accelerator.prepare_optimizer(optimizer)
+    train_loader, test_loader = accelerator.prepare_data_loader(data.train), accelerator.prepare_data_loader(data.test)
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     coupling = make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch)
     if coupling is not None:  # the spec that is saved has the coupling of the first update
@@ -200,6 +210,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         test_loader=test_loader,
         model=model,
         wrapped=wrapped,
+        mesh=mesh,
         optimizer=prepared,
         scheduler=_make_scheduler(recipe, optimizer, updates_per_epoch),
         ema=ema,
@@ -215,21 +226,6 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     )
     run.set_coupling(progress.updates)
     return run
-
-
-def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Return Accelerate's object for device, processes and the recipe's precision.
-
-    Raises:
-        SpecError: the precision is not one of this machine.
-    """
-    precision = recipe.train.mixed_precision
-    if precision == "fp16" and not torch.accelerator.is_available():
-        problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
-        raise SpecError([problem])
-    seconds = recipe.train.timeout_seconds
-    timeout = [] if seconds is None else [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]
-    return Accelerator(mixed_precision=precision, gradient_accumulation_steps=recipe.train.accumulate, kwargs_handlers=timeout)
 
 
 def _share_batch(whole: int, processes: int, recipe: Recipe) -> int:

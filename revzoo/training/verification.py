@@ -26,7 +26,9 @@ def describe_gradients(run: Run) -> str:
     if not find_chains(run.model):
         return ""
     # With several processes verify would not copy the model, whose parameters start the exchange of gradients.
-    model = copy.deepcopy(run.model) if run.accelerator.num_processes > 1 else run.model
+    # A divided one every process runs itself.
+    is_ddp = run.accelerator.num_processes > 1 and run.mesh is None
+    model = copy.deepcopy(run.model) if is_ddp else run.model
     examples = min(_EXAMPLES, run.batch_size)
     lookahead, model.lookahead = model.lookahead, 0  # which changes no bit, and steps aside where verify draws random numbers
     try:

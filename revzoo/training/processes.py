@@ -1,0 +1,108 @@
+"""The processes of a run: how they were started, and whether they divide the network among them.
+
+    torchrun --nproc_per_node 8 -m zoo_cli train RECIPE train.shard=full
+    accelerate launch --config_file fsdp2.yaml -m zoo_cli train RECIPE
+
+Accelerate's configuration of FSDP2 means what `train.shard=full` means: its settings go into the recipe before anything else.
+"""
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from revzoo.errors import InputError, SpecError, SpecProblem
+from revzoo.sharding.mesh import make_mesh
+from revzoo.training.options import Recipe
+
+
+def follow_launcher(recipe: Recipe) -> Recipe:
+    """Return the recipe with the settings of Accelerate's FSDP2 configuration, where the processes were started with one.
+
+    Raises:
+        InputError: a setting that has no counterpart, or that contradicts the recipe.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return recipe
+    plugin = FullyShardedDataParallelPlugin()  # reads what `accelerate launch` has put into the environment
+    _require("fsdp_version", plugin.fsdp_version, 2)
+    _require("fsdp_reshard_after_forward", plugin.reshard_after_forward, True)
+    _require(
+        "fsdp_activation_checkpointing", plugin.activation_checkpointing, False, ": model.schedule says what is recomputed"
+    )
+    offload, train = isinstance(plugin.cpu_offload, CPUOffloadPolicy), recipe.train
+    if train.shard == "hybrid":
+        raise InputError(
+            "Accelerate's configuration of FSDP means train.shard=full. Received: train.shard=hybrid. Start hybrid runs with "
+            "torchrun, without a configuration."
+        )
+    if train.offload and not offload:
+        raise InputError(
+            "Recipe and Accelerate's configuration contradict each other. Received: train.offload=true and "
+            "fsdp_offload_params: false. Change one of them."
+        )
+    return replace(recipe, train=replace(train, shard="full", offload=offload))
+
+
+def _require(name: str, value: object, allowed: object, reason: str = "") -> None:
+    if value != allowed:
+        words = str(allowed).lower()
+        raise InputError(
+            f"Of Accelerate's settings of FSDP, {name} is {words}{reason}. Received: {str(value).lower()}. Write {name}: {words} "
+            "into its configuration."
+        )
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Return Accelerate's object for device, processes and the recipe's precision.
+
+    Raises:
+        SpecError: the precision is not one of this machine.
+    """
+    options = recipe.train
+    if options.mixed_precision == "fp16" and not torch.accelerator.is_available():
+        problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
+        raise SpecError([problem])
+    group: dict[str, Any] = {}
+    if options.timeout_seconds is not None:
+        group["timeout"] = timedelta(seconds=options.timeout_seconds)
+    if options.offload and torch.cuda.is_available():  # what lies on the host is added up there
+        group["backend"] = "cuda:nccl,cpu:gloo"
+    handlers = [InitProcessGroupKwargs(**group)] if group else []
+    return open_accelerator(options.mixed_precision, gradient_accumulation_steps=options.accumulate, kwargs_handlers=handlers)
+
+
+def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
+    """Return Accelerate's object. Without a GPU it has to be told to look for other processes on the CPU."""
+    return Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available(), **arguments)
+
+
+def make_run_mesh(recipe: Recipe, accelerator: Accelerator) -> DeviceMesh | None:
+    """Return the mesh of processes over which the recipe divides the network; None if it does not.
+
+    Raises:
+        SpecError: there are no processes, or they cannot be arranged like this.
+    """
+    options, processes = recipe.train, accelerator.num_processes
+    if options.shard == "none":
+        return None
+    if not torch.distributed.is_initialized():
+        command = f"torchrun --nproc_per_node N -m zoo_cli train ... train.shard={options.shard}"
+        problem = SpecProblem(recipe.file, "train.shard", f"{options.shard!r} without a launcher", f"none, or start {command}")
+        raise SpecError([problem])
+    nodes = max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
+    return make_mesh(processes, options.shard, options.tensor_parallel, nodes, accelerator.device.type)
+
+
+def describe_shares(mesh: DeviceMesh) -> str:
+    """Return in words over which processes a network is divided."""
+    names = mesh.mesh_dim_names or ()
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    repeated = f", repeated on {sizes['replicate']} nodes" if "replicate" in sizes else ""
+    return f"divided over {sizes['shard']} processes{repeated}"
