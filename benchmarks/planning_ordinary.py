@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from revzoo.analysis.dry_run import linear_loss
 from revzoo.analysis.flops import FlopCounterOfReplacedCalls
 from revzoo.planning.reforwarding.capture import Capture, capture
-from revzoo.planning.reforwarding.nesting import add_nests
+from revzoo.planning.reforwarding.front import Front, find_front
 from revzoo.planning.reforwarding.record import Record, record
-from revzoo.planning.reforwarding.search import Choices, Front, Option
+from revzoo.planning.reforwarding.search import Option
 from revzoo.runtime.graph.spanned_graph import SpannedGraph
 from revzoo.runtime.graph.spans import Spans
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
@@ -68,9 +68,7 @@ def measure_network(network: Network, budgets: Sequence[float]) -> dict[str, Any
     begin = time.process_time()
     with capture(network.make().train(), network.batch()) as captured:
         step = record(captured, with_parameter_gradients=False)
-        choices = Choices(step, count_flops_only=True)
-        add_nests(choices)
-        front = Front(choices)
+        front = find_front(step, count_flops_only=True)
         seconds = time.process_time() - begin
         counter = _Counter(captured, front, step)
         points = front.list_points()

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 from revzoo.planning.reforwarding.capture import capture
-from revzoo.planning.reforwarding.nesting import add_nests
+from revzoo.planning.reforwarding.front import find_front
 from revzoo.planning.reforwarding.record import count_step, record
-from revzoo.planning.reforwarding.search import Choices, Front
 
 MOST_FLOPS = 1.34  # over stored
 
@@ -85,9 +84,7 @@ def _measure_peaks(name: str, batch: int) -> tuple[int, int, int, float]:
     side = 299 if name == "inception_v3" else 224
     with capture(_make_network(name), torch.empty(batch, 3, side, side, device="meta")) as captured:
         step = record(captured)
-        choices = Choices(step, count_flops_only=True)
-        add_nests(choices)
-        front = Front(choices)
+        front = find_front(step, count_flops_only=True)
         spans = front.make_spans(front.choose_least(int((MOST_FLOPS - 1) * step.total_flops)))
         peak, flops = count_step(captured, spans)
     return step.peak_bytes, peak, step.floor_bytes, flops / step.total_flops

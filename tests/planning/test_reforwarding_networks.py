@@ -11,9 +11,8 @@ from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
 from revzoo.planning.reforwarding.capture import capture
-from revzoo.planning.reforwarding.nesting import add_nests
+from revzoo.planning.reforwarding.front import find_front
 from revzoo.planning.reforwarding.record import count_step, record
-from revzoo.planning.reforwarding.search import Choices, Front
 
 BUDGETS = 8
 
@@ -66,9 +65,7 @@ def test_peaks_are_counted_as_predicted(name: str) -> None:
     batch = torch.zeros(8, 32, dtype=torch.long) if name in ("bert", "llama") else images
     with capture(NETWORKS[name]().train(), batch) as captured:
         step = record(captured)
-        choices = Choices(step)
-        add_nests(choices)
-        front = Front(choices)
+        front = find_front(step)
         least, _ = front.list_points()[0]
         assert step.floor_bytes <= least < step.peak_bytes
         for i in range(BUDGETS):

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revzoo.planning.reforwarding.capture import Capture, capture
-from revzoo.planning.reforwarding.nesting import add_nests
+from revzoo.planning.reforwarding.front import Front, find_front
 from revzoo.planning.reforwarding.record import Record, count_step, record
 from revzoo.planning.reforwarding.refusal import compute_loss
-from revzoo.planning.reforwarding.search import Choices, Front
 from revzoo.runtime.graph.spanned_graph import SpannedGraph
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
@@ -111,9 +110,7 @@ _NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def _search(name: str) -> Iterator[tuple[Capture, Record, Front]]:
     with capture(_NETWORKS[name]().train(), torch.ones(8, 4, 16, 16)) as captured:
         step = record(captured)
-        choices = Choices(step, count_flops_only=True)
-        add_nests(choices)
-        yield captured, step, Front(choices)
+        yield captured, step, find_front(step, count_flops_only=True)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +118,8 @@ def _search(name: str) -> Iterator[tuple[Capture, Record, Front]]:
     [
         ("residual", 11),
         ("dense", 6),
-        ("unet", 5),
-        ("transformer", 10),
+        ("unet", 8),
+        ("transformer", 9),
         ("transformer, attention with dropout", 9),
         ("transformer, masked", 10),
     ],
@@ -166,7 +163,7 @@ def test_a_mask_of_booleans_is_no_reason_to_keep_numbers() -> None:
 def test_bytes_without_parameter_gradients_are_counted_as_predicted(name: str) -> None:
     with capture(_NETWORKS[name]().train(), torch.ones(8, 4, 16, 16)) as captured:
         step = record(captured, with_parameter_gradients=False)
-        front = Front(Choices(step, count_flops_only=True))
+        front = find_front(step, count_flops_only=True)
         (call,) = captured.calls
         for need, _ in front.list_points()[::4]:
             chosen = front.choose(need)

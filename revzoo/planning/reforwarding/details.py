@@ -9,9 +9,10 @@ from torch.fx import Node
 
 from revzoo.analysis.dry_run import leave_autocast
 from revzoo.planning.reforwarding.capture import Capture, GraphCall
+from revzoo.planning.reforwarding.front import Front
 from revzoo.planning.reforwarding.record import Loss, Record
 from revzoo.planning.reforwarding.refusal import compute_loss
-from revzoo.planning.reforwarding.search import FLOPS_PER_BYTE, Front
+from revzoo.planning.reforwarding.search import FLOPS_PER_BYTE
 from revzoo.planning.reforwarding.timing import CallTimes
 from revzoo.runtime.graph.recovery import Slot
 from revzoo.runtime.graph.spanned_graph import SpannedGraph
@@ -233,7 +234,8 @@ def _count_kept(step: Record, calls: Sequence[GraphCall], programs: Sequence[Spa
         for number, recipe in program.recipes.items():
             starts |= set(recipe.starts)
             if number >= 0 and not any(nest.first <= number < nest.end for nest in program.spans.nests):
-                again |= {call.first + i for i in recipe.atoms}
+                first = program.spans.ends[number - 1] if number else 0  # what ran before makes nothing small again
+                again |= {call.first + i for i in recipe.atoms if i >= first}
     for storage in step.storages:
         between = not step.atoms[storage.born].nodes and storage.released >= 0
         small = storage.is_small and storage.born not in again

@@ -15,7 +15,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from revzoo.planning.reforwarding.search import Choices, Option, Span, prune
+from revzoo.planning.reforwarding.pareto import prune
+from revzoo.planning.reforwarding.search import Choices, Option, Span
 
 _LONGEST_SPAN = 12  # leaves in a span of a nest
 _LONGEST = 40  # leaves in a nest
@@ -133,7 +134,7 @@ class _Nests:
         choices = self._choices
         start, end = choices.leaves[border], choices.leaves[self._end]
         columns = [c for c in range(front.shape[1]) if front[4, c] < self._end]
-        if not columns:
+        if not columns or choices.remakes_across(start, end):
             return
         span = Span(choices, start, end)
         kept = span.forced | self._products.intersection(span.own)
@@ -152,7 +153,7 @@ class _Nests:
 
     def _measure(self, border: int, following: int) -> _Inner:
         choices = self._choices
-        span = Span(choices, choices.leaves[border], choices.leaves[following])
+        span = Span(choices, choices.leaves[border], choices.leaves[following], is_nested=True)
         stays = self._products.intersection(span.own) | (span.forced & choices.always)
         handed = span.forced - stays
         kept = stays | handed

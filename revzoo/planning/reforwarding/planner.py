@@ -20,13 +20,12 @@ from revzoo.planning.budget import parse_budget
 from revzoo.planning.profiling.profile import count_model_bytes
 from revzoo.planning.reforwarding.capture import Capture, capture
 from revzoo.planning.reforwarding.details import PlanDetails, describe_step, list_reruns
+from revzoo.planning.reforwarding.front import Front, find_front
 from revzoo.planning.reforwarding.graph_plan import GraphPlan
 from revzoo.planning.reforwarding.module_plan import ModulePlan
-from revzoo.planning.reforwarding.nesting import add_nests
 from revzoo.planning.reforwarding.published import choose_as_published
 from revzoo.planning.reforwarding.record import Loss, Record, count_step, record
 from revzoo.planning.reforwarding.schedules import Schedules, list_schedules, set_schedules
-from revzoo.planning.reforwarding.search import Choices, Front
 from revzoo.planning.reforwarding.timing import CallTimes, assign_times, measure_graphs
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.graph.spans import Spans
@@ -224,9 +223,7 @@ class _Step:
 
     @cached_property
     def front(self) -> Front:
-        choices = Choices(self.record, nanoseconds=None if self.times is None else self.times.forward)
-        add_nests(choices)
-        return Front(choices)
+        return find_front(self.record, nanoseconds=None if self.times is None else self.times.forward)
 
     @property
     def least_peak(self) -> int:

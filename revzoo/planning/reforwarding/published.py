@@ -71,7 +71,7 @@ def _list_intervals(record: Record, parts: Sequence[set[int]]) -> list[tuple[int
     part_of = {atom: number for number, part in enumerate(parts) for atom in part}
     for storage in record.storages:
         if storage.born in part_of:
-            saving[part_of[storage.born]] |= storage.saved_by
+            saving[part_of[storage.born]] |= storage.saved_by.keys()
     return [(min(atoms), max(atoms)) for atoms in saving]
 
 

@@ -9,7 +9,7 @@ allocate is kept.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -43,7 +43,8 @@ class Storage:
             graphs.
         last_use: number of the last atom that reads it, or outside of graphs, of that in which it is freed; the number of all
             atoms if it is returned or saved outside.
-        saved_by: numbers of the atoms in which autograd saves it.
+        saved_by: by atom in which autograd saves it, when backward first asks for that and when it frees it, as positions in the
+            log of backward; -1 if it never asks.
         unpacked: when backward first asks for it, as a position in the log of backward; -1 if it never does.
         released: when backward frees it, as a position in the log of backward; -1 if forward does.
         is_small: whether it is kept, unless the atom that saves it runs again anyway.
@@ -54,7 +55,7 @@ class Storage:
     born: int
     maker: Node | None
     last_use: int
-    saved_by: set[int] = field(default_factory=set)
+    saved_by: dict[int, tuple[int, int]] = field(default_factory=dict)
     unpacked: int = -1
     released: int = -1
     is_small: bool = False
@@ -256,11 +257,11 @@ def _summarise(
     for atom, _, number, _ in recorder.saved:
         if number in recorder.unpacked:
             at = recorder.unpacked[number] - forward_end
-            first[atom] = at if first[atom] < 0 else min(first[atom], at)
+            first[atom] = find_first((first[atom], at))
     storages = _Storages(atoms, recorder, born, fixed).list()
     for each in storages.values():
         if not atoms[each.born].nodes and each.released >= 0:  # between graphs nobody hears autograd ask
-            first[each.born] = each.released if first[each.born] < 0 else min(first[each.born], each.released)
+            first[each.born] = find_first((first[each.born], each.released))
     unsaved = {s for s, each in storages.items() if each.last_use == len(atoms) and not each.saved_by}
     loss, total = 0, 0
     for storage, change in log[forward_end : forward_end + min((at for at in first if at >= 0), default=0)]:
@@ -280,6 +281,11 @@ def _summarise(
         loss_bytes=loss,
         peak_bytes=live.peak(),
     )
+
+
+def find_first(positions: Iterable[int]) -> int:
+    """Return the first of some positions in a log; -1 stands for none."""
+    return min((at for at in positions if at >= 0), default=-1)
 
 
 class _Storages:
@@ -314,11 +320,12 @@ class _Storages:
         for atom, storage, slot, is_small in self._recorder.saved:
             if storage not in self._fixed:
                 entry = self._enter(storage, atom, None)
-                entry.saved_by.add(atom)
-                if slot in self._recorder.unpacked:
-                    at = self._recorder.unpacked[slot] - self._end
-                    entry.unpacked = at if entry.unpacked < 0 else min(entry.unpacked, at)
-                entry.released = max(entry.released, self._recorder.released.get(slot, -1) - self._end)
+                asked = max(self._recorder.unpacked.get(slot, -1) - self._end, -1)
+                released = max(self._recorder.released.get(slot, -1) - self._end, -1)
+                first, last = entry.saved_by.get(atom, (-1, -1))
+                entry.saved_by[atom] = find_first((first, asked)), max(last, released)
+                entry.unpacked = find_first((entry.unpacked, asked))
+                entry.released = max(entry.released, released)
                 entry.is_small |= is_small
         return self._entries
 

@@ -9,22 +9,18 @@ by what these keep, so the cheapest sequence of spans is found by dynamic progra
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-from torch.fx import Node
 
-from revzoo.planning.reforwarding.record import Record
-from revzoo.runtime.graph.spans import Nest, Spans
+from revzoo.planning.reforwarding.record import Record, find_first
 
 _LONGEST = 24  # leaves in a span
 _LONGEST_INSIDE = 6  # leaves that a span overlaps, where it begins or ends inside one
 _SUBSETS = 8  # of what a span may keep
-_POINTS = 4000  # of a front
 FLOPS_PER_BYTE = 16  # as for the zoo's plans: what a device computes while it moves a byte
 
 
@@ -60,6 +56,22 @@ class Inside(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Remade:
+    """What is not kept though spans behind its own need it: each of them makes it again for itself.
+
+    Args:
+        recipes: by number of the storage: the atoms that make it.
+        roots: what these atoms start from. Every plan keeps it.
+    """
+
+    recipes: Mapping[int, tuple[int, ...]]
+    roots: frozenset[int]
+
+
+NOTHING = Remade({}, frozenset())
+
+
 class Choices:
     """All spans of a recorded graph that are considered.
 
@@ -67,10 +79,17 @@ class Choices:
         record: of the graph.
         count_flops_only: whether norms and activations are free, as in published figures.
         nanoseconds: of every atom's forward, where they were measured. Then time is the price.
+        remade: what crosses spans and is made again.
     """
 
-    def __init__(self, record: Record, count_flops_only: bool = False, nanoseconds: Sequence[int] | None = None):
-        self.record = record
+    def __init__(
+        self,
+        record: Record,
+        count_flops_only: bool = False,
+        nanoseconds: Sequence[int] | None = None,
+        remade: Remade = NOTHING,
+    ):
+        self.record, self.remade = record, remade
         self._prices = (1, 0 if count_flops_only else FLOPS_PER_BYTE) if nanoseconds is None else (0, 1)
         atoms, count = record.atoms, len(record.atoms)
         of_node = {node: k for k, storage in enumerate(record.storages) for node in storage.nodes}
@@ -83,12 +102,13 @@ class Choices:
             if storage.maker is not None and storage.last_use < count:
                 self.dead[storage.last_use].append(k)
         self.reads = [sorted({of_node[each] for each in atom.reads if each in of_node}) for atom in atoms]
+        self._readers = {k: [i for i, reads in enumerate(self.reads) if k in reads] for k in remade.recipes}
         self.made = nanoseconds or [sum(self.sizes[k] for k in born) for born in self.born]
         self.gradient = np.array(record.gradient_bytes, np.int64)
         later = (at if at >= 0 else len(self.gradient) for at in record.first_unpack)
         self.following = [len(self.gradient), *accumulate(later, min)]  # by atom: when backward first asks for one before it
         fixed = {k for i, atom in enumerate(atoms) if not atom.is_repeatable for k in (*self.born[i], *self.reads[i])}
-        self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed
+        self.always = {k for k, s in enumerate(record.storages) if s.is_small} | fixed | remade.roots
         self.leaves = self._list_leaves()
         self.borders = [0, *(i + 1 for i in range(count - 1) if self.born[i] or i + 1 in self.leaves), count]
         self.options: list[list[Option]] = [list(self._list_options(i)) for i in range(len(self.borders) - 1)]
@@ -111,25 +131,45 @@ class Choices:
             if end in self.record.walls:
                 break
 
+    def remakes_across(self, start: int, end: int) -> bool:
+        """Return whether some atoms read what is made again for them, or make what is made again for others."""
+        storages = self.record.storages
+        return any(
+            start <= storages[k].born < end <= storages[k].last_use
+            or (storages[k].born < start and any(start <= i < end for i in readers))
+            for k, readers in self._readers.items()
+        )
+
     def price(self, flops: int, made: int) -> int:
         """Return the work of FLOPs and moved bytes together [FLOPs], or the nanoseconds."""
         return self._prices[0] * flops + self._prices[1] * made
 
 
 class Span:
-    """One span, before it is chosen what it keeps."""
+    """One span, before it is chosen what it keeps.
 
-    def __init__(self, choices: Choices, start: int, end: int):
+    Args:
+        choices: of which it is one.
+        start, end: its atoms.
+        is_nested: whether it lies in a nest, which hands it what earlier spans have made.
+    """
+
+    def __init__(self, choices: Choices, start: int, end: int, is_nested: bool = False):
         self._choices, self._start, self._end = choices, start, end
         storages = choices.record.storages
+        self._recipes: Mapping[int, Sequence[int]] = {} if is_nested else choices.remade.recipes
         self.own = [k for i in range(start, end) for k in choices.born[i]]
-        self.forced = frozenset(k for k in self.own if storages[k].last_use >= end or k in choices.always)
-        self.saved = [k for k in self.own if storages[k].saved_by]
+        self.forced = frozenset(
+            k for k in self.own if (storages[k].last_use >= end and k not in self._recipes) or k in choices.always
+        )
+        self.saved = [k for k in self.own if storages[k].saved_by and k not in self._recipes]
+        self.saved += [k for k in self._recipes if any(start <= i < end for i in storages[k].saved_by)]
+        self._passing = [k for k in self._recipes if storages[k].born < start <= storages[k].last_use]
 
     def list_options(self) -> Iterator[Option]:
         """Yield the subsets that are worth keeping, from nothing to all that is saved."""
         choices, forced = self._choices, self.forced
-        candidates = [k for k in self.saved if k not in forced]
+        candidates = [k for k in self.saved if k not in forced and k not in self._recipes]
         dropped_all = self.measure(forced)
         gains = []
         for k in candidates:
@@ -156,11 +196,15 @@ class Span:
             wanted: those to be made; None for all that is saved and not kept.
         """
         choices, start = self._choices, self._start
-        storages, reads = choices.record.storages, choices.reads
+        storages, reads, recipes = choices.record.storages, choices.reads, self._recipes
         need = bytearray(self._end - start)
+        before = set[int]()
         for k in self.saved if wanted is None else wanted:
             if k not in kept:
-                need[storages[k].born - start] = 1
+                if storages[k].born >= start:
+                    need[storages[k].born - start] = 1
+                else:
+                    before.update(recipes[k])
         again, flops, made = [], 0, 0
         for i in range(self._end - 1, start - 1, -1):
             if need[i - start]:
@@ -168,8 +212,15 @@ class Span:
                 flops += choices.record.flops[i]
                 made += choices.made[i]
                 for k in reads[i]:
-                    if k not in kept and storages[k].born >= start:
-                        need[storages[k].born - start] = 1
+                    if k not in kept:
+                        if storages[k].born >= start:
+                            need[storages[k].born - start] = 1
+                        elif k in recipes:
+                            before.update(recipes[k])
+        for i in sorted(before, reverse=True):
+            again.append(i)
+            flops += choices.record.flops[i]
+            made += choices.made[i]
         again.reverse()
         return choices.price(flops, made), flops, made, again
 
@@ -190,14 +241,14 @@ class Span:
     def peak_of_forward(self, kept: Collection[int]) -> int:
         choices = self._choices
         storages, inner = choices.record.storages, choices.record.inner_bytes
-        total = highest = 0
+        total = highest = sum(choices.sizes[k] for k in self._passing)
         for i in range(self._start, self._end):
             highest = max(highest, total + inner[i])
             for k in choices.born[i]:
                 if k in kept or (storages[k].maker is not None and storages[k].last_use > i):
                     total += choices.sizes[k]
             for k in choices.dead[i]:
-                if k not in kept and storages[k].born >= self._start and storages[k].born < i:
+                if k not in kept and storages[k].born < i and (storages[k].born >= self._start or k in self._recipes):
                     total -= choices.sizes[k]
         return max(highest, total)
 
@@ -215,14 +266,15 @@ class Span:
             return self._highest(begin, [(k, -1, storages[k].released) for k in held])
         at = self.find_recovery(kept)
         # What the recovery starts from lives until then, and what no slot holds until the last slot is free.
-        last = max(storages[k].released for k in dropped)
+        times = {k: self._find_times(k) for k in dropped}
+        last = max(released for _, released in times.values())
         starts = {k for i in again for k in choices.reads[i] if k in kept and storages[k].born >= self._start}
         until = last if at is None else at - 1
         lives = [(k, -1, max(storages[k].released, until if k in starts else -1)) for k in held]
         lives += [(k, -1, last) for k in starts if storages[k].released < 0]
         if at is None:
             return self._highest(begin, lives)
-        lives += [(k, at, storages[k].released) for k in dropped]
+        lives += [(k, at, released) for k, (_, released) in times.items()]
         alive = sum(size[k] for k, appears, end in lives if appears < 0 and end >= at)
         passing = {k for k in starts if 0 <= storages[k].released < at}
         recovery = int(gradient[max(0, at - 1)]) + alive + self.peak_of_recovery(kept, again, passing=passing)
@@ -230,9 +282,16 @@ class Span:
 
     def find_recovery(self, kept: Collection[int]) -> int | None:
         """Return when backward first asks for what is not kept, as a position in the log; None if it never does."""
-        storages = self._choices.record.storages
-        asked = (storages[k].unpacked for k in self.saved if k not in kept)
+        asked = (self._find_times(k)[0] for k in self.saved if k not in kept)
         return min((at for at in asked if at >= 0), default=None)
+
+    def _find_times(self, k: int) -> tuple[int, int]:
+        """Return when backward first asks this span for a storage, and when it has no more use for it."""
+        storage = self._choices.record.storages[k]
+        if k not in self._recipes:
+            return storage.unpacked, storage.released
+        times = [times for i, times in storage.saved_by.items() if self._start <= i < self._end]
+        return find_first(unpacked for unpacked, _ in times), max(released for _, released in times)
 
     def find_gradients(self, kept: Collection[int]) -> int:
         """Return the bytes of gradients at its recovery; -1 if nothing is dropped."""
@@ -270,7 +329,7 @@ class Span:
         choices = self._choices
         storages, inner, copied = choices.record.storages, choices.record.inner_bytes, choices.record.copied_bytes
         last = {k: i for i in again for k in choices.reads[i]}
-        stays = {k for k in self.own if storages[k].saved_by} if wanted is None else set(wanted)
+        stays = set(self.saved if wanted is None else wanted)
         total = highest = sum(choices.sizes[k] for k in passing)
         for i in again:
             highest = max(highest, total + inner[i] + copied[i])
@@ -278,119 +337,7 @@ class Span:
                 if k not in kept and (k in stays or last.get(k, -1) > i):
                     total += choices.sizes[k]
             for k in choices.reads[i]:
-                own = storages[k].born >= self._start and k not in kept and k not in stays
-                if (own or k in passing) and last[k] == i:
+                own = storages[k].born >= self._start or k in self._recipes
+                if ((own and k not in kept and k not in stays) or k in passing) and last[k] == i:
                     total -= choices.sizes[k]
         return max(highest, total)
-
-
-class Front:
-    """The cheapest sequence of spans for every budget.
-
-    Args:
-        choices: the spans.
-    """
-
-    def __init__(self, choices: Choices):
-        self._choices = choices
-        borders = choices.borders
-        place = {at: i for i, at in enumerate(borders)}
-        end = np.array([[choices.record.loss_bytes], [0], [0], [0]], np.int64)
-        fronts: list[NDArray[np.int64]] = [end]
-        self.lost_work = 0
-        """How much less work there may be than a front tells, because it had too many points to keep them all."""
-        for options in reversed(choices.options):
-            columns = []
-            for number, option in enumerate(options):
-                rest = fronts[len(borders) - 1 - place[option.end]]
-                cost = choices.price(option.flops, option.made)
-                need = np.maximum(option.need_bytes, option.kept_bytes + rest[0])
-                columns.append(np.stack([need, rest[1] + cost, np.full_like(need, number), np.arange(need.size)]))
-            front, lost = thin(list_best(np.concatenate(columns, axis=1)), _POINTS)
-            fronts.append(front)
-            self.lost_work += lost
-        self._fronts = fronts[::-1]
-
-    def list_points(self) -> list[tuple[int, int]]:
-        """Return pairs of peak bytes and work, by rising peak."""
-        fixed = self._choices.record.fixed_bytes
-        return [(int(need) + fixed, int(cost)) for need, cost in self._fronts[0][:2].T]
-
-    def choose(self, budget: int) -> list[Option] | None:
-        """Return the spans with the least work whose peak is within the budget; None if there are none."""
-        front = self._fronts[0]
-        column = int(np.searchsorted(front[0], budget - self._choices.record.fixed_bytes, "right")) - 1
-        if column < 0:
-            return None
-        chosen, border = [], 0
-        while border < len(self._choices.options):
-            _, _, number, following = self._fronts[border][:, column]
-            option = self._choices.options[border][number]
-            chosen.append(option)
-            border, column = self._choices.borders.index(option.end), int(following)
-        return chosen
-
-    def choose_least(self, most_flops: int) -> list[Option]:
-        """Return the spans with the smallest peak among those that run at most so many FLOPs again."""
-        for peak, _ in self.list_points():
-            chosen = self.choose(peak)
-            if chosen is not None and sum(option.flops for option in chosen) <= most_flops:
-                return chosen
-        raise AssertionError("the last point runs nothing again")
-
-    def find_bottleneck(self) -> Option | None:
-        """Return the span that sets the smallest peak; None if the loss does."""
-        chosen = self.choose(self.list_points()[0][0])
-        assert chosen is not None, "the first point has spans"
-        before = list(accumulate((option.kept_bytes for option in chosen), initial=0))
-        needs = [kept + option.need_bytes for kept, option in zip(before, chosen, strict=False)]
-        return None if before[-1] + self._choices.record.loss_bytes > max(needs) else chosen[needs.index(max(needs))]
-
-    def name_bottleneck(self) -> str:
-        """Return where the smallest peak is, in the user's words."""
-        option = self.find_bottleneck()
-        if option is None:
-            return "at the loss"
-        first, last = (self._choices.record.atoms[at].name for at in (option.start, option.end - 1))
-        return f"in {first}" if option.end == option.start + 1 else f"in the span from {first} to {last}"
-
-    def make_spans(self, chosen: Sequence[Option]) -> Spans:
-        """Return chosen spans as they are run."""
-        storages = self._choices.record.storages
-        kept = [storages[k] for option in chosen for k in option.kept]
-        makers = self._choices.record.fixed_results | {storage.maker for storage in kept if storage.maker is not None}
-        ends: list[int] = []
-        nests = []
-        for option in chosen:
-            spans = [option] if option.inside is None else option.inside.list_spans()
-            if option.inside is not None:
-                results = {storages[k].maker for span in spans for k in span.kept} - makers - {None}
-                nests.append(Nest(len(ends), len(ends) + len(spans), frozenset(cast(set[Node], results))))
-            ends += [span.end for span in spans]
-        return Spans(
-            atoms=self._choices.record.atoms,
-            ends=ends,
-            kept=makers,
-            kept_inside=frozenset(storage.born for storage in kept if storage.maker is None and not storage.is_small),
-            nests=nests,
-        )
-
-
-def prune(columns: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Return the columns that no other beats in bytes and work, by rising bytes; of very many, those far enough apart."""
-    return thin(list_best(columns), most)[0]
-
-
-def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the columns that no other beats in bytes and work, by rising bytes."""
-    columns = columns[:, np.lexsort((columns[1], columns[0]))]
-    return columns[:, np.diff(np.minimum.accumulate(columns[1]), prepend=np.iinfo(np.int64).max) < 0]
-
-
-def thin(columns: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], int]:
-    """Return at most so many columns of a front, and by how much the work of a dropped one may be below that of those left."""
-    if columns.shape[1] <= most:
-        return columns, 0
-    places = np.unique(np.linspace(0, columns.shape[1] - 1, most).round().astype(int))
-    nearest = places[places.searchsorted(np.arange(columns.shape[1]), "right") - 1]  # with as many bytes or fewer
-    return columns[:, places], int((columns[1, nearest] - columns[1]).max())

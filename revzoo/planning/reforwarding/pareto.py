@@ -1,0 +1,24 @@
+"""Fronts of points of which none is beaten by another: rows of bytes, work and more, a column per point."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def prune(columns: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Return the columns that no other beats in bytes and work, by rising bytes; of very many, those far enough apart."""
+    return thin(list_best(columns), most)[0]
+
+
+def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the columns that no other beats in bytes and work, by rising bytes."""
+    columns = columns[:, np.lexsort((columns[1], columns[0]))]
+    return columns[:, np.diff(np.minimum.accumulate(columns[1]), prepend=np.iinfo(np.int64).max) < 0]
+
+
+def thin(columns: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], int]:
+    """Return at most so many columns of a front, and by how much the work of a dropped one may be below that of those left."""
+    if columns.shape[1] <= most:
+        return columns, 0
+    places = np.unique(np.linspace(0, columns.shape[1] - 1, most).round().astype(int))
+    nearest = places[places.searchsorted(np.arange(columns.shape[1]), "right") - 1]  # with as many bytes or fewer
+    return columns[:, places], int((columns[1, nearest] - columns[1]).max())
