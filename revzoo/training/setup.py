@@ -36,6 +36,7 @@ from revzoo.training.optimizer import OptimizerError, find_accepted_options, mak
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin
 from revzoo.training.recipe_check import find_ineffective_settings
+from revzoo.training.restart import form_group_anew
 from revzoo.training.run_folder import Progress, RunFolder
 
 
@@ -228,8 +229,13 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
         raise SpecError([problem])
     seconds = recipe.train.timeout_seconds
-    timeout = [] if seconds is None else [InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))]
-    return Accelerator(mixed_precision=precision, gradient_accumulation_steps=recipe.train.accumulate, kwargs_handlers=timeout)
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    form_group_anew(timeout)
+    return Accelerator(
+        mixed_precision=precision,
+        gradient_accumulation_steps=recipe.train.accumulate,
+        kwargs_handlers=[] if timeout is None else [InitProcessGroupKwargs(timeout=timeout)],
+    )
 
 
 def _share_batch(whole: int, processes: int, recipe: Recipe) -> int:
