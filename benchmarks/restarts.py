@@ -3,10 +3,10 @@
     python benchmarks/restarts.py             4 processes; 20 killed, five of each training, and 2 that hang
     python benchmarks/restarts.py --quick     2 processes; one killed
 
-A training by `torchrun --max-restarts` saves a state every few updates. As soon as there is a new one, and a random time later, one
-process gets SIGKILL, or SIGSTOP, after which the others wait for it as long as `train.timeout_seconds` says. torchrun then ends
-all and starts them again; the command is the same, and goes on in its own folder. In the end weights and metrics are compared,
-bit for bit, with those of the same training left alone.
+A training by `torchrun --max-restarts` saves a state every few updates. A random time after a new one a process gets SIGKILL,
+or SIGSTOP, after which the others wait for it as long as `train.timeout_seconds` says. torchrun then ends all and starts them
+again; the command is the same, and goes on in its own folder. In the end weights and metrics are compared, bit for bit, with
+those of the same training left alone.
 
 Status 1 if a training ended otherwise, or did not end.
 """
@@ -29,7 +29,7 @@ from faults import are_equal
 from revzoo.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
-RECIPE = ["digits", "data.batch_size=40", "model.overrides=[stages.0.depth=2]", "train.epochs=12", "train.save_every=3"]
+RECIPE = ["digits", "data.batch_size=40", "model.overrides=[stages.0.depth=2]", "train.epochs=6", "train.save_every=3"]
 WAIT_SECONDS = 60  # for a process that hangs; starting takes less
 LIMIT_SECONDS = 1200  # in which a training has to end
 

@@ -1,4 +1,4 @@
-"""One terminal for several processes: a single line says why they end, and all but the first write to files in the run's folder.
+"""One terminal for several processes: a single line says why they end, and all but the first write to files of the run.
 
 Where one process ends, those that wait for it fail, too. The first to end speaks; it is mostly the cause. The store of torchrun
 tells who that is, since it outlives the processes.
