@@ -33,6 +33,13 @@ def declare(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train or resume."""
+    from revzoo.training.terminal import share_terminal
+
+    with share_terminal():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     recipes, overrides = split_overrides(arguments.recipe)
     if arguments.resume is not None:
         if recipes or arguments.out is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from timm.utils import distribute_bn
 from torch.distributed.fsdp import FSDPModule
 
@@ -43,11 +44,14 @@ from revzoo.training.main_process import call_on_main
 from revzoo.training.options import Recipe
 from revzoo.training.processes import follow_launcher, make_accelerator
 from revzoo.training.recipe import load_recipe
+from revzoo.training.restart import find_own_folder, sign_folder
 from revzoo.training.run_folder import RunFolder, claim_free_folder
 from revzoo.training.setup import Run, build_run
 from revzoo.training.state import load_state, save_state, saving
+from revzoo.training.terminal import send_output_to
 from revzoo.training.verification import describe_gradients
 
+_RUNS = Path("runs")  # where folders are made that the user has not named
 _CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
 
 
@@ -89,12 +93,17 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     """
     recipe = follow_launcher(recipe)
     accelerator = make_accelerator(recipe)
-    with _claim_folder(recipe, out, accelerator) as folder:  # a budget that is too small leaves none
+    [own] = broadcast_object_list([find_own_folder(_RUNS, Path(recipe.file).stem, out)])
+    if own is not None and own.is_begun():
+        return resume(own.path, release_lock=True)  # torchrun has ended the processes that held it
+    with _claim_folder(recipe, out if own is None else own.path, accelerator) as folder:  # too small a budget leaves none
         run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
         run.print_start()
         plan = apply_plan(run)
     with _hold_folder(folder, accelerator):
+        call_on_main(accelerator, lambda: sign_folder(folder))
         call_on_main(accelerator, lambda: folder.create(run.describe()))
+        send_output_to(folder.logs)
         return _begin(run, plan)
 
 
@@ -109,9 +118,8 @@ def _claim_folder(recipe: Recipe, out: Path | None, accelerator: Accelerator) ->
         call_on_main(accelerator, folder.require_free)
         yield folder
         return
-    parent = Path("runs")
-    made = [] if parent.exists() else [parent]
-    folder = call_on_main(accelerator, lambda: claim_free_folder(parent, Path(recipe.file).stem))
+    made = [] if _RUNS.exists() else [_RUNS]
+    folder = call_on_main(accelerator, lambda: claim_free_folder(_RUNS, Path(recipe.file).stem))
     try:
         yield folder
     except BaseException:
@@ -163,6 +171,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
     recipe = follow_launcher(load_recipe(folder / "config.yaml", overrides))
     accelerator = make_accelerator(recipe)
     with _hold_folder(run_folder, accelerator, release=release_lock):
+        send_output_to(run_folder.logs)
         call_on_main(accelerator, run_folder.sweep)
         if call_on_main(accelerator, run_folder.is_untouched):
             return _begin_again(recipe, run_folder, accelerator, typed)

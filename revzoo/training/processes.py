@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from revzoo.errors import InputError, SpecError, SpecProblem
 from revzoo.sharding.mesh import make_mesh
 from revzoo.training.options import Recipe
+from revzoo.training.restart import form_group_anew
 
 
 def follow_launcher(recipe: Recipe) -> Recipe:
@@ -69,9 +70,9 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     if options.mixed_precision == "fp16" and not torch.accelerator.is_available():
         problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
         raise SpecError([problem])
-    group: dict[str, Any] = {}
-    if options.timeout_seconds is not None:
-        group["timeout"] = timedelta(seconds=options.timeout_seconds)
+    timeout = None if options.timeout_seconds is None else timedelta(seconds=options.timeout_seconds)
+    form_group_anew(timeout)
+    group: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if options.offload and torch.cuda.is_available():  # what lies on the host is added up there
         group["backend"] = "cuda:nccl,cpu:gloo"
     handlers = [InitProcessGroupKwargs(**group)] if group else []

@@ -116,6 +116,10 @@ class RunFolder:
                 remedy = " It was killed before anything was saved: delete the folder and start it again." if begun else ""
                 raise CheckpointError(f"{self.path} is not the folder of a run: there is no {name} in it.{remedy}")
 
+    def is_begun(self) -> bool:
+        """Return whether it says what is trained."""
+        return (self.path / "config.yaml").is_file()
+
     def is_untouched(self) -> bool:
         """Return whether no state, metrics or weights have been saved."""
         results = (self.metrics, self.last, self.best)

@@ -14,6 +14,7 @@ from revzoo.training.main_process import call_on_all, call_on_main
 from revzoo.training.seal import hash_file
 from revzoo.training.setup import Run
 from revzoo.training.state_tensors import METADATA, list_own_files, read_tensors, write_tensors
+from revzoo.training.terminal import has_lost_others
 
 
 def save_state(run: Run) -> None:
@@ -74,6 +75,8 @@ def saving(run: Run) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk raises any of these
+        if has_lost_others(error):
+            raise
         shutil.rmtree(run.folder.states / "writing", ignore_errors=True)
         raise RevzooError(
             f"Nothing more can be saved in {run.folder.path} ({error}). Is the disk full? What was saved before is complete: "

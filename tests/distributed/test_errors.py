@@ -11,11 +11,13 @@ ROOT = Path(__file__).parents[2]
 # Each process says what it caught; one that waits for the other is killed by the test's limit.
 SCRIPT = """
 import sys
+import torch
 from types import SimpleNamespace
 from accelerate import Accelerator
-from revzoo.errors import RevzooError
-from revzoo.training.divergence import DivergedError, check_training_loss
+from revzoo.errors import RevzooError, UnknownNameError
+from revzoo.training.divergence import add_losses
 from revzoo.training.main_process import call_on_all, call_on_main
+from revzoo.training.origin import Origin, require_same_origin
 
 accelerator = Accelerator()
 rank = accelerator.process_index
@@ -28,18 +30,40 @@ def fail_in(process):
 def check():
     options = SimpleNamespace(lr=1.0, warmup_epochs=0, clip_grad=None, mixed_precision="no", name="x")
     recipe = SimpleNamespace(optimizer=options, schedule=options, train=options, model=options)
-    progress = SimpleNamespace(loss_sums=[1.0, float("nan")], epoch=0, updates=1)
+    progress = SimpleNamespace(loss_sum=0.0, epoch=0, updates=1)
     folder = SimpleNamespace(list_states=lambda: [])
-    check_training_loss(SimpleNamespace(accelerator=accelerator, recipe=recipe, progress=progress, folder=folder))
+    run = SimpleNamespace(recipe=recipe, progress=progress, folder=folder)
+    add_losses(run, [torch.tensor(1.5), torch.tensor(1.0 + rank)])
+    assert progress.loss_sum == 6.0
+    add_losses(run, [torch.tensor([1.0, float("nan")][rank])])
+
+class Strange(Exception):
+    def __init__(self, one, two):
+        super().__init__(one)
+
+def fail_strangely():
+    if rank == 1:
+        raise Strange("from", "1")
+
+def fail_with_more():
+    if rank == 1:
+        raise UnknownNameError("recipe", "x", ["y"])
+
+def compare():
+    examples = {"training": {"count": 4 + rank, "digest": "a"}}
+    require_same_origin(Origin({"train": {"seed": rank}}, {}, None, examples, 8))
 
 caught = []
 on_all, on_main = lambda: call_on_all(accelerator, lambda: fail_in(1)), lambda: call_on_main(accelerator, lambda: fail_in(0))
-for work in (on_all, on_main, check):
+more = lambda: call_on_all(accelerator, fail_with_more)
+strange = lambda: call_on_all(accelerator, fail_strangely)
+for work in (on_all, on_main, check, more, strange, compare):
     try:
         work()
-    except RevzooError as error:
-        caught.append(str(error)[:24])
-assert caught == ["from 1", "from 0", "The training loss is nan"], caught
+    except (RevzooError, RuntimeError, Strange) as error:
+        caught.append(str(error).partition(" in epoch")[0].removeprefix("Strange: "))
+assert caught[:-1] == ["from 1", "from 0", "The training loss is nan", "Unknown recipe 'x'. Allowed: y.", "from"], caught
+assert "and process 1 has other train.seed, training examples than process 0." in caught[-1], caught
 assert call_on_all(accelerator, lambda: fail_in(2)) == rank
 assert call_on_main(accelerator, lambda: fail_in(2)) == 0
 """

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from revzoo.training import loop
 from revzoo.training.options import Recipe
@@ -83,6 +88,25 @@ def read_records() -> Callable[[Path], list[dict]]:
 def assert_same_run() -> Callable[[Path, Path], None]:
     """Return a function that asserts that two runs have the same metrics and weights, bit for bit."""
     return _assert_same_run
+
+
+def _read_state(state: Path) -> dict:
+    saved = FileSystemReader(state).read_metadata().state_dict_metadata
+    contents = {
+        name: torch.empty(facts.size, dtype=facts.properties.dtype) if isinstance(facts, TensorStorageMetadata) else None
+        for name, facts in saved.items()
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")
+        load(contents, storage_reader=FileSystemReader(state), planner=planner)
+    return contents
+
+
+@pytest.fixture
+def read_state() -> Callable[[Path], dict]:
+    """Return a function that reads the tensors and settings of a state."""
+    return _read_state
 
 
 @pytest.fixture(scope="session")

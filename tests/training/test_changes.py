@@ -157,7 +157,7 @@ def test_more_outputs_than_classes_are_resumed(recipe, tmp_path):
 def test_one_class_of_many():
     names = [f"n{i:04d}" for i in range(1000)]
     now = [*names[:500], "other", *names[501:]]
-    before, after, turned = (Origin({}, {}, classes, {}) for classes in (names, now, names[::-1]))
+    before, after, turned = (Origin({}, {}, classes, {}, 64) for classes in (names, now, names[::-1]))
     assert before.list_changes(after) == {"classes": "n0500 only at the start, other only now"}
     assert before.list_changes(turned) == {"classes": "the same names, in another order"}
 
@@ -193,7 +193,7 @@ def test_what_is_saved_reads_as_what_it_was(recipe, tmp_path):
     spec = load_spec("rev_swin_t")
     (tmp_path / "config.yaml").write_text(source.to_yaml())
     (tmp_path / "spec.yaml").write_text(spec.to_yaml())
-    Origin.of(source, spec, NoData()).save(tmp_path)
-    now = Origin.of(load_recipe(tmp_path / "config.yaml"), load_spec(tmp_path / "spec.yaml"), NoData())
+    Origin.of(source, spec, NoData(), 64).save(tmp_path)
+    now = Origin.of(load_recipe(tmp_path / "config.yaml"), load_spec(tmp_path / "spec.yaml"), NoData(), 64)
     assert Origin.load(tmp_path).list_changes(now) == {}
     assert json.loads((tmp_path / "origin.json").read_text())["spec"].keys() == to_plain(spec).keys()

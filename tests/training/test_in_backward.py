@@ -1,5 +1,6 @@
 """An optimizer inside backward: weights and state are those of an ordinary one, bit for bit; what needs more is refused."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,21 +32,24 @@ def small(name: str, overrides: str, *settings: str) -> Recipe:
     return load_recipe(name, [*FAST, f"model.overrides=[{overrides}]", *settings])
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Compare the weights, and of the newest states the optimizers'."""
-    left, right = load_file(one / "last.safetensors"), load_file(other / "last.safetensors")
-    assert left.keys() == right.keys()
-    assert [key for key in left if not torch.equal(left[key], right[key])] == []
-    states = [torch.load(sorted((run / "state").glob("0*"))[-1] / "optimizer.bin") for run in (one, other)]
-    assert states[0]["param_groups"] == states[1]["param_groups"]
-    for p, state in states[0]["state"].items():
-        assert all(
-            torch.equal(torch.as_tensor(value), torch.as_tensor(states[1]["state"][p][key])) for key, value in state.items()
-        )
+@pytest.fixture
+def assert_same_run(read_state) -> Callable[[Path, Path], None]:
+    """Return a function that compares the weights of two runs, and of the newest states the optimizers'."""
+
+    def compare(one: Path, other: Path) -> None:
+        left, right = load_file(one / "last.safetensors"), load_file(other / "last.safetensors")
+        assert left.keys() == right.keys()
+        assert [key for key in left if not torch.equal(left[key], right[key])] == []
+        left, right = (read_state(sorted((run / "state").glob("0*"))[-1]) for run in (one, other))
+        assert left.keys() == right.keys()
+        assert left.pop("settings") == right.pop("settings")
+        assert [key for key in left if not torch.equal(left[key], right[key])] == []
+
+    return compare
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_training_is_the_same_in_every_mode(mode, tmp_path):
+def test_training_is_the_same_in_every_mode(mode, tmp_path, assert_same_run):
     for name, settings in (("ordinary", []), ("inside", [INSIDE])):
         loop.train(small("digits", VIT, f"model.schedule={mode}", *settings), tmp_path / name)
     assert_same_run(tmp_path / "ordinary", tmp_path / "inside")
@@ -63,7 +67,7 @@ def test_training_is_the_same_in_every_mode(mode, tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
-def test_training_is_the_same_whatever_is_set(recipe, overrides, settings, tmp_path):
+def test_training_is_the_same_whatever_is_set(recipe, overrides, settings, tmp_path, assert_same_run):
     """Also with frozen parts, groups of several learning rates, averaged weights, BatchNorm and tied embeddings."""
     for name, more in (("ordinary", []), ("inside", [INSIDE])):
         loop.train(small(recipe, overrides, *settings, *more), tmp_path / name)
@@ -73,7 +77,7 @@ def test_training_is_the_same_whatever_is_set(recipe, overrides, settings, tmp_p
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-def test_training_is_the_same_with_compiled_steps(tmp_path, monkeypatch):
+def test_training_is_the_same_with_compiled_steps(tmp_path, monkeypatch, assert_same_run):
     monkeypatch.setattr(loop, "compile_steps", partial(revzoo.compile_steps, backend="aot_eager"))
     modes = "model.schedule=[store,selective,invert,recompute,invert,store,store]"
     for name, more in (("ordinary", []), ("inside", [INSIDE])):
@@ -82,7 +86,7 @@ def test_training_is_the_same_with_compiled_steps(tmp_path, monkeypatch):
     assert_same_run(tmp_path / "ordinary", tmp_path / "inside")
 
 
-def test_the_state_of_the_one_is_that_of_the_other(tmp_path):
+def test_the_state_of_the_one_is_that_of_the_other(tmp_path, assert_same_run):
     """Begun in the one way, extended in the other."""
     constant = "schedule.sched=constant"
     loop.train(small("digits", VIT, constant, "train.epochs=2"), tmp_path / "ordinary")

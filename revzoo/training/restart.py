@@ -1,0 +1,73 @@
+"""Jobs of torchrun that start all processes anew after one has died: such a job goes on in the folder that it began.
+
+torchrun's `--max-restarts` counts the starts and gives the job an id; the folder of a run has the id of the job that began it.
+"""
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from torch import distributed
+
+from revzoo.training.run_folder import RunFolder
+
+
+def form_group_anew(timeout: timedelta | None) -> None:
+    """Form the group of the processes after a restart; before one do nothing, and leave it to Accelerate.
+
+    torchrun keeps its store over restarts, with the addresses of the processes before, which the new ones must not read. With
+    several machines, whose counts of restarts may differ, its TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes a new store instead.
+
+    Args:
+        timeout: how long a process waits for another; None: PyTorch's choice.
+    """
+    start, is_shared = count_restarts(), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if start == 0 or not is_shared or os.environ.get("GROUP_WORLD_SIZE") != "1" or distributed.is_initialized():
+        return
+    store = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("1", "true", "yes")
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=distributed.PrefixStore(f"start-{start}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
+
+
+def count_restarts() -> int:
+    """Return how often torchrun has started this process anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def name_job() -> str:
+    """Return a name for the torchrun job that started this process, the same after a restart; empty without torchrun."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if job == "none":  # torchrun was given no id; it stays alive itself, and the first process on its machine
+        return f"{socket.gethostname()}-{os.getppid()}"
+    return job
+
+
+def sign_folder(folder: RunFolder) -> None:
+    """Write into the folder of a new run which job begins it."""
+    if job := name_job():
+        folder.job.write_text(job)
+
+
+def find_own_folder(parent: Path, name: str, out: Path | None) -> RunFolder | None:
+    """Return the folder that this job began before it was restarted, or None; all processes call this together.
+
+    Args:
+        parent: where folders without a name of their own are made.
+        name: the beginning of their names.
+        out: the folder that the user has named.
+    """
+    if not any(gather_object([count_restarts()])):  # where only another machine's processes had died, this count is 0
+        return None
+    folders = [RunFolder(path) for path in (parent.glob(f"{name}*") if out is None else [out])]
+    return next((folder for folder in folders if folder.job.is_file() and folder.job.read_text() == name_job()), None)

@@ -1,0 +1,90 @@
+"""One terminal for several processes: a single line says why they end, and all but the first write to files of the run.
+
+Where one process ends, those that wait for it fail, too. The first to end speaks; it is mostly the cause. The store of torchrun
+tells who that is, since it outlives the processes.
+"""
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from revzoo.errors import RevzooError
+
+_LOST = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|wait timeout")
+
+
+@contextmanager
+def share_terminal() -> Iterator[None]:
+    """Let one process say in a line why all end, and end with the status of the command line; do nothing with one process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    terminal = os.dup(2)  # which standard error is not, once it goes to a file
+    try:
+        yield
+    except Exception as error:
+        _end(terminal, *_describe(error))
+    except KeyboardInterrupt as error:
+        _end(terminal, str(error) or "stopped", 128 + getattr(error, "signum", 2))
+
+
+def send_output_to(folder: Path) -> None:
+    """Let all that this process writes from now on go to a file in a folder, unless it is the first."""
+    if _rank() == 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with (folder / f"process-{_rank()}.txt").open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def has_lost_others(error: Exception) -> bool:
+    """Return whether an error says that another process has ended or does not answer."""
+    return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
+
+
+def _describe(error: Exception) -> tuple[str, int]:
+    """Return in a line why the process ends, and its exit status; an error of the program is printed whole."""
+    if isinstance(error, RevzooError):
+        return str(error), 2
+    if has_lost_others(error):
+        return f"process {_rank()} waited in vain for another one, which has ended or hangs", 1
+    if isinstance(error, OSError):
+        return f"cannot read or write {error.filename or 'a file'}: {error.strerror or error}", 2
+    traceback.print_exception(error)
+    return f"process {_rank()} ended with {type(error).__name__}: {str(error).partition(os.linesep)[0]}", 1
+
+
+def _end(terminal: int, line: str, status: int) -> NoReturn:
+    if _is_first():
+        os.write(terminal, f"revzoo: {line}\n".encode())
+    elif not os.path.sameopenfile(2, terminal):
+        print(line, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # an orderly end would wait for the others
+
+
+def _is_first() -> bool:
+    """Return whether no other process has ended since the last start; without a store to ask, whether this is the first."""
+    from torch.distributed import TCPStore  # imports torch
+
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+        return bool(store.add(f"revzoo/ended/{start}", 1) == 1)
+    except (KeyError, ValueError, RuntimeError):
+        return _rank() == 0
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

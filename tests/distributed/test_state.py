@@ -1,0 +1,211 @@
+"""States that one number of processes saves and another loads, and training that does not depend on how many there are.
+
+This file is also the program of the processes. They make one process group after another, of all of them, of half of them, and
+so on to a single one; the tests read what they have written. Two of them only save and load, four also train.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import revzoo
+from revzoo.training.state_tensors import list_own_files, read_tensors, write_tensors
+
+SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2"
+RECIPE = [
+    f"model.overrides=[{SMALL}]",
+    "train.epochs=2",
+    "train.accumulate=2",
+    "schedule.warmup_epochs=1",
+    "train.save_every=2",
+]
+MIXUP = "mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"
+BATCH = 240  # six an epoch, three updates
+MEASURED = {"seconds", "images_per_second", "memory_bytes"}
+SECONDS = 300  # processes wait for each other no longer than this
+
+
+# --- one of the processes
+
+
+@contextmanager
+def world(rank: int, processes: int, port: int) -> Iterator[bool]:
+    """Yield whether this process is one of the first so many, which form a group inside the block, as Accelerate does it."""
+    if rank < processes:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_PORT": str(port)}
+    yield rank < processes
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def train_all(processes: int) -> None:
+    """Train with these processes, and begin, go on with, or end a training that is cut into parts."""
+    from revzoo.training import loop
+    from revzoo.training.interrupt import Interrupted, StopSignal
+    from revzoo.training.recipe import load_recipe
+
+    recipe = load_recipe("digits", [*RECIPE, f"data.batch_size={BATCH // processes}", MIXUP])
+
+    loop.measure_modes = lambda *_, **__: ({}, None)
+    loop.describe_gradients = lambda run: ""
+    loop.plot_curves = lambda records, path: path.write_bytes(b"")
+    loop.train(recipe, Path(f"whole-{processes}"))
+    number, poll, polls = count(1), StopSignal.poll, {4: 2, 2: 5, 1: 0}[processes]
+    StopSignal.poll = lambda stop: 15 if next(number) == polls else 0
+    with suppress(Interrupted):
+        loop.train(recipe, Path("cut")) if processes == 4 else loop.resume(Path("cut"))
+    StopSignal.poll = poll
+
+
+def make_sharded(seed: int, processes: int) -> tuple[dict[str, nn.Module], torch.optim.Optimizer]:
+    """Return a network, sharded where there are several processes, its average, and its optimizer."""
+    modules = {}
+    for name in ("model", "ema"):
+        torch.manual_seed(seed + len(modules))
+        model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=2"])
+        if processes > 1:
+            mesh = distributed.init_device_mesh("cpu", (processes,))
+            for part in [*model.steps, model]:
+                fully_shard(part, mesh=mesh)
+        modules[name] = model
+    return modules, torch.optim.AdamW(modules["model"].parameters(), lr=1e-3)
+
+
+def gather(modules: dict[str, nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return everything in full."""
+    tensors = {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in module.state_dict().items()}
+    for number, row in optimizer.state_dict()["state"].items():
+        tensors |= {f"{number}.{key}": tensor for key, tensor in row.items()}
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+
+
+def save_sharded(folder: Path, processes: int) -> None:
+    modules, optimizer = make_sharded(0, processes)
+    modules["model"](torch.randn(4, 1, 8, 8)).logsumexp(1).mean().backward()
+    optimizer.step()
+    write_tensors(folder, modules, optimizer, {"scaler": {}})
+    tensors = gather(modules, optimizer)
+    if distributed.get_rank() == 0:
+        torch.save(tensors, folder.with_suffix(".pt"))
+
+
+def load_sharded(folder: Path, processes: int) -> dict[str, Any]:
+    """Load into a network of other values, and return what is different."""
+    modules, optimizer = make_sharded(7, processes)
+    settings = read_tensors(folder, modules, optimizer)
+    expected, loaded = torch.load(folder.with_suffix(".pt")), gather(modules, optimizer)
+    different = [name for name, tensor in expected.items() if not torch.equal(tensor, loaded.pop(name))]
+    return {"different": different, "more": sorted(loaded), "compared": len(expected), "settings": settings}
+
+
+def work(rank: int, processes: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    results: dict[str, Any] = {"loaded": {}, "files": 0}
+    ports, first = count(int(os.environ["MASTER_PORT"])), processes
+    while processes:
+        with world(rank, processes, next(ports)) as is_one:
+            if is_one:
+                if first == 4:
+                    train_all(processes)
+                if processes == first:
+                    save_sharded(Path("sharded"), processes)
+                    results["files"] = len(list_own_files(Path("sharded")))
+                results["loaded"][processes] = load_sharded(Path("sharded"), processes)
+        processes //= 2
+    Path(f"{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+
+
+# --- the tests
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function that gives the folder of so many processes, after running them once."""
+
+    @cache
+    def run(processes: int) -> Path:
+        folder = tmp_path_factory.mktemp("processes")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = os.environ | {
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": str(Path(revzoo.__file__).parents[1]),
+        }
+        with (folder / "output").open("w+") as output, ExitStack() as stack:
+            started = []
+            for rank in range(processes):
+                command = [sys.executable, __file__, str(rank), str(processes), str(folder)]
+                process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+                stack.callback(process.kill)
+                started.append(process)
+            statuses = [process.wait(SECONDS) for process in started]
+            output.seek(0)
+            assert statuses == [0] * processes, output.read()
+        return folder
+
+    return run
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
+
+
+def assert_same_metrics(one: Path, other: Path) -> None:
+    left, right = read_records(one), read_records(other)
+    assert len(left) == len(right) == 2
+    for row, expected in zip(left, right, strict=True):
+        assert row == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fewer", [1, 2])
+def test_training_does_not_depend_on_the_number_of_processes(results, fewer):
+    assert_same_metrics(results(4) / "whole-4", results(4) / f"whole-{fewer}")
+
+
+@pytest.mark.slow
+def test_fewer_processes_go_on_to_the_same_end(results):
+    cut = results(4) / "cut"
+    assert_same_metrics(cut, results(4) / "whole-4")
+    progress = json.loads((cut / "state" / "00002-0000000" / "progress.json").read_text())
+    assert (progress["processes"], progress["loss_sum"]) == (1, 0.0)
+    logs = [(cut / "log" / f"process-{rank}.txt").is_file() for rank in range(4)]
+    assert logs == [False, True, True, True]
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sharded_states_are_loaded_by_fewer_processes_bit_for_bit(results, processes):
+    folder = results(processes)
+    for rank in range(processes):
+        report = json.loads((folder / f"{rank}.json").read_text())
+        assert report["files"] == 1  # each has written its shards
+        assert [int(number) for number in report["loaded"]] == [n for n in (4, 2, 1) if rank < n <= processes]
+        for loaded in report["loaded"].values():
+            assert loaded == {"different": [], "more": [], "compared": 5 * 31, "settings": {"scaler": {}}}
