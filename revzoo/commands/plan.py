@@ -1,4 +1,4 @@
-"""`revzoo plan`: the fastest schedule within a memory budget, for one batch size or the best of a range."""
+"""`revzoo plan`: the fastest schedule within a memory budget, for a batch size, the best of a range, or one of many ranks."""
 
 import argparse
 import json
@@ -15,6 +15,8 @@ from revzoo.errors import InputError, join_names
 if TYPE_CHECKING:
     from revzoo.model.network import Model
     from revzoo.planning.plan import Plan
+    from revzoo.planning.profiling.profile import Profile
+    from revzoo.planning.ranks.rank_plan import RankPlan
     from revzoo.runtime.lookahead_setting import LookaheadOption
 
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
@@ -64,6 +66,13 @@ def declare(parser: Parser) -> None:
         action="store_true",
         help="for modules that are not the zoo's: time every call on this machine, and plan by time instead of FLOPs",
     )
+    parser.add_argument("--ranks", type=int, metavar="N", help="plan for one of N processes; counted, nothing is run")
+    parser.add_argument(
+        "--shard",
+        choices=("none", "full", "hybrid"),
+        help="how the ranks divide the network: over all of them, over those of each node, or not (default: full)",
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines that the ranks are on (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
     parser.add_argument("--json", action="store_true", help="print everything, and the data of --plot, as JSON instead")
@@ -84,9 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--solver reforwarding is for modules that are not of the zoo. Received: {arguments.name}.")
     if arguments.profile:
         raise InputError("Models of the zoo are always timed where they can be run. Received: --profile. Leave it out.")
+    if arguments.ranks is not None:
+        _require_counting(arguments)
+        arguments.meta = True
+    elif arguments.shard is not None or arguments.nodes is not None:
+        raise InputError("--shard and --nodes say how ranks divide a network. Received: neither with --ranks. Add --ranks N.")
     model = create_model(arguments)
     parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
-    make_plan = _plan_batches if isinstance(arguments.batch, tuple) else _plan_batch
+    make_plan = _plan_ranks if arguments.ranks is not None else _plan_batch
+    make_plan = _plan_batches if isinstance(arguments.batch, tuple) else make_plan
     with accumulated_gradients(model) if arguments.accumulate else nullcontext():
         plan = make_plan(arguments, model)
     if arguments.out is not None:
@@ -103,6 +118,7 @@ def _plan_any_module(arguments: argparse.Namespace) -> int:
     given = {"--estimate": arguments.estimate or None, "--device": arguments.device}
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
     given |= {"--loss": arguments.loss, "--accumulate": arguments.accumulate or None}
+    given |= {"--ranks": arguments.ranks, "--shard": arguments.shard, "--nodes": arguments.nodes}
     given |= {"--solver knapsack": arguments.solver if arguments.solver == "knapsack" else None}
     if unused := [option for option, value in given.items() if value is not None]:
         raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {arguments.name}.")
@@ -136,8 +152,6 @@ def _plan_any_module(arguments: argparse.Namespace) -> int:
 
 def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
     """Plan one batch size; print and draw the plan."""
-    from revzoo.display.tables.plan import tabulate_plan
-    from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
     from revzoo.planning.planner import profile_and_plan
 
     batch, optimizer = create_batch(model, arguments.batch), create_optimizer(arguments.optimizer, model)
@@ -151,6 +165,43 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
         lookahead=_LOOKAHEADS[arguments.lookahead],
         estimate=arguments.estimate,
     )
+    _show(arguments, model, profile, plan)
+    return plan
+
+
+def _require_counting(arguments: argparse.Namespace) -> None:
+    """Raise InputError for options that need the model to be run, which many ranks are not."""
+    given = {"--device": arguments.device, "--estimate": arguments.estimate or None, "--accumulate": arguments.accumulate or None}
+    given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None}
+    given |= {"a range of batch sizes": arguments.batch if isinstance(arguments.batch, tuple) else None}
+    if unused := [option for option, value in given.items() if value is not None]:
+        raise InputError(f"Many ranks are counted and not run. Received: --ranks and {join_names(unused)}. Leave one out.")
+
+
+def _plan_ranks(arguments: argparse.Namespace, model: "Model") -> "Plan":
+    """Plan for one of many ranks; print and draw the plan."""
+    from revzoo.planning.ranks.division import Division
+    from revzoo.planning.ranks.rank_plan import plan_ranks
+
+    result, profile = plan_ranks(
+        model,
+        create_batch(model, arguments.batch),
+        arguments.budget,
+        Division(arguments.ranks, arguments.shard or "full", 1 if arguments.nodes is None else arguments.nodes),
+        solver=arguments.solver,
+        optimizer=create_optimizer(arguments.optimizer, model),
+        loss=create_loss(arguments.loss, model),
+    )
+    _show(arguments, model, profile, result.plan, result)
+    return result.plan
+
+
+def _show(
+    arguments: argparse.Namespace, model: "Model", profile: "Profile", plan: "Plan", ranks: "RankPlan | None" = None
+) -> None:
+    """Draw a plan, and print it beside other schedules, or everything as JSON."""
+    from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
+
     beside, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
     budgets = evaluate_budgets(profile) if arguments.plot is not None or arguments.json else []
     if arguments.plot is not None:
@@ -158,12 +209,18 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
 
         plot_plan(plan, arguments.plot, budgets, beside, fixed_bytes)
     if arguments.json:
-        print(json.dumps({"plan": asdict(plan), "others": beside, "front": budgets, "fixed_bytes": fixed_bytes}, indent=2))
+        data = {"plan": asdict(plan), "others": beside, "front": budgets, "fixed_bytes": fixed_bytes}
+        if ranks is not None:
+            data["ranks"] = {key: value for key, value in asdict(ranks).items() if key != "plan"}
+        print(json.dumps(data, indent=2))
     else:
         from revzoo.display.console import print_renderable
+        from revzoo.display.tables.plan import tabulate_plan
+        from revzoo.display.tables.ranks import tabulate_ranks
 
         print_renderable(tabulate_plan(plan, beside))
-    return plan
+        if ranks is not None:
+            print_renderable(tabulate_ranks(ranks))
 
 
 def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":

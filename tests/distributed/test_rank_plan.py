@@ -1,0 +1,156 @@
+"""Plans for many ranks: their bytes and collectives are those of two gloo processes that train with them.
+
+This file is also the program of the two processes. They run all cases in one process group and write their results as JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from timm.optim import create_optimizer_v2
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import revzoo
+from revzoo.planning.ranks.division import Division
+from revzoo.planning.ranks.rank_plan import RankPlan, plan_ranks
+from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.sharding.mesh import make_mesh
+from revzoo.sharding.shard import shard_
+
+SECONDS = 300  # two processes wait for each other no longer than this
+RANKS, BATCH = 2, 8
+
+
+class Case(NamedTuple):
+    """A model, and the budget to plan it with."""
+
+    name: str
+    budget: str
+    frozen: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.budget}{', partly frozen' * self.frozen}"
+
+
+OVERRIDES = {
+    "rev_vit_digits": ["stages.0.depth=2"],
+    "revnet_digits": ["stages.1.depth=1", "stages.2.depth=1"],
+    "rev_swin_digits": ["stages.1.depth=1"],
+}
+CASES = [
+    Case("rev_vit_digits", "2200KiB"),
+    Case("rev_vit_digits", "2200KiB", frozen=True),
+    Case("revnet_digits", "4MiB"),
+    Case("rev_swin_digits", "3MiB"),
+]
+
+
+class Collectives(TorchDispatchMode):
+    """Count the calls of `torch.distributed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func._opname] = self.calls.get(func._opname, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def create(case: Case, device: str) -> revzoo.Model:
+    torch.manual_seed(0)
+    model = revzoo.create(case.name, device=device, overrides=OVERRIDES[case.name])
+    if case.frozen:
+        for module in (model.stem, model.steps[1], model.steps[2]):
+            module.requires_grad_(False)
+    return model
+
+
+def plan(case: Case, mesh: DeviceMesh) -> RankPlan:
+    """Plan in the main process, while the other one waits for the plan."""
+    model = create(case, "meta")
+    optimizer, plans = create_optimizer_v2(model, "adamw"), [None]
+    if distributed.get_rank() == 0:
+        batch, division = model.example_input(BATCH), Division(RANKS)
+        plans = [plan_ranks(model, batch, case.budget, division, optimizer=optimizer, mesh=mesh)[0]]
+    distributed.broadcast_object_list(plans)
+    return plans[0]
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Plan, then make a step and an update in both processes."""
+    mesh = make_mesh(RANKS, "full")
+    result = plan(case, mesh)
+    model = create(case, "cpu")
+    batch = model.example_input(BATCH)
+    shard_(model, mesh)
+    result.plan.apply(model)
+    optimizer = create_optimizer_v2(model, "adamw")
+    with Collectives() as collectives, LiveBytes() as live:
+        weights, buffers = live.watch(model.parameters()), live.watch(model.buffers())
+        live.watch(batch)
+        model(batch).sum().backward()
+        gradients = live.watch(p.grad for p in model.parameters())
+        peak = live.peak()
+        optimizer.step()
+        state = live.watch(optimizer.state.values())
+    held = result.held
+    return {
+        "planned": [result.plan.peak_bytes, held.weights, held.buffers, held.gradients, held.optimizer.state],
+        "run": [peak + live.size(state), *map(live.size, (weights, buffers, gradients, state))],
+        "planned calls": {kind: each.calls for kind, each in result.collectives.items()},
+        "calls of modes": [{kind: each.calls for kind, each in kinds.items()} for kinds in result.collectives_of_modes.values()],
+        "calls": collectives.calls,
+        "budget": result.plan.budget_bytes,
+        "modes": sorted(set(result.plan.schedule)),
+    }
+
+
+def work(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    results = {str(case): run(case) for case in CASES}
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), Path(sys.argv[2]))
+
+
+# --- the tests
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each of the two processes reported."""
+    folder = tmp_path_factory.mktemp("rank_plan")
+    environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1])}
+    with (folder / "output").open("w+") as output, ExitStack() as stack:
+        processes = []
+        for rank in range(RANKS):
+            command = [sys.executable, __file__, str(rank), str(folder)]
+            process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            stack.callback(process.kill)
+            processes.append(process)
+        statuses = [process.wait(SECONDS) for process in processes]
+        output.seek(0)
+        assert statuses == [0] * RANKS, output.read()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_rank_takes_and_sends_what_was_planned(case, results):
+    first, second = (result[str(case)] for result in results)
+    print(first, second)
+    assert first["planned"] == first["run"]
