@@ -32,7 +32,9 @@ def follow_launcher(recipe: Recipe) -> Recipe:
     plugin = FullyShardedDataParallelPlugin()  # reads what `accelerate launch` has put into the environment
     _require("fsdp_version", plugin.fsdp_version, 2)
     _require("fsdp_reshard_after_forward", plugin.reshard_after_forward, True)
-    _require("fsdp_activation_checkpointing", plugin.activation_checkpointing, False, ": model.schedule says what is recomputed")
+    _require(
+        "fsdp_activation_checkpointing", plugin.activation_checkpointing, False, ": model.schedule says what is recomputed"
+    )
     offload, train = isinstance(plugin.cpu_offload, CPUOffloadPolicy), recipe.train
     if train.shard == "hybrid":
         raise InputError(
