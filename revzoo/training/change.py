@@ -27,8 +27,11 @@ _CHANGEABLE = (
     "train.keep_states",
     "train.label_smoothing",
     "train.mixed_precision",
+    "train.offload",
     "train.optimizer_in_backward",
     "train.save_every",
+    "train.shard",
+    "train.tensor_parallel",
     "train.timeout_seconds",
 )
 _PLANNED = (
@@ -36,7 +39,10 @@ _PLANNED = (
     "mixup",
     "model.exact",
     "train.mixed_precision",
+    "train.offload",
     "train.optimizer_in_backward",
+    "train.shard",
+    "train.tensor_parallel",
 )  # of these, what a plan depends on
 _WITHOUT_END = ("constant", "step", "multistep")  # schedules that do not depend on the number of epochs
 

@@ -70,6 +70,7 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
         yield from _find_unsupported_updates(tree, opt.value)
     if _value(tree, "train.optimizer_in_backward") is True:
         yield from _find_needs_of_all_gradients(tree)
+    yield from _find_needs_of_shards(tree)
     name = _value(tree, "data.name")
     if name in ("folder", "cifar10", "cifar100", "imagenet") and _value(tree, "data.root") is None:
         yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}")
@@ -145,6 +146,22 @@ def _find_needs_of_all_gradients(tree: YamlNode) -> Iterator[SpecProblem]:
     if _value(tree, "memory.lookahead") not in (None, 0):
         allowed = f"0 {without}: a step that is recovered ahead reads weights that are being updated"
         yield _node(tree, "memory.lookahead").problem(allowed)
+
+
+def _find_needs_of_shards(tree: YamlNode) -> Iterator[SpecProblem]:
+    """Yield the problems of settings that need a divided network, or do not go with one."""
+    shard = _value(tree, "train.shard")
+    if shard in (None, "none"):
+        for name, ordinary in (("offload", False), ("tensor_parallel", 1)):
+            if _value(tree, f"train.{name}") not in (None, ordinary):
+                allowed = f"{str(ordinary).lower()} with shard: none, or shard: full"
+                yield _node(tree, f"train.{name}").problem(allowed)
+        return
+    if _value(tree, "train.optimizer_in_backward") is True:
+        allowed = "false with train.shard: the processes add up their gradients before an update"
+        yield _node(tree, "train.optimizer_in_backward").problem(allowed)
+    if _value(tree, "train.mixed_precision") == "fp16":
+        yield _node(tree, "train.mixed_precision").problem("bf16 or 'no' with train.shard")
 
 
 def _sets_outputs(overrides: list[Any]) -> bool:
