@@ -171,7 +171,11 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
 
 def _require_counting(arguments: argparse.Namespace) -> None:
     """Raise InputError for options that need the model to be run, which many ranks are not."""
-    given = {"--device": arguments.device, "--estimate": arguments.estimate or None, "--accumulate": arguments.accumulate or None}
+    given = {
+        "--device": arguments.device,
+        "--estimate": arguments.estimate or None,
+        "--accumulate": arguments.accumulate or None,
+    }
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None}
     given |= {"a range of batch sizes": arguments.batch if isinstance(arguments.batch, tuple) else None}
     if unused := [option for option, value in given.items() if value is not None]:

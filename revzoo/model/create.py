@@ -66,8 +66,6 @@ def create(
         CheckpointError: the weights do not fit the model, there are none in the folder, or the hub does not have it.
         ScheduleError: the schedule does not fit the model.
     """
-    if pretrained and checkpoint is not None:
-        raise CheckpointError("Weights come from one place. Received: pretrained=True and checkpoint. Leave one of them out.")
     if isinstance(overrides, str):
         raise InputError(f"overrides is a list of strings. Received: {overrides!r}. Use overrides=[{overrides!r}].")
     if dtype is not None and dtype not in _DTYPES:
@@ -77,13 +75,9 @@ def create(
     target = _check_device(device)
     source = find_source(source)
     spec = load_spec(source, list(overrides or ()))
-    file = find_shipped_weights(str(source)) if pretrained else checkpoint
-    if file is None and target.type != "meta":
-        file = find_folder_weights(source)
-        if file is not None and file.name == BEST_WEIGHTS:
-            _logger.warning("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
+    file = find_weights(source, pretrained, checkpoint, in_folder=target.type != "meta")
     is_own = pretrained or (file is not None and file != checkpoint)
-    original = _find_original(source, spec) if is_own and overrides else spec
+    original = find_original(source, spec) if is_own and overrides else spec
     with target:
         model = build(original)
     model.to(dtype)
@@ -105,7 +99,33 @@ def create(
     return model
 
 
-def _find_original(source: str | Path, spec: Spec) -> Spec:
+def find_weights(
+    source: str | Path, pretrained: bool, checkpoint: str | Path | None, *, in_folder: bool = True
+) -> str | Path | None:
+    """Return the file of weights that `create` loads for these arguments, or None.
+
+    Args:
+        source: as for `create`.
+        pretrained: as for `create`.
+        checkpoint: as for `create`.
+        in_folder: whether the weights in a folder are taken where none are asked for.
+    Raises:
+        CheckpointError: two places are named, or the weights are missing.
+        UnknownNameError: no weights ship for the model.
+    """
+    if pretrained and checkpoint is not None:
+        raise CheckpointError("Weights come from one place. Received: pretrained=True and checkpoint. Leave one of them out.")
+    if pretrained:
+        return find_shipped_weights(str(source))
+    if checkpoint is not None or not in_folder:
+        return checkpoint
+    file = find_folder_weights(source)
+    if file is not None and file.name.startswith(BEST_WEIGHTS):  # or its index
+        _logger.warning("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
+    return file
+
+
+def find_original(source: str | Path, spec: Spec) -> Spec:
     """Return the spec to load the weights of a source with: with its own head, and all its own if its images are others."""
     original = load_spec(source)
     images = isinstance(spec.input, ImageInput) and isinstance(original.input, ImageInput)

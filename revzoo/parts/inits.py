@@ -7,6 +7,8 @@ from torch import nn
 from revzoo.bounds import FiniteFloat, PositiveFloat
 from revzoo.registry import inits
 
+_PIECE = 2**20  # numbers that are drawn at once: to find what to draw again, PyTorch keeps masks of them all
+
 
 @inits.register("truncated_normal")
 class TruncatedNormal:
@@ -28,7 +30,8 @@ class TruncatedNormal:
 
     def __call__(self, module: nn.Module) -> None:
         if isinstance(module, self.drawn):
-            nn.init.trunc_normal_(module.weight, std=self.std)
+            for piece in module.weight.data.view(-1).split(_PIECE):
+                nn.init.trunc_normal_(piece, std=self.std)
         if isinstance(module, (nn.Linear, nn.LayerNorm)) and module.bias is not None:
             nn.init.constant_(module.bias, self.bias)
 

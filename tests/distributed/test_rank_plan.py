@@ -108,7 +108,9 @@ def run(case: Case) -> dict[str, Any]:
         "planned": [result.plan.peak_bytes, held.weights, held.buffers, held.gradients, held.optimizer.state],
         "run": [peak + live.size(state), *map(live.size, (weights, buffers, gradients, state))],
         "planned calls": {kind: each.calls for kind, each in result.collectives.items()},
-        "calls of modes": [{kind: each.calls for kind, each in kinds.items()} for kinds in result.collectives_of_modes.values()],
+        "calls of modes": [
+            {kind: each.calls for kind, each in kinds.items()} for kinds in result.collectives_of_modes.values()
+        ],
         "calls": collectives.calls,
         "budget": result.plan.budget_bytes,
         "modes": sorted(set(result.plan.schedule)),

@@ -1,0 +1,88 @@
+"""Create a network that is divided over processes, none of which ever holds the whole."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from revzoo.checkpoint.files import load_weights
+from revzoo.errors import InputError
+from revzoo.hub import find_source
+from revzoo.model.create import create, find_original, find_weights
+from revzoo.model.network import Model
+from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.sharding.materialize import allocate_, materialize_
+from revzoo.spec.loading import load_spec
+
+
+def create_sharded(
+    source: str | Path,
+    shard: Callable[[Model], Any],
+    *,
+    pretrained: bool = False,
+    checkpoint: str | Path | None = None,
+    num_outputs: int | None = None,
+    overrides: Iterable[str] | None = None,
+    schedule: str | Sequence[str] = "invert",
+    lookahead: LookaheadOption = 0,
+    exact: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    offload: bool = False,
+) -> Model:
+    """Create the network that `revzoo.create` gives for these arguments and the same seed, divided over processes.
+
+    It is built on the meta device and divided by `shard`; then every process makes its own part. Random values are drawn one
+    parameter after the other, and weights are read slice by slice: no process holds more than its part and one parameter.
+    All processes call this, each after the same `torch.manual_seed`.
+
+    Args:
+        source: as for `create`.
+        shard: divides the model in place, for example by `fully_shard` of every step and then of the model. Before it has
+            values is also the time to freeze parts.
+        pretrained: as for `create`.
+        checkpoint: as for `create`. Pickled state dicts are read whole; safetensors are not.
+        num_outputs: as for `create`.
+        overrides: as for `create`, but where weights are loaded, they must not change the input or the head.
+        schedule: as for `create`.
+        lookahead: as for `create`.
+        exact: as for `create`.
+        device: of this process's part. None: the CPU.
+        dtype: data type of the parameters. None: float32.
+        offload: whether the parameters are on the CPU all the same, as `CPUOffloadPolicy` wants them.
+
+    Raises:
+        InputError: weights would have to be adapted to another input or head, or an argument has a value that is not allowed.
+        CheckpointError: the weights do not fit the model, or are missing.
+        SpecError: the spec or the overrides have problems.
+    """
+    source, changes = find_source(source), list(overrides or ())
+    file = find_weights(source, pretrained, checkpoint)
+    spec = load_spec(source, changes)
+    if file is not None and file != checkpoint and changes:
+        original = find_original(source, spec)
+        if (original.input, original.head) != (spec.input, spec.head):
+            raise InputError(
+                f"Weights are adapted to another input or head in one process. Received: overrides={changes} with the weights of "
+                f"{source}. Save the adapted network, revzoo.create(...).save_pretrained(FOLDER), and create FOLDER."
+            )
+    # The spec's file, and not a folder: that names the network without its weights.
+    build = partial(create, spec.file, num_outputs=num_outputs, overrides=changes)
+    model = build(schedule=schedule, lookahead=lookahead, exact=exact, device="meta", dtype=dtype)
+    fresh = _find_fresh(model, create(spec.file, overrides=changes, device="meta"))
+    shard(model)
+    if file is None or fresh:
+        materialize_(model, build, device=device, offload=offload)
+    else:
+        allocate_(model, device=device, offload=offload)
+    if file is not None:
+        load_weights(model, file, leave=fresh)
+    return model
+
+
+def _find_fresh(model: Model, original: Model) -> list[str]:
+    """Return the keys of the head that `num_outputs` replaces, which weights of the original have no values for."""
+    shapes = {key: tensor.shape for key, tensor in original.state_dict().items()}
+    return [key for key, tensor in model.state_dict().items() if tensor.shape != shapes[key]]
