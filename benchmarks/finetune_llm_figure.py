@@ -14,6 +14,7 @@ _COLORS = {
     "stored": MODE_COLORS["store"],
     "original": MODE_COLORS["store"],
     "checkpointed": MODE_COLORS["recompute"],
+    "9 bits": LIGHT_BLUE,
     "8 bits": MODE_COLORS["invert"],
     "reversible": MODE_COLORS["invert"],
     "4 bits": MODE_COLORS["selective"],
@@ -40,7 +41,7 @@ def plot(parts: Mapping[str, Any], path: str | Path) -> None:
         ("memory", "kept because of the blocks", partial(_draw_memory, what="block")),
         ("memory", "peak of a step", partial(_draw_memory, what="peak")),
         ("time", "CPU time of a step", _draw_time),
-        ("similarity", "passages of MiniLM that keep their nearest neighbour [%]", _draw_agreement),
+        ("similarity", "passages with the same nearest neighbour [%]", _draw_agreement),
         ("accuracy", "test accuracy of MiniLM on ten sections; dots are seeds [%]", _draw_accuracy),
     ]
     drawn = [panel for panel in panels if panel[0] in parts]

@@ -199,7 +199,7 @@ def describe_reversible_similarity(part: dict[str, Any]) -> Iterator[str]:
     yield "|---" * (1 + len(methods)) + "|"
     for tokens, group in itertools.groupby(part["rows"], key=lambda row: row["tokens"]):
         rows = {row["method"]: row for row in group}
-        cells = [f"{row['cosine']:.5f}, {row['least_cosine']:.5f}; {row['agreement']:.2%}" for row in rows.values()]
+        cells = [f"{row['cosine']:.6f}, {row['least_cosine']:.6f}; {row['agreement']:.2%}" for row in rows.values()]
         yield f"| {' | '.join([f'{tokens} tokens', *(cell.replace('%', ' %') for cell in cells)])} |"
     yield ""
     eight = [row for row in part["rows"] if row["method"] == "8 bits"]
