@@ -12,6 +12,12 @@ from PIL import Image
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure times in one round. On a busy machine there would be many, and only tests of measuring depend on seconds."""
+    monkeypatch.setattr("revzoo.planning.profiling.clock._MOST_ROUNDS", 1)
+
+
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Path:
     """Eight grey images of noise in two classes; validation has the same ones."""

@@ -111,7 +111,7 @@ def test_the_knapsack_is_one_option_away(file, run, profile_of, counted_once):
     assert tuple(printed["plan"]["schedule"]) == plan.schedule
 
 
-@pytest.mark.parametrize("name", ["rev_vit_digits", "rev_roberta_mini"])
+@pytest.mark.parametrize("name", [pytest.param("rev_vit_digits", marks=pytest.mark.slow), "rev_roberta_mini"])
 def test_the_loss_and_accumulated_gradients_count(name, file, short, run):
     """Cross-entropy unless another is named; of earlier batches one gradient for each parameter."""
 

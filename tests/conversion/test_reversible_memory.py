@@ -82,8 +82,8 @@ def test_the_report_knows_what_the_blocks_keep(dtype):
     assert f"(their inputs alone would be {stored})" in str(report)
 
 
-@pytest.mark.parametrize("blocks_per_step", [1, 2])
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("blocks_per_step", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_verify_compares_every_step(name, blocks_per_step):
     make, path, batch = NETWORKS[name]
     model = make()
@@ -122,8 +122,17 @@ def test_measured_memory_is_that_of_the_schedule():
 
 
 @pytest.mark.skipif(OLD_MASKS, reason="Transformers before 4.53 makes other masks where it cannot read values")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("bert", torch.float32),  # whose blocks cannot be split
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("llama", torch.float32), ("gpt2", torch.float32), ("gpt2", torch.bfloat16), ("bert", torch.bfloat16))
+        ),
+    ],
+)
 def test_the_preview_is_what_is_measured(name, dtype):
     make, path, batch = NETWORKS[name]
     model = make(5).to(dtype)

@@ -8,7 +8,6 @@ import torch
 import revzoo
 from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import BudgetError, InputError, PlanError
-from revzoo.planning.profiling import timing
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.solvers.problem import peak
@@ -17,12 +16,6 @@ from tests.conversion.conftest import NETWORKS, TEXT, Tanh, Toy, assert_equal, l
 
 X = torch.linspace(-1, 1, 384).view(64, 6).sin()
 WEIGHTS_OF_A_BLOCK = 124  # gradients of two blocks may be there at once: what a schedule takes beside its prediction
-
-
-@pytest.fixture(autouse=True)
-def _time_once(monkeypatch):
-    """Time every schedule once: here nothing depends on seconds."""
-    monkeypatch.setattr(timing, "repeat", lambda least, spread: range(1))
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_times_of_reversible_networks_are_relative_to_checkpointing(readme):
     rows = [{"network": "Llama", "layers": 24, "dtype": "float32", "rounds": 15, "of_checkpointed": ratios}]
     part = {"hardware": {"cpu": "AMD EPYC", "threads": 1}, "versions": {"torch": "2.15.0+cpu"}, "rows": rows}
     head, _, row, _, *text = readme.describe_reversible_time(part)
-    assert head == "| network | time: stored | 8 bits |"
+    assert head == "| CPU time, relative to checkpointing | stored | 8 bits |"
     assert row == "| Llama, 24 blocks, float32 | 0.75 | 1.03 |"
     assert "median of 15 rounds on one thread of an AMD EPYC, torch 2.15.0" in " ".join(text)
 

@@ -8,6 +8,11 @@ from revzoo.planning.profiling import clock
 from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, repeat, smooth_rising
 
 
+@pytest.fixture(autouse=True)
+def most_rounds() -> None:
+    """Make as many rounds as outside of tests."""
+
+
 def test_the_spread_is_the_standard_error_of_the_median():
     assert find_median([2.0] * 5) == (2.0, 0.0)
     assert find_median([2.0, 2.0, 2.0, 90.0]) == (2.0, 0.0)  # a bad step is not felt

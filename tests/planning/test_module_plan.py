@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -40,10 +41,14 @@ class Net(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-@pytest.fixture
-def net() -> Net:
+def make_net() -> Net:
     torch.manual_seed(0)
     return Net().train()
+
+
+@pytest.fixture
+def net() -> Net:
+    return make_net()
 
 
 IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -51,8 +56,22 @@ IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 def budget_between(module, batch, share: float, **options) -> int:
     """Return a budget between the smallest peak that is found and that of storing everything."""
-    plan = revzoo.plan(module, batch, "1TB", **options)
+    return choose_budget(revzoo.plan(module, batch, "1TB", **options), share)
+
+
+def choose_budget(plan: revzoo.ModulePlan, share: float) -> int:
     return plan.min_peak_bytes + round(share * (plan.no_recompute_peak_bytes - plan.min_peak_bytes))
+
+
+@cache
+def plan_everything() -> revzoo.ModulePlan:
+    with torch.random.fork_rng():
+        return revzoo.plan(make_net(), IMAGES, "1TB")
+
+
+def budget_of_net(share: float) -> int:
+    """Return such a budget for the fixture `net` and IMAGES."""
+    return choose_budget(plan_everything(), share)
 
 
 def step(module, batch, loss=lambda out: out.square().sum()):
@@ -74,7 +93,7 @@ def assert_equal(left, right):
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_planned_step_is_the_plain_one_in_the_promised_bytes(net, share):
     plain = copy.deepcopy(net)
-    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, share))
+    plan = revzoo.plan(net, IMAGES, budget_of_net(share))
     assert plan.min_peak_bytes <= plan.peak_bytes <= plan.budget_bytes < plan.no_recompute_peak_bytes
     assert revzoo.measure_memory(net, IMAGES).peak_bytes == plan.no_recompute_peak_bytes
     plan.apply(net, IMAGES)
@@ -87,7 +106,7 @@ def test_a_planned_step_is_the_plain_one_in_the_promised_bytes(net, share):
 def test_planning_leaves_the_module_as_it_was(net):
     before = copy.deepcopy(net.state_dict())
     state = torch.random.get_rng_state()
-    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, 0.5))
+    plan = revzoo.plan(net, IMAGES, budget_of_net(0.5))
     plan.apply(net)
     assert type(net) is Net
     assert_equal(list(net.state_dict().values()), list(before.values()))
@@ -97,20 +116,20 @@ def test_planning_leaves_the_module_as_it_was(net):
 
 
 def test_a_smaller_budget_runs_more_again(net):
-    plans = [revzoo.plan(net, IMAGES, budget_between(net, IMAGES, share)) for share in (0.6, 0.3, 0.0)]
+    plans = [revzoo.plan(net, IMAGES, budget_of_net(share)) for share in (0.6, 0.3, 0.0)]
     assert plans[0].extra_flops <= plans[1].extra_flops <= plans[2].extra_flops
     assert 0 < plans[2].extra_flops < plans[2].total_flops / 2
 
 
 def test_the_optimizer_is_part_of_the_peak(net):
-    without = revzoo.plan(net, IMAGES, "1TB")
+    without = plan_everything()
     with_adam = revzoo.plan(net, IMAGES, "1TB", optimizer=torch.optim.AdamW(net.parameters()))
     steps = sum(4 for _ in net.parameters())
     assert with_adam.peak_bytes - without.peak_bytes == 2 * sum(p.nbytes for p in net.parameters()) + steps
 
 
 def test_hooks_and_evaluation_go_on(net):
-    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, 0.5))
+    plan = revzoo.plan(net, IMAGES, budget_of_net(0.5))
     plan.apply(net)
     seen = []
     net.head.register_forward_hook(lambda module, given, out: seen.append(out.shape))
@@ -124,7 +143,7 @@ def test_hooks_and_evaluation_go_on(net):
 
 
 def test_another_batch_is_stored_and_that_is_said(net):
-    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, 0.5))
+    plan = revzoo.plan(net, IMAGES, budget_of_net(0.5))
     plain = copy.deepcopy(net)
     plan.apply(net)
     with pytest.warns(UserWarning, match="differs from the one that was planned.*stores what is not in the plan"):
@@ -132,7 +151,7 @@ def test_another_batch_is_stored_and_that_is_said(net):
 
 
 def test_a_saved_plan_is_the_same(net, tmp_path):
-    plan = revzoo.plan(net, IMAGES, budget_between(net, IMAGES, 0.3))
+    plan = revzoo.plan(net, IMAGES, budget_of_net(0.3))
     plan.save(tmp_path / "plan.json")
     loaded = revzoo.ModulePlan.load(tmp_path / "plan.json")
     assert loaded == plan
@@ -208,7 +227,7 @@ def test_nothing_is_computed_on_the_meta_device():
         net = Net()
     images = torch.empty(4, 3, 16, 16, device="meta")
     plan = revzoo.plan(net, images, budget_between(net, images, 0.5))
-    assert plan.no_recompute_peak_bytes == revzoo.plan(Net(), IMAGES, "1TB").no_recompute_peak_bytes
+    assert plan.no_recompute_peak_bytes == plan_everything().no_recompute_peak_bytes
     assert plan.peak_bytes <= plan.budget_bytes
 
 

@@ -18,6 +18,11 @@ PLENTY = 2**40
 MODES = {"store", "selective", "recompute", "invert", "first"}
 
 
+@pytest.fixture(autouse=True)
+def most_rounds() -> None:
+    """Make as many rounds as outside of tests."""
+
+
 @pytest.fixture
 def timetable(monkeypatch):
     """Let every unit take its share of a known time; return the schedules that were run."""

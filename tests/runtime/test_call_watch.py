@@ -1,5 +1,6 @@
 """What autograd saves in a call is compared with that of its second run: all of it, however little the output shows."""
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -258,13 +259,18 @@ REPEATING = {
 }
 
 
+# By default any two of the settings in all combinations; slow tests have the rest.
+SETTINGS = [
+    pytest.param(*settings, marks=pytest.mark.slow if sum(settings) % 2 else ())
+    for settings in itertools.product((False, True), repeat=3)
+]
+
+
 @pytest.mark.parametrize("make", REPEATING.values(), ids=REPEATING)
 @pytest.mark.parametrize("mode", DROPPING)
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("exact", [False, True])
-def test_what_repeats_is_no_difference(make, mode, autocast, threads, exact):
-    torch.set_num_threads(threads)
+@pytest.mark.parametrize(("autocast", "two_threads", "exact"), SETTINGS)
+def test_what_repeats_is_no_difference(make, mode, autocast, two_threads, exact):
+    torch.set_num_threads(2 if two_threads else 1)
     chain = ReversibleChain([make() for _ in range(3)], exact=exact)
     chain.schedule = mode
     x1, x2 = torch.randn(2, 12, WIDTH).requires_grad_().unbind()
