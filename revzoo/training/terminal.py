@@ -75,12 +75,12 @@ def _end(terminal: int, line: str, status: int) -> NoReturn:
 
 def _is_first() -> bool:
     """Return whether no other process has ended since the last start; without a store to ask, whether this is the first."""
-    from torch.distributed import TCPStore  # imports torch
+    from torch import distributed  # torch takes long to import
 
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+        store = distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))  # type: ignore[attr-defined]
         return bool(store.add(f"revzoo/ended/{start}", 1) == 1)
     except (KeyError, ValueError, RuntimeError):
         return _rank() == 0
