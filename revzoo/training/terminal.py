@@ -7,6 +7,7 @@ tells who that is, since it outlives the processes.
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,10 @@ def _describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, RevzooError):
         return str(error), 2
     if has_lost_others(error):
-        return f"process {_rank()} waited in vain for another one, which has ended or hangs", 1
+        if _rank() > 0:
+            traceback.print_exception(error)
+        reason = textwrap.shorten(str(error), 100)
+        return f"process {_rank()} waited in vain for another one, which has ended or hangs ({reason})", 1
     if isinstance(error, OSError):
         return f"cannot read or write {error.filename or 'a file'}: {error.strerror or error}", 2
     traceback.print_exception(error)
