@@ -27,13 +27,14 @@ def form_group_anew(timeout: timedelta | None) -> None:
     start, is_shared = count_restarts(), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if start == 0 or not is_shared or os.environ.get("GROUP_WORLD_SIZE") != "1" or distributed.is_initialized():
         return
-    store = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = distributed.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("1", "true", "yes")
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=distributed.PrefixStore(f"start-{start}", store),
+        store=distributed.PrefixStore(f"start-{start}", store),  # type: ignore[attr-defined]
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timeout,

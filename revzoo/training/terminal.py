@@ -7,6 +7,7 @@ tells who that is, since it outlives the processes.
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,10 @@ def _describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, RevzooError):
         return str(error), 2
     if has_lost_others(error):
-        return f"process {_rank()} waited in vain for another one, which has ended or hangs", 1
+        if _rank() > 0:
+            traceback.print_exception(error)
+        reason = textwrap.shorten(str(error), 100)
+        return f"process {_rank()} waited in vain for another one, which has ended or hangs ({reason})", 1
     if isinstance(error, OSError):
         return f"cannot read or write {error.filename or 'a file'}: {error.strerror or error}", 2
     traceback.print_exception(error)
@@ -75,12 +79,12 @@ def _end(terminal: int, line: str, status: int) -> NoReturn:
 
 def _is_first() -> bool:
     """Return whether no other process has ended since the last start; without a store to ask, whether this is the first."""
-    from torch.distributed import TCPStore  # imports torch
+    from torch import distributed  # torch takes long to import
 
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+        store = distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))  # type: ignore[attr-defined]
         return bool(store.add(f"revzoo/ended/{start}", 1) == 1)
     except (KeyError, ValueError, RuntimeError):
         return _rank() == 0
