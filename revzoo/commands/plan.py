@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         _require_counting(arguments)
         arguments.meta = True
     elif arguments.shard is not None or arguments.nodes is not None:
-        raise InputError("--shard and --nodes say how ranks divide a network. Received: neither with --ranks. Add --ranks N.")
+        raise InputError("--shard and --nodes say how ranks divide a network. Received: no --ranks. Add --ranks N.")
     model = create_model(arguments)
     parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
     make_plan = _plan_ranks if arguments.ranks is not None else _plan_batch
@@ -171,7 +171,11 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
 
 def _require_counting(arguments: argparse.Namespace) -> None:
     """Raise InputError for options that need the model to be run, which many ranks are not."""
-    given = {"--device": arguments.device, "--estimate": arguments.estimate or None, "--accumulate": arguments.accumulate or None}
+    given = {
+        "--device": arguments.device,
+        "--estimate": arguments.estimate or None,
+        "--accumulate": arguments.accumulate or None,
+    }
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None}
     given |= {"a range of batch sizes": arguments.batch if isinstance(arguments.batch, tuple) else None}
     if unused := [option for option, value in given.items() if value is not None]:
