@@ -253,9 +253,9 @@ def describe_fits(results: dict[str, Any]) -> Iterator[str]:
     link, version = assumed["network"] / assumed["node"] * 8, results["torch"].partition("+")[0]
     yield from wrap(
         "Largest batch of each card, everything stored → steps inverted and nodes recomputed, for "
-        f"{100 * assumed['share']:.0f} % of its memory (-: not even one example); float32 weights and AdamW, bfloat16 autocast, "
-        f"shard=full, nodes of {assumed['node']} cards. All of this is computed, and nothing of it was run on a card: the bytes "
-        "are counted from a training step of the first rank without values (`python benchmarks/distributed.py`, torch "
+        f"{100 * assumed['share']:.0f} % of its memory (-: not even one example); float32 weights and AdamW, bfloat16 "
+        f"autocast, shard=full, nodes of {assumed['node']} cards. All of this is computed, and nothing of it was run on a card: "
+        "the bytes are counted from a training step of the first rank without values (`python benchmarks/distributed.py`, torch "
         f"{version}), and the last column is what communication would take of the inverting step if nothing of it were hidden "
         f"behind computing. It assumes {assumed['flops'] / 1e12:.0f} TFLOP/s (two fifths of an H100's 989, data sheet), NVLink "
         f"with {assumed['nvlink'] / 1e9:.0f} GB/s each way (the same), {link / 1e9:.0f} Gb/s between nodes for each card (DGX "

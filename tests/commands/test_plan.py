@@ -268,21 +268,7 @@ def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path
     plan.apply(model.train())
 
 
-def test_ranks_on_nodes_are_tabulated_in_80_columns(file, run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    printed = run("plan", file("rev_vit_digits"), *RANKS, "--shard", "hybrid", "--nodes", 2, "--budget", "1GiB")
-    table = printed[printed.index("8 ranks on 2 nodes, shard=hybrid: each rank") :]
-    assert max(map(len, table.splitlines())) <= 80
-    for line in (
-        "│ weights ",
-        "│ gathered at once, at most ",
-        "│ every mode         │ all-gather ",
-        "│ all-reduce ",
-        "│ reduce-scatter ",
-    ):
-        assert line in table
-
-
+@pytest.mark.slow
 def test_ranks_that_share_nothing_take_what_one_process_takes_and_buckets(file, run):
     """Under DDP: the plan of one process, and a copy of the gradients while they are exchanged."""
     name = file("rev_vit_digits")
@@ -320,8 +306,8 @@ def test_ranks_of_a_module_that_is_not_the_zoos_are_refused(refused):
 
 
 def test_a_budget_below_the_least_of_a_rank_names_what_sets_it(file, refused):
-    message = refused("plan", file("rev_vit_digits"), *RANKS, "--budget", "1MiB")
-    assert re.match(r"No schedule fits 1.0 MiB: at least .* are needed, in the (for|back)ward of \S+. Of these ", message)
+    message = refused("plan", file("rev_vit_digits"), *RANKS, "--budget", "600KiB")
+    assert re.match(r"No schedule fits 600.0 KiB: at least .* are needed, in the (for|back)ward of \S+. Of these ", message)
     assert message.endswith(
         "More ranks divide weights, gradients and the optimizer's state into smaller shards; activations stay.\n"
     )

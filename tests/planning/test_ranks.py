@@ -9,7 +9,7 @@ import revzoo
 from revzoo.errors import InputError, UnknownNameError
 from revzoo.planning.profiling.count import count, count_peak
 from revzoo.planning.ranks.division import Division, count_rank_bytes
-from revzoo.planning.ranks.rank_copy import divide_copy
+from revzoo.planning.ranks.rank_copy import Collective, divide_copy
 from revzoo.planning.ranks.rank_plan import plan_ranks
 from revzoo.planning.solvers.problem import peak
 from revzoo.runtime.live_bytes import LiveBytes
@@ -19,6 +19,13 @@ BATCH = 4
 
 def create_vit(device: str = "meta") -> revzoo.Model:
     return revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], device=device)
+
+
+def send(model: revzoo.Model, **settings: str) -> dict[str, Collective]:
+    """Return the collectives of a stored training step of two ranks."""
+    with divide_copy(model, Division(2), **settings) as (divided, mode):
+        count_peak(divided, model.example_input(BATCH), ["store"] * len(model.units))
+        return mode.steps[-1]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +66,7 @@ def test_frozen_parameters_have_no_gradients_and_are_not_reduced():
     held = count_rank_bytes(model, Division(2))
     stem = sum(4 * -(-len(p) // 2) * p[0].numel() for p in model.stem.parameters())
     assert (held.weights, held.gradients) == (whole.weights, whole.gradients - stem)
-    result, _ = plan_ranks(model, model.example_input(BATCH), "1GiB", Division(2))
-    calls = {kind: each.calls for kind, each in result.collectives.items()}
+    calls = {kind: each.calls for kind, each in send(model).items()}
     assert calls == {"all-gather": 2 * len(model.units), "reduce-scatter": len(model.units) - 1}
 
 
@@ -78,17 +84,15 @@ def test_a_model_is_left_as_it_was_and_no_process_group_behind():
 
 def test_weights_gathered_in_bfloat16_send_half():
     model = create_vit()
-    batch = model.example_input(BATCH)
-    full, _ = plan_ranks(model, batch, "1GiB", Division(2))
+    full = send(model)
     with torch.autocast("cpu", torch.bfloat16):
-        half, _ = plan_ranks(model, batch, "1GiB", Division(2), precision="bf16")
-    gathered, reduced = ([each.collectives[kind].bytes for each in (full, half)] for kind in ("all-gather", "reduce-scatter"))
-    assert gathered[0] == 2 * gathered[1]
-    assert reduced[0] == reduced[1]  # in float32
+        half = send(model, precision="bf16")
+    assert full["all-gather"].bytes == 2 * half["all-gather"].bytes
+    assert full["reduce-scatter"] == half["reduce-scatter"]  # in float32
 
 
 def test_what_is_no_division_or_no_model_of_the_zoo_is_refused():
-    with pytest.raises(UnknownNameError, match="Unknown shard 'half'. Allowed: full, hybrid and none"):
+    with pytest.raises(UnknownNameError, match="Unknown shard 'half'. Allowed: full, hybrid, none"):
         Division(2, "half")
     with pytest.raises(InputError, match="8 ranks on 3 nodes. Give a multiple of 3 ranks"):
         Division(8, "full", 3)
