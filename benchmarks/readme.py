@@ -1,4 +1,4 @@
-"""Write the figures of the README, docs/numerics.md and docs/reversible.md from the results: none is copied by hand.
+"""Write the figures of the README and of pages in docs/ from the results: none is copied by hand.
 
     python benchmarks/readme.py
 
@@ -233,6 +233,39 @@ def describe_reversible_accuracy(part: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def describe_distributed() -> Iterator[str]:
+    """Yield the lines of the section of docs/distributed.md."""
+    yield from describe_fits(json.loads((RESULTS / "distributed.json").read_text()))
+
+
+def describe_fits(results: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of the largest batches on cards, and of what communication would take."""
+    assumed, card = results["assumed"], "80 GB"
+    cards = list(results["rows"][0]["largest"]["store"])
+    yield f"| model | weights | cards | {' | '.join(cards)} | sent in a step | of a step on {card} |"
+    yield "|---" * (5 + len(cards)) + "|"
+    for row in results["rows"]:
+        batches = [" → ".join(str(points[size]["batch"] or "-") for points in row["largest"].values()) for size in cards]
+        last = row["largest"]["stage_inputs"][card]
+        share = f"{last['send_seconds'] / (last['send_seconds'] + last['compute_seconds']):.1%}".replace("%", " %")
+        weights, sent = (f"{size / 1e9:.2f} GB" for size in (row["parameter_bytes"], row["sent_bytes"]))
+        cells = [row["model"], weights, str(row["ranks"]), *batches, *((sent, share) if row["ranks"] > 1 else ("", ""))]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    link, version = assumed["network"] / assumed["node"] * 8, results["torch"].partition("+")[0]
+    yield from wrap(
+        "Largest batch of each card, everything stored → steps inverted and nodes recomputed, for "
+        f"{100 * assumed['share']:.0f} % of its memory (-: not even one example); float32 weights and AdamW, bfloat16 "
+        f"autocast, shard=full, nodes of {assumed['node']} cards. All of this is computed, and nothing of it was run on a card: "
+        "the bytes are counted from a training step of the first rank without values (`python benchmarks/distributed.py`, torch "
+        f"{version}), and the last column is what communication would take of the inverting step if nothing of it were hidden "
+        f"behind computing. It assumes {assumed['flops'] / 1e12:.0f} TFLOP/s (two fifths of an H100's 989, data sheet), NVLink "
+        f"with {assumed['nvlink'] / 1e9:.0f} GB/s each way (the same), {link / 1e9:.0f} Gb/s between nodes for each card (DGX "
+        f"H100, data sheet), and {assumed['nvlink_seconds'] * 1e6:.1f} and {assumed['network_seconds'] * 1e6:.0f} µs for each "
+        "hop of a ring (NCCL's `tuning.cc`). FSDP2 hides what it can: it fetches the next step while one is computed."
+    )
+
+
 def describe_network(net: dict[str, Any]) -> str:
     """Return name, depth and dtype of a network."""
     return f"{net['network']}, {net['layers']} blocks, {net['dtype']}"
@@ -266,6 +299,7 @@ PAGES = {
     "README.md": describe_performance,
     "docs/numerics.md": describe_numerics,
     "docs/reversible.md": describe_reversible,
+    "docs/distributed.md": describe_distributed,
 }
 
 

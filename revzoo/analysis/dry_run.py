@@ -199,7 +199,7 @@ def _find_local(t: Tensor) -> Tensor:
 
 def _is_divided_copy(model: nn.Module) -> bool:
     """Return whether FSDP has divided parameters without values. It exchanges them itself, so they are left where they are."""
-    return any(isinstance(local := _find_local(p), FakeTensor) and local is not p for p in model.parameters())
+    return any(isinstance(getattr(p, "_local_tensor", None), FakeTensor) for p in model.parameters())
 
 
 def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:

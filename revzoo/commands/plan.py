@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         _require_counting(arguments)
         arguments.meta = True
     elif arguments.shard is not None or arguments.nodes is not None:
-        raise InputError("--shard and --nodes say how ranks divide a network. Received: neither with --ranks. Add --ranks N.")
+        raise InputError("--shard and --nodes say how ranks divide a network. Received: no --ranks. Add --ranks N.")
     model = create_model(arguments)
     parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
     make_plan = _plan_ranks if arguments.ranks is not None else _plan_batch

@@ -1,6 +1,7 @@
 """`revzoo profile` and `revzoo plan`: what they print is what the model takes when it is run, and mistakes come first."""
 
 import json
+import re
 from dataclasses import asdict
 
 import pytest
@@ -243,3 +244,70 @@ def test_a_budget_that_nothing_fits_names_the_smallest_possible(file, refused, r
     assert f"({smallest} bytes) are needed" in refused(*arguments, smallest - 1)
     assert not saved.exists()
     run(*arguments, smallest)
+
+
+RANKS = ("--ranks", 8, "--batch", BATCH, "--optimizer", "adamw")
+
+
+def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path):
+    """Weights by hand, each parameter cut along its first dimension; every figure of the table is in the JSON."""
+    out = tmp_path / "plan.json"
+    data = json.loads(run("plan", file("rev_vit_digits"), *RANKS, "--budget", "3MiB", "--json", "--out", out))
+    plan, ranks = Plan.load(out), data["ranks"]
+    model = revzoo.create(file("rev_vit_digits"), device="meta")
+    shards = sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
+    assert ranks["held"]["weights"] == ranks["held"]["gradients"] == shards
+    assert ranks["division"] == {"ranks": 8, "shard": "full", "nodes": 1}
+    units = len(model.units)  # all have parameters of their own, and the root has none
+    calls = {kind: each["calls"] for kind, each in ranks["collectives"].items()}
+    assert calls == {"all-gather": 2 * units, "reduce-scatter": units}
+    assert ranks["collectives"]["reduce-scatter"]["bytes"] == 7 * shards
+    assert set(ranks["collectives_of_modes"]) == {"store", "selective", "recompute", "invert"}
+    assert all(each == ranks["collectives"] for each in ranks["collectives_of_modes"].values())
+    assert plan.peak_bytes == data["plan"]["peak_bytes"] <= 3 << 20
+    plan.apply(model.train())
+
+
+@pytest.mark.slow
+def test_ranks_that_share_nothing_take_what_one_process_takes_and_buckets(file, run):
+    """Under DDP: the plan of one process, and a copy of the gradients while they are exchanged."""
+    name = file("rev_vit_digits")
+    alone = json.loads(run("plan", name, *PLANNED, "--budget", "1GiB", "--json"))["plan"]
+    data = json.loads(run("plan", name, *RANKS, "--loss", "sum", "--shard", "none", "--budget", "1GiB", "--json"))
+    gradients = sum(p.nbytes for p in revzoo.create(name, device="meta").parameters())
+    assert data["plan"]["peak_bytes"] == alone["peak_bytes"] + gradients
+    backwards = list(revzoo.create(name, device="meta").parameters())[::-1]
+    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(backwards, [1 << 20, 25 << 20])
+    assert data["ranks"]["collectives"] == {"all-reduce": {"calls": len(buckets), "bytes": 2 * 7 * gradients // 8}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ranks", 8, "--nodes", 3), "8 ranks on 3 nodes. Give a multiple of 3 ranks."),
+        (("--ranks", 0), "The number of ranks is a whole number of at least 1. Received: 0."),
+        (("--ranks", 8, "--shard", "hybrid"), "Received: 8 processes on one node."),
+        (("--shard", "full"), "Received: no --ranks. Add --ranks N."),
+        (("--nodes", 2), "Received: no --ranks. Add --ranks N."),
+        (("--ranks", 2, "--estimate"), "Received: --ranks and --estimate."),
+        (("--ranks", 2, "--device", "cpu"), "Received: --ranks and --device."),
+        (("--ranks", 2, "--accumulate"), "Received: --ranks and --accumulate."),
+        (("--ranks", 2, "--lookahead", "1"), "Received: --ranks and --lookahead."),
+        (("--ranks", 2, "--batch", "auto:2-4"), "Received: --ranks and a range of batch sizes."),
+    ],
+)
+def test_ranks_that_cannot_be_planned_are_refused(arguments, message, refused):
+    assert message in refused("plan", "rev_vit_digits", *arguments, "--budget", "1GiB")
+
+
+def test_ranks_of_a_module_that_is_not_the_zoos_are_refused(refused):
+    message = refused("plan", "timm:resnet18", "--ranks", 2, "--budget", "1GiB")
+    assert message.startswith("Only models of the zoo take --ranks. Received: timm:resnet18.")
+
+
+def test_a_budget_below_the_least_of_a_rank_names_what_sets_it(file, refused):
+    message = refused("plan", file("rev_vit_digits"), *RANKS, "--budget", "600KiB")
+    assert re.match(r"No schedule fits 600.0 KiB: at least .* are needed, in the (for|back)ward of \S+. Of these ", message)
+    assert message.endswith(
+        "More ranks divide weights, gradients and the optimizer's state into smaller shards; activations stay.\n"
+    )

@@ -1,4 +1,4 @@
-"""Figures of the README, docs/numerics.md and docs/reversible.md are what the results say."""
+"""Figures of the README and of pages in docs/ are what the results say."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ def readme():
     return module
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/numerics.md", "docs/reversible.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/numerics.md", "docs/reversible.md", "docs/distributed.md"])
 def test_they_are_what_the_results_say(page, readme):
     text = (ROOT / page).read_text()
     assert readme.write_section(text, readme.PAGES[page]()) == text, "run python benchmarks/readme.py"
@@ -52,6 +52,21 @@ def test_times_of_reversible_networks_are_relative_to_checkpointing(readme):
     assert head == "| CPU time, relative to checkpointing | stored | 8 bits |"
     assert row == "| Llama, 24 blocks, float32 | 0.75 | 1.03 |"
     assert "median of 15 rounds on one thread of an AMD EPYC, torch 2.15.0" in " ".join(text)
+
+
+def test_batches_stand_beside_each_other_and_what_does_not_fit_is_a_dash(readme):
+    def point(batch):
+        return {"batch": batch, "send_seconds": 0.25, "compute_seconds": 0.75}
+
+    assumed = {"flops": 4e14, "nvlink": 4.5e11, "network": 4e11, "share": 0.9, "node": 8}
+    assumed |= {"nvlink_seconds": 3.4e-6, "network_seconds": 14e-6}
+    largest = {"store": {"24 GB": point(0), "80 GB": point(3)}, "stage_inputs": {"24 GB": point(4), "80 GB": point(40)}}
+    row = {"model": "rev", "ranks": 8, "parameter_bytes": 25e8, "sent_bytes": 1e9, "largest": largest}
+    head, _, line, _, *text = readme.describe_fits({"torch": "2.15.0+cpu", "assumed": assumed, "rows": [row]})
+    assert head == "| model | weights | cards | 24 GB | 80 GB | sent in a step | of a step on 80 GB |"
+    assert line == "| rev | 2.50 GB | 8 | - → 4 | 3 → 40 | 1.00 GB | 25.0 % |"
+    assert "for 90 % of its memory" in " ".join(text)
+    assert "400 Gb/s between nodes" in " ".join(text)
 
 
 def test_a_changed_result_changes_it(readme):

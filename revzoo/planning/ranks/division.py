@@ -43,8 +43,8 @@ class Division:
                 raise InputError(f"The number of {name} is a whole number of at least 1. Received: {value!r}.")
         if self.ranks % self.nodes:
             raise InputError(
-                f"Every node has the same number of ranks. Received: {self.ranks} ranks on {self.nodes} nodes. Give a number of "
-                f"ranks that is a multiple of {self.nodes}."
+                f"Every node has the same number of ranks. Received: {self.ranks} ranks on {self.nodes} nodes. Give a "
+                f"multiple of {self.nodes} ranks."
             )
         if self.shard != "none":
             count_shards(self.ranks, self.shard, nodes=self.nodes)

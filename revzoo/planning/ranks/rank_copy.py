@@ -1,8 +1,8 @@
 """The first of many ranks, in one process: PyTorch's FSDP2 divides a copy of the model that has no values.
 
-The copy is the one that training has, but its tensors are FakeTensors, and the other ranks are PyTorch's fake process group, whose
-collectives send nothing. A training step of the copy therefore gathers, frees and sends exactly what one of many ranks does,
-and the planner counts its bytes like those of any other model.
+The copy is what a rank trains, but its tensors are FakeTensors, and the other ranks are PyTorch's fake process group, whose
+collectives send nothing. A training step of the copy therefore gathers, frees and sends what one of many ranks does, and the
+planner counts its bytes like those of any other model.
 
 On a CPU and on a card FSDP2 allocates and frees in the same order of calls. What the allocator of a card keeps apart for its
 streams is not counted.
@@ -81,8 +81,8 @@ class RankMode(FakeMode):
         if kind == "all-reduce":
             copies = self._division.copies
             return sum(2 * (copies - 1) * t.nbytes // copies for t in tensors_in(args[0]))
-        first, second = (t.nbytes for t in args[:2])  # the whole, and a rank's part of it
-        return abs(first - second)
+        first, second = tensors_in(args[:2])  # the whole, and a rank's part of it
+        return abs(first.nbytes - second.nbytes)
 
 
 @contextmanager

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed import _compute_bucket_assignment_by_size
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -82,14 +81,15 @@ def plan_ranks(
     held = count_rank_bytes(model, division, optimizer)
     with _divide(model, division, precision, mesh) as (divided, list_collectives):
         buckets = held.gradients if division.shard == "none" and division.ranks > 1 else 0
-        taken = {"other_bytes": other_bytes + held.optimizer.state + buckets, "update_bytes": held.optimizer.update}
-        memory = replace(count(divided, batch, loss, **taken), max_invert_run=predict_inversion_limit(model))
+        other_bytes += held.optimizer.state + buckets
+        counted = count(divided, batch, loss, other_bytes, update_bytes=held.optimizer.update)
+        memory = replace(counted, max_invert_run=predict_inversion_limit(model))
         profile = Profile(
             memory,
             timing=None,
             setting=read_setting(model, batch),
             model_bytes=count_model_bytes(model),
-            other_bytes=taken["other_bytes"],
+            other_bytes=other_bytes,
             notes=(f"Counted for the first of {division}: nothing was run. Costs are FLOPs and bytes.",),
             update_bytes=held.optimizer.update,
         )
@@ -115,12 +115,15 @@ def _divide(
 
 def _count_all_reduces(model: nn.Module, division: Division) -> dict[str, Collective]:
     """Return what DDP sends in a training step: every gradient once, in buckets."""
-    gradients: list[Tensor] = [p for p in model.parameters() if p.requires_grad][::-1]
+    sizes = [p.nbytes for p in model.parameters() if p.requires_grad][::-1]  # backward begins with the last
     if division.ranks == 1:
         return {}
-    buckets, _ = _compute_bucket_assignment_by_size(gradients, [_FIRST_BUCKET, _BUCKET])
-    whole = sum(g.nbytes for g in gradients)
-    return {"all-reduce": Collective(len(buckets), 2 * (division.ranks - 1) * whole // division.ranks)}
+    buckets, waiting, limit = 0, 0, _FIRST_BUCKET
+    for size in sizes:
+        waiting += size
+        if waiting >= limit:
+            buckets, waiting, limit = buckets + 1, 0, _BUCKET
+    return {"all-reduce": Collective(buckets + bool(waiting), 2 * (division.ranks - 1) * sum(sizes) // division.ranks)}
 
 
 def _name_remedy(division: Division) -> str:
