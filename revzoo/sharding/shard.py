@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from revzoo.model.network import Model
 
+Precision = Literal["no", "bf16", "fp16"]
+
 
 def list_units(model: Model) -> list[nn.Module]:
     """Return the modules that are gathered by themselves, in the order of the forward; the rest is gathered as one, the root.
@@ -38,7 +40,7 @@ def _list_others(model: nn.Module, modules: list[nn.Module]) -> list[nn.Paramete
     return [p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)]
 
 
-def shard_(model: Model, mesh: DeviceMesh, *, precision: Literal["no", "bf16"] = "no", offload: bool = False) -> None:
+def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offload: bool = False) -> None:
     """Divide a network over the processes of a mesh, in place; make its optimizer afterwards.
 
     Parameters become DTensors of which each process holds its shard, on the mesh's device. Buffers stay whole. On the meta
@@ -47,7 +49,7 @@ def shard_(model: Model, mesh: DeviceMesh, *, precision: Literal["no", "bf16"] =
     Args:
         model: the network, with the same values in every process. What is frozen must be so already.
         mesh: made by `make_mesh`.
-        precision: "bf16" is for a model that runs under autocast of that dtype; it then returns float32. Parameters are
+        precision: of the autocast under which the model runs; unless it is "no", the model returns float32. Parameters are
             gathered as they are: autocast rounds what it must, and norms see the weights that they see in one process.
         offload: keep shards, their gradients and with them the optimizer's state on the host.
     """

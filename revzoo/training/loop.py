@@ -42,11 +42,11 @@ from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
 from revzoo.training.lock import hold_lock
 from revzoo.training.main_process import call_on_main
 from revzoo.training.options import Recipe
-from revzoo.training.processes import follow_launcher, make_accelerator
+from revzoo.training.processes import follow_launcher
 from revzoo.training.recipe import load_recipe
 from revzoo.training.restart import find_own_folder, sign_folder
 from revzoo.training.run_folder import RunFolder, claim_free_folder
-from revzoo.training.setup import Run, build_run
+from revzoo.training.setup import Run, build_run, make_accelerator
 from revzoo.training.state import load_state, save_state, saving
 from revzoo.training.terminal import send_output_to
 from revzoo.training.verification import describe_gradients

@@ -8,19 +8,17 @@ Accelerate's configuration of FSDP2 means what `train.shard=full` means: its set
 
 import os
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from revzoo.errors import InputError, SpecError, SpecProblem
 from revzoo.sharding.mesh import make_mesh
 from revzoo.training.options import Recipe
-from revzoo.training.restart import form_group_anew
 
 
 def follow_launcher(recipe: Recipe) -> Recipe:
@@ -32,11 +30,16 @@ def follow_launcher(recipe: Recipe) -> Recipe:
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return recipe
     plugin = FullyShardedDataParallelPlugin()  # reads what `accelerate launch` has put into the environment
-    _require("fsdp_version", plugin.fsdp_version, 2)
-    _require("fsdp_reshard_after_forward", plugin.reshard_after_forward, True)
-    _require(
-        "fsdp_activation_checkpointing", plugin.activation_checkpointing, False, ": model.schedule says what is recomputed"
-    )
+    for name, value, allowed in (
+        ("fsdp_version", plugin.fsdp_version, 2),
+        ("fsdp_reshard_after_forward", plugin.reshard_after_forward, True),
+        ("fsdp_activation_checkpointing", plugin.activation_checkpointing, False),  # model.schedule is there for that
+    ):
+        if value != allowed:
+            raise InputError(
+                f"In Accelerate's configuration, {name} is {str(allowed).lower()} for reversible networks. Received: "
+                f"{str(value).lower()}. Change it; model.schedule of the recipe says what is kept and what is computed again."
+            )
     offload, train = isinstance(plugin.cpu_offload, CPUOffloadPolicy), recipe.train
     if train.shard == "hybrid":
         raise InputError(
@@ -49,34 +52,6 @@ def follow_launcher(recipe: Recipe) -> Recipe:
             "fsdp_offload_params: false. Change one of them."
         )
     return replace(recipe, train=replace(train, shard="full", offload=offload))
-
-
-def _require(name: str, value: object, allowed: object, reason: str = "") -> None:
-    if value != allowed:
-        words = str(allowed).lower()
-        raise InputError(
-            f"Of Accelerate's settings of FSDP, {name} is {words}{reason}. Received: {str(value).lower()}. Write {name}: {words} "
-            "into its configuration."
-        )
-
-
-def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Return Accelerate's object for device, processes and the recipe's precision.
-
-    Raises:
-        SpecError: the precision is not one of this machine.
-    """
-    options = recipe.train
-    if options.mixed_precision == "fp16" and not torch.accelerator.is_available():
-        problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
-        raise SpecError([problem])
-    timeout = None if options.timeout_seconds is None else timedelta(seconds=options.timeout_seconds)
-    form_group_anew(timeout)
-    group: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if options.offload and torch.cuda.is_available():  # what lies on the host is added up there
-        group["backend"] = "cuda:nccl,cpu:gloo"
-    handlers = [InitProcessGroupKwargs(**group)] if group else []
-    return open_accelerator(options.mixed_precision, gradient_accumulation_steps=options.accumulate, kwargs_handlers=handlers)
 
 
 def open_accelerator(precision: str, **arguments: Any) -> Accelerator:

@@ -150,18 +150,23 @@ def _find_needs_of_all_gradients(tree: YamlNode) -> Iterator[SpecProblem]:
 
 def _find_needs_of_shards(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problems of settings that need a divided network, or do not go with one."""
-    shard = _value(tree, "train.shard")
-    if shard in (None, "none"):
-        for name, ordinary in (("offload", False), ("tensor_parallel", 1)):
-            if _value(tree, f"train.{name}") not in (None, ordinary):
-                allowed = f"{str(ordinary).lower()} with shard: none, or shard: full"
-                yield _node(tree, f"train.{name}").problem(allowed)
+    if _value(tree, "train.tensor_parallel") not in (None, 1):
+        yield _node(tree, "train.tensor_parallel").problem(
+            "1: no part divides its own products yet. Attention has one product for queries, keys and values, whose columns "
+            "would have to be dealt out by heads. train.shard=full divides the weights of every layer"
+        )
+    if _value(tree, "train.shard") in (None, "none"):
+        if _value(tree, "train.offload") is True:
+            yield _node(tree, "train.offload").problem("false with train.shard: none, or train.shard: full")
         return
     if _value(tree, "train.optimizer_in_backward") is True:
         allowed = "false with train.shard: the processes add up their gradients before an update"
         yield _node(tree, "train.optimizer_in_backward").problem(allowed)
     if _value(tree, "train.mixed_precision") == "fp16":
         yield _node(tree, "train.mixed_precision").problem("bf16 or 'no' with train.shard")
+    if _value(tree, "memory.budget") is not None:
+        allowed = "null with train.shard; model.schedule=stage_inputs takes least memory"
+        yield _node(tree, "memory.budget").problem(allowed)
 
 
 def _sets_outputs(overrides: list[Any]) -> bool:

@@ -15,7 +15,7 @@ from torch import distributed
 from revzoo.training.run_folder import RunFolder
 
 
-def form_group_anew(timeout: timedelta | None) -> None:
+def form_group_anew(timeout: timedelta | None = None, backend: str | None = None) -> None:
     """Form the group of the processes after a restart; before one do nothing, and leave it to Accelerate.
 
     torchrun keeps its store over restarts, with the addresses of the processes before, which the new ones must not read. With
@@ -23,6 +23,7 @@ def form_group_anew(timeout: timedelta | None) -> None:
 
     Args:
         timeout: how long a process waits for another; None: PyTorch's choice.
+        backend: of the group; None: "nccl" on GPUs, else "gloo".
     """
     start, is_shared = count_restarts(), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if start == 0 or not is_shared or os.environ.get("GROUP_WORLD_SIZE") != "1" or distributed.is_initialized():
@@ -33,7 +34,7 @@ def form_group_anew(timeout: timedelta | None) -> None:
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        backend or ("nccl" if on_gpu else "gloo"),
         store=distributed.PrefixStore(f"start-{start}", store),  # type: ignore[attr-defined]
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

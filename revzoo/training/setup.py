@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from timm.data import Mixup
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
@@ -35,8 +36,9 @@ from revzoo.training.mixup import SharedMixup
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin
-from revzoo.training.processes import describe_shares, make_accelerator, make_run_mesh
+from revzoo.training.processes import describe_shares, make_run_mesh, open_accelerator
 from revzoo.training.recipe_check import find_ineffective_settings
+from revzoo.training.restart import form_group_anew
 from revzoo.training.run_folder import Progress, RunFolder
 
 
@@ -136,8 +138,8 @@ class Run:
         divided = "" if self.mesh is None else f", {describe_shares(self.mesh)}"
         classes = "" if data.num_classes is None else f", {data.num_classes} classes"
         console.print(
-            f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}{divided}; {data.num_train:,} "
-            f"{data.example_noun} for training, {data.num_test:,} for testing{classes}",
+            f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}{divided}; "
+            f"{data.num_train:,} {data.example_noun} for training, {data.num_test:,} for testing{classes}",
             markup=False,
         )
         for line in [*data.notes, *find_ineffective_settings(self.recipe)]:
@@ -226,6 +228,26 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     )
     run.set_coupling(progress.updates)
     return run
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Return Accelerate's object for device, processes and the recipe's precision.
+
+    Raises:
+        SpecError: the precision is not one of this machine.
+    """
+    options = recipe.train
+    if options.mixed_precision == "fp16" and not torch.accelerator.is_available():
+        problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
+        raise SpecError([problem])
+    group: dict[str, Any] = {}
+    if options.timeout_seconds is not None:
+        group["timeout"] = timedelta(seconds=options.timeout_seconds)
+    if options.offload and torch.cuda.is_available():  # what lies on the host is added up there
+        group["backend"] = "cuda:nccl,cpu:gloo"
+    form_group_anew(**group)
+    handlers = [InitProcessGroupKwargs(**group)] if group else []
+    return open_accelerator(options.mixed_precision, gradient_accumulation_steps=options.accumulate, kwargs_handlers=handlers)
 
 
 def _share_batch(whole: int, processes: int, recipe: Recipe) -> int:
