@@ -16,7 +16,7 @@ def declare(parser: Parser) -> None:
     parser.epilog = (
         f"Recipes: {', '.join(list_recipes())}. Several GPUs: accelerate launch --num_processes N -m zoo_cli train ...; "
         "several processes without GPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m zoo_cli "
-        "train ..."
+        "train ...; a network divided over them: torchrun --nproc-per-node N -m zoo_cli train ... train.shard=full"
     )
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"

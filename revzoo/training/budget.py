@@ -30,7 +30,7 @@ from revzoo.planning.setting import Setting, read_setting
 from revzoo.training.main_process import call_on_main
 from revzoo.training.setup import Run
 
-_SCALAR_BYTES = 2 * 4  # the sum of an epoch's losses; a batch's loss beside the same divided by the batches of an update
+_SCALAR_BYTES = 8 + 4  # the sum of an epoch's losses; a batch's loss beside the same divided by the batches of an update
 
 
 def apply_plan(run: Run, *, anew: bool = False) -> Plan | None:

@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,18 +15,18 @@ class DivergedError(RevzooError, ArithmeticError):
     """The loss or the weights are infinite or not a number."""
 
 
-def add_losses(run: Run, losses: list[Tensor]) -> None:
-    """Add training losses of every process to the sum of this epoch, and empty the list; all processes call this together.
+def add_losses(run: Run, losses: Tensor) -> None:
+    """Add the training losses of every process to the sum of this epoch, and set them to 0; all processes call this together.
 
     Sums in double precision of losses in single precision are exact in all but strange cases, so that it does not matter when
     they are added, and by how many processes.
 
+    Shapes: losses: (), float64: the sum of what this process has not added yet.
     Raises:
         DivergedError: one of them is not finite; raised in every process.
     """
-    own = math.fsum(torch.stack(losses).tolist()) if losses else 0.0
-    losses.clear()
-    total = math.fsum(gather_object([own]))
+    total = math.fsum(gather_object([losses.item()]))
+    losses.zero_()
     if not math.isfinite(total):
         raise _explain(run, f"The training loss is {total}")
     run.progress.loss_sum += total

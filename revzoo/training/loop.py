@@ -256,7 +256,7 @@ def _train_epochs(run: Run) -> Summary:
 def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Train until the end of the epoch or until a signal; return the signal, or 0."""
     options, accelerator, progress = run.recipe.train, run.accelerator, run.progress
-    losses: list[torch.Tensor] = []  # sums over batches that are not yet in the epoch's
+    losses = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of batches that are not yet in the epoch's sum
     before, began, signum = progress.seconds, time.perf_counter(), 0
     run.wrapped.train()
     for batch, labels in run.train_loader:
@@ -266,9 +266,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
             reseed(*key, accelerator.process_index)
             if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
                 run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
-            with accelerator.autocast():
-                outputs = run.wrapped(batch)
-            loss = run.loss(outputs, targets)
+            loss = run.loss(_call(run, batch), targets)
             accelerator.backward(loss)
             if accelerator.sync_gradients and options.clip_grad is not None:
                 accelerator.clip_grad_norm_(run.wrapped.parameters(), options.clip_grad)
@@ -276,7 +274,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
             run.optimizer.zero_grad()
         progress.batch += 1
         progress.examples += len(batch) * accelerator.num_processes
-        losses.append(loss.detach() * len(batch))
+        losses += loss.detach() * len(batch)
         if not accelerator.sync_gradients:
             continue
         progress.updates += 1
@@ -296,6 +294,13 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
             save_state(run)
     progress.seconds = before + time.perf_counter() - began
     return signum
+
+
+def _call(run: Run, batch: torch.Tensor) -> torch.Tensor:
+    """Return the network's outputs; Accelerate calls autocast for all networks but divided ones."""
+    with run.accelerator.autocast():
+        outputs: torch.Tensor = run.wrapped(batch)
+        return outputs
 
 
 @contextmanager

@@ -33,9 +33,9 @@ def check():
     progress = SimpleNamespace(loss_sum=0.0, epoch=0, updates=1)
     folder = SimpleNamespace(list_states=lambda: [])
     run = SimpleNamespace(recipe=recipe, progress=progress, folder=folder)
-    add_losses(run, [torch.tensor(1.5), torch.tensor(1.0 + rank)])
-    assert progress.loss_sum == 6.0
-    add_losses(run, [torch.tensor([1.0, float("nan")][rank])])
+    add_losses(run, losses := torch.tensor(2.5 + rank))
+    assert progress.loss_sum == 6.0 and losses == 0.0
+    add_losses(run, torch.tensor([1.0, float("nan")][rank]))
 
 class Strange(Exception):
     def __init__(self, one, two):
