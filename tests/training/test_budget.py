@@ -255,8 +255,8 @@ def other(*overrides: str) -> Callable[[Path], None]:
     ("change", "reason"),
     [
         (
-            other("data.batch_size=160"),
-            r"batch: \[320, 1, 8, 8\] float32 in the plan, \[160, 1, 8, 8\] float32 now\)\. Put back",
+            edited(batch=["[160, 1, 8, 8] float32"]),
+            r"batch: \[160, 1, 8, 8\] float32 in the plan, \[320, 1, 8, 8\] float32 now\)\. Put back",
         ),
         (other("train.mixed_precision=bf16"), "dtype: float32 in the plan, float32, autocast bfloat16 now"),
         (other("model.exact=true"), "exact: False in the plan, True now"),
