@@ -43,7 +43,8 @@ class Front:
         self._sequences = [_Sequences(each) for each in choices]
         fronts = [each.fronts[0][:2] for each in self._sequences]
         columns = [
-            np.stack([need, work, np.full_like(need, number), np.arange(need.size)]) for number, (need, work) in enumerate(fronts)
+            np.stack([need, work, np.full_like(need, number), np.arange(need.size)])
+            for number, (need, work) in enumerate(fronts)
         ]
         self._points = list_best(np.concatenate(columns, axis=1))
         self.lost_work = max(each.lost_work for each in self._sequences)
