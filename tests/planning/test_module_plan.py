@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import revzoo
 from revzoo.errors import BudgetError, InputError, PlanError
-from revzoo.planning.reforwarding import search
+from revzoo.planning.reforwarding import front
+from revzoo.planning.reforwarding.planner import plan_in_detail
 from revzoo.runtime import ReversibleChain
 
 
@@ -101,6 +102,38 @@ def test_a_planned_step_is_the_plain_one_in_the_promised_bytes(net, share):
     assert_equal(step(net, IMAGES), step(plain, IMAGES))
     revzoo.release(net)
     assert revzoo.measure_memory(net, IMAGES).peak_bytes == plan.no_recompute_peak_bytes
+
+
+class UNet(nn.Module):
+    """Two levels with a skip, which a norm, an activation in place and dropout make of a convolution's result."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.deep, self.up = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Conv2d(16, 8, 3, padding=1),
+        )
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        skip = F.dropout(F.relu(self.norm(self.down(x)), inplace=True), 0.1, self.training)
+        x = F.gelu(self.deep(F.max_pool2d(skip, 2)))
+        return self.head(F.gelu(self.up(torch.cat([F.interpolate(x, scale_factor=2.0), skip], 1))))
+
+
+def test_a_skip_is_made_again_where_it_is_read_and_where_it_was_made():
+    torch.manual_seed(0)
+    net = UNet().train()
+    plain = copy.deepcopy(net)
+    plan, details = plan_in_detail(net, IMAGES, budget_between(net, IMAGES, 0.35))
+    reruns = {call.name: call.num_reruns for call in details.calls if call.num_reruns}
+    assert reruns == {"relu": 2, "dropout": 1}  # dropout's own gradient needs its mask, which is kept
+    assert plan.extra_flops == 0
+    assert plan.peak_bytes == max(phase.bytes for phase in details.phases)
+    plan.apply(net, IMAGES)
+    assert revzoo.measure_memory(net, IMAGES).peak_bytes == plan.peak_bytes
+    assert_equal(step(net, IMAGES), step(plain, IMAGES))
 
 
 def test_planning_leaves_the_module_as_it_was(net):
@@ -237,7 +270,7 @@ def test_what_too_many_plans_may_cost_is_told(monkeypatch):
     net, x = Widening((32, 48, 40, 56, 24)), torch.randn(512, 16)
     budget = budget_between(net, x, 0.5)
     least = revzoo.plan(net, x, budget)
-    monkeypatch.setattr(search, "_POINTS", 3)
+    monkeypatch.setattr(front, "_POINTS", 3)
     few = revzoo.plan(net, x, budget)
     (note,) = (note for note in few.notes if "Plans were too many" in note)
     percent = float(note.split("at most ")[1].split(" %")[0])

@@ -14,6 +14,8 @@ from revzoo.planning.reforwarding.capture import Capture, capture
 from revzoo.planning.reforwarding.front import Front, find_front
 from revzoo.planning.reforwarding.record import Record, count_step, record
 from revzoo.planning.reforwarding.refusal import compute_loss
+from revzoo.planning.reforwarding.remaking import list_remade
+from revzoo.planning.reforwarding.search import Choices
 from revzoo.runtime.graph.spanned_graph import SpannedGraph
 from revzoo.runtime.live_bytes import LiveBytesOfReplacedCalls
 
@@ -65,6 +67,25 @@ class _UNet(nn.Module):
         return x
 
 
+class _NormedUNet(_UNet):
+    """Its first convolution is cheap, and norms, activations in place and dropout make the skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down[0] = nn.Conv2d(1, 4, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, skips = x[:, :1], []
+        for conv, norm in zip(self.down, self.norms, strict=True):
+            x = F.dropout(norm(conv(x)).relu_(), 0.1, self.training)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        for conv in self.up:
+            x = F.gelu(conv(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], 1)))
+        return x
+
+
 class _Transformer(nn.Module):
     def __init__(self, dropout: float = 0.0, mask: Tensor | None = None) -> None:
         super().__init__()
@@ -99,6 +120,7 @@ _NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "residual": _Residual,
     "dense": _Dense,
     "unet": _UNet,
+    "unet with norms": _NormedUNet,
     "transformer": _Transformer,
     "transformer, attention with dropout": partial(_Transformer, 0.1),
     "transformer, masked": partial(_Transformer, 0.0, torch.ones(8, 1, 256, 256, dtype=torch.bool).tril()),
@@ -119,6 +141,7 @@ def _search(name: str) -> Iterator[tuple[Capture, Record, Front]]:
         ("residual", 11),
         ("dense", 6),
         ("unet", 8),
+        ("unet with norms", 9),
         ("transformer", 9),
         ("transformer, attention with dropout", 9),
         ("transformer, masked", 10),
@@ -133,6 +156,31 @@ def test_bytes_and_flops_are_counted_as_predicted(name: str, number: int) -> Non
             chosen = front.choose(need)
             assert chosen is not None
             assert count_step(captured, front.make_spans(chosen)) == (need, step.total_flops + work)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dense", []),  # nothing makes the result of a product
+        ("residual", [({"x"}, {"conv2d_1"})]),  # the first sum is of a norm's result and the batch
+        ("unet", [({"x"}, {"conv2d"}), ({"x", "x_2"}, {"conv2d", "conv2d_1"})]),
+        (
+            "unet with norms",
+            [
+                ({"relu_", "x_1"}, {"conv2d"}),
+                ({"relu_", "x_1", "relu__1", "x_3"}, {"conv2d", "conv2d_1"}),
+                ({"conv2d", "relu_", "x_1"}, set()),  # a slice of the batch is enough
+                ({"conv2d", "relu_", "x_1", "relu__1", "x_3"}, {"conv2d_1"}),
+            ],
+        ),
+    ],
+)
+def test_what_spans_may_make_again_for_themselves(name: str, expected: list[tuple[set[str], set[str]]]) -> None:
+    with capture(_NETWORKS[name]().train(), torch.ones(8, 4, 16, 16)) as captured:
+        step = record(captured)
+        sets = list(list_remade(Choices(step, count_flops_only=True)))
+        makers = [str(storage.maker) for storage in step.storages]
+        assert [({makers[k] for k in each.recipes}, {makers[k] for k in each.roots}) for each in sets] == expected
 
 
 def test_the_softmax_alone_spares_the_products_of_attention() -> None:

@@ -43,8 +43,8 @@ class Storage:
             graphs.
         last_use: number of the last atom that reads it, or outside of graphs, of that in which it is freed; the number of all
             atoms if it is returned or saved outside.
-        saved_by: by atom in which autograd saves it, when backward first asks for that and when it frees it, as positions in the
-            log of backward; -1 if it never asks.
+        saved_by: by atom in which autograd saves it: when backward first asks for that, -1 if it never does, and when it frees
+            it, as positions in the log of backward.
         unpacked: when backward first asks for it, as a position in the log of backward; -1 if it never does.
         released: when backward frees it, as a position in the log of backward; -1 if forward does.
         is_small: whether it is kept, unless the atom that saves it runs again anyway.

@@ -17,7 +17,7 @@ from revzoo.planning.reforwarding.search import Choices, Remade
 
 _MOST = 3  # tensors of a set, besides what they are made from
 _LEAST_SHARE = 100  # a tensor is considered if it is at least such a part of the stored activations
-_CHEAP = 10  # making it again may take such a part of the forward
+_CHEAP = 10  # making it again through products may take such a part of the forward
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,14 @@ def list_remade(choices: Choices) -> Iterator[Remade]:
 def _list_largest(choices: Choices) -> dict[int, _Recipe]:
     """Return the largest tensors that spans may make again without a product, with how they do."""
     record, size = choices.record, choices.sizes
-    recipes = {}
-    for k in sorted(range(len(size)), key=lambda k: (-size[k], k)):
+    recipes = dict[int, _Recipe]()
+    for k in sorted(range(len(size)), key=lambda k: (-size[k], -record.storages[k].last_use)):
         storage = record.storages[k]
         if len(recipes) == _MOST or size[k] * _LEAST_SHARE < record.peak_bytes - record.fixed_bytes:
             break
         is_read_later = storage.last_use > max(storage.saved_by, default=storage.last_use)  # by what does not save it
-        if is_read_later and not record.flops[storage.born]:
+        is_part = any(k in recipe.storages for recipe in recipes.values())
+        if is_read_later and not is_part and not record.flops[storage.born]:
             recipe = _find_recipe(choices, k, frozenset())
             if recipe is not None and recipe.count_bytes(choices) <= size[k]:
                 recipes[k] = recipe
@@ -70,7 +71,7 @@ def _list_largest(choices: Choices) -> dict[int, _Recipe]:
 def _list_deeper(choices: Choices, k: int, recipe: _Recipe) -> Iterator[_Recipe]:
     """Yield recipes through ever more products that start from ever less."""
     through, least = recipe.roots, recipe.count_bytes(choices)
-    while least and (deeper := _find_recipe(choices, k, through)) is not None:
+    while least and (deeper := _find_recipe(choices, k, through)) is not None and _is_cheap(choices, deeper):
         if deeper.count_bytes(choices) < least:
             yield deeper
             least = deeper.count_bytes(choices)
@@ -78,7 +79,7 @@ def _list_deeper(choices: Choices, k: int, recipe: _Recipe) -> Iterator[_Recipe]
 
 
 def _find_recipe(choices: Choices, k: int, through: frozenset[int]) -> _Recipe | None:
-    """Return how a tensor is made again from products but for some; None if it cannot be, or not cheaply."""
+    """Return how a tensor is made again from the results of all products but some; None if it cannot be."""
     record = choices.record
     made, roots, waiting = set[int](), set[int](), [k]
     while waiting:
@@ -94,11 +95,15 @@ def _find_recipe(choices: Choices, k: int, through: frozenset[int]) -> _Recipe |
             return None
         made.add(j)
         waiting += choices.reads[storage.born]
-    atoms = {record.storages[j].born for j in made}
-    work = choices.price(sum(record.flops[i] for i in atoms), sum(choices.made[i] for i in atoms))
-    is_cheap = work * _CHEAP <= choices.price(sum(record.flops), sum(choices.made))
     is_saved = all(record.storages[j].saved_by for j in roots)
-    return _Recipe(frozenset(made), frozenset(roots)) if is_cheap and is_saved else None
+    return _Recipe(frozenset(made), frozenset(roots)) if is_saved else None
+
+
+def _is_cheap(choices: Choices, recipe: _Recipe) -> bool:
+    record = choices.record
+    atoms = {record.storages[k].born for k in recipe.storages}
+    work = choices.price(sum(record.flops[i] for i in atoms), sum(choices.made[i] for i in atoms))
+    return work * _CHEAP <= choices.price(sum(record.flops), sum(choices.made))
 
 
 def _unite(choices: Choices, recipes: Sequence[_Recipe]) -> Remade:

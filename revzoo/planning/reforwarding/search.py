@@ -2,10 +2,9 @@
 
 A span is a run of atoms between two borders. Long spans begin and end behind products (matrix products, convolutions) and sums;
 between two such places lies a leaf. Short ones may begin and end behind any atom, which counts where the largest tensors are.
-What crosses a border is kept. Of what a span makes besides, a subset may be kept; the rest is recovered when backward first
-asks for some of it, by running those of its atoms again that are needed. What a span needs depends on the spans before it only
-by what these keep, so the cheapest sequence of spans is found by dynamic programming from the last border to the first
-(`timeline.py` tells how).
+What crosses a border is kept, unless the spans behind it make it again (`remaking.py`). Of what a span makes besides, a subset
+may be kept; the rest is recovered when backward first asks for some of it, by running those atoms again that are needed.
+`front.py` finds the cheapest sequence of spans.
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,7 +29,7 @@ class Option:
 
     Args:
         start, end: its atoms.
-        kept: numbers of the storages it keeps, among them all that cross its end.
+        kept: numbers of the storages it keeps, among them all that cross its end and are not remade.
         kept_bytes: their size.
         need_bytes: the larger peak of its forward and its backward, above what the spans before it keep.
         flops: of what runs again.
