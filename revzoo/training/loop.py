@@ -249,7 +249,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     run.wrapped.train()
     for batch, labels in run.train_loader:
         reseed(options.seed, epoch, progress.batch, rank)
-        with accelerator.accumulate(run.wrapped), _say_when(run):
+        with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))), _say_when(run):
             if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
                 run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
             batch, targets = run.mix(batch, labels)
@@ -304,7 +304,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Evaluate the model, write the metrics, save weights and state; return the signal that ended the evaluation, or 0."""
     accelerator, progress = run.accelerator, run.progress
     if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes; DDP takes the first one's in forward
-        for model in {run.model, run.evaluated}:
+        for model in [run.evaluated] if run.mesh is None else dict.fromkeys([run.model, run.evaluated]):
             distribute_bn(model, accelerator.num_processes, reduce=run.mesh is not None)
     check_weights(run)
     try:
