@@ -261,7 +261,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     run.wrapped.train()
     for batch, labels in run.train_loader:
         key = options.seed, epoch, progress.batch
-        with accelerator.accumulate(run.wrapped), _say_when(run):
+        with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))), _say_when(run):
             batch, targets = run.mix(batch, labels, *key)
             reseed(*key, accelerator.process_index)
             if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
@@ -320,7 +320,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Evaluate the model, write the metrics, save weights and state; return the signal that ended the evaluation, or 0."""
     accelerator, progress = run.accelerator, run.progress
     if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes; DDP takes the first one's in forward
-        for model in {run.model, run.evaluated}:
+        for model in [run.evaluated] if run.mesh is None else dict.fromkeys([run.model, run.evaluated]):
             distribute_bn(model, accelerator.num_processes, reduce=run.mesh is not None)
     check_weights(run)
     try:
