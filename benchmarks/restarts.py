@@ -5,8 +5,8 @@
 
 A training by `torchrun --max-restarts` saves a state every few updates. A random time after a new one a process gets SIGKILL,
 or SIGSTOP, after which the others wait for it as long as `train.timeout_seconds` says. torchrun then ends all and starts them
-again; the command is the same, and goes on in its own folder. In the end the metrics of all epochs are compared with those of the
-same training left alone, to 1e-5: after a start PyTorch adds the gradients of more than two processes in another order, once.
+again; the command is the same, and goes on in its own folder. In the end the metrics of every epoch are compared with those of
+a training left alone, to 1e-5: after a start PyTorch adds the gradients of more than two processes in another order, once.
 
 Status 1 if a training ended otherwise, or did not end.
 """
