@@ -86,7 +86,9 @@ def _check_output(out: str | Path, folder: Path) -> Path:
     if not isinstance(out, str | Path) or Path(out).suffix != ".safetensors" or Path(out).is_dir():
         raise InputError(f"Tensors are exported as safetensors. Received: {out!r}. Use a name such as back.safetensors.")
     name = Path(out).name
-    if Path(out).resolve().parent == folder.resolve() and (name == UNUSED_WEIGHTS or match_written(Path(CONVERTED_WEIGHTS)).fullmatch(name)):
+    if Path(out).resolve().parent == folder.resolve() and (
+        name == UNUSED_WEIGHTS or match_written(Path(CONVERTED_WEIGHTS)).fullmatch(name)
+    ):
         raise InputError(f"{out} is the converted network itself. Name another file.")
     return Path(out)
 

@@ -22,7 +22,7 @@ LAYERS = [
     ("spec", "runtime", "parts"),
     ("checkpoint",),
     ("model",),
-    ("analysis", "data"),
+    ("analysis", "data", "sharding"),
     ("planning",),
     ("bench",),
     ("display",),
