@@ -58,7 +58,7 @@ def describe_spec(spec: Spec) -> dict[str, str]:
     return {"revzoo.spec": spec.to_yaml(), "revzoo.digest": spec.digest}
 
 
-def load_weights(model: nn.Module, path: str | Path, *, leave: Iterable[str] = ()) -> None:
+def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | None = None) -> None:
     """Load a file of weights into a model that has exactly the same keys and shapes.
 
     Prefixes that wrappers add to every key (`module.`, `_orig_mod.`) are removed. A warning names the differences if the file
@@ -68,19 +68,19 @@ def load_weights(model: nn.Module, path: str | Path, *, leave: Iterable[str] = (
         model: the model. On the meta device its parameters become the file's tensors, on the CPU. If it is divided over
             processes, which then have memory for their parts, each of them reads its own slices of safetensors files.
         path: a safetensors file, a pickled state dict, or the index of several files.
-        leave: keys of the model that stay as they are, whatever the file has there.
+        original: the model, on the meta device, that the file must fit, if `model` has another head: tensors of another shape
+            stay as they are.
 
     Raises:
         CheckpointError: the file is missing or damaged, is not a state dict, or does not fit the model. The message lists every
             missing or unexpected key, every other shape, every integer tensor in place of a floating-point one (and the
             reverse), and every tied tensor that is stored twice with different values. The model is then unchanged.
     """
-    path, spec = Path(path), cast(Spec, model.spec)
+    original = original or model
+    path, spec = Path(path), cast(Spec, original.spec)
     contents, metadata = _read_all(path)
-    left = set(leave)
-    tensors = {key: tensor for key, tensor in strip_wrappers(contents).items() if key not in left}
-    own = {key: tensor for key, tensor in model.state_dict().items() if key not in left}
-    tied = {key: first for key, first in _find_tied(model).items() if key in own}
+    tensors = strip_wrappers(contents)
+    own, tied = original.state_dict(), _find_tied(original)
     untied = [
         key for key, first in tied.items() if {key, first} <= tensors.keys() and not _are_equal(tensors[key], tensors[first])
     ]
@@ -98,6 +98,7 @@ def load_weights(model: nn.Module, path: str | Path, *, leave: Iterable[str] = (
     if metadata.get("revzoo.digest", spec.digest) != spec.digest:
         differing = join_names(compare_specs(metadata.get("revzoo.spec", ""), spec))
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
+    own = {key: tensor for key, tensor in model.state_dict().items() if tensor.shape == own[key].shape}
     read = {key: tensors[key][find_own_slice(t)] if is_sharded(t) else tensors[key] for key, t in own.items()}
     if damaged := find_not_finite(read):
         warnings.warn(f"{path} holds infinities or NaN in {len(damaged)} tensors: {join_names(damaged, most=4)}.", stacklevel=2)
@@ -189,7 +190,7 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def _read_all(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and metadata of a file, or of the shards of an index. Those of safetensors are mapped, not yet read."""
+    """Return the tensors and metadata of a file, or of the shards of an index; safetensors are mapped, not yet read."""
     path = find_weights(path)
     return _read_shards(path) if path.name.endswith(INDEX_SUFFIX) else _read_file(path)
 

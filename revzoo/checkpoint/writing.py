@@ -6,7 +6,7 @@ keeps those of one file at a time, and writes them.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -51,9 +51,26 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             tensor = gather_whole(tensors[key])
             if not sharded or dist.get_rank() == 0:
                 whole[key] = tensor.cpu().contiguous()
-        _write(partial(write_tensors, path.with_name(name), whole, metadata), sharded)
+        write_once(partial(write_tensors, path.with_name(name), whole, metadata), tensors.values())
     places = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
-    _write(partial(_publish, path, places, sum(tensor.nbytes for tensor in tensors.values())), sharded)
+    total_size = sum(tensor.nbytes for tensor in tensors.values())
+    write_once(partial(_publish, path, places, total_size), tensors.values())
+
+
+def write_once(write: Callable[[], object], tensors: Iterable[Tensor]) -> None:
+    """Write, of the processes that divide some tensors only in the first one; its error is raised in all of them."""
+    if not any(map(is_sharded, tensors)):
+        write()
+        return
+    errors: list[Exception | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            write()
+        except Exception as error:
+            errors = [error]
+    dist.broadcast_object_list(errors)  # else the others would wait for tensors of a process that has ended
+    if errors[0] is not None:
+        raise errors[0]
 
 
 def match_written(path: Path) -> re.Pattern[str]:
@@ -96,18 +113,3 @@ def _split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
         groups[-1].append(key)
         total += size
     return groups
-
-
-def _write(write: Callable[[], None], sharded: bool) -> None:
-    """Write, of several processes only in the first one; its error is raised in all, so that none waits for it."""
-    if not sharded:
-        return write()
-    errors: list[Exception | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            write()
-        except Exception as error:
-            errors = [error]
-    dist.broadcast_object_list(errors)
-    if errors[0] is not None:
-        raise errors[0]

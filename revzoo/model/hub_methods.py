@@ -10,6 +10,7 @@ from torch import nn
 import revzoo
 from revzoo import hub
 from revzoo.checkpoint.folder import save_folder
+from revzoo.checkpoint.writing import write_once
 from revzoo.errors import InputError
 from revzoo.file import write_atomically
 from revzoo.model.card import CARD, write_card
@@ -113,7 +114,10 @@ class HubMethods:
         """Write the folder; its card says that the model is made from `source`."""
         model = cast(nn.Module, self)
         save_folder(model, folder)
-        if not (folder / CARD).exists():
-            write_atomically(
-                folder / CARD, lambda path: path.write_text(write_card(self.spec, model, source), encoding="utf-8")
-            )
+
+        def write() -> None:
+            if not (folder / CARD).exists():
+                card = write_card(self.spec, model, source)
+                write_atomically(folder / CARD, lambda path: path.write_text(card, encoding="utf-8"))
+
+        write_once(write, model.parameters())

@@ -65,24 +65,17 @@ def create_sharded(
         original = find_original(source, spec)
         if (original.input, original.head) != (spec.input, spec.head):
             raise InputError(
-                f"Weights are adapted to another input or head in one process. Received: overrides={changes} with the weights of "
-                f"{source}. Save the adapted network, revzoo.create(...).save_pretrained(FOLDER), and create FOLDER."
+                f"Weights are adapted to another input or head in one process. Received: overrides={changes} with the weights "
+                f"of {source}. Save the adapted network, revzoo.create(...).save_pretrained(FOLDER), and create FOLDER."
             )
     # The spec's file, and not a folder: that names the network without its weights.
     build = partial(create, spec.file, num_outputs=num_outputs, overrides=changes)
     model = build(schedule=schedule, lookahead=lookahead, exact=exact, device="meta", dtype=dtype)
-    fresh = _find_fresh(model, create(spec.file, overrides=changes, device="meta"))
     shard(model)
-    if file is None or fresh:
+    if file is None or num_outputs is not None:
         materialize_(model, build, device=device, offload=offload)
     else:
         allocate_(model, device=device, offload=offload)
     if file is not None:
-        load_weights(model, file, leave=fresh)
+        load_weights(model, file, original=create(spec.file, overrides=changes, device="meta"))
     return model
-
-
-def _find_fresh(model: Model, original: Model) -> list[str]:
-    """Return the keys of the head that `num_outputs` replaces, which weights of the original have no values for."""
-    shapes = {key: tensor.shape for key, tensor in original.state_dict().items()}
-    return [key for key, tensor in model.state_dict().items() if tensor.shape != shapes[key]]

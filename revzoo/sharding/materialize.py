@@ -60,7 +60,7 @@ def materialize_(
     Raises:
         InputError: `build` makes another network, or an initialisation reads a parameter after it has gone on to the next.
     """
-    names = _list_names(build)
+    names = list_parameters(build)
     allocate_(model, device=device, offload=offload)
     keys = dict(model.named_parameters(remove_duplicate=False))
     if unknown := sorted(keys.keys() - {name for each in names for name in each}):
@@ -80,7 +80,7 @@ def materialize_(
             copy_whole_(buffer, made[name])
 
 
-def _list_names(build: Callable[[], nn.Module]) -> list[list[str]]:
+def list_parameters(build: Callable[[], nn.Module]) -> list[list[str]]:
     """Return the names of every parameter that `build` registers, in that order; none for one that is replaced later."""
     registered = dict[int, nn.Parameter]()
 
@@ -101,7 +101,8 @@ def _list_names(build: Callable[[], nn.Module]) -> list[list[str]]:
 
 def _get_address(tensor: Tensor) -> int:
     """Return what tensors that share their memory have in common."""
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 class _SliceKeeper(TorchDispatchMode):

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 import revzoo
-from revzoo.checkpoint import files, index
-from revzoo.errors import CheckpointError, UnknownNameError
+from revzoo.checkpoint import files, index, writing
+from revzoo.errors import CheckpointError, InputError, UnknownNameError
 
 
 @pytest.fixture
@@ -255,3 +255,55 @@ def test_names_that_no_file_can_have():
             revzoo.create(name)
         with pytest.raises(CheckpointError, match="No weights file at"):
             revzoo.create("rev_vit_digits", checkpoint=name)
+
+
+@pytest.mark.parametrize("name", ["last.safetensors", "weights.bin"])
+def test_large_weights_are_in_several_files_and_read_by_the_name_of_one(name, model, tmp_path):
+    path = tmp_path / name
+    files.save_weights(model, path, {"top1": "98.9"}, shard_bytes=100_000)
+    stem, _, suffix = name.partition(".")
+    shards = [f"{stem}-{i:05d}-of-00003.{suffix}" for i in (1, 2, 3)]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*shards, f"{name}.index.json"])
+    assert same(files.read_tensors(path), state(model))
+    assert files.read_metadata(path)["top1"] == "98.9"
+    other = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], checkpoint=path)
+    assert same(state(other), state(model))
+
+
+def test_several_files_are_replaced_when_the_new_ones_are_complete(model, tmp_path, monkeypatch):
+    path = tmp_path / "last.safetensors"
+    files.save_weights(model, path, shard_bytes=100_000)
+    old, names = state(model), {file.name for file in tmp_path.iterdir()}
+    torch.nn.init.ones_(model.stem.pos_embed)
+    written = []
+
+    def fill_disk(tensors, file, metadata):
+        written.append(file)
+        if len(written) == 3:
+            raise OSError("no space left")
+        save_file(tensors, file, metadata)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "save_file", fill_disk)
+        with pytest.raises(OSError, match="no space left"):
+            files.save_weights(model, path, shard_bytes=100_000)
+    assert same(files.read_tensors(path), old)
+    files.save_weights(model, path, shard_bytes=100_000)
+    assert same(files.read_tensors(path), state(model))
+    assert {file.name for file in tmp_path.iterdir()} == {name.replace("last-0", "last-b-0") for name in names}
+    files.save_weights(model, path, shard_bytes=100_000)
+    assert {file.name for file in tmp_path.iterdir()} == names
+    files.save_weights(model, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.safetensors"]
+
+
+def test_the_best_weights_of_a_run_may_be_several_files(model, tmp_path, caplog):
+    (tmp_path / "spec.yaml").write_text(model.spec.to_yaml())
+    files.save_weights(model, tmp_path / "best.safetensors", shard_bytes=100_000)
+    assert same(state(revzoo.create(tmp_path)), state(model))
+    assert "is the folder of a run: loading its best weights" in caplog.text
+    with pytest.raises(InputError, match="is the folder of a run, which keeps its own spec"):
+        model.save_pretrained(tmp_path)
+    next(tmp_path.glob("best-00002-of-*")).unlink()
+    with pytest.raises(CheckpointError, match=r"names 3 shards, of which 1 are missing: best-00002-of-00003\.safetensors"):
+        revzoo.create(tmp_path)

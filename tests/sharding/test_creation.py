@@ -1,0 +1,248 @@
+"""Networks made in pieces: the second of three processes, of which only this one exists, makes its own part alone."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import revzoo
+from revzoo.checkpoint import files
+from revzoo.errors import CheckpointError, InputError
+from revzoo.sharding.create import create_sharded
+from revzoo.sharding.materialize import allocate_, list_parameters, materialize_
+
+PROCESSES, RANK = 3, 1
+ONE_BLOCK = ["stages.0.depth=1"]
+NETWORKS = {  # what their initialisations and buffers have of their own
+    "rev_vit_digits": ONE_BLOCK,
+    "revnet_digits": ["stages.1.depth=1", "stages.2.depth=1"],  # statistics of BatchNorm
+    "rev_swin_digits": [],  # tables of windows
+    "rev_bert_mini": [],  # a tied embedding, whose row of padding is 0
+    "reformer_mini": [],  # constant rotations
+}
+LARGEST_DRAWN = 10**7  # parameters; of larger networks only the names are compared
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    torch.distributed.init_process_group("fake", rank=RANK, world_size=PROCESSES, store=FakeStore())
+    yield torch.distributed.init_device_mesh("cpu", (PROCESSES,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def shard(mesh):
+    def divide(model: nn.Module) -> None:
+        for module in [*model.steps, model]:
+            fully_shard(module, mesh=mesh)
+
+    return divide
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Return all values that this process has of a model."""
+    tensors = model.state_dict() | dict(model.named_buffers())
+    return {key: tensor.to_local() if hasattr(tensor, "to_local") else tensor for key, tensor in tensors.items()}
+
+
+def own_part(model: nn.Module) -> dict[str, Tensor]:
+    """Return what this process should have of a model: of parameters the second of three parts of the first dimension."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = model.state_dict() | dict(model.named_buffers())
+    return {key: part(tensor) if key in parameters else tensor for key, tensor in tensors.items()}
+
+
+def part(tensor: Tensor) -> Tensor:
+    chunks = tensor.chunk(PROCESSES)
+    return chunks[RANK] if len(chunks) > RANK else tensor[:0]
+
+
+def memory_changes(function: Callable[[], None]) -> list[int]:
+    """Return the bytes on the host that a function takes and gives back, one after the other."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        function()
+    return [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+
+
+def assert_same(received: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert received.keys() == expected.keys()
+    different = [
+        key
+        for key, tensor in expected.items()
+        if not (received[key].dtype == tensor.dtype and torch.equal(received[key], tensor))
+    ]
+    assert different == []
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in NETWORKS), ("rev_vit_digits", torch.bfloat16)], ids=str
+)
+def test_every_part_is_that_of_the_whole_network_of_the_seed(name, dtype, shard):
+    overrides = NETWORKS[name]
+    torch.manual_seed(3)
+    whole = revzoo.create(name, overrides=overrides, dtype=dtype)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    model = create_sharded(name, shard, overrides=overrides, dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(values(model), own_part(whole))
+    assert values(model).keys() == {**whole.state_dict(), **dict(whole.named_buffers())}.keys()
+
+
+def test_the_settings_of_a_run_are_those_of_create(shard):
+    model = create_sharded(
+        "rev_vit_digits", shard, overrides=ONE_BLOCK, schedule="recompute", lookahead=1, exact=True, num_outputs=4
+    )
+    assert set(model.schedule) == {"recompute", "store"}
+    assert (model.lookahead, model.exact, model.num_outputs) == (1, True, 4)
+
+
+@pytest.mark.parametrize("name", revzoo.list_models())
+@pytest.mark.slow
+def test_every_network_of_the_zoo_can_be_made_in_pieces(name):
+    model = revzoo.create(name, device="meta")
+    build = partial(revzoo.create, name)
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST_DRAWN:
+        names = [name for each in list_parameters(build) for name in each]
+        assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
+        return
+    torch.manual_seed(0)
+    materialize_(model, build)
+    torch.manual_seed(0)
+    assert_same(values(model), values(build()))
+
+
+def test_no_more_is_held_than_the_part_and_one_parameter(shard):
+    """Counted are all bytes that PyTorch takes on the host; the masks of a normal that is cut are half a parameter."""
+    model = revzoo.create("rev_swin_t", device="meta")
+    shard(model)
+    whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    part_bytes = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    largest_bytes = max(parameter.nbytes for parameter in model.parameters())
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    held = list(accumulate(memory_changes(partial(materialize_, model, partial(revzoo.create, "rev_swin_t")))))
+    assert part_bytes + buffer_bytes <= held[-1] <= part_bytes + 2.1 * buffer_bytes
+    assert part_bytes + largest_bytes < max(held) < part_bytes + 1.5 * largest_bytes + 2 * buffer_bytes < whole_bytes / 2
+
+
+def test_weights_are_read_slice_by_slice(shard, tmp_path):
+    """A file, several with an index, a folder and a pickle give the parts of the network that was saved."""
+    torch.manual_seed(5)
+    saved = revzoo.create("rev_bert_mini")
+    files.save_weights(saved, tmp_path / "one.safetensors")
+    files.save_weights(saved, tmp_path / "several.safetensors", shard_bytes=100_000)
+    assert len(list(tmp_path.glob("several-*"))) > 3
+    saved.save_pretrained(tmp_path / "folder")
+    torch.save(saved.state_dict(), tmp_path / "pickle.pt")
+    for name in ("one.safetensors", "several.safetensors", "pickle.pt"):
+        assert_same(values(create_sharded("rev_bert_mini", shard, checkpoint=tmp_path / name)), own_part(saved))
+    assert_same(values(create_sharded(tmp_path / "folder", shard)), own_part(saved))
+
+
+def test_constant_tables_are_made_where_weights_are_read(shard, tmp_path):
+    saved = revzoo.create("rev_swin_digits")
+    files.save_weights(saved, tmp_path / "w.safetensors")
+    assert any(key not in saved.state_dict() for key, _ in saved.named_buffers())
+    assert_same(values(create_sharded("rev_swin_digits", shard, checkpoint=tmp_path / "w.safetensors")), own_part(saved))
+
+
+def test_only_the_slices_of_a_file_become_memory(shard, tmp_path):
+    """Pages of the file itself are shared and may leave memory again; they are not counted."""
+    saved = revzoo.create("rev_vit_digits")
+    files.save_weights(saved, tmp_path / "w.safetensors")
+    model = revzoo.create("rev_vit_digits", device="meta")
+    shard(model)
+    allocate_(model)
+    changes = memory_changes(partial(files.load_weights, model, tmp_path / "w.safetensors"))
+    file_bytes = (tmp_path / "w.safetensors").stat().st_size
+    held = list(accumulate(change for change in changes if abs(change) != file_bytes))
+    assert 0 < max(held) < 0.05 * file_bytes
+
+
+def test_a_new_head_starts_with_the_random_values_of_create(shard):
+    torch.manual_seed(3)
+    whole = revzoo.create("rev_vit_digits", pretrained=True, num_outputs=4)
+    torch.manual_seed(3)
+    model = create_sharded("rev_vit_digits", shard, pretrained=True, num_outputs=4)
+    assert_same(values(model), own_part(whole))
+    assert model.num_outputs == 4
+
+
+def test_the_best_weights_of_a_run_are_read_from_several_files(shard, tmp_path, caplog):
+    saved = revzoo.create("rev_vit_digits", overrides=ONE_BLOCK)
+    (tmp_path / "spec.yaml").write_text(saved.spec.to_yaml())
+    files.save_weights(saved, tmp_path / "best.safetensors", shard_bytes=100_000)
+    assert_same(values(create_sharded(tmp_path, shard)), own_part(saved))
+    assert "loading its best weights" in caplog.text
+
+
+@pytest.fixture
+def lacking(tmp_path):
+    """An index whose second shard is missing."""
+    files.save_weights(revzoo.create("rev_vit_digits", overrides=ONE_BLOCK), tmp_path / "w.safetensors", shard_bytes=100_000)
+    next(tmp_path.glob("w-00002-of-*")).unlink()
+    return tmp_path / "w.safetensors"
+
+
+def test_missing_shards_and_other_shapes_are_named(shard, lacking, tmp_path):
+    with pytest.raises(CheckpointError, match=r"names \d+ shards, of which 1 are missing: w-00002-of-\d+\.safetensors"):
+        create_sharded("rev_vit_digits", shard, overrides=ONE_BLOCK, checkpoint=lacking)
+    files.save_weights(revzoo.create("rev_vit_digits", overrides=ONE_BLOCK, num_outputs=4), tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"2 of another shape: head.linear.weight \(4, 128\) instead of \(10, 128\)"):
+        create_sharded("rev_vit_digits", shard, overrides=ONE_BLOCK, checkpoint=tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize("override", ["input.size=[16,16]", "head.outputs=3"])
+def test_weights_for_another_input_or_head_are_refused(override, shard):
+    with pytest.raises(InputError, match=r"in one process\. Received: .* Save the adapted network"):
+        create_sharded("rev_vit_digits", shard, pretrained=True, overrides=[override])
+
+
+# --- networks of one's own
+
+
+class Scaled(nn.Module):
+    """Its first weight is scaled after the second one was drawn, or another tensor is used in the meantime."""
+
+    def __init__(self, scales: bool):
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(8, 4))
+        self.second = nn.Parameter(torch.randn(4))
+        nn.init.normal_(self.first)
+        self.register_buffer("mean", torch.ones(3) * 2)
+        if scales:
+            nn.init.ones_(self.second)
+            with torch.no_grad():
+                self.first.mul_(2.0)
+
+
+def test_an_initialisation_that_goes_back_is_refused():
+    with torch.device("meta"):
+        model = Scaled(True)
+    with pytest.raises(InputError, match="The initialisation of first reads values that were set before those of another"):
+        materialize_(model, lambda: Scaled(True))
+
+
+def test_any_network_is_made_in_pieces(mesh):
+    torch.manual_seed(0)
+    whole = Scaled(False)
+    with torch.device("meta"):
+        model = Scaled(False)
+    fully_shard(model, mesh=mesh)
+    torch.manual_seed(0)
+    materialize_(model, lambda: Scaled(False))
+    assert_same(values(model), own_part(whole))
+
+
+def test_another_network_is_refused():
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(InputError, match="build makes a network without bias, weight"):
+        materialize_(model, lambda: nn.ReLU())
