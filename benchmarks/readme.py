@@ -246,8 +246,9 @@ def describe_fits(results: dict[str, Any]) -> Iterator[str]:
     yield "|---" * (5 + len(cards)) + "|"
     for row in results["rows"]:
         batches = [" → ".join(str(points[size]["batch"] or "-") for points in row["largest"].values()) for size in cards]
-        last = row["largest"]["stage_inputs"][card]
-        share = f"{last['send_seconds'] / (last['send_seconds'] + last['compute_seconds']):.1%}".replace("%", " %")
+        points = [points[card] for points in row["largest"].values()]
+        shares = (100 * point["send_seconds"] / (point["send_seconds"] + point["compute_seconds"] or 1) for point in points)
+        share = f"{' → '.join(map('{:.1f}'.format, shares))} %"
         weights, sent = (f"{size / 1e9:.2f} GB" for size in (row["parameter_bytes"], row["sent_bytes"]))
         cells = [row["model"], weights, str(row["ranks"]), *batches, *((sent, share) if row["ranks"] > 1 else ("", ""))]
         yield f"| {' | '.join(cells)} |"
@@ -256,9 +257,9 @@ def describe_fits(results: dict[str, Any]) -> Iterator[str]:
     yield from wrap(
         "Largest batch of each card, everything stored → steps inverted and nodes recomputed, for "
         f"{100 * assumed['share']:.0f} % of its memory (-: not even one example); float32 weights and AdamW, bfloat16 "
-        f"autocast, shard=full, nodes of {assumed['node']} cards. All of this is computed, and nothing of it was run on a card: "
-        "the bytes are counted from a training step of the first rank without values (`python benchmarks/distributed.py`, torch "
-        f"{version}), and the last column is what communication would take of the inverting step if nothing of it were hidden "
+        f"autocast, shard=full, nodes of {assumed['node']} cards. All of this is computed, none of it was run on a card: the "
+        "bytes are counted from a training step of the first rank without values (`python benchmarks/distributed.py`, torch "
+        f"{version}), and the last column is what communication would take of these steps if nothing of it were hidden "
         f"behind computing. It assumes {assumed['flops'] / 1e12:.0f} TFLOP/s (two fifths of an H100's 989, data sheet), NVLink "
         f"with {assumed['nvlink'] / 1e9:.0f} GB/s each way (the same), {link / 1e9:.0f} Gb/s between nodes for each card (DGX "
         f"H100, data sheet), and {assumed['nvlink_seconds'] * 1e6:.1f} and {assumed['network_seconds'] * 1e6:.0f} µs for each "
