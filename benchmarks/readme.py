@@ -187,8 +187,8 @@ def describe_reversible_time(part: dict[str, Any]) -> Iterator[str]:
     yield from wrap(
         "CPU time and FLOPs of a step relative to checkpointing; times are the median of "
         f"{part['rows'][0]['rounds']} rounds on {describe_machine(part)} (`--only time`). Checkpointing ends the second run of "
-        "a block at its last product, whose output backward does not need; inversion needs it to get the state before. The rest "
-        "of the difference is arithmetic on the grid and the tripwire."
+        "a block at its last product, whose output backward does not need; inversion needs it to get the state before. The "
+        "rest of the difference is arithmetic on the grid and the tripwire."
     )
 
 
