@@ -32,7 +32,7 @@ from revzoo.training.run_folder import RunFolder
 ROOT = Path(__file__).parents[1]
 RECIPE = ["digits", "data.batch_size=40", "model.overrides=[stages.0.depth=2]", "train.save_every=3"]
 WAIT_SECONDS = 60  # for a process that hangs; starting takes less
-LIMIT_SECONDS = 1200  # in which a training has to end
+LIMIT_SECONDS = 3600  # in which a training has to end
 
 
 @contextmanager

@@ -23,6 +23,7 @@ TEXTS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 # Run by .ci/run, tests/runtime, tests/planning, tests/distributed and tests/bench.
 NOT_RUN = (
     *("python -m pip install", "python -m pytest", "python benchmarks/", "accelerate launch", "ACCELERATE_USE_CPU=true "),
+    "torchrun ",
     "revzoo bench",
 )
 LONG = {"README.md", "convert.md", "planning.md", "training.md"}  # they train and plan, as tests of these packages do with less
