@@ -61,7 +61,8 @@ def compare(name: str) -> dict[str, Any]:
         model(batch).square().mean().backward()
     values, expected = gather(divided.state_dict()), alone.state_dict()
     gradients = gather({key: parameter.grad for key, parameter in divided.named_parameters()})
-    errors = [float((gradients[key] - p.grad).norm() / p.grad.norm().clamp(1e-6)) for key, p in alone.named_parameters()]
+    # The gradient of the bias of keys is 0 but for rounding.
+    errors = [float((gradients[key] - p.grad).norm() / p.grad.norm().clamp(1e-2)) for key, p in alone.named_parameters()]
     return {
         "keys": list(values) == list(expected),
         "values": all(torch.equal(values[key], tensor) for key, tensor in expected.items()),
