@@ -69,9 +69,7 @@ def shard_(
     names = tuple(name for name in cast(tuple[str, ...], mesh.mesh_dim_names) if name != "tensor")
     data = mesh[names]
     for unit in list_units(model):
-        fully_shard(
-            unit, mesh=data, mp_policy=policy, offload_policy=offloading, reshard_after_forward=reshard_after_forward
-        )
+        fully_shard(unit, mesh=data, mp_policy=policy, offload_policy=offloading, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=data, mp_policy=of_root, offload_policy=offloading)
 
 
