@@ -1,4 +1,4 @@
-"""Divide a network over processes by PyTorch's FSDP2: which parts are gathered together, and in which precision.
+"""Divide a network over processes by PyTorch's FSDP2: which parts are gathered together.
 
 A unit is gathered before it runs and freed after it, in forward, in backward, and where a reversible step runs again. Every
 process holds its share of everything, and at any time one unit in full, or two while the next is being gathered.
@@ -17,6 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from revzoo.model.network import Model
+
+Precision = Literal["no", "bf16", "fp16"]
 
 
 def list_units(model: Model) -> list[nn.Module]:
@@ -38,14 +40,7 @@ def _list_others(model: nn.Module, modules: list[nn.Module]) -> list[nn.Paramete
     return [p for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)]
 
 
-def shard_(
-    model: Model,
-    mesh: DeviceMesh,
-    *,
-    precision: Literal["no", "bf16"] = "no",
-    offload: bool = False,
-    reshard_after_forward: bool = True,
-) -> None:
+def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offload: bool = False) -> None:
     """Divide a network over the processes of a mesh, in place; make its optimizer afterwards.
 
     Parameters become DTensors of which each process holds its shard, on the mesh's device. Buffers stay whole. On the meta
@@ -54,23 +49,17 @@ def shard_(
     Args:
         model: the network, with the same values in every process. What is frozen must be so already.
         mesh: made by `make_mesh`.
-        precision: "bf16" gathers parameters in bfloat16, for a model that runs under autocast of that dtype; gradients are
-            added up in float32, and the model returns float32.
+        precision: of the autocast under which the model runs; unless it is "no", the model returns float32. Parameters are
+            gathered as they are: autocast rounds what it must, and norms see the weights that they see in one process.
         offload: keep shards, their gradients and with them the optimizer's state on the host.
-        reshard_after_forward: free a unit after forward and gather it again in backward. The root stays until then.
     """
-    half = torch.bfloat16 if precision == "bf16" else None
-    full = None if half is None else torch.float32
-    # Inputs are cast by autocast alone, as in one process: norms and streams stay in float32.
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full, cast_forward_inputs=False)
-    of_root = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full, output_dtype=full, cast_forward_inputs=False)
-    pinned = mesh.device_type != "cpu"
-    offloading = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    names = tuple(name for name in cast(tuple[str, ...], mesh.mesh_dim_names) if name != "tensor")
-    data = mesh[names]
+    data = mesh[tuple(name for name in cast(tuple[str, ...], mesh.mesh_dim_names) if name != "tensor")]
+    host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for unit in list_units(model):
-        fully_shard(unit, mesh=data, mp_policy=policy, offload_policy=offloading, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=data, mp_policy=of_root, offload_policy=offloading)
+        fully_shard(unit, mesh=data, offload_policy=host, reshard_after_forward=True)
+    policy = MixedPrecisionPolicy(output_dtype=None if precision == "no" else torch.float32)
+    # The root is freed after forward too: nobody outside a forward or backward ever meets a gathered parameter.
+    fully_shard(model, mesh=data, offload_policy=host, mp_policy=policy, reshard_after_forward=True)
 
 
 def is_sharded(model: nn.Module) -> bool:
