@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed._tools.fake_collectives  # collectives of FakeTensors do nothing, in any process group
@@ -28,9 +28,7 @@ from revzoo.model.network import Model
 from revzoo.planning.ranks.division import Division
 from revzoo.runtime.nested import tensors_in
 from revzoo.sharding.mesh import make_mesh
-from revzoo.sharding.shard import shard_
-
-Precision = Literal["no", "bf16"]
+from revzoo.sharding.shard import Precision, shard_
 
 _KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
 
@@ -94,7 +92,7 @@ def divide_copy(
     Args:
         model: not divided itself; on any device. It is left as it is.
         division: "full" or "hybrid".
-        precision: "bf16" gathers parameters in bfloat16.
+        precision: of the autocast under which the step will run.
         mesh: of the ranks, where they have been started. Nothing is sent. None pretends that they have.
     Raises:
         InputError: a process group has been started, and no mesh of it is given.

@@ -19,9 +19,10 @@ from revzoo.planning.profiling.inversion_limit import predict_inversion_limit
 from revzoo.planning.profiling.profile import Profile, count_model_bytes
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.ranks.division import Division, RankBytes, count_rank_bytes
-from revzoo.planning.ranks.rank_copy import Collective, Precision, divide_copy
+from revzoo.planning.ranks.rank_copy import Collective, divide_copy
 from revzoo.planning.setting import read_setting
 from revzoo.runtime.schedule import MODES
+from revzoo.sharding.shard import Precision
 
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes of gradients that DDP sends together, unless it is told otherwise
 
@@ -69,7 +70,7 @@ def plan_ranks(
         division: over which ranks the model will be divided.
         solver, optimizer, loss: as for `revzoo.plan`; the optimizer is of the model's whole parameters.
         other_bytes: other memory that is alive on a rank during the whole training step, such as averaged weights.
-        precision: "bf16" gathers parameters in bfloat16. The surrounding autocast is that of the step.
+        precision: of the surrounding autocast, which is that of the step.
         mesh: of the ranks, where they have been started. Only the calling process counts, and sends nothing.
     Raises:
         InputError: a model, batch, optimizer or budget that cannot be used, or a process group without its mesh.
