@@ -22,6 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, InputError
 from revzoo.file import sync, write_atomically
 from revzoo.spec.names import BEST_WEIGHTS
@@ -30,7 +31,7 @@ from revzoo.training.seal import find_damage, seal
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
     r"\.tmp[A-Za-z0-9]{6}|"
-    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|\w+\.safetensors|curves\.png)\.partial"
+    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|[\w-]+\.safetensors(\.index\.json)?|curves\.png)\.partial"
 )
 _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
 
@@ -123,7 +124,7 @@ class RunFolder:
     def is_untouched(self) -> bool:
         """Return whether no state, metrics or weights have been saved."""
         results = (self.metrics, self.last, self.best)
-        return not any(self.states.glob("*-*")) and not any(path.exists() for path in results)
+        return not any(self.states.glob("*-*")) and not any(find_weights(path).exists() for path in results)
 
     def sweep(self) -> None:
         """Remove what a killed run has left: temporary files, and states that were being written, replaced or deleted."""
