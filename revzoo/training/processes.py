@@ -18,7 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from revzoo.errors import InputError, SpecError, SpecProblem
 from revzoo.sharding.mesh import make_mesh
+from revzoo.spec.parsing import to_plain
+from revzoo.spec.tree import YamlNode
 from revzoo.training.options import Recipe
+from revzoo.training.recipe_check import find_contradictions
 
 
 def follow_launcher(recipe: Recipe) -> Recipe:
@@ -26,6 +29,7 @@ def follow_launcher(recipe: Recipe) -> Recipe:
 
     Raises:
         InputError: a setting that has no counterpart, or that contradicts the recipe.
+        SpecError: settings of the recipe that do not go with a divided network.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return recipe
@@ -51,7 +55,10 @@ def follow_launcher(recipe: Recipe) -> Recipe:
             "Recipe and Accelerate's configuration contradict each other. Received: train.offload=true and "
             "fsdp_offload_params: false. Change one of them."
         )
-    return replace(recipe, train=replace(train, shard="full", offload=offload))
+    followed = replace(recipe, train=replace(train, shard="full", offload=offload))
+    if problems := list(find_contradictions(YamlNode.from_plain(to_plain(followed), recipe.file))):
+        raise SpecError(problems)
+    return followed
 
 
 def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
@@ -59,16 +66,23 @@ def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
     return Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available(), **arguments)
 
 
-def make_run_mesh(recipe: Recipe, accelerator: Accelerator) -> DeviceMesh | None:
+def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, resumed: bool) -> DeviceMesh | None:
     """Return the mesh of processes over which the recipe divides the network; None if it does not.
 
+    Args:
+        recipe: the recipe.
+        accelerator: Accelerate's object for it.
+        resumed: one process may go on alone with a run whose network was divided, and holds all of it.
+
     Raises:
-        SpecError: there are no processes, or they cannot be arranged like this.
+        SpecError: a new run has only one process, without a launcher.
+        InputError: the processes cannot be arranged like this.
     """
     options, processes = recipe.train, accelerator.num_processes
-    if options.shard == "none":
+    is_alone = not torch.distributed.is_initialized()
+    if options.shard == "none" or (is_alone and resumed):
         return None
-    if not torch.distributed.is_initialized():
+    if is_alone:
         command = f"torchrun --nproc_per_node N -m zoo_cli train ... train.shard={options.shard}"
         problem = SpecProblem(recipe.file, "train.shard", f"{options.shard!r} without a launcher", f"none, or start {command}")
         raise SpecError([problem])

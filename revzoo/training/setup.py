@@ -17,23 +17,17 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from revzoo.checkpoint.index import find_folder_weights
 from revzoo.data.base import IGNORED, Data
 from revzoo.data.loading import load_data
 from revzoo.data.random import reseed
-from revzoo.data.requirement import count_required_outputs
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, SpecError, SpecProblem, join_names
-from revzoo.model.create import create
 from revzoo.model.network import Model
-from revzoo.registry import heads
-from revzoo.sharding.shard import shard_
-from revzoo.spec import Spec
-from revzoo.spec.loading import load_spec
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.in_backward import updates_each_alone
 from revzoo.training.main_process import call_on_all
 from revzoo.training.mixup import SharedMixup
+from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin
@@ -165,7 +159,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     """
     options = recipe.train
     accelerator = accelerator or make_accelerator(recipe)
-    mesh = make_run_mesh(recipe, accelerator)
+    mesh = make_run_mesh(recipe, accelerator, resumed=resumed)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
     processes = accelerator.num_processes
@@ -178,21 +172,16 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     if resumed:  # the weights come from the state
         spec_file = str(run_folder.path / "spec.yaml")
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
-    spec, is_open = call_on_all(accelerator, lambda: _load_model_spec(model_options))
+    spec, is_open = call_on_all(accelerator, lambda: load_model_spec(model_options))
     share = replace(recipe.data, batch_size=batch_size)
     data = call_on_all(accelerator, lambda: load_data(share, spec.input, options.seed, processes))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
         model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
-    model = call_on_all(accelerator, lambda: _make_model(model_options, spec, is_open, data, recipe))
+    model, ema = call_on_all(
+        accelerator, lambda: make_network(model_options, spec, is_open, data, recipe, accelerator.device, mesh)
+    )
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
     require_same_origin(origin)
-    _freeze(model, recipe)
-    ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
-    if mesh is not None:
-        for each in (model,) if ema is None else (model, ema.module):
-            shard_(each, mesh, precision=options.mixed_precision, offload=options.offload)
-    elif ema is not None:  # a copy of the bare model: a copy of the prepared one would run the original's weights
-        ema.to(accelerator.device)
     optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
     if options.optimizer_in_backward:
         _require_updates_in_backward(recipe, optimizer, accelerator)
@@ -262,55 +251,6 @@ def _share_batch(whole: int, processes: int, recipe: Recipe) -> int:
             f"equally. Resume it with {join_names(possible, most=8)} processes."
         )
     return whole // processes
-
-
-def _load_model_spec(options: ModelOptions) -> tuple[Spec, bool]:
-    """Return the model's spec, and whether an override sets a head without its number of outputs, which the data then fix."""
-    try:
-        return load_spec(options.name, options.overrides), False
-    except SpecError as error:
-        if [problem.path for problem in error.problems] != ["head.outputs"]:
-            raise
-        return load_spec(options.name, [*options.overrides, "head.outputs=1"]), True
-
-
-def _make_model(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe: Recipe) -> Model:
-    needed = count_required_outputs(spec, data, recipe.data.name)
-    outputs, overrides = options.num_outputs, options.overrides
-    if outputs is not None and outputs < needed:
-        allowed = f"at least {needed}, the {'classes in the data' if data.num_classes else 'vocabulary'}"
-        raise SpecError([SpecProblem(recipe.file, "model.num_outputs", str(outputs), allowed)])
-    if "outputs" in heads.arguments(spec.head.type):  # other heads have one output for each id of the vocabulary
-        outputs = outputs or needed
-        # Pretrained weights may have another head, which is replaced after loading. Without them the head is built with the
-        # right size, so that it has the initialisation that the spec asks for.
-        fine_tuned = options.pretrained or options.checkpoint is not None or find_folder_weights(options.name) is not None
-        overrides = overrides if fine_tuned and not is_open else (*overrides, f"head.outputs={outputs}")
-    return create(
-        options.name,
-        pretrained=options.pretrained,
-        checkpoint=options.checkpoint,
-        num_outputs=outputs,
-        overrides=overrides,
-        schedule=options.schedule,
-        exact=options.exact,
-    )
-
-
-def _freeze(model: Model, recipe: Recipe) -> None:
-    """Exclude the parts that the recipe names from training."""
-    known = [name for name, _ in model.named_modules() if name]
-    for name in recipe.train.freeze:
-        if name not in known:
-            parts = [part for part in known if part.count(".") < 2]
-            raise SpecError(
-                [SpecProblem(recipe.file, "train.freeze", repr(name), f"parts of the model, such as {join_names(parts)}")]
-            )
-        model.get_submodule(name).requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise SpecError(
-            [SpecProblem(recipe.file, "train.freeze", str(list(recipe.train.freeze)), "some parts of the model, not all")]
-        )
 
 
 def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:

@@ -250,13 +250,13 @@ def test_processes_that_do_not_fit_are_refused(arguments, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.offload=true"], "train.offload: found True; allowed: false with train.shard: none"),
+        (["train.offload=true"], "train.offload: found true; allowed: false with train.shard: none"),
         (["train.tensor_parallel=2", "train.shard=full"], "train.tensor_parallel: found 2; allowed: 1: no part divides"),
-        (["train.shard=full", "train.mixed_precision=fp16"], "train.mixed_precision: found fp16; allowed: bf16"),
-        (["train.shard=full", "memory.budget=1GiB"], "memory.budget: found 1GiB; allowed: null with train.shard"),
+        (["train.shard=full", "train.mixed_precision=fp16"], "train.mixed_precision: found 'fp16'; allowed: bf16"),
+        (["train.shard=full", "memory.budget=1GiB"], "memory.budget: found '1GiB'; allowed: null with train.shard"),
         (
             ["train.shard=full", "train.optimizer_in_backward=true", "train.clip_grad=null"],
-            "train.optimizer_in_backward: found True; allowed: false with train.shard",
+            "train.optimizer_in_backward: found true; allowed: false with train.shard",
         ),
     ],
 )
