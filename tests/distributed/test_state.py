@@ -36,6 +36,7 @@ RECIPE = [
 ]
 MIXUP = "mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"
 BATCH = 240  # six an epoch, three updates
+CUT = {"cut": "none", "cut-divided": "full"}  # trainings that others go on with, and their train.shard
 MEASURED = {"seconds", "images_per_second", "memory_bytes"}
 SECONDS = 300  # processes wait for each other no longer than this
 
@@ -45,8 +46,14 @@ SECONDS = 300  # processes wait for each other no longer than this
 
 @contextmanager
 def world(rank: int, processes: int, port: int) -> Iterator[bool]:
-    """Yield whether this process is one of the first so many, which form a group inside the block, as Accelerate does it."""
-    if rank < processes:
+    """Yield whether this process is one of the first so many, which form a group inside the block, as Accelerate does it.
+
+    One process is alone, without a group, as without a launcher.
+    """
+    if processes == 1:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    elif rank < processes:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_PORT": str(port)}
     yield rank < processes
     if distributed.is_initialized():
@@ -58,20 +65,33 @@ def world(rank: int, processes: int, port: int) -> Iterator[bool]:
 def train_all(processes: int) -> None:
     """Train with these processes, and begin, go on with, or end a training that is cut into parts."""
     from revzoo.training import loop
-    from revzoo.training.interrupt import Interrupted, StopSignal
-    from revzoo.training.recipe import load_recipe
-
-    recipe = load_recipe("digits", [*RECIPE, f"data.batch_size={BATCH // processes}", MIXUP])
+    from revzoo.training.interrupt import StopSignal
 
     loop.measure_modes = lambda *_, **__: ({}, None)
     loop.describe_gradients = lambda run: ""
     loop.plot_curves = lambda records, path: path.write_bytes(b"")
-    loop.train(recipe, Path(f"whole-{processes}"))
-    number, poll, polls = count(1), StopSignal.poll, {4: 2, 2: 5, 1: 0}[processes]
+    loop.train(load(processes), Path(f"whole-{processes}"))
+    poll = StopSignal.poll
+    for name in CUT:
+        train_part(name, processes)
+    StopSignal.poll = poll
+
+
+def load(processes: int, shard: str = "none") -> Any:
+    from revzoo.training.recipe import load_recipe
+
+    return load_recipe("digits", [*RECIPE, f"data.batch_size={BATCH // processes}", f"train.shard={shard}", MIXUP])
+
+
+def train_part(name: str, processes: int) -> None:
+    """Begin a training that is cut into parts, or go on with it; one process ends it."""
+    from revzoo.training import loop
+    from revzoo.training.interrupt import Interrupted, StopSignal
+
+    number, polls = count(1), {4: 2, 2: 5, 1: 0}[processes]
     StopSignal.poll = lambda stop: 15 if next(number) == polls else 0
     with suppress(Interrupted):
-        loop.train(recipe, Path("cut")) if processes == 4 else loop.resume(Path("cut"))
-    StopSignal.poll = poll
+        loop.train(load(processes, CUT[name]), Path(name)) if processes == 4 else loop.resume(Path(name))
 
 
 def make_sharded(seed: int, processes: int) -> tuple[dict[str, nn.Module], torch.optim.Optimizer]:
@@ -191,8 +211,9 @@ def test_training_does_not_depend_on_the_number_of_processes(results, fewer):
 
 
 @pytest.mark.slow
-def test_fewer_processes_go_on_to_the_same_end(results):
-    cut = results(4) / "cut"
+@pytest.mark.parametrize("name", CUT)
+def test_fewer_processes_go_on_to_the_same_end(results, name):
+    cut = results(4) / name
     assert_same_metrics(cut, results(4) / "whole-4")
     progress = json.loads((cut / "state" / "00002-0000000" / "progress.json").read_text())
     assert (progress["processes"], progress["loss_sum"]) == (1, 0.0)
