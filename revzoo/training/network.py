@@ -91,7 +91,7 @@ def _make_divided(
     with torch.no_grad():
         for tensor, source in zip(chain(copy.parameters(), copy.buffers()), sources, strict=True):
             get_own_part(tensor).copy_(get_own_part(source))
-    average = _average(nn.Linear(1, 1), recipe.ema)  # timm copies what it is given
+    average = _average(nn.LayerNorm(1), recipe.ema)  # timm copies what it is given; making this draws no random numbers
     average.module = copy.eval()
     return model, average
 

@@ -24,7 +24,7 @@ import revzoo
 from revzoo.errors import InputError, SpecError
 from revzoo.sharding.mesh import count_shards, make_mesh
 from revzoo.sharding.shard import list_units, shard_
-from revzoo.training import loop
+from revzoo.training import loop, network
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.processes import follow_launcher
 from revzoo.training.recipe import load_recipe
@@ -120,7 +120,10 @@ def work(rank: int, processes: int, folder: Path, quick: bool) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = str(processes // nodes)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        loop.train(load(case, processes, *how), folder / name)
+        with pytest.MonkeyPatch.context() as patch:
+            if how:  # what is divided is made in pieces
+                patch.delattr(network, "create")
+            loop.train(load(case, processes, *how), folder / name)
     if quick:
         variants: dict[str, dict[str, Any]] = {mode: {"schedule": mode} for mode in MODES}
         variants |= {"exact": {"exact": True}, "lookahead": {"lookahead": 1}}
@@ -276,6 +279,8 @@ def test_the_configuration_of_accelerate_decides(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert follow_launcher(recipe).train.shard == "full"
+    with pytest.raises(SpecError, match="memory.budget: found '1GiB'; allowed: null with train.shard"):
+        follow_launcher(load_recipe("digits", ["memory.budget=1GiB"]))
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     assert follow_launcher(recipe).train.offload
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "false")

@@ -133,10 +133,12 @@ def test_links_and_paths_lead_somewhere(document):
 def leads_somewhere(document: Path, link: str) -> bool:
     """Return whether there is such a file, with such a heading if the link names one."""
     name, _, heading = link.partition("#")
-    file = document.parent / name
+    file = document.parent / name if name else document
     if not file.exists() or not heading:
         return file.exists()
-    return heading in {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in file.read_text().split("\n")}
+    return heading in {
+        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in file.read_text().split("\n")
+    }
 
 
 @pytest.mark.parametrize("document", TEXTS, ids=lambda path: path.name)
