@@ -22,6 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, InputError
 from revzoo.file import sync, write_atomically
 from revzoo.spec.names import BEST_WEIGHTS
@@ -30,7 +31,7 @@ from revzoo.training.seal import find_damage, seal
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
     r"\.tmp[A-Za-z0-9]{6}|"
-    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|\w+\.safetensors|curves\.png)\.partial"
+    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|[\w-]+\.safetensors(\.index\.json)?|curves\.png)\.partial"
 )
 _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
 
@@ -122,7 +123,7 @@ class RunFolder:
 
     def is_untouched(self) -> bool:
         """Return whether no state, metrics or weights have been saved."""
-        results = (self.metrics, self.last, self.best)
+        results = (self.metrics, find_weights(self.last), find_weights(self.best))
         return not any(self.states.glob("*-*")) and not any(path.exists() for path in results)
 
     def sweep(self) -> None:
@@ -178,7 +179,7 @@ class RunFolder:
     def _say_from_weights(self) -> str:
         """Return in words how to start from the last weights, or an empty string where there are none."""
         command = f"revzoo train {self.path}/config.yaml model.checkpoint={self.last}"
-        return f" from the weights after the last epoch: {command}" if self.last.is_file() else ""
+        return f" from the weights after the last epoch: {command}" if find_weights(self.last).is_file() else ""
 
     def explain_damage(self, file: Path, reason: object) -> CheckpointError:
         """Return the error for a file of the newest state that cannot be used; it says how to go on."""

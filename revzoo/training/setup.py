@@ -36,7 +36,7 @@ from revzoo.training.main_process import call_on_all
 from revzoo.training.mixup import SharedMixup
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
-from revzoo.training.origin import Origin, read_origin, require_same_origin
+from revzoo.training.origin import Origin, read_origin, require_same_origin, require_same_recipe
 from revzoo.training.processes import describe_shares, make_run_mesh, open_accelerator
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.restart import form_group_anew
@@ -165,6 +165,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     """
     options = recipe.train
     accelerator = accelerator or make_accelerator(recipe)
+    require_same_recipe(recipe)
     mesh = make_run_mesh(recipe, accelerator)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
