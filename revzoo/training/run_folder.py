@@ -31,7 +31,8 @@ from revzoo.training.seal import find_damage, seal
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
     r"\.tmp[A-Za-z0-9]{6}|"
-    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|[\w-]+\.safetensors(\.index\.json)?|curves\.png)\.partial"
+    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|curves\.png|"
+    r"[\w-]+\.safetensors(\.index\.json)?)\.partial"
 )
 _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
 

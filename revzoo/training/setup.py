@@ -31,6 +31,7 @@ from revzoo.sharding.shard import shard_
 from revzoo.spec import Spec
 from revzoo.spec.loading import load_spec
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
+from revzoo.training.divided_update import updates_divided
 from revzoo.training.in_backward import updates_each_alone
 from revzoo.training.main_process import call_on_all
 from revzoo.training.mixup import SharedMixup
@@ -195,6 +196,9 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     elif ema is not None:  # a copy of the bare model: a copy of the prepared one would run the original's weights
         ema.to(accelerator.device)
     optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
+    if mesh is not None and not updates_divided(optimizer, mesh):
+        allowed = f"one that updates divided parameters as it does whole ones with train.shard={options.shard}, such as adamw"
+        raise SpecError([SpecProblem(recipe.file, "optimizer.opt", repr(recipe.optimizer.opt), allowed)])
     if options.optimizer_in_backward:
         _require_updates_in_backward(recipe, optimizer, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
