@@ -294,6 +294,11 @@ def claim_free_folder(parent: Path, name: str) -> RunFolder:
     return next(folder for folder in map(RunFolder, paths) if _claim(folder))
 
 
+def is_numbered(name: str, first: str) -> bool:
+    """Return whether `claim_free_folder` may have given a folder this name instead of the first one."""
+    return re.fullmatch(rf"{re.escape(first)}(-\d+)?", name) is not None
+
+
 def _claim(folder: RunFolder) -> bool:
     """Make a folder, if it does not exist yet; return whether this process has made it."""
     if folder.path.exists():
