@@ -159,7 +159,8 @@ def find_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     if not floats:
         return []
-    finite = torch.stack([torch.isfinite(tensor).all() for tensor in floats.values()]).tolist()
+    device = next(iter(floats.values())).device  # offloaded parameters are on another one than buffers
+    finite = torch.stack([torch.isfinite(tensor).all().to(device) for tensor in floats.values()]).tolist()
     return [name for name, each in zip(floats, finite, strict=True) if not each]
 
 

@@ -180,6 +180,10 @@ def _require_counting(arguments: argparse.Namespace) -> None:
     given |= {"a range of batch sizes": arguments.batch if isinstance(arguments.batch, tuple) else None}
     if unused := [option for option, value in given.items() if value is not None]:
         raise InputError(f"Many ranks are counted and not run. Received: --ranks and {join_names(unused)}. Leave one out.")
+    if arguments.budget == "auto" or "%" in arguments.budget:  # of the machine that plans, which is none of the ranks
+        raise InputError(
+            f"The memory of a rank is not known here. Received: --budget {arguments.budget}. Give a size, such as 80GB."
+        )
 
 
 def _plan_ranks(arguments: argparse.Namespace, model: "Model") -> "Plan":

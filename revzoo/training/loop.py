@@ -21,7 +21,6 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from timm.utils import distribute_bn
 from torch.distributed.fsdp import FSDPModule
 
 from revzoo.analysis.memory_report import measure_modes
@@ -48,6 +47,7 @@ from revzoo.training.restart import find_own_folder, sign_folder
 from revzoo.training.run_folder import RunFolder, claim_free_folder
 from revzoo.training.setup import Run, build_run, make_accelerator
 from revzoo.training.state import load_state, save_state, saving
+from revzoo.training.statistics import share_statistics
 from revzoo.training.terminal import send_output_to
 from revzoo.training.verification import describe_gradients
 
@@ -319,9 +319,7 @@ def _say_when(run: Run) -> Iterator[None]:
 def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     """Evaluate the model, write the metrics, save weights and state; return the signal that ended the evaluation, or 0."""
     accelerator, progress = run.accelerator, run.progress
-    if accelerator.num_processes > 1:  # BatchNorm's statistics differ between processes; DDP takes the first one's in forward
-        for model in [run.evaluated] if run.mesh is None else dict.fromkeys([run.model, run.evaluated]):
-            distribute_bn(model, accelerator.num_processes, reduce=run.mesh is not None)
+    share_statistics(run)
     check_weights(run)
     try:
         scores = evaluate(run.evaluated, stop.watch(run.test_loader), accelerator, run.data.label_noun)

@@ -90,6 +90,13 @@ def read_origin(folder: RunFolder) -> Origin:
         raise folder.explain_damage(state / ORIGIN, error) from error
 
 
+def require_same_recipe(recipe: Recipe) -> None:
+    """Check that all processes have the same recipe, which says what groups they form. Errors: `require_same_origin`."""
+    own = to_plain(recipe)
+    [first] = broadcast_object_list([own])
+    _refuse_others(list(find_differences(first, own)))
+
+
 def require_same_origin(origin: Origin) -> None:
     """Check that all processes have the same recipe, model, classes and examples.
 
@@ -97,7 +104,11 @@ def require_same_origin(origin: Origin) -> None:
         InputError: they have not; raised in every process, with the same message.
     """
     [first] = broadcast_object_list([origin])
-    differing = list(first.list_changes(origin))
+    _refuse_others(list(first.list_changes(origin)))
+
+
+def _refuse_others(differing: list[str]) -> None:
+    """Raise InputError in every process where any of them names what it has otherwise than the first."""
     lines = [
         f"process {number} has other {join_names(names, most=6)}"
         for number, names in enumerate(gather_object([differing]))

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import distributed
 
-from revzoo.training.run_folder import RunFolder
+from revzoo.training.run_folder import RunFolder, is_numbered
 
 
 def form_group_anew(timeout: timedelta | None = None, backend: str | None = None) -> None:
@@ -66,10 +66,12 @@ def find_own_folder(parent: Path, name: str, out: Path | None) -> RunFolder | No
 
     Args:
         parent: where folders without a name of their own are made.
-        name: the beginning of their names.
+        name: their name, which a number may follow.
         out: the folder that the user has named.
     """
     if not any(gather_object([count_restarts()])):  # where only another machine's processes had died, this count is 0
         return None
-    folders = [RunFolder(path) for path in (parent.glob(f"{name}*") if out is None else [out])]
-    return next((folder for folder in folders if folder.job.is_file() and folder.job.read_text() == name_job()), None)
+    paths = [path for path in parent.glob("*") if is_numbered(path.name, name)] if out is None else [out]
+    own = [folder for folder in map(RunFolder, paths) if folder.job.is_file() and folder.job.read_text() == name_job()]
+    # The newest: an id that a user gives may be that of earlier jobs, too.
+    return max(own, key=lambda folder: folder.job.stat().st_mtime, default=None)

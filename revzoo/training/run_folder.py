@@ -31,7 +31,8 @@ from revzoo.training.seal import find_damage, seal
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
     r"\.tmp[A-Za-z0-9]{6}|"
-    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|[\w-]+\.safetensors(\.index\.json)?|curves\.png)\.partial"
+    r"(config\.yaml|spec\.yaml|classes\.json|metrics\.jsonl|plan\.json|curves\.png|"
+    r"[\w-]+\.safetensors(\.index\.json)?)\.partial"
 )
 _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record
 
@@ -123,8 +124,8 @@ class RunFolder:
 
     def is_untouched(self) -> bool:
         """Return whether no state, metrics or weights have been saved."""
-        results = (self.metrics, self.last, self.best)
-        return not any(self.states.glob("*-*")) and not any(find_weights(path).exists() for path in results)
+        results = (self.metrics, find_weights(self.last), find_weights(self.best))
+        return not any(self.states.glob("*-*")) and not any(path.exists() for path in results)
 
     def sweep(self) -> None:
         """Remove what a killed run has left: temporary files, and states that were being written, replaced or deleted."""
@@ -179,7 +180,7 @@ class RunFolder:
     def _say_from_weights(self) -> str:
         """Return in words how to start from the last weights, or an empty string where there are none."""
         command = f"revzoo train {self.path}/config.yaml model.checkpoint={self.last}"
-        return f" from the weights after the last epoch: {command}" if self.last.is_file() else ""
+        return f" from the weights after the last epoch: {command}" if find_weights(self.last).is_file() else ""
 
     def explain_damage(self, file: Path, reason: object) -> CheckpointError:
         """Return the error for a file of the newest state that cannot be used; it says how to go on."""
@@ -291,6 +292,11 @@ def claim_free_folder(parent: Path, name: str) -> RunFolder:
     """
     paths = (parent / (name if number == 1 else f"{name}-{number}") for number in count(1))
     return next(folder for folder in map(RunFolder, paths) if _claim(folder))
+
+
+def is_numbered(name: str, first: str) -> bool:
+    """Return whether `claim_free_folder` may have given a folder this name instead of the first one."""
+    return re.fullmatch(rf"{re.escape(first)}(-\d+)?", name) is not None
 
 
 def _claim(folder: RunFolder) -> bool:

@@ -24,13 +24,14 @@ from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.network import Model
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
+from revzoo.training.divided_update import updates_divided
 from revzoo.training.in_backward import updates_each_alone
 from revzoo.training.main_process import call_on_all
 from revzoo.training.mixup import SharedMixup
 from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
-from revzoo.training.origin import Origin, read_origin, require_same_origin
+from revzoo.training.origin import Origin, read_origin, require_same_origin, require_same_recipe
 from revzoo.training.processes import describe_shares, make_run_mesh, open_accelerator
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.restart import form_group_anew
@@ -159,6 +160,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     """
     options = recipe.train
     accelerator = accelerator or make_accelerator(recipe)
+    require_same_recipe(recipe)
     mesh = make_run_mesh(recipe, accelerator, resumed=resumed)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
@@ -183,6 +185,9 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
     require_same_origin(origin)
     optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
+    if mesh is not None and not updates_divided(optimizer, mesh):
+        allowed = f"one that updates divided parameters as it does whole ones with train.shard={options.shard}, such as adamw"
+        raise SpecError([SpecProblem(recipe.file, "optimizer.opt", repr(recipe.optimizer.opt), allowed)])
     if options.optimizer_in_backward:
         _require_updates_in_backward(recipe, optimizer, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)

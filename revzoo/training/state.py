@@ -14,6 +14,7 @@ from revzoo.training.main_process import call_on_all, call_on_main
 from revzoo.training.seal import hash_file
 from revzoo.training.setup import Run
 from revzoo.training.state_tensors import METADATA, list_own_files, read_tensors, write_tensors
+from revzoo.training.statistics import share_statistics
 from revzoo.training.terminal import has_lost_others
 
 
@@ -24,6 +25,7 @@ def save_state(run: Run) -> None:
         DivergedError: there are infinities or NaN in the weights; nothing is saved.
         RevzooError: it could not be written.
     """
+    share_statistics(run)  # a state has room for one process's
     check_weights(run)
     writing, scaler = run.folder.states / "writing", run.accelerator.scaler
     settings = {"scaler": None if scaler is None else scaler.state_dict()}

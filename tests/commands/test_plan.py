@@ -294,10 +294,12 @@ def test_ranks_that_share_nothing_take_what_one_process_takes_and_buckets(file, 
         (("--ranks", 2, "--accumulate"), "Received: --ranks and --accumulate."),
         (("--ranks", 2, "--lookahead", "1"), "Received: --ranks and --lookahead."),
         (("--ranks", 2, "--batch", "auto:2-4"), "Received: --ranks and a range of batch sizes."),
+        (("--ranks", 2, "--budget", "60%"), "Received: --budget 60%. Give a size, such as 80GB."),
+        (("--ranks", 2, "--budget", "auto"), "Received: --budget auto. Give a size, such as 80GB."),
     ],
 )
 def test_ranks_that_cannot_be_planned_are_refused(arguments, message, refused):
-    assert message in refused("plan", "rev_vit_digits", *arguments, "--budget", "1GiB")
+    assert message in refused("plan", "rev_vit_digits", "--budget", "1GiB", *arguments)
 
 
 def test_ranks_of_a_module_that_is_not_the_zoos_are_refused(refused):

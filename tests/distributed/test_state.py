@@ -14,10 +14,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -135,6 +137,31 @@ def load_sharded(folder: Path, processes: int) -> dict[str, Any]:
     return {"different": different, "more": sorted(loaded), "compared": len(expected), "settings": settings}
 
 
+def save_statistics(folder: Path) -> list[float]:
+    """Save a divided run in which BatchNorm has other statistics in each process; return those after it, and those saved."""
+    from revzoo.training.run_folder import Progress, RunFolder
+    from revzoo.training.state import save_state
+
+    norms = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+    norms[0].running_mean.fill_(float(distributed.get_rank()))
+    optimizers = [torch.optim.SGD(norm.parameters(), lr=1.0) for norm in norms]
+    run: Any = SimpleNamespace(
+        accelerator=Accelerator(cpu=True),
+        recipe=SimpleNamespace(train=SimpleNamespace(keep_states=2)),
+        folder=RunFolder(folder),
+        progress=Progress(),
+        origin=SimpleNamespace(save=lambda state: None),
+        mesh="divided",
+        model=norms[0],
+        evaluated=norms[0],
+        ema=None,
+        optimizer=SimpleNamespace(optimizer=optimizers[0]),
+    )
+    save_state(run)
+    read_tensors(run.folder.find_state(), {"model": norms[1]}, optimizers[1])
+    return [norm.running_mean.item() for norm in norms]
+
+
 def work(rank: int, processes: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.chdir(folder)
@@ -148,6 +175,7 @@ def work(rank: int, processes: int, folder: Path) -> None:
                 if processes == first:
                     save_sharded(Path("sharded"), processes)
                     results["files"] = len(list_own_files(Path("sharded")))
+                    results["statistics"] = save_statistics(Path("norms"))
                 results["loaded"][processes] = load_sharded(Path("sharded"), processes)
         processes //= 2
     Path(f"{rank}.json").write_text(json.dumps(results))
@@ -230,3 +258,9 @@ def test_sharded_states_are_loaded_by_fewer_processes_bit_for_bit(results, proce
         assert [int(number) for number in report["loaded"]] == [n for n in (4, 2, 1) if rank < n <= processes]
         for loaded in report["loaded"].values():
             assert loaded == {"different": [], "more": [], "compared": 5 * 31, "settings": {"scaler": {}}}
+
+
+def test_a_state_has_the_mean_of_all_processes_statistics(results):
+    """Otherwise a run that goes on in the middle of an epoch would forget those of all processes but the first."""
+    for rank in range(2):
+        assert json.loads((results(2) / f"{rank}.json").read_text())["statistics"] == [0.5, 0.5]

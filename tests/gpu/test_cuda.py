@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import revzoo
+from revzoo.checkpoint.files import find_not_finite
 from revzoo.errors import RecoveryError
 from revzoo.runtime import LiveBytes, ReversibleChain
 
@@ -255,3 +256,8 @@ def test_the_tripwire_names_the_step_without_waiting_for_the_device(schedule, ex
 
     with pytest.raises(RecoveryError, match=r"^steps\.3 ran differently the second time"):
         train_on()
+
+
+def test_offloaded_weights_are_checked_beside_buffers_on_the_device():
+    buffers = {"mean": torch.ones(2).to(DEVICE), "var": torch.tensor([torch.nan]).to(DEVICE)}
+    assert find_not_finite({"weight": torch.tensor([1.0, torch.inf]), **buffers}) == ["weight", "var"]

@@ -1,6 +1,7 @@
 """Processes share every batch: what is in it and how it is mixed does not depend on them, nor does who may go on with a run."""
 
 import json
+import os
 import shutil
 from itertools import chain, count
 from pathlib import Path
@@ -17,7 +18,7 @@ from revzoo.errors import CheckpointError, InputError
 from revzoo.training import loop
 from revzoo.training.loop import resume, train
 from revzoo.training.mixup import SharedMixup
-from revzoo.training.restart import name_job
+from revzoo.training.restart import find_own_folder, name_job
 from revzoo.training.run_folder import RunFolder
 from revzoo.training.seal import CHECKSUMS, seal
 from revzoo.training.setup import _share_batch
@@ -188,3 +189,16 @@ def test_jobs_without_a_name_have_one(monkeypatch):
     assert name_job() == ""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert name_job() == name_job() != "none"
+
+
+def test_a_job_with_the_id_of_earlier_ones_finds_the_newest_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "100")
+    for age, name in enumerate(("digits-3", "digits-2", "digits", "digits_revnet", "digits-old")):
+        job = RunFolder(tmp_path / name).job
+        job.parent.mkdir(parents=True)
+        job.write_text("another" if name == "digits" else "100")
+        os.utime(job, (age, age))
+    assert find_own_folder(tmp_path, "digits", None) is None  # it is not a restart
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    own = find_own_folder(tmp_path, "digits", None)
+    assert own is not None and own.path.name == "digits-2"

@@ -196,6 +196,7 @@ def test_what_a_killed_run_leaves_is_swept_away(finished, copied, assert_same_ru
     state = copied / "state"
     written = [f"{path.name}.partial" for path in copied.iterdir() if path.is_file()]
     assert {"classes.json.partial", "last.safetensors.partial"} < set(written)
+    written += ["best-b-00001-of-00003.safetensors.partial", "best.safetensors.index.json.partial"]
     for name in (".tmpab12XY", "plan.json.partial", *written):
         (copied / name).write_text("half")
     for name in ("writing", "deleted-00000-0000000", "replaced-00001-0000000"):

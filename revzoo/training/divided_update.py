@@ -1,0 +1,59 @@
+"""Does an optimizer update divided parameters as it updates whole ones?
+
+PyTorch's DTensor makes most operations what they are for the whole tensor, such as a norm over all processes. An optimizer that
+mixes it with tensors of its own, or takes apart what it is given, raises an error or computes something else.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from revzoo.analysis.optimizer_step import copy_optimizer
+
+_SHAPES = ((33,), (32, 48), (24, 20, 3, 3))  # the first is not divided evenly; some optimizers treat small matrices apart
+_STEPS = 3
+_TOLERANCE = 0.02  # of what the steps have moved a parameter: Muon computes in bfloat16
+
+
+def updates_divided(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
+    """Return whether divided parameters get the same values as whole ones, but for rounding, from state that can be saved.
+
+    That is tried out, with a few small parameters. All processes of the mesh call this together.
+    """
+    names = mesh.mesh_dim_names or ()
+    placements = [Shard(0) if name == "shard" else Replicate() for name in names]
+
+    def divide(tensor: Tensor) -> DTensor:
+        return distribute_tensor(tensor.detach().clone(), mesh, placements, src_data_rank=None)  # all have the same
+
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.randn(shape, generator=generator).to(mesh.device_type) for shape in _SHAPES]
+    whole, divided = [nn.Parameter(t.clone()) for t in starts], [nn.Parameter(divide(t)) for t in starts]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            first, second = _copy_for(optimizer, whole), _copy_for(optimizer, divided)
+            for _ in range(_STEPS):
+                for p, share in zip(whole, divided, strict=True):
+                    p.grad = torch.randn(p.shape, generator=generator).to(p.device)
+                    share.grad = divide(p.grad)
+                first.step()
+                second.step()
+            ends = [share.full_tensor() for share in divided]
+        except Exception:  # whatever an optimizer raises that does not expect a DTensor
+            return False
+    rows = zip(starts, whole, ends, strict=True)
+    is_same = all((p - end).norm() <= _TOLERANCE * (p - start).norm() for start, p, end in rows)
+    return is_same and _can_be_saved(second, divided)
+
+
+def _can_be_saved(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Return whether all that is divided in the state is divided as its parameter is."""
+    return all(t.shape == p.shape for p in parameters for t in optimizer.state[p].values() if isinstance(t, DTensor))
+
+
+def _copy_for(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+    return copy_optimizer(optimizer, [{**optimizer.param_groups[0], "params": parameters}])
