@@ -5,6 +5,7 @@ mixes it with tensors of its own, or takes apart what it is given, raises an err
 """
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def updates_divided(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
                     share.grad = divide(p.grad)
                 first.step()
                 second.step()
-            ends = [share.full_tensor() for share in divided]
+            ends = [cast(DTensor, share).full_tensor() for share in divided]
         except Exception:  # whatever an optimizer raises that does not expect a DTensor
             return False
     rows = zip(starts, whole, ends, strict=True)

@@ -18,8 +18,9 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _forget_warnings() -> Iterator[None]:
+    warn_once = lookahead._warn_once  # a test may replace it
     yield
-    lookahead._warn_once.cache_clear()
+    warn_once.cache_clear()
 
 
 def mlp(width: int = 6, hidden: int = 12) -> nn.Module:
