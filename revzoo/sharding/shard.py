@@ -7,14 +7,12 @@ Source: `torch.distributed.fsdp.fully_shard`; Zhao et al. 2023, "PyTorch FSDP".
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from revzoo.model.network import Model
 
@@ -60,13 +58,3 @@ def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offlo
     policy = MixedPrecisionPolicy(output_dtype=None if precision == "no" else torch.float32)
     # The root is freed after forward too: nobody outside a forward or backward ever meets a gathered parameter.
     fully_shard(model, mesh=data, offload_policy=host, mp_policy=policy, reshard_after_forward=True)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model is divided over processes."""
-    return isinstance(model, FSDPModule)
-
-
-def take_local(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return of each tensor the part that this process holds."""
-    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}

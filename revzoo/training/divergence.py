@@ -4,9 +4,9 @@ import math
 
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from revzoo.checkpoint.files import find_not_finite
+from revzoo.checkpoint.slices import get_own_part
 from revzoo.errors import RevzooError, join_names
 from revzoo.training.setup import Run
 
@@ -49,8 +49,7 @@ def check_weights(run: Run) -> None:
 
 def _find_own_not_finite(model: nn.Module) -> list[str]:
     """Return the names of the tensors of which this process holds infinities or NaN: of sharded ones it has a part."""
-    tensors = model.state_dict()
-    return find_not_finite({name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()})
+    return find_not_finite({name: get_own_part(tensor) for name, tensor in model.state_dict().items()})
 
 
 def _explain(run: Run, what: str) -> DivergedError:
