@@ -5,6 +5,7 @@ mixes it with tensors of its own, or takes apart what it is given, raises an err
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,8 @@ def updates_divided(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
 
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator).to(mesh.device_type) for shape in _SHAPES]
-    whole, divided = [nn.Parameter(t.clone()) for t in starts], [nn.Parameter(divide(t)) for t in starts]
+    whole = [nn.Parameter(t.clone()) for t in starts]
+    divided: list[Any] = [nn.Parameter(divide(t)) for t in starts]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             first, second = _copy_for(optimizer, whole), _copy_for(optimizer, divided)

@@ -201,4 +201,5 @@ def test_a_job_with_the_id_of_earlier_ones_finds_the_newest_folder(tmp_path, mon
     assert find_own_folder(tmp_path, "digits", None) is None  # it is not a restart
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     own = find_own_folder(tmp_path, "digits", None)
-    assert own is not None and own.path.name == "digits-2"
+    assert own is not None
+    assert own.path.name == "digits-2"
