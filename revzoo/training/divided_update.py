@@ -5,7 +5,7 @@ mixes it with tensors of its own, or takes apart what it is given, raises an err
 """
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ def updates_divided(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
 
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator).to(mesh.device_type) for shape in _SHAPES]
-    whole, divided = [nn.Parameter(t.clone()) for t in starts], [nn.Parameter(divide(t)) for t in starts]
+    whole = [nn.Parameter(t.clone()) for t in starts]
+    divided: list[Any] = [nn.Parameter(divide(t)) for t in starts]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             first, second = _copy_for(optimizer, whole), _copy_for(optimizer, divided)
@@ -43,7 +44,7 @@ def updates_divided(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
                     share.grad = divide(p.grad)
                 first.step()
                 second.step()
-            ends = [cast(DTensor, share).full_tensor() for share in divided]
+            ends = [share.full_tensor() for share in divided]
         except Exception:  # whatever an optimizer raises that does not expect a DTensor
             return False
     rows = zip(starts, whole, ends, strict=True)
