@@ -65,13 +65,13 @@ def _find_pieces(shape: torch.Size, strides: tuple[int, ...], size: int) -> tupl
         strides: of the tensor [elements].
         size: bytes of an element.
     """
+    if not prod(shape):
+        return bytes, 0
     dims = sorted((stride, length) for stride, length in zip(strides, shape, strict=True) if length != 1 and stride)
-    count = prod(length for _, length in dims) if prod(shape) else 0
+    count = prod(length for _, length in dims)
     run = 1  # elements in a row without a gap
     while dims and dims[0][0] == run:
         run *= dims.pop(0)[1]
-    if not count:
-        return bytes, 0
     if not dims:
         return _read_dense(run * size), run * size
     length = min(run, _PIECE_BYTES // size)

@@ -86,6 +86,14 @@ class _NormedUNet(_UNet):
         return x
 
 
+class _Between(_Residual):
+    """What is read again much later is made between two captured graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.compiler.disable(F.relu)(self.convs[0](x))
+        return x + F.interpolate(self.convs[1](F.max_pool2d(x, 2)), scale_factor=2.0)
+
+
 class _Transformer(nn.Module):
     def __init__(self, dropout: float = 0.0, mask: Tensor | None = None) -> None:
         super().__init__()
@@ -119,6 +127,7 @@ class _WideStem(nn.Module):
 _NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "residual": _Residual,
     "dense": _Dense,
+    "between graphs": _Between,
     "unet": _UNet,
     "unet with norms": _NormedUNet,
     "transformer": _Transformer,
@@ -161,6 +170,7 @@ def test_bytes_and_flops_are_counted_as_predicted(name: str, number: int) -> Non
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("between graphs", []),  # it cannot be made again
         ("dense", []),  # nothing makes the result of a product
         ("residual", [({"x"}, {"conv2d_1"})]),  # the first sum is of a norm's result and the batch
         ("unet", [({"x"}, {"conv2d"}), ({"x", "x_2"}, {"conv2d", "conv2d_1"})]),

@@ -333,6 +333,16 @@ def test_a_sample_is_of_the_elements_of_a_tensor_alone(shape, dtype):
     assert len(set(read_sample(view))) <= 2 * view.element_size()
 
 
+@pytest.mark.parametrize("numel", [1, 255, 256, 1000, 4097])
+def test_a_sample_of_memory_without_gaps_is_of_it_alone(numel):
+    view = torch.ones(numel + 1024)[512:-512].zero_()
+    before = read_sample(view)
+    assert set(before) == {0}
+    assert len(before) < 1024
+    view[0] = 1
+    assert read_sample(view) != before
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of forward derivatives, when they are first used
 def test_what_has_no_bytes_has_no_sample():
     freed = torch.ones(9)

@@ -61,7 +61,7 @@ def _list_largest(choices: Choices) -> dict[int, _Recipe]:
             break
         is_read_later = storage.last_use > max(storage.saved_by, default=storage.last_use)  # by what does not save it
         is_part = any(k in recipe.storages for recipe in recipes.values())
-        if is_read_later and not is_part and not record.flops[storage.born]:
+        if is_read_later and not is_part and k not in choices.always and not record.flops[storage.born]:
             recipe = _find_recipe(choices, k, frozenset())
             if recipe is not None and recipe.count_bytes(choices) <= size[k]:
                 recipes[k] = recipe
