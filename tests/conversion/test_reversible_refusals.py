@@ -103,6 +103,7 @@ def test_what_cannot_be_made_reversible_is_named(name):
     ("options", "message"),
     [
         ({"kept_bits": 16}, "kept_bits is an integer from 1 to 15"),
+        ({"kept_bits": True}, "kept_bits is an integer from 1 to 15. Received: True"),
         ({"coupling": "additive"}, "Allowed: dual_residual, momentum"),
         ({"fraction_bits": 50}, "fraction_bits is an integer from 4 to 40"),
     ],
