@@ -189,7 +189,9 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
     require_same_origin(origin)
     _freeze(model, recipe)
-    ema = None if recipe.ema is None else ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup)
+    ema = None
+    if recipe.ema is not None:  # one tensor at a time where parameters are divided and buffers are not
+        ema = ModelEmaV3(model, recipe.ema.decay, use_warmup=recipe.ema.use_warmup, foreach=mesh is None)
     if mesh is not None:
         for each in (model,) if ema is None else (model, ema.module):
             shard_(each, mesh, precision=options.mixed_precision, offload=options.offload)
