@@ -229,12 +229,12 @@ def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | Non
 def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None, blocks_per_step: int) -> None:
     if coupling not in get_args(BlockCoupling):
         raise UnknownNameError("coupling of blocks", coupling, get_args(BlockCoupling))
-    if not type(kept_bits) is int or not 1 <= kept_bits <= MOST_KEPT_BITS:
+    if type(kept_bits) is not int or not 1 <= kept_bits <= MOST_KEPT_BITS:
         raise InputError(f"kept_bits is an integer from 1 to {MOST_KEPT_BITS}. Received: {kept_bits!r}.")
     least, most = FRACTION_BITS
     if fraction_bits is not None and not (type(fraction_bits) is int and least <= fraction_bits <= most):
         raise InputError(f"fraction_bits is an integer from {least} to {most}. Received: {fraction_bits!r}.")
-    if not type(blocks_per_step) is int or blocks_per_step < 1:
+    if type(blocks_per_step) is not int or blocks_per_step < 1:
         raise InputError(f"blocks_per_step is an integer >= 1. Received: {blocks_per_step!r}.")
 
 

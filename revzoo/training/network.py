@@ -66,7 +66,7 @@ def make_network(
     if recipe.ema is None:
         return model, None
     # A copy of the bare model: a copy of the one that Accelerate prepares would run the original's weights.
-    return model, _average(model, recipe.ema).to(device)
+    return model, _average(model, recipe.ema, divided=False).to(device)
 
 
 def _make_divided(
@@ -91,13 +91,16 @@ def _make_divided(
     with torch.no_grad():
         for tensor, source in zip(chain(copy.parameters(), copy.buffers()), sources, strict=True):
             get_own_part(tensor).copy_(get_own_part(source))
-    average = _average(nn.LayerNorm(1), recipe.ema)  # timm copies what it is given; making this draws no random numbers
+    average = _average(
+        nn.LayerNorm(1), recipe.ema, divided=True
+    )  # timm copies what it is given; making this draws no random numbers
     average.module = copy.eval()
     return model, average
 
 
-def _average(model: nn.Module, options: EmaOptions) -> ModelEmaV3:
-    return ModelEmaV3(model, options.decay, use_warmup=options.use_warmup)
+def _average(model: nn.Module, options: EmaOptions, *, divided: bool) -> ModelEmaV3:
+    # One tensor at a time where parameters are divided and buffers are not.
+    return ModelEmaV3(model, options.decay, use_warmup=options.use_warmup, foreach=not divided)
 
 
 def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe: Recipe) -> dict[str, Any]:
