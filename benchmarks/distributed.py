@@ -87,9 +87,12 @@ def describe(
 ) -> dict[str, Any]:
     """Return the largest batch whose peak fits a card, or 0, its peak, and the seconds that a step is computed to take."""
     other, update = held.optimizer.state, held.optimizer.update
-    alive = [numpy.cumsum([change for _, change in each.log], dtype=numpy.float64) for each in traces]
-    assert len(alive[0]) == len(alive[1]), "the batch sizes allocate differently"
-    left = [each[traced.marks[-1].position - 1] for each, traced in zip(alive, traces, strict=True)]
+    changes = [numpy.array([change for _, change in traced.log], dtype=numpy.float64) for traced in traces]
+    # Autocast frees its casts in any order, so the steps are compared where they have just allocated something.
+    grown = changes[0] > 0
+    assert numpy.array_equal(grown, changes[1] > 0), "the batch sizes allocate differently"
+    alive = [each.cumsum()[grown] for each in changes]
+    left = [each[: traced.marks[-1].position].sum() for each, traced in zip(changes, traces, strict=True)]
 
     def peak(size: int) -> int:
         part = (size - SIZES[0]) / (SIZES[1] - SIZES[0])
