@@ -36,7 +36,17 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.training.terminal import share_terminal
 
     with share_terminal():
-        return _run(arguments)
+        code = _run(arguments)
+    _leave_group()
+    return code
+
+
+def _leave_group() -> None:
+    """End the connections to other processes; a process that exits with them open may be aborted when another has gone."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _run(arguments: argparse.Namespace) -> int:

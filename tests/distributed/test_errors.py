@@ -71,6 +71,7 @@ assert caught[:-1] == ["from 1", "from 0", "The training loss is nan", "Unknown 
 assert "and process 1 has other train.seed, training examples than process 0." in caught[-1], caught
 assert call_on_all(accelerator, lambda: fail_in(2)) == rank
 assert call_on_main(accelerator, lambda: fail_in(2)) == 0
+torch.distributed.destroy_process_group()
 """
 
 
