@@ -91,9 +91,8 @@ def _make_divided(
     with torch.no_grad():
         for tensor, source in zip(chain(copy.parameters(), copy.buffers()), sources, strict=True):
             get_own_part(tensor).copy_(get_own_part(source))
-    average = _average(
-        nn.LayerNorm(1), recipe.ema, divided=True
-    )  # timm copies what it is given; making this draws no random numbers
+    # timm copies what it is given, which a divided network does not allow; making this draws no random numbers.
+    average = _average(nn.LayerNorm(1), recipe.ema, divided=True)
     average.module = copy.eval()
     return model, average
 
