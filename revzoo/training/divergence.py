@@ -1,6 +1,7 @@
 """Training that diverges: what is not finite is noticed before it is saved, so the newest state is always a good one."""
 
 import math
+from contextlib import suppress
 
 from accelerate.utils import gather_object
 from torch import Tensor, nn
@@ -54,6 +55,8 @@ def _find_own_not_finite(model: nn.Module) -> list[str]:
 
 def _explain(run: Run, what: str) -> DivergedError:
     recipe, progress = run.recipe, run.progress
+    with suppress(RevzooError):  # of saving
+        run.upload.wait()
     states = run.folder.list_states()
     kept = f"nothing was saved since {states[-1]}" if states else "nothing was saved"
     return DivergedError(

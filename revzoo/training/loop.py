@@ -28,7 +28,7 @@ from revzoo.checkpoint import files
 from revzoo.data.random import reseed
 from revzoo.display.figures.curves import plot_curves
 from revzoo.display.tables.memory import MemoryTable
-from revzoo.errors import RecoveryError
+from revzoo.errors import RecoveryError, RevzooError
 from revzoo.file import write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
@@ -46,9 +46,10 @@ from revzoo.training.recipe import load_recipe
 from revzoo.training.restart import find_own_folder, sign_folder
 from revzoo.training.run_folder import RunFolder, claim_free_folder
 from revzoo.training.setup import Run, build_run, make_accelerator
-from revzoo.training.state import load_state, save_state, saving
+from revzoo.training.state import load_state, save_state
 from revzoo.training.statistics import share_statistics
 from revzoo.training.terminal import send_output_to
+from revzoo.training.upload import saving
 from revzoo.training.verification import describe_gradients
 
 _RUNS = Path("runs")  # where folders are made that the user has not named
@@ -238,13 +239,14 @@ def _train_epochs(run: Run) -> Summary:
         run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
     in_backward = run.recipe.train.optimizer_in_backward  # from here on: what runs before must not change the weights
     updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
-    with run.display, StopSignal(run.accelerator) as stop, updates:
+    with run.display, StopSignal(run.accelerator) as stop, updates, run.upload.complete():
         for epoch in range(progress.epoch, run.recipe.train.epochs):
             run.data.start_epoch(epoch, skip=progress.examples)
             run.display.start_epoch(epoch, progress.batch)
             signum = _train_epoch(run, epoch, stop) or _finish_epoch(run, epoch, stop)
             if signum:
                 save_state(run)
+                run.upload.wait()
                 _save_curves(run)
                 raise Interrupted(run.folder.path, signum)
     _save_curves(run)
@@ -285,6 +287,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         signum = stop.poll()
         if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.train_loader):
             add_losses(run, losses)
+            run.upload.collect()
             run.display.step(progress.batch, progress.loss_sum / progress.examples, _read_memory_bytes())
         if signum:
             break
@@ -310,6 +313,8 @@ def _say_when(run: Run) -> Iterator[None]:
         yield
     except RecoveryError as error:
         progress = run.progress
+        with suppress(RevzooError):  # of saving
+            run.upload.wait()
         raise RecoveryError(
             f"{error} This was in epoch {progress.epoch + 1}, update {progress.updates + 1}. The newest state is "
             f"{run.folder.find_state()}; train.save_every=N saves one every N updates."
@@ -340,6 +345,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     }
     if run.coupling is not None:
         record |= run.coupling.at(progress.updates)
+    run.upload.wait()
     improved = scores.top1 > progress.best_top1
     progress.top1 = scores.top1
     if improved:
@@ -367,13 +373,13 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
 
 
 def _append_record(run: Run, record: dict[str, Any]) -> None:
-    with saving(run):
+    with saving(run.folder):
         run.folder.append_record(record)
 
 
 def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:
     def save() -> None:
-        with saving(run):
+        with saving(run.folder):
             files.save_weights(run.evaluated, file, metadata)
 
     if run.mesh is None:
@@ -390,5 +396,5 @@ def _read_memory_bytes() -> int:
 def _save_curves(run: Run) -> None:
     records = run.folder.read_records()
     if run.accelerator.is_main_process and records:
-        with saving(run):
+        with saving(run.folder):
             write_atomically(run.folder.curves, lambda path: plot_curves(records, path))

@@ -142,6 +142,7 @@ class TrainOptions:
         freeze: modules of the model that are not trained, such as stem or stages.0.
         compile: compile the reversible steps with `torch.compile`.
         save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
+        save_async: train on while a state is written, from a copy on the host; None: where training is on a GPU.
         keep_states: how many of the newest states are kept; the older ones are for when a newer one is damaged.
         optimizer_in_backward: update each parameter in backward, as soon as its gradient is complete, and free the gradient.
         timeout_seconds: how long a process waits for another before it gives up; None: PyTorch's choice, 10 minutes or 30.
@@ -160,6 +161,7 @@ class TrainOptions:
     freeze: tuple[str, ...] = ()
     compile: bool = False
     save_every: PositiveInt | None = None
+    save_async: bool | None = None
     keep_states: PositiveInt = 2
     optimizer_in_backward: bool = False
     timeout_seconds: PositiveFloat | None = None

@@ -36,6 +36,7 @@ from revzoo.training.processes import describe_shares, make_run_mesh, open_accel
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.restart import form_group_anew
 from revzoo.training.run_folder import Progress, RunFolder
+from revzoo.training.upload import Upload
 
 
 class Loss(nn.Module):
@@ -85,6 +86,7 @@ class Run:
         batch_size: examples of a batch in each process.
         progress: how far the run has come.
         display: what is printed.
+        upload: the state that is being written.
         origin: what the run is made of; every state says what the run was started with.
     """
 
@@ -106,6 +108,7 @@ class Run:
     batch_size: int
     progress: Progress
     display: TrainingDisplay
+    upload: Upload
     origin: Origin
 
     @property
@@ -219,6 +222,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         display=TrainingDisplay(
             accelerator.is_main_process, options.epochs, len(train_loader), whole_batch, data.example_noun, data.label_noun
         ),
+        upload=Upload(accelerator, run_folder, options),
         origin=origin,
     )
     run.set_coupling(progress.updates)

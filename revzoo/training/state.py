@@ -1,47 +1,43 @@
 """Save and load the state of a run: weights, their running average, the optimizer's state and the progress."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 
-from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from torch import nn
 
-from revzoo.errors import CheckpointError, RevzooError
+from revzoo.errors import CheckpointError
 from revzoo.training.divergence import check_weights
-from revzoo.training.main_process import call_on_all, call_on_main
-from revzoo.training.seal import hash_file
+from revzoo.training.main_process import call_on_main
 from revzoo.training.setup import Run
-from revzoo.training.state_tensors import METADATA, list_own_files, read_tensors, write_tensors
+from revzoo.training.state_tensors import METADATA, list_contents, read_tensors
+from revzoo.training.state_writer import StateWriter
 from revzoo.training.statistics import share_statistics
-from revzoo.training.terminal import has_lost_others
 
 
 def save_state(run: Run) -> None:
     """Save everything needed to resume from here; until that is complete, the previous state stays the newest.
 
+    It may be complete only later, when `run.upload` says so.
+
     Raises:
         DivergedError: there are infinities or NaN in the weights; nothing is saved.
-        RevzooError: it could not be written.
+        RevzooError: this state, or the one before it, could not be written.
     """
+    run.upload.wait()
     share_statistics(run)  # a state has room for one process's
     check_weights(run)
     writing, scaler = run.folder.states / "writing", run.accelerator.scaler
     settings = {"scaler": None if scaler is None else scaler.state_dict()}
-    call_on_main(run.accelerator, lambda: shutil.rmtree(writing, ignore_errors=True))
-    with saving(run):
-        write_tensors(writing, _list_modules(run), run.optimizer.optimizer, settings)
-    own = call_on_all(run.accelerator, lambda: {path.name: hash_file(path) for path in list_own_files(writing)})
-    checksums = {name: checksum for each in gather_object([own]) for name, checksum in each.items()}
     run.progress.processes = run.accelerator.num_processes
+    progress = replace(run.progress)  # as it is now, whatever training does meanwhile
 
-    def publish() -> None:
-        with saving(run):
-            run.origin.save(writing)
-            run.folder.publish_state(writing, run.progress, run.recipe.train.keep_states, checksums)
+    def publish(checksums: dict[str, str]) -> None:
+        run.origin.save(writing)
+        run.folder.publish_state(writing, progress, run.recipe.train.keep_states, checksums)
 
-    call_on_main(run.accelerator, publish)
+    call_on_main(run.accelerator, lambda: shutil.rmtree(writing, ignore_errors=True))
+    contents = list_contents(_list_modules(run), run.optimizer.optimizer, settings)
+    run.upload.start(contents, StateWriter(writing, publish))
 
 
 def load_state(run: Run) -> None:
@@ -65,22 +61,3 @@ def load_state(run: Run) -> None:
 
 def _list_modules(run: Run) -> dict[str, nn.Module]:
     return {"model": run.model} if run.ema is None else {"model": run.model, "ema": run.ema.module}
-
-
-@contextmanager
-def saving(run: Run) -> Iterator[None]:
-    """Explain an error that ends the writing of a file inside the block, and make room by removing a half-written state.
-
-    Raises:
-        RevzooError: what was written could not be.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk raises any of these
-        if has_lost_others(error):
-            raise
-        shutil.rmtree(run.folder.states / "writing", ignore_errors=True)
-        raise RevzooError(
-            f"Nothing more can be saved in {run.folder.path} ({error}). Is the disk full? What was saved before is complete: "
-            f"make room and resume with revzoo train --resume {run.folder.path}"
-        ) from error

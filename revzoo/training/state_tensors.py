@@ -10,62 +10,43 @@ training would not go on as if nothing had been saved.
 The names are `model.KEY`, `ema.KEY` and `optimizer.PARAMETER.KEY`; `settings` is everything that is not a tensor.
 """
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from revzoo.errors import CheckpointError, join_names
+from revzoo.training.state_writer import AS_IT_IS, as_ordinary_errors
 
 METADATA = ".metadata"  # says which file holds which part of which tensor
 _SETTINGS = "settings"
-# The names are flat already; in the settings flattening would lose what is empty.
-_AS_IT_IS = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
-def write_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Optimizer, settings: dict[str, Any]) -> None:
-    """Write modules and an optimizer into a folder; all processes call this together, and an error of one is raised in all.
+def list_contents(modules: Mapping[str, nn.Module], optimizer: Optimizer, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what is to be written, by name: tensors, which go on to change in training, and everything else.
 
     Args:
-        folder: the folder, of a file system that all processes see.
         modules: modules by name; the parameters of "model" are those of the optimizer.
         optimizer: the optimizer.
         settings: anything else that is needed to go on.
-
-    Raises:
-        OSError, RuntimeError: the error of the process that could not write.
     """
     tensors = {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in _list_tensors(module).items()}
     own, rest = _read_optimizer(modules["model"], optimizer)
-    writer = FileSystemWriter(folder)  # which waits until its files are on the disk
-    # Of what all processes have alike but for rounding or statistics, the first one's is used in training, too.
-    planner = DefaultSavePlanner(**_AS_IT_IS, dedup_save_to_lowest_rank=True)
-    with _as_ordinary_errors():
-        save({**tensors, **own, _SETTINGS: {**settings, "optimizer": rest}}, storage_writer=writer, planner=planner)
-
-
-def list_own_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that this process has written."""
-    rank = distributed.get_rank() if distributed.is_initialized() else 0
-    return sorted(folder.glob(f"__{rank}_*"))
+    return {**tensors, **own, _SETTINGS: {**settings, "optimizer": rest}}
 
 
 def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, Any]:
     """Read modules and an optimizer from a folder; all processes call this together. Return the settings.
 
     Args:
-        folder: what `write_tensors` has written, with whatever number of processes.
+        folder: where the contents were written, by whatever number of processes.
         modules: as they were written, with values of their own, sharded or not.
         optimizer: an optimizer that has made no step yet.
 
@@ -73,7 +54,7 @@ def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Opti
         CheckpointError: the files are of another model or optimizer.
         Exception: the files are missing or damaged; their readers raise all kinds of errors.
     """
-    with _as_ordinary_errors():
+    with as_ordinary_errors():
         saved = FileSystemReader(folder).read_metadata()
         tensors = {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in _list_tensors(module).items()}
         _require_fit(saved, tensors)
@@ -82,7 +63,7 @@ def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Opti
         load(
             contents,
             storage_reader=FileSystemReader(folder),
-            planner=DefaultLoadPlanner(**_AS_IT_IS),
+            planner=DefaultLoadPlanner(**AS_IT_IS),
         )
     settings: dict[str, Any] = contents[_SETTINGS]
     _load_optimizer(modules["model"], optimizer, {key: contents[key] for key in state}, settings.pop("optimizer"))
@@ -154,14 +135,3 @@ def _require_fit(saved: Metadata, tensors: dict[str, Tensor]) -> None:
     if any(problems.values()):
         rows = [f"{len(paths)} {problem}: {join_names(paths, most=3)}" for problem, paths in problems.items() if paths]
         raise CheckpointError(f"The state does not fit the model: {'; '.join(rows)}")
-
-
-@contextmanager
-def _as_ordinary_errors() -> Iterator[None]:
-    """Raise what went wrong in any process, without PyTorch's report of it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*assuming the intent is to (save|load) in a single process")
-            yield
-    except CheckpointException as report:
-        raise next(iter(report.failures.values()))[0] from None

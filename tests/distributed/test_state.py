@@ -26,7 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import revzoo
-from revzoo.training.state_tensors import list_own_files, read_tensors, write_tensors
+from revzoo.training.state_tensors import list_contents, read_tensors
+from revzoo.training.state_writer import StateWriter, write
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2"
 RECIPE = [
@@ -124,7 +125,7 @@ def save_sharded(folder: Path, processes: int) -> None:
     modules, optimizer = make_sharded(0, processes)
     modules["model"](torch.randn(4, 1, 8, 8)).logsumexp(1).mean().backward()
     optimizer.step()
-    write_tensors(folder, modules, optimizer, {"scaler": {}})
+    write(list_contents(modules, optimizer, {"scaler": {}}), StateWriter(folder, lambda checksums: None))
     tensors = gather(modules, optimizer)
     if distributed.get_rank() == 0:
         torch.save(tensors, folder.with_suffix(".pt"))
@@ -186,7 +187,7 @@ def work(rank: int, processes: int, folder: Path) -> None:
                     train_all(processes)
                 if processes == first:
                     save_sharded(Path("sharded"), processes)
-                    results["files"] = len(list_own_files(Path("sharded")))
+                    results["files"] = len(list(Path("sharded").glob(f"__{rank}_*")))
                     results["statistics"] = save_statistics(Path("norms"))
                     results["optimizers"] = try_optimizers(processes)
                 results["loaded"][processes] = load_sharded(Path("sharded"), processes)
