@@ -85,7 +85,8 @@ def train_all(processes: int) -> None:
 def load(processes: int, shard: str = "none") -> Any:
     from revzoo.training.recipe import load_recipe
 
-    return load_recipe("digits", [*RECIPE, f"data.batch_size={BATCH // processes}", f"train.shard={shard}", MIXUP])
+    divided = [f"train.shard={shard}", "train.save_async=true"] if shard != "none" else []
+    return load_recipe("digits", [*RECIPE, f"data.batch_size={BATCH // processes}", MIXUP, *divided])
 
 
 def train_part(name: str, processes: int) -> None:
@@ -140,18 +141,22 @@ def load_sharded(folder: Path, processes: int) -> dict[str, Any]:
     return {"different": different, "more": sorted(loaded), "compared": len(expected), "settings": settings}
 
 
-def save_statistics(folder: Path) -> list[float]:
-    """Save a divided run in which BatchNorm has other statistics in each process; return those after it, and those saved."""
+def save_statistics(folder: Path) -> float:
+    """Save a divided run in which BatchNorm has other statistics in each process; return those saved."""
+    from revzoo.training.options import TrainOptions
     from revzoo.training.run_folder import Progress, RunFolder
     from revzoo.training.state import save_state
+    from revzoo.training.upload import Upload
 
     norms = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
     norms[0].running_mean.fill_(float(distributed.get_rank()))
     optimizers = [torch.optim.SGD(norm.parameters(), lr=1.0) for norm in norms]
+    accelerator, run_folder, options = Accelerator(cpu=True), RunFolder(folder), TrainOptions(1, save_async=True)
     run: Any = SimpleNamespace(
-        accelerator=Accelerator(cpu=True),
-        recipe=SimpleNamespace(train=SimpleNamespace(keep_states=2)),
-        folder=RunFolder(folder),
+        accelerator=accelerator,
+        recipe=SimpleNamespace(train=options),
+        folder=run_folder,
+        upload=Upload(accelerator, run_folder, options),
         progress=Progress(),
         origin=SimpleNamespace(save=lambda state: None),
         mesh="divided",
@@ -161,8 +166,32 @@ def save_statistics(folder: Path) -> list[float]:
         optimizer=SimpleNamespace(optimizer=optimizers[0]),
     )
     save_state(run)
+    norms[0].running_mean.fill_(7.0)  # as training goes on while a thread writes
+    run.upload.wait()
     read_tensors(run.folder.find_state(), {"model": norms[1]}, optimizers[1])
-    return [norm.running_mean.item() for norm in norms]
+    return norms[1].running_mean.item()
+
+
+def fail_behind(folder: Path) -> str:
+    """Return the error of a state that the thread of the last process cannot write."""
+    from revzoo.errors import RevzooError
+    from revzoo.training.options import TrainOptions
+    from revzoo.training.run_folder import RunFolder
+    from revzoo.training.upload import Upload
+
+    class Failing(StateWriter):
+        def write_data(self, *arguments: Any) -> Any:
+            if distributed.get_rank() == distributed.get_world_size() - 1:
+                raise OSError(28, "No space left on device")
+            return super().write_data(*arguments)
+
+    upload = Upload(Accelerator(cpu=True), RunFolder(folder), TrainOptions(1, save_async=True))
+    upload.start({"x": torch.zeros(1)}, Failing(folder / "state" / "writing", lambda checksums: None))
+    try:
+        upload.wait()
+    except RevzooError as error:
+        return str(error)
+    return ""
 
 
 def try_optimizers(processes: int) -> dict[str, bool]:
@@ -189,6 +218,7 @@ def work(rank: int, processes: int, folder: Path) -> None:
                     save_sharded(Path("sharded"), processes)
                     results["files"] = len(list(Path("sharded").glob(f"__{rank}_*")))
                     results["statistics"] = save_statistics(Path("norms"))
+                    results["error"] = fail_behind(Path("full"))
                     results["optimizers"] = try_optimizers(processes)
                 results["loaded"][processes] = load_sharded(Path("sharded"), processes)
         processes //= 2
@@ -274,10 +304,16 @@ def test_sharded_states_are_loaded_by_fewer_processes_bit_for_bit(results, proce
             assert loaded == {"different": [], "more": [], "compared": 5 * 31, "settings": {"scaler": {}}}
 
 
-def test_a_state_has_the_mean_of_all_processes_statistics(results):
+def test_a_state_has_the_mean_of_all_processes_statistics_when_it_was_saved(results):
     """Otherwise a run that goes on in the middle of an epoch would forget those of all processes but the first."""
     for rank in range(2):
-        assert json.loads((results(2) / f"{rank}.json").read_text())["statistics"] == [0.5, 0.5]
+        assert json.loads((results(2) / f"{rank}.json").read_text())["statistics"] == 0.5
+
+
+def test_an_error_of_one_thread_is_raised_in_all_processes(results):
+    for rank in range(2):
+        error = json.loads((results(2) / f"{rank}.json").read_text())["error"]
+        assert error.startswith("Nothing more can be saved in full ([Errno 28] No space left on device). Is the disk full?")
 
 
 def test_optimizers_that_take_divided_parameters_are_known(results):
