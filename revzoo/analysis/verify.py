@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.chains import find_chains, find_steps
@@ -20,6 +20,7 @@ from revzoo.errors import InputError, RecoveryError, join_names
 from revzoo.format import format_bytes, format_dtype, format_ratio
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.observation import Comparison, observe_states
+from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Mode
 
 # Largest relative error allowed of a reconstructed state, of all gradients together, and of a single gradient, by the
@@ -116,6 +117,9 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     fresh copy of the model, the same random numbers, the tripwire on, and other draws between forward and backward. Afterwards
     the model is as before.
 
+    All processes that divide a model call this together. Each has a batch of its own, and all return the problems of all; what
+    a step refuses in one of them is raised there, since the others cannot go on without it.
+
     A model that cannot be copied is run itself: where processes communicate, a module is compiled, `copy.deepcopy` fails, or
     the copy computes with the parameters of the model.
 
@@ -125,6 +129,7 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     Raises:
         InputError: the model is no module, or has no chain inside; the batch has no tensor or no example; nothing requires a
             gradient; or the parameters have no values (meta, FakeTensor).
+        RecoveryError: a step of a divided model could not be recovered.
     Cost: time of five training steps and two forwards; beside the memory of a training step that stores everything, a copy of
         the model and another set of gradients.
     """
@@ -134,8 +139,20 @@ def verify(model: nn.Module, batch: Any) -> VerifyReport:
     if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):
         raise InputError("Gradients can be compared where parameters have values. Received: meta or fake parameters.")
     trial = Trial(model, batch)
-    report = _try_own_format(trial, model)
-    return report if report.problems else _try_other_format(trial, report)
+    report = _share_problems(model, _try_own_format(trial, model))
+    return report if report.problems else _share_problems(model, _try_other_format(trial, report))
+
+
+def _share_problems(model: nn.Module, report: VerifyReport) -> VerifyReport:
+    """Return the report with the problems of all processes that divide the model: each sees the states of its own batch.
+
+    All of them have to decide alike whether the model runs once more.
+    """
+    if not any(map(is_sharded, model.parameters())):
+        return report
+    everywhere: list[tuple[str, ...]] = [()] * distributed.get_world_size()
+    distributed.all_gather_object(everywhere, report.problems)
+    return replace(report, problems=tuple(dict.fromkeys(problem for problems in everywhere for problem in problems)))
 
 
 def _try_own_format(trial: Trial, model: nn.Module) -> VerifyReport:
@@ -161,6 +178,8 @@ def _run_schedule(trial: Trial, model: nn.Module, can_compare: bool) -> tuple[Ve
         try:
             scheduled = trial.run(tripwire=tripwire, observer=recorder)
         except RecoveryError as error:
+            if any(map(is_sharded, model.parameters())):  # the other processes wait, and cannot begin anew
+                raise
             failure = failure or str(error)
         else:
             return recorder.report, scheduled, failure

@@ -10,7 +10,7 @@ from typing import cast
 from torch import nn
 
 from revzoo.checkpoint.files import find_weights, save_weights
-from revzoo.checkpoint.writing import SHARD_BYTES, write_once
+from revzoo.checkpoint.writing import SHARD_BYTES, call_once
 from revzoo.errors import InputError
 from revzoo.file import write_atomically
 from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS
@@ -29,13 +29,16 @@ def save_folder(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYTES) 
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise InputError("A model on the meta device has no values to save. Create it on another device.")
+    call_once(partial(_begin, folder, cast(Spec, model.spec)), model.parameters())
+    save_weights(model, folder / CONVERTED_WEIGHTS, shard_bytes=shard_bytes)
+
+
+def _begin(folder: Path, spec: Spec) -> None:
+    """Make the folder and write spec.yaml."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"No folder can be made at {folder} ({error}). Name another.") from error
     if find_weights(folder / BEST_WEIGHTS).exists():
         raise InputError(f"{folder} is the folder of a run, which keeps its own spec and weights. Name another.")
-    spec = cast(Spec, model.spec)
-    write_spec = partial(write_atomically, folder / "spec.yaml", partial(Path.write_text, data=spec.to_yaml()))
-    write_once(write_spec, model.parameters())
-    save_weights(model, folder / CONVERTED_WEIGHTS, shard_bytes=shard_bytes)
+    write_atomically(folder / "spec.yaml", partial(Path.write_text, data=spec.to_yaml()))

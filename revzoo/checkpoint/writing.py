@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -18,6 +19,7 @@ from revzoo.checkpoint.slices import gather_whole, is_sharded
 from revzoo.file import write_atomically
 from revzoo.spec.names import INDEX_SUFFIX
 
+T = TypeVar("T")
 SHARD_BYTES = 5 * 10**9  # as in Transformers: the hub and slow connections prefer files of a few GB
 
 
@@ -44,33 +46,34 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     sharded = any(map(is_sharded, tensors.values()))
     groups = _split({key: tensor.nbytes for key, tensor in tensors.items()}, shard_bytes)
-    names = _choose_names(path, len(groups))
+    names = call_once(lambda: _choose_names(path, len(groups)), tensors.values())
     for name, keys in zip(names, groups, strict=True):
         whole = dict[str, Tensor]()
         for key in keys:
             tensor = gather_whole(tensors[key])
             if not sharded or dist.get_rank() == 0:
                 whole[key] = tensor.cpu().contiguous()
-        write_once(partial(write_tensors, path.with_name(name), whole, metadata), tensors.values())
+        call_once(partial(write_tensors, path.with_name(name), whole, metadata), tensors.values())
     places = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
     total_size = sum(tensor.nbytes for tensor in tensors.values())
-    write_once(partial(_publish, path, places, total_size), tensors.values())
+    call_once(partial(_publish, path, places, total_size), tensors.values())
 
 
-def write_once(write: Callable[[], object], tensors: Iterable[Tensor]) -> None:
-    """Write, of the processes that divide some tensors only in the first one; its error is raised in all of them."""
+def call_once(function: Callable[[], T], tensors: Iterable[Tensor]) -> T:
+    """Call a function, of the processes that divide some tensors only in the first one; its result or error is that of all."""
     if not any(map(is_sharded, tensors)):
-        write()
-        return
-    errors: list[Exception | None] = [None]
+        return function()
+    outcome: list[tuple[Any, Exception | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
-            write()
+            outcome = [(function(), None)]
         except Exception as error:
-            errors = [error]
-    dist.broadcast_object_list(errors)  # else the others would wait for tensors of a process that has ended
-    if errors[0] is not None:
-        raise errors[0]
+            outcome = [(None, error)]
+    dist.broadcast_object_list(outcome)  # else the others would wait for tensors of a process that has ended
+    [(result, raised)] = outcome
+    if raised is not None:
+        raise raised
+    return cast(T, result)
 
 
 def match_written(path: Path) -> re.Pattern[str]:

@@ -1,6 +1,7 @@
 """Save a model as a folder, and share it on the Hugging Face hub: the methods of that part of `revzoo.Model`."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +11,7 @@ from torch import nn
 import revzoo
 from revzoo import hub
 from revzoo.checkpoint.folder import save_folder
-from revzoo.checkpoint.writing import write_once
+from revzoo.checkpoint.writing import call_once
 from revzoo.errors import InputError
 from revzoo.file import write_atomically
 from revzoo.model.card import CARD, write_card
@@ -106,9 +107,8 @@ class HubMethods:
         with tempfile.TemporaryDirectory() as folder:
             self._save(Path(folder), f"{hub.HUB_PREFIX}{repository}")
             message = commit_message or f"Upload {self.spec.name}"
-            return hub.upload_folder(
-                Path(folder), repository, private=private, token=token, revision=revision, commit_message=message
-            )
+            upload = partial(hub.upload_folder, private=private, token=token, revision=revision, commit_message=message)
+            return call_once(lambda: upload(Path(folder), repository), cast(nn.Module, self).parameters())
 
     def _save(self, folder: Path, source: str) -> None:
         """Write the folder; its card says that the model is made from `source`."""
@@ -120,4 +120,4 @@ class HubMethods:
                 card = write_card(self.spec, model, source)
                 write_atomically(folder / CARD, lambda path: path.write_text(card, encoding="utf-8"))
 
-        write_once(write, model.parameters())
+        call_once(write, model.parameters())

@@ -7,7 +7,7 @@ import torch
 from revzoo.analysis.chains import find_chains
 from revzoo.analysis.verify import VerifyReport, verify
 from revzoo.data.random import seeded
-from revzoo.errors import InputError
+from revzoo.errors import InputError, RevzooError
 from revzoo.model.network import Model
 from revzoo.runtime.exact import require_exact
 from revzoo.training.setup import Run
@@ -34,7 +34,12 @@ def describe_gradients(run: Run) -> str:
     try:
         with seeded(run.recipe.train.seed), run.accelerator.autocast():
             report = verify(model, model.example_input(examples, run.accelerator.device))
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
+        if run.mesh is not None:  # the other processes cannot go on without this one
+            raise RevzooError(
+                f"There is too little memory to verify gradients on {examples} examples of which everything is stored. Divide "
+                "the network over more processes, or set train.offload=true."
+            ) from error
         return "Gradients are not verified: there is too little memory to compare them with those of storing everything."
     finally:
         model.lookahead = lookahead

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import revzoo
+from revzoo.analysis import verify
 from revzoo.errors import InputError, SpecError
 from revzoo.sharding.mesh import count_shards, make_mesh
 from revzoo.sharding.shard import list_units, shard_
@@ -112,6 +113,18 @@ def count_bytes() -> dict[str, int]:
     }
 
 
+def fail_in_one(rank: int, folder: Path) -> dict[str, Any]:
+    """Return what each process knows of what only one of them could find: a folder that cannot be made, a wrong gradient."""
+    model = create_small()
+    shard_(model, make_mesh(dist.get_world_size(), "full"))
+    with pytest.raises(InputError) as refused:  # the others could make theirs
+        model.save_pretrained(folder / "store" / "inside a file" if rank == 0 else folder / f"saved-{rank}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "_find_problems", lambda *_: ["wrong"] * rank)
+        problems = verify.verify(model, model.example_input(2)).problems
+    return {"refused": str(refused.value), "made": (folder / f"saved-{rank}").exists(), "problems": problems}
+
+
 def work(rank: int, processes: int, folder: Path, quick: bool) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "0"  # not used: the group is made here
@@ -129,7 +142,9 @@ def work(rank: int, processes: int, folder: Path, quick: bool) -> None:
         variants |= {"exact": {"exact": True}, "lookahead": {"lookahead": 1}}
         variants["kept bits"] = {"overrides": ["block.coupling={type: momentum, kept_bits: 8}"]}
         counts = {name: count_collectives(create_small, **arguments) for name, arguments in variants.items()}
-        (folder / f"{rank}.json").write_text(json.dumps({"collectives": counts, "bytes": count_bytes()}))
+        (folder / f"{rank}.json").write_text(
+            json.dumps({"collectives": counts, "bytes": count_bytes(), "failures": fail_in_one(rank, folder)})
+        )
     dist.destroy_process_group()
 
 
@@ -227,6 +242,14 @@ def test_each_process_holds_its_share_and_one_unit(run_all):
         odd = sum(p[0].nbytes for p in model.parameters() if len(p) % 2)  # rows that cannot be halved
         assert max(each[name] for each in held) == (total + odd * total // whole) // 2
     assert [each["gathered"] for each in held] == [largest, largest]
+
+
+def test_what_one_process_finds_all_of_them_say(run_all):
+    """Otherwise the others would wait for it until the limit of time."""
+    for rank in range(2):
+        failures = json.loads((run_all(True) / f"{rank}.json").read_text())["failures"]
+        assert failures["refused"].startswith(f"No folder can be made at {run_all(True)}/store/inside a file")
+        assert (failures["made"], failures["problems"]) == (False, ["wrong"])
 
 
 def test_tied_parameters_are_left_to_the_root():
