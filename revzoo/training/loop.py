@@ -29,7 +29,7 @@ from revzoo.data.random import reseed
 from revzoo.display.figures.curves import plot_curves
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.errors import RecoveryError, RevzooError
-from revzoo.file import write_atomically
+from revzoo.file import sync, write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
 from revzoo.training.budget import apply_plan, save_plan
@@ -39,11 +39,12 @@ from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
 from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
 from revzoo.training.lock import hold_lock
-from revzoo.training.main_process import call_on_main
+from revzoo.training.main_process import call_on_all, call_on_main
 from revzoo.training.options import Recipe
+from revzoo.training.origin import read_begun
 from revzoo.training.processes import follow_launcher
 from revzoo.training.recipe import load_recipe
-from revzoo.training.restart import find_own_folder, sign_folder
+from revzoo.training.restart import find_own_folder, name_agents, sign_folder
 from revzoo.training.run_folder import RunFolder, claim_free_folder
 from revzoo.training.setup import Run, build_run, make_accelerator
 from revzoo.training.state import load_state, save_state
@@ -94,16 +95,18 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     """
     recipe = follow_launcher(recipe)
     accelerator = make_accelerator(recipe)
-    [own] = broadcast_object_list([find_own_folder(_RUNS, Path(recipe.file).stem, out)])
+    agents = name_agents()
+    [own] = broadcast_object_list([find_own_folder(_RUNS, Path(recipe.file).stem, out, agents)])
     if own is not None and own.is_begun():
+        call_on_main(accelerator, lambda: sign_folder(own, agents))  # those that are new, too
         return resume(own.path, release_lock=True)  # torchrun has ended the processes that held it
     with _claim_folder(recipe, out if own is None else own.path, accelerator) as folder:  # too small a budget leaves none
         run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
         run.print_start()
         plan = apply_plan(run)
     with _hold_folder(folder, accelerator):
-        call_on_main(accelerator, lambda: sign_folder(folder))
-        call_on_main(accelerator, lambda: folder.create(run.describe()))
+        call_on_main(accelerator, lambda: sign_folder(folder, agents))
+        call_on_main(accelerator, lambda: _create(run))
         send_output_to(folder.logs)
         return _begin(run, plan)
 
@@ -128,6 +131,18 @@ def _claim_folder(recipe: Recipe, out: Path | None, accelerator: Accelerator) ->
             with suppress(OSError):  # it is not empty
                 path.rmdir()
         raise
+
+
+def _create(run: Run) -> None:
+    """Write into a new folder what is trained; InputError if another run has begun there in the meantime."""
+    run.folder.require_free()
+    _describe(run)
+
+
+def _describe(run: Run) -> None:
+    run.origin.save(run.folder.states)  # before the recipe, which makes the folder that of a run
+    sync(run.folder.origin)
+    run.folder.write(run.describe())
 
 
 @contextmanager
@@ -186,11 +201,15 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
 
 def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator, typed: list[str]) -> Summary:
     """Train a run from the beginning that was killed before its first state was saved."""
-    run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
+    begun = call_on_all(accelerator, lambda: read_begun(folder))
+    batch = recipe.data.batch_size * accelerator.num_processes
+    if begun is not None and "data.batch_size" not in typed:
+        batch = begun.batch_size
+    run = build_run(recipe, folder.path, resumed=False, begun_with=batch, accelerator=accelerator)
     run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
     run.print_start()
     plan = apply_plan(run, anew=needs_new_plan(typed))
-    call_on_main(accelerator, lambda: folder.write(run.describe()))
+    call_on_main(accelerator, lambda: _describe(run))
     return _begin(run, plan)
 
 

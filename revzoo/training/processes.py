@@ -66,13 +66,13 @@ def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
     return Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available(), **arguments)
 
 
-def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, resumed: bool) -> DeviceMesh | None:
+def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, begun: bool) -> DeviceMesh | None:
     """Return the mesh of processes over which the recipe divides the network; None if it does not.
 
     Args:
         recipe: the recipe.
         accelerator: Accelerate's object for it.
-        resumed: one process may go on alone with a run whose network was divided, and holds all of it.
+        begun: one process may go on alone with a run whose network was divided, and holds all of it.
 
     Raises:
         SpecError: a new run has only one process, without a launcher.
@@ -80,7 +80,7 @@ def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, resumed: bool) ->
     """
     options, processes = recipe.train, accelerator.num_processes
     is_alone = not torch.distributed.is_initialized()
-    if options.shard == "none" or (is_alone and resumed):
+    if options.shard == "none" or (is_alone and begun):
         return None
     if is_alone:
         command = f"torchrun --nproc_per_node N -m zoo_cli train ... train.shard={options.shard}"

@@ -1,6 +1,7 @@
 """Jobs of torchrun that start all processes anew after one has died: such a job goes on in the folder that it began.
 
-torchrun's `--max-restarts` counts the starts and gives the job an id; the folder of a run has the id of the job that began it.
+torchrun's `--max-restarts` counts the starts. On each machine its agent outlives them; the folder of a run names the agents
+that work on it. The id of a job (`--rdzv-id`) does not tell which job it is: the next one may have it, too.
 """
 
 import os
@@ -8,6 +9,7 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate.utils import gather_object
 from torch import distributed
@@ -47,31 +49,38 @@ def count_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def name_job() -> str:
-    """Return a name for the torchrun job that started this process, the same after a restart; empty without torchrun."""
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if job == "none":  # torchrun was given no id; it stays alive itself, and the first process on its machine
-        return f"{socket.gethostname()}-{os.getppid()}"
-    return job
+def name_agent() -> str:
+    """Return a name for the agent of torchrun that started this process, the same after a restart; empty without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # FOLDER/attempt_1/0/error.json; each agent makes a FOLDER
+        return f"{socket.gethostname()} {Path(error_file).parents[2]}"
+    agent = psutil.Process(os.getppid())  # that has no folder, because of --log-dir /dev/null
+    return f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
 
 
-def sign_folder(folder: RunFolder) -> None:
-    """Write into the folder of a new run which job begins it."""
-    if job := name_job():
-        folder.job.write_text(job)
+def sign_folder(folder: RunFolder, agents: set[str]) -> None:
+    """Write into the folder of a run which agents work on it."""
+    if agents:
+        folder.job.write_text("\n".join(sorted(agents)))
 
 
-def find_own_folder(parent: Path, name: str, out: Path | None) -> RunFolder | None:
-    """Return the folder that this job began before it was restarted, or None; all processes call this together.
+def name_agents() -> set[str]:
+    """Return the names of the agents of all processes, which call this together."""
+    return set(gather_object([name_agent()])) - {""}
+
+
+def find_own_folder(parent: Path, name: str, out: Path | None, agents: set[str]) -> RunFolder | None:
+    """Return the folder that one of the agents signed before a restart, or None; all processes call this together.
 
     Args:
         parent: where folders without a name of their own are made.
         name: their name, which a number may follow.
         out: the folder that the user has named.
+        agents: of all processes. On machines that were replaced, they are others than before.
     """
     if not any(gather_object([count_restarts()])):  # where only another machine's processes had died, this count is 0
         return None
     paths = [path for path in parent.glob("*") if is_numbered(path.name, name)] if out is None else [out]
-    own = [folder for folder in map(RunFolder, paths) if folder.job.is_file() and folder.job.read_text() == name_job()]
-    # The newest: an id that a user gives may be that of earlier jobs, too.
-    return max(own, key=lambda folder: folder.job.stat().st_mtime, default=None)
+    signed = (folder for folder in map(RunFolder, paths) if folder.job.is_file())
+    return next((folder for folder in signed if agents & set(folder.job.read_text().splitlines())), None)

@@ -7,7 +7,8 @@ last.safetensors   weights after the last epoch    best.safetensors   weights wi
 plan.json          the plan, for a recipe with a memory budget
 state/EPOCH-BATCH/ everything needed to resume from there
 state/lock         names the process that works in the folder
-state/job          names the job of torchrun that began the run
+state/origin.json  what the run was begun with; every state has its own
+state/job          names the agents of torchrun that work on the run
 log/               what processes but the first have to say
 """
 
@@ -77,6 +78,7 @@ class RunFolder:
         self.last, self.best = path / "last.safetensors", path / BEST_WEIGHTS
         self.states, self.plan = path / "state", path / "plan.json"
         self.lock, self.job, self.logs = self.states / "lock", self.states / "job", path / "log"
+        self.origin = self.states / "origin.json"
 
     def require_free(self) -> None:
         """Check that a new run can be written here.
@@ -86,19 +88,11 @@ class RunFolder:
         """
         if file := next((path for path in (self.path, *self.path.parents) if path.exists() and not path.is_dir()), None):
             raise InputError(f"The run folder {self.path} cannot be made: {file} is a file. Name another (--out).")
-        if self.path.is_dir() and any(path not in (self.states, self.lock, self.job) for path in self.path.rglob("*")):
+        empty = (self.states, self.lock, self.job, self.origin)  # what a start makes before it says what is trained
+        if self.path.is_dir() and any(path not in empty for path in self.path.rglob("*")):
             raise InputError(
                 f"The run folder {self.path} is not empty. Resume that run (--resume {self.path}) or name another (--out)."
             )
-
-    def create(self, files: dict[str, str]) -> None:
-        """Write text files, given by name, into a new folder.
-
-        Raises:
-            InputError: another run has begun in the folder in the meantime.
-        """
-        self.require_free()
-        self.write(files)
 
     def write(self, files: dict[str, str]) -> None:
         """Write text files, given by name."""

@@ -145,7 +145,9 @@ class Run:
             console.print(f"Note: {line}.", markup=False)
 
 
-def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accelerator | None = None) -> Run:
+def build_run(
+    recipe: Recipe, folder: Path, *, resumed: bool, begun_with: int | None = None, accelerator: Accelerator | None = None
+) -> Run:
     """Build a run on the device, and among the processes, that Accelerate finds.
 
     Args:
@@ -153,6 +155,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         folder: folder of the run.
         resumed: the folder already holds the run. The model is made from the spec in it; weights and optimizer state are not
             loaded yet.
+        begun_with: examples of a batch of all processes together, if the run was begun before, but without leaving a state.
         accelerator: Accelerate's object for this recipe; None: a new one.
 
     Raises:
@@ -164,11 +167,11 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     options = recipe.train
     accelerator = accelerator or make_accelerator(recipe)
     require_same_recipe(recipe)
-    mesh = make_run_mesh(recipe, accelerator, resumed=resumed)
+    mesh = make_run_mesh(recipe, accelerator, begun=resumed or begun_with is not None)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
     processes = accelerator.num_processes
-    whole_batch = recipe.data.batch_size * processes
+    whole_batch = begun_with or recipe.data.batch_size * processes
     if resumed:  # by any number of processes: they share the batches that the run began with
         whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
     batch_size = _share_batch(whole_batch, processes, recipe)

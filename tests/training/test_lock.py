@@ -121,7 +121,7 @@ def test_two_new_runs_with_one_name(tmp_path, monkeypatch, recipe):
     def begin_another(run):
         monkeypatch.setattr(loop, "apply_plan", apply_plan)
         (tmp_path / "run").mkdir()
-        RunFolder(tmp_path / "run").create({"config.yaml": "first"})
+        RunFolder(tmp_path / "run").write({"config.yaml": "first"})
         return apply_plan(run)
 
     monkeypatch.setattr(loop, "apply_plan", begin_another)

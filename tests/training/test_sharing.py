@@ -18,7 +18,7 @@ from revzoo.errors import CheckpointError, InputError
 from revzoo.training import loop
 from revzoo.training.loop import resume, train
 from revzoo.training.mixup import SharedMixup
-from revzoo.training.restart import find_own_folder, name_job
+from revzoo.training.restart import find_own_folder, name_agent
 from revzoo.training.run_folder import RunFolder
 from revzoo.training.seal import CHECKSUMS, seal
 from revzoo.training.setup import _share_batch
@@ -93,6 +93,13 @@ def test_pairs_of_a_mode_share_their_strength():
     assert len(strengths["elem"].unique()) == WHOLE
 
 
+def start_job(monkeypatch: pytest.MonkeyPatch, agent: str, restarts: int) -> None:
+    """Pretend to be started by an agent of torchrun. All jobs have the same id."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "100")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{agent}/attempt_{restarts}/0/error.json")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+
+
 def pretend_two_processes(run: Path) -> None:
     """Let a run of one process with batches of 320 be one of two processes with 160 each."""
     config = OmegaConf.load(run / "config.yaml")
@@ -155,9 +162,9 @@ def test_states_of_earlier_versions_are_refused(copied):
 def test_a_restarted_job_goes_on_in_its_folder(
     out, when, recipe, tmp_path, monkeypatch, whole, random_settings, assert_same_run
 ):
-    """The command is the same; another job is refused, or gets a folder of its own."""
+    """The command is the same; another job is refused, or gets a folder of its own, also if it has the same id."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    start_job(monkeypatch, "first", 0)
     calls, save_state = count(1), loop.save_state
 
     def kill(run):
@@ -170,36 +177,65 @@ def test_a_restarted_job_goes_on_in_its_folder(
         with pytest.raises(Killed):
             train(recipe(*random_settings), out)
     folder = out or Path("runs/digits")
-    for job, restarts in (("one", "0"), ("other", "1")):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    for job, restarts in (("first", 0), ("second", 1)):
+        start_job(monkeypatch, job, restarts)
         if out is None:
             assert train(recipe("train.epochs=1")).folder != folder
         else:
             with pytest.raises(InputError, match="is not empty. Resume that run"):
                 train(recipe(*random_settings), out)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    start_job(monkeypatch, "first", 2)
     if out is None:
-        shutil.rmtree("runs/digits-2")  # which the first try above has left with the same name of the job
+        shutil.rmtree("runs/digits-2")  # which the first try above has signed, too
     assert train(recipe(*random_settings), out).folder == folder
     assert_same_run(whole, folder)
 
 
-def test_jobs_without_a_name_have_one(monkeypatch):
-    assert name_job() == ""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert name_job() == name_job() != "none"
+def test_agents_have_names(monkeypatch):
+    assert name_agent() == ""
+    start_job(monkeypatch, "one", 0)
+    first = name_agent()
+    start_job(monkeypatch, "one", 3)
+    assert name_agent() == first
+    start_job(monkeypatch, "other", 3)
+    assert name_agent() not in ("", first)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # without logs
+    assert str(os.getppid()) in name_agent()
 
 
-def test_a_job_with_the_id_of_earlier_ones_finds_the_newest_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "100")
-    for age, name in enumerate(("digits-3", "digits-2", "digits", "digits_revnet", "digits-old")):
+def test_a_folder_is_known_by_any_of_its_agents(tmp_path, monkeypatch):
+    """Machines may be replaced; other names of folders are not those of this recipe."""
+    for agent, name in (("a", "digits"), ("b\nc", "digits-2"), ("b", "digits_revnet"), ("b", "digits-old")):
         job = RunFolder(tmp_path / name).job
         job.parent.mkdir(parents=True)
-        job.write_text("another" if name == "digits" else "100")
-        os.utime(job, (age, age))
-    assert find_own_folder(tmp_path, "digits", None) is None  # it is not a restart
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    own = find_own_folder(tmp_path, "digits", None)
+        job.write_text(agent)
+    assert find_own_folder(tmp_path, "digits", None, {"c", "d"}) is None  # it is not a restart
+    start_job(monkeypatch, "one", 1)
+    own = find_own_folder(tmp_path, "digits", None, {"c", "d"})
     assert own is not None
     assert own.path.name == "digits-2"
+    assert find_own_folder(tmp_path, "digits", None, {"d"}) is None
+
+
+def test_a_run_killed_before_its_first_state_keeps_its_batch(recipe, tmp_path, monkeypatch):
+    """One process goes on with what two of train.shard=full have begun, with batches of both."""
+    run, batches = tmp_path / "run", []
+
+    def stop(run):
+        batches.append((run.batch_size, run.origin.batch_size))
+        raise Killed
+
+    monkeypatch.setattr(loop, "save_state", stop)
+    with pytest.raises(Killed):
+        train(recipe(), run)
+    pretend_two_processes(run)
+    config = OmegaConf.load(run / "config.yaml")
+    config.train.shard = "full"
+    OmegaConf.save(config, run / "config.yaml")
+    for overrides in ([], ["data.batch_size=40"]):
+        with pytest.raises(Killed):
+            resume(run, overrides)
+    assert batches == [(320, 320), (320, 320), (40, 40)]
+    (run / "state" / "origin.json").write_text("{")
+    with pytest.raises(CheckpointError, match="origin.json cannot be used .* and start again"):
+        resume(run)
