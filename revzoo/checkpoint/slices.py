@@ -79,13 +79,8 @@ def gather_whole(tensor: Tensor, order: RowOrder | None = None) -> Tensor:
     """Return the whole tensor, on the device on which its processes talk; all of them must call this."""
     if not is_sharded(tensor):
         return tensor.detach()
-    from torch.distributed.tensor import Replicate
-
     sharded = cast(Any, tensor.detach())
-    sharded = sharded.to(sharded.device_mesh.device_type)  # offloaded ones are on the host
-    for number in range(sharded.device_mesh.ndim):  # one after the other, as PyTorch would do it with a warning
-        sharded = sharded.redistribute(placements=[Replicate()] * (number + 1) + list(sharded.placements[number + 1 :]))
-    whole: Tensor = sharded.to_local()
+    whole: Tensor = sharded.to(sharded.device_mesh.device_type).full_tensor()  # offloaded ones are on the host
     return whole if order is None else order.restore(whole)
 
 

@@ -7,6 +7,7 @@ parts name what is divided (`revzoo.parts.tensor_plan`); parts without a plan ar
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3; `torch.distributed.tensor.parallel`.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from revzoo.model.network import Model
 from revzoo.parts.tensor_plan import TensorPlan
 
 _MOST_WHOLE = 0.1  # of the weights that have plans, in parts that stay whole
+# PyTorch remarks once that what is divided twice is gathered by two collectives, about which nothing can be done here.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def choose_parts(model: Model, processes: int) -> dict[str, TensorPlan]:
