@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
+from revzoo.checkpoint.slices import RowOrder, copy_whole_, find_row_orders, gather_whole, restore_rows
 from revzoo.errors import CheckpointError, join_names
 from revzoo.training.state_writer import AS_IT_IS, as_ordinary_errors
 
@@ -39,7 +40,8 @@ def list_contents(modules: Mapping[str, nn.Module], optimizer: Optimizer, settin
     """
     tensors = {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in _list_tensors(module).items()}
     own, rest = _read_optimizer(modules["model"], optimizer)
-    return {**tensors, **own, _SETTINGS: {**settings, "optimizer": rest}}
+    contents = dict(restore_rows({**tensors, **own}, _find_orders(modules, {**tensors, **own})))
+    return {**contents, _SETTINGS: {**settings, "optimizer": rest}}
 
 
 def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, Any]:
@@ -59,14 +61,19 @@ def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Opti
         tensors = {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in _list_tensors(module).items()}
         _require_fit(saved, tensors)
         state = _make_state(saved, modules["model"])
-        contents: dict[str, Any] = {**tensors, **state, _SETTINGS: None}
+        orders = _find_orders(modules, {**tensors, **state})
+        dealt = {path: tensor for path, tensor in {**tensors, **state}.items() if path in orders}
+        ordinary = {path: torch.empty_like(tensor) for path, tensor in dealt.items()}
+        contents: dict[str, Any] = {**tensors, **state, **ordinary, _SETTINGS: None}
         load(
             contents,
             storage_reader=FileSystemReader(folder),
             planner=DefaultLoadPlanner(**AS_IT_IS),
         )
+    for path, tensor in dealt.items():
+        copy_whole_(tensor, gather_whole(ordinary[path]), orders[path])
     settings: dict[str, Any] = contents[_SETTINGS]
-    _load_optimizer(modules["model"], optimizer, {key: contents[key] for key in state}, settings.pop("optimizer"))
+    _load_optimizer(modules["model"], optimizer, state, settings.pop("optimizer"))
     return settings
 
 
@@ -75,6 +82,16 @@ def _list_tensors(module: nn.Module) -> dict[str, Tensor]:
     first: dict[int, str] = {}
     tensors = module.state_dict(keep_vars=True)
     return {key: t.detach() for key, t in tensors.items() if first.setdefault(id(t), key) == key}
+
+
+def _find_orders(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> dict[str, RowOrder]:
+    """Return the order of the tensors whose rows have been dealt out, by name: parameters, and state of their shape."""
+    orders = {f"{name}.{key}": order for name, module in modules.items() for key, order in find_row_orders(module).items()}
+    for path, tensor in tensors.items():
+        parameter = f"model.{path.removeprefix('optimizer.').rpartition('.')[0]}"
+        if path.startswith("optimizer.") and parameter in orders and tensor.shape == tensors[parameter].shape:
+            orders[path] = orders[parameter]
+    return orders
 
 
 def _name_parameters(model: nn.Module, optimizer: Optimizer) -> list[str]:
