@@ -12,6 +12,7 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from revzoo.analysis.optimizer_step import OptimizerBytes, copy_optimizer, count_optimizer
@@ -48,6 +49,13 @@ class Division:
             )
         if self.shard != "none":
             count_shards(self.ranks, self.shard, nodes=self.nodes)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "Division":
+        """Return the division of ranks that `make_mesh` has arranged."""
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        nodes = sizes.get("replicate")
+        return cls(mesh.size(), "full" if nodes is None else "hybrid", nodes or 1)
 
     @property
     def shards(self) -> int:
