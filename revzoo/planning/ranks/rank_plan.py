@@ -137,7 +137,10 @@ def _divide(
     """Yield what a rank trains, and what notes its collectives; None where nothing is divided."""
     is_whole = division.shard == "none"
     with (
-        nullcontext((model, None)) if is_whole else divide_copy(model, division, precision=precision, mesh=mesh) as (trained, mode),
+        nullcontext((model, None)) if is_whole else divide_copy(model, division, precision=precision, mesh=mesh) as (
+            trained,
+            mode,
+        ),
         accumulated_gradients(trained) if accumulate else nullcontext(),
     ):
         yield trained, mode
