@@ -136,10 +136,12 @@ class DividedStep(PlannedStep):
     def __init__(self, run: Run):
         super().__init__(run)
         assert run.mesh is not None
-        self._whole, division = _make_undivided(run.model), Division.of(run.mesh)
+        division = Division.of(run.mesh, offload=run.recipe.train.offload)
+        self._whole = _make_undivided(run.model)
         optimizer = _copy_optimizer_for(self._whole, run)
         held = count_rank_bytes(self._whole, division, optimizer)
-        averaged = 0 if run.ema is None else held.weights + held.buffers
+        model_bytes = held.buffers + (0 if division.offload else held.weights)
+        averaged = 0 if run.ema is None else model_bytes
         self._circumstances: dict[str, Any] = {
             "division": division,
             "optimizer": optimizer,
@@ -149,8 +151,8 @@ class DividedStep(PlannedStep):
             "accumulate": self._accumulates,
             "mesh": run.mesh,
         }
-        state = held.optimizer.state if run.optimizer.state else 0
-        self.present_bytes = held.weights + held.buffers + averaged + state
+        has_state = bool(run.optimizer.state) and not division.offload
+        self.present_bytes = model_bytes + averaged + (held.optimizer.state if has_state else 0)
 
     def plan(self, limit: int) -> Plan:
         solver = self._run.recipe.memory.solver

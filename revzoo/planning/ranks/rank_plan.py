@@ -86,7 +86,7 @@ def plan_ranks(
     held = count_rank_bytes(model, division, optimizer)
     with _divide(model, division, precision, mesh, accumulate) as (divided, mode):
         other_bytes += _count_beside(held, division)
-        counted = count(divided, batch, loss, other_bytes, update_bytes=held.optimizer.update)
+        counted = count(divided, batch, loss, other_bytes, update_bytes=_count_update(held, division))
         memory = replace(counted, max_invert_run=predict_inversion_limit(model))
         profile = Profile(
             memory,
@@ -95,7 +95,7 @@ def plan_ranks(
             model_bytes=count_model_bytes(model),
             other_bytes=other_bytes,
             notes=(f"Counted for the first of {division}: nothing was run. Costs are FLOPs and bytes.",),
-            update_bytes=held.optimizer.update,
+            update_bytes=_count_update(held, division),
         )
         try:
             plan = enforce_budget(divided, batch, profile, solve(profile, budget, solver), loss)
@@ -122,12 +122,21 @@ def count_rank_peak(
     held = count_rank_bytes(model, division, optimizer)
     other_bytes += _count_beside(held, division)
     with _divide(model, division, precision, mesh, accumulate) as (divided, _):
-        return count_peak(divided, batch, modes, loss, other_bytes, update_bytes=held.optimizer.update)
+        return count_peak(divided, batch, modes, loss, other_bytes, update_bytes=_count_update(held, division))
 
 
 def _count_beside(held: RankBytes, division: Division) -> int:
-    """Return what a rank holds beside the tensors of its training step: the optimizer's state, and DDP's buckets."""
+    """Return what a rank holds beside the tensors of its training step: the optimizer's state, and DDP's buckets.
+
+    Shards on the host are among those tensors, and are taken off.
+    """
+    if division.offload:
+        return -held.weights
     return held.optimizer.state + (held.gradients if division.shard == "none" and division.ranks > 1 else 0)
+
+
+def _count_update(held: RankBytes, division: Division) -> int:
+    return 0 if division.offload else held.optimizer.update
 
 
 @contextmanager
@@ -135,13 +144,11 @@ def _divide(
     model: Model, division: Division, precision: Precision, mesh: DeviceMesh | None, accumulate: bool
 ) -> Iterator[tuple[Model, RankMode | None]]:
     """Yield what a rank trains, and what notes its collectives; None where nothing is divided."""
-    is_whole = division.shard == "none"
+    divided = divide_copy(model, division, precision=precision, mesh=mesh)
+    adds_up = accumulate and not (division.offload and division.copies == 1)  # what nodes will exchange stays on the device
     with (
-        nullcontext((model, None)) if is_whole else divide_copy(model, division, precision=precision, mesh=mesh) as (
-            trained,
-            mode,
-        ),
-        accumulated_gradients(trained) if accumulate else nullcontext(),
+        nullcontext((model, None)) if division.shard == "none" else divided as (trained, mode),
+        accumulated_gradients(trained) if adds_up else nullcontext(),
     ):
         yield trained, mode
 
