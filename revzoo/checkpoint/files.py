@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from revzoo.checkpoint.slices import find_own_slice, get_own_part, is_sharded
+from revzoo.checkpoint.slices import find_own_slice, find_row_orders, get_own_part, is_sharded
 from revzoo.checkpoint.writing import SHARD_BYTES, write_weights
 from revzoo.errors import CheckpointError, SpecError, join_names
 from revzoo.spec.loading import parse_spec
@@ -50,7 +50,7 @@ def save_weights(
     facts = {**describe_spec(cast(Spec, model.spec)), **(metadata or {})}
     tied = _find_tied(model)
     tensors = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
-    write_weights(Path(path), tensors, facts, shard_bytes)
+    write_weights(Path(path), tensors, facts, shard_bytes, find_row_orders(model))
 
 
 def describe_spec(spec: Spec) -> dict[str, str]:
@@ -99,7 +99,10 @@ def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | No
         differing = join_names(compare_specs(metadata.get("revzoo.spec", ""), spec))
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
     own = {key: tensor for key, tensor in model.state_dict().items() if tensor.shape == own[key].shape}
-    read = {key: tensors[key][find_own_slice(t)] if is_sharded(t) else tensors[key] for key, t in own.items()}
+    orders = find_row_orders(model)
+    read = {
+        key: tensors[key][find_own_slice(t, orders.get(key))] if is_sharded(t) else tensors[key] for key, t in own.items()
+    }
     if damaged := find_not_finite(read):
         warnings.warn(f"{path} holds infinities or NaN in {len(damaged)} tensors: {join_names(damaged, most=4)}.", stacklevel=2)
     if any(map(is_sharded, own.values())):

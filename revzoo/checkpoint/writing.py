@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from revzoo.checkpoint.slices import gather_whole, is_sharded
+from revzoo.checkpoint.slices import RowOrder, gather_whole, is_sharded
 from revzoo.file import write_atomically
 from revzoo.spec.names import INDEX_SUFFIX
 
@@ -27,7 +28,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str,
     write_atomically(path, lambda partial: save_file(tensors, partial, metadata=facts))
 
 
-def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], shard_bytes: int) -> None:
+def write_weights(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    shard_bytes: int,
+    orders: Mapping[str, RowOrder] = MappingProxyType({}),
+) -> None:
     """Write tensors to a safetensors file; if they are more than `shard_bytes`, to several, and an index that names them.
 
     For NAME.safetensors the files are NAME-00001-of-00003.safetensors and so on, the index NAME.safetensors.index.json. What
@@ -39,6 +46,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         tensors: by name, on any device, divided over processes or not.
         metadata: strings to store in every file.
         shard_bytes: most bytes of tensors in a file; a larger tensor has a file of its own.
+        orders: of the tensors whose rows have been dealt out, by name; they are written in the ordinary order.
     Raises:
         Exception: writing failed; every process raises what the first one did.
     """
@@ -48,7 +56,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     for name, keys in zip(names, groups, strict=True):
         whole = dict[str, Tensor]()
         for key in keys:
-            tensor = gather_whole(tensors[key])
+            tensor = gather_whole(tensors[key], orders.get(key))
             if not sharded or dist.get_rank() == 0:
                 whole[key] = tensor.cpu().contiguous()
         write_once(partial(write_tensors, path.with_name(name), whole, metadata), tensors.values())

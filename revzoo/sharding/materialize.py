@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from revzoo.checkpoint.slices import copy_whole_
+from revzoo.checkpoint.slices import RowOrder, copy_whole_, find_row_orders
 from revzoo.errors import InputError, join_names
 
 _MOST_FREE_BYTES = 16 * 10**6  # that may wait until they are given back to the system
@@ -65,7 +65,8 @@ def materialize_(
     keys = dict(model.named_parameters(remove_duplicate=False))
     if unknown := sorted(keys.keys() - {name for each in names for name in each}):
         raise InputError(f"build makes a network without {join_names(unknown)}. Return the network that was sharded.")
-    with _CPU, _SliceKeeper([[keys[name] for name in each if name in keys] for each in names]) as keeper:
+    orders = find_row_orders(model)
+    with _CPU, _SliceKeeper([[(keys[name], orders.get(name)) for name in each if name in keys] for each in names]) as keeper:
         whole = build()
     keeper.finish()
     if keeper.spoilt:
@@ -109,10 +110,10 @@ class _SliceKeeper(TorchDispatchMode):
     """While a network is built: copies of every parameter the slices that are wanted, and holds one parameter at a time.
 
     Args:
-        targets: for every parameter in the order of registration, the tensors that get its values.
+        targets: for every parameter in the order of registration, the tensors that get its values, and how its rows are dealt.
     """
 
-    def __init__(self, targets: Sequence[Sequence[Tensor]]):
+    def __init__(self, targets: Sequence[Sequence[tuple[Tensor, RowOrder | None]]]):
         super().__init__()
         self._targets = targets
         self._parameters = list[nn.Parameter]()
@@ -170,8 +171,8 @@ class _SliceKeeper(TorchDispatchMode):
         parameter = self._parameters[number]
         if number in self._refilled:
             (self.spoilt.add if parameter.sum().isnan() else self.spoilt.discard)(number)
-        for target in self._targets[number]:
-            copy_whole_(target, parameter)
+        for target, order in self._targets[number]:
+            copy_whole_(target, parameter, order)
         parameter.untyped_storage().resize_(0)
         self._freed_bytes += self._sizes[number]
         if self._freed_bytes > _MOST_FREE_BYTES:

@@ -25,7 +25,7 @@ def add_losses(run: Run, losses: Tensor) -> None:
     Raises:
         DivergedError: one of them is not finite; raised in every process.
     """
-    total = math.fsum(gather_object([losses.item()]))
+    total = math.fsum(gather_object([losses.item()])) / run.sharing
     losses.zero_()
     if not math.isfinite(total):
         raise _explain(run, f"The training loss is {total}")

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
 from revzoo.analysis.optimizer_step import copy_optimizer
+from revzoo.checkpoint.slices import copy_whole_, gather_whole
 
 _SHAPES = ((33,), (32, 48), (24, 20, 3, 3))  # the first is not divided evenly; some optimizers treat small matrices apart
 _STEPS = 3
@@ -25,31 +28,49 @@ def updates_divided(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
 
     That is tried out, with a few small parameters. All processes of the mesh call this together.
     """
-    names = mesh.mesh_dim_names or ()
-    placements = [Shard(0) if name == "shard" else Replicate() for name in names]
-
-    def divide(tensor: Tensor) -> DTensor:
-        return distribute_tensor(tensor.detach().clone(), mesh, placements, src_data_rank=None)  # all have the same
-
     generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(shape, generator=generator).to(mesh.device_type) for shape in _SHAPES]
-    whole = [nn.Parameter(t.clone()) for t in starts]
-    divided: list[Any] = [nn.Parameter(divide(t)) for t in starts]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        module = _make_parameters(mesh)
+        starts = [p.detach().clone() for p in module.parameters()]
+        whole = [nn.Parameter(t.clone()) for t in starts]
         try:
+            divided = _divide(module, mesh)
             first, second = _copy_for(optimizer, whole), _copy_for(optimizer, divided)
             for _ in range(_STEPS):
-                for p, share in zip(whole, divided, strict=True):
+                for p, part in zip(whole, divided, strict=True):
                     p.grad = torch.randn(p.shape, generator=generator).to(p.device)
-                    share.grad = divide(p.grad)
+                    part.grad = torch.empty_like(part)
+                    copy_whole_(part.grad, p.grad)
                 first.step()
                 second.step()
-            ends = [share.full_tensor() for share in divided]
+            ends = [gather_whole(part) for part in divided]
         except Exception:  # whatever an optimizer raises that does not expect a DTensor
             return False
     rows = zip(starts, whole, ends, strict=True)
     is_same = all((p - end).norm() <= _TOLERANCE * (p - start).norm() for start, p, end in rows)
     return is_same and _can_be_saved(second, divided)
+
+
+def _make_parameters(mesh: DeviceMesh) -> nn.Module:
+    """Return a module of parameters of several shapes, and of layers that are divided where the mesh divides layers."""
+    with torch.device(mesh.device_type):
+        module = nn.Module()
+        module.parts = nn.ParameterList([torch.randn(shape) for shape in _SHAPES])
+        if "tensor" in (mesh.mesh_dim_names or ()):
+            size = mesh["tensor"].size()
+            module.columns, module.rows = nn.Linear(32, 24 * size), nn.Linear(24 * size, 32)
+    return module
+
+
+def _divide(module: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Divide a module as a network is divided; return its parameters."""
+    names = mesh.mesh_dim_names or ()
+    if "tensor" in names:
+        plan = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
+        parallelize_module(module, mesh["tensor"], plan, src_data_rank=None)
+    fully_shard(module, mesh=mesh[tuple(name for name in names if name != "tensor")])
+    return list(module.parameters())
 
 
 def _can_be_saved(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:

@@ -32,6 +32,7 @@ from revzoo.errors import RecoveryError
 from revzoo.file import write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
+from revzoo.training.clipping import clip_gradients_
 from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.change import check_changes, needs_new_plan
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
@@ -263,17 +264,18 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         key = options.seed, epoch, progress.batch
         with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))), _say_when(run):
             batch, targets = run.mix(batch, labels, *key)
-            reseed(*key, accelerator.process_index)
+            reseed(*key, run.share)
             if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
                 run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
             loss = run.loss(_call(run, batch), targets)
             accelerator.backward(loss)
             if accelerator.sync_gradients and options.clip_grad is not None:
-                accelerator.clip_grad_norm_(run.wrapped.parameters(), options.clip_grad)
+                clip = accelerator.clip_grad_norm_ if run.mesh is None else clip_gradients_
+                clip(run.wrapped.parameters(), options.clip_grad)
             run.optimizer.step()
             run.optimizer.zero_grad()
         progress.batch += 1
-        progress.examples += len(batch) * accelerator.num_processes
+        progress.examples += len(batch) * run.shares
         losses += loss.detach() * len(batch)
         if not accelerator.sync_gradients:
             continue
@@ -322,7 +324,8 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     share_statistics(run)
     check_weights(run)
     try:
-        scores = evaluate(run.evaluated, stop.watch(run.test_loader), accelerator, run.data.label_noun)
+        batches = stop.watch(run.test_loader)
+        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, sharing=run.sharing)
     except StopRequested as caught:
         return caught.signum
     check_test_loss(run, scores.loss)

@@ -20,7 +20,7 @@ class SharedMixup:
 
     Args:
         mixup: timm's object with its options.
-        process: number of this process.
+        process: number of this process's share of the batch.
     """
 
     def __init__(self, mixup: Mixup, process: int):

@@ -95,4 +95,10 @@ def describe_shares(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))
     repeated = f", repeated on {sizes['replicate']} nodes" if "replicate" in sizes else ""
-    return f"divided over {sizes['shard']} processes{repeated}"
+    layers = f", layers over {sizes['tensor']}" if "tensor" in sizes else ""
+    return f"divided over {sizes['shard']} processes{layers}{repeated}"
+
+
+def count_sharing(mesh: DeviceMesh | None) -> int:
+    """Return how many processes, neighbours in rank, have the same examples, because they divide each layer."""
+    return 1 if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()) else mesh["tensor"].size()

@@ -150,12 +150,9 @@ def _find_needs_of_all_gradients(tree: YamlNode) -> Iterator[SpecProblem]:
 
 def _find_needs_of_shards(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problems of settings that need a divided network, or do not go with one."""
-    if _value(tree, "train.tensor_parallel") not in (None, 1):
-        yield _node(tree, "train.tensor_parallel").problem(
-            "1: no part divides its own products yet. Attention has one product for queries, keys and values, whose columns "
-            "would have to be dealt out by heads. train.shard=full divides the weights of every layer"
-        )
     if _value(tree, "train.shard") in (None, "none"):
+        if _value(tree, "train.tensor_parallel") not in (None, 1):
+            yield _node(tree, "train.tensor_parallel").problem("1 with train.shard: none, or train.shard: full")
         if _value(tree, "train.offload") is True:
             yield _node(tree, "train.offload").problem("false with train.shard: none, or train.shard: full")
         return

@@ -5,11 +5,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import InitProcessGroupKwargs
 from timm.data import Mixup
 from timm.scheduler import create_scheduler_v2
@@ -32,7 +34,7 @@ from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin, require_same_recipe
-from revzoo.training.processes import describe_shares, make_run_mesh, open_accelerator
+from revzoo.training.processes import count_sharing, describe_shares, make_run_mesh, open_accelerator
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.restart import form_group_anew
 from revzoo.training.run_folder import Progress, RunFolder
@@ -113,6 +115,21 @@ class Run:
         """The model whose weights are evaluated and saved: the running average where there is one."""
         return self.model if self.ema is None else self.ema.module
 
+    @property
+    def sharing(self) -> int:
+        """How many processes, neighbours in rank, have the same share of a batch, because they divide each layer."""
+        return count_sharing(self.mesh)
+
+    @property
+    def shares(self) -> int:
+        """How many shares a batch has."""
+        return self.accelerator.num_processes // self.sharing
+
+    @property
+    def share(self) -> int:
+        """Number of this process's share."""
+        return self.accelerator.process_index // self.sharing
+
     def set_coupling(self, update: int) -> None:
         """Give the model and its running average the coupling of an update."""
         if self.coupling is not None:
@@ -164,19 +181,20 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     mesh = make_run_mesh(recipe, accelerator, resumed=resumed)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
-    processes = accelerator.num_processes
-    whole_batch = recipe.data.batch_size * processes
+    sharing = count_sharing(mesh)
+    shares, share = accelerator.num_processes // sharing, accelerator.process_index // sharing
+    whole_batch = recipe.data.batch_size * shares
     if resumed:  # by any number of processes: they share the batches that the run began with
         whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
-    batch_size = _share_batch(whole_batch, processes, recipe)
+    batch_size = _share_batch(whole_batch, shares, sharing, recipe)
     reseed(options.seed)
     model_options = recipe.model
     if resumed:  # the weights come from the state
         spec_file = str(run_folder.path / "spec.yaml")
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
     spec, is_open = call_on_all(accelerator, lambda: load_model_spec(model_options))
-    share = replace(recipe.data, batch_size=batch_size)
-    data = call_on_all(accelerator, lambda: load_data(share, spec.input, options.seed, processes))
+    data_options = replace(recipe.data, batch_size=batch_size)
+    data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, shares))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
         model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
     model, ema = call_on_all(
@@ -192,7 +210,8 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         _require_updates_in_backward(recipe, optimizer, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
     prepared = accelerator.prepare_optimizer(optimizer)
-    train_loader, test_loader = accelerator.prepare_data_loader(data.train), accelerator.prepare_data_loader(data.test)
+    deal = partial(prepare_data_loader, device=accelerator.device, num_processes=shares, process_index=share, put_on_device=True)
+    train_loader, test_loader = deal(data.train), deal(data.test)
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     coupling = make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch)
     if coupling is not None:  # the spec that is saved has the coupling of the first update
@@ -211,7 +230,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         optimizer=prepared,
         scheduler=_make_scheduler(recipe, optimizer, updates_per_epoch),
         ema=ema,
-        mix=_make_mixup(recipe, model.num_outputs, accelerator.process_index),
+        mix=_make_mixup(recipe, model.num_outputs, share),
         loss=Loss(smoothing),
         coupling=coupling,
         batch_size=batch_size,
@@ -245,17 +264,17 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return open_accelerator(options.mixed_precision, gradient_accumulation_steps=options.accumulate, kwargs_handlers=handlers)
 
 
-def _share_batch(whole: int, processes: int, recipe: Recipe) -> int:
-    """Return how many examples of a batch each process takes."""
+def _share_batch(whole: int, shares: int, sharing: int, recipe: Recipe) -> int:
+    """Return how many examples of a batch each process takes, of which so many neighbours have the same."""
     parts = whole // 2 if recipe.mixup else whole  # mixup's pairs stay together
-    if parts % processes:
-        possible = [str(number) for number in range(1, whole + 1) if parts % number == 0]
+    if parts % shares:
+        possible = [str(number * sharing) for number in range(1, whole + 1) if parts % number == 0]
         pairs = f", {parts} pairs for mixup" if recipe.mixup else ""
         raise InputError(
-            f"A batch of this run has {whole} examples{pairs}, as it was started, which {processes} processes cannot share "
+            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares * sharing} processes cannot share "
             f"equally. Resume it with {join_names(possible, most=8)} processes."
         )
-    return whole // processes
+    return whole // shares
 
 
 def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:

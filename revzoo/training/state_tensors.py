@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from revzoo.checkpoint.slices import RowOrder, copy_whole_, find_row_orders, gather_whole, restore_rows
 from revzoo.errors import CheckpointError, join_names
 
 METADATA = ".metadata"  # says which file holds which part of which tensor
@@ -48,11 +49,12 @@ def write_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Opt
     """
     tensors = {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in _list_tensors(module).items()}
     own, rest = _read_optimizer(modules["model"], optimizer)
+    contents = dict(restore_rows({**tensors, **own}, _find_orders(modules, {**tensors, **own})))
     writer = FileSystemWriter(folder)  # which waits until its files are on the disk
     # Of what all processes have alike but for rounding or statistics, the first one's is used in training, too.
     planner = DefaultSavePlanner(**_AS_IT_IS, dedup_save_to_lowest_rank=True)
     with _as_ordinary_errors():
-        save({**tensors, **own, _SETTINGS: {**settings, "optimizer": rest}}, storage_writer=writer, planner=planner)
+        save({**contents, _SETTINGS: {**settings, "optimizer": rest}}, storage_writer=writer, planner=planner)
 
 
 def list_own_files(folder: Path) -> list[Path]:
@@ -78,14 +80,19 @@ def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Opti
         tensors = {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in _list_tensors(module).items()}
         _require_fit(saved, tensors)
         state = _make_state(saved, modules["model"])
-        contents: dict[str, Any] = {**tensors, **state, _SETTINGS: None}
+        orders = _find_orders(modules, {**tensors, **state})
+        dealt = {path: tensor for path, tensor in {**tensors, **state}.items() if path in orders}
+        ordinary = {path: torch.empty_like(tensor) for path, tensor in dealt.items()}
+        contents: dict[str, Any] = {**tensors, **state, **ordinary, _SETTINGS: None}
         load(
             contents,
             storage_reader=FileSystemReader(folder),
             planner=DefaultLoadPlanner(**_AS_IT_IS),
         )
+    for path, tensor in dealt.items():
+        copy_whole_(tensor, gather_whole(ordinary[path]), orders[path])
     settings: dict[str, Any] = contents[_SETTINGS]
-    _load_optimizer(modules["model"], optimizer, {key: contents[key] for key in state}, settings.pop("optimizer"))
+    _load_optimizer(modules["model"], optimizer, state, settings.pop("optimizer"))
     return settings
 
 
@@ -94,6 +101,16 @@ def _list_tensors(module: nn.Module) -> dict[str, Tensor]:
     first: dict[int, str] = {}
     tensors = module.state_dict(keep_vars=True)
     return {key: t.detach() for key, t in tensors.items() if first.setdefault(id(t), key) == key}
+
+
+def _find_orders(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> dict[str, RowOrder]:
+    """Return the order of the tensors whose rows have been dealt out, by name: parameters, and state of their shape."""
+    orders = {f"{name}.{key}": order for name, module in modules.items() for key, order in find_row_orders(module).items()}
+    for path, tensor in tensors.items():
+        parameter = f"model.{path.removeprefix('optimizer.').rpartition('.')[0]}"
+        if path.startswith("optimizer.") and parameter in orders and tensor.shape == tensors[parameter].shape:
+            orders[path] = orders[parameter]
+    return orders
 
 
 def _name_parameters(model: nn.Module, optimizer: Optimizer) -> list[str]:
