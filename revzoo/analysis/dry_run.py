@@ -24,7 +24,7 @@ def accumulated_gradients(model: nn.Module) -> Iterator[None]:
             if p.requires_grad:
                 p.grad = torch.zeros_like(p)
 
-    handle = model.register_forward_pre_hook(add_gradients)
+    handle = model.register_forward_pre_hook(add_gradients, prepend=True)  # before FSDP gathers the parameters
     try:
         yield
     finally:

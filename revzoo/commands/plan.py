@@ -73,6 +73,9 @@ def declare(parser: Parser) -> None:
         help="how the ranks divide the network: over all of them, over those of each node, or not (default: full)",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="machines that the ranks are on (default: 1)")
+    parser.add_argument(
+        "--offload", action="store_true", help="the ranks keep shards, gradients and optimizer state on the host"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
     parser.add_argument("--json", action="store_true", help="print everything, and the data of --plot, as JSON instead")
@@ -96,13 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None:
         _require_counting(arguments)
         arguments.meta = True
-    elif arguments.shard is not None or arguments.nodes is not None:
-        raise InputError("--shard and --nodes say how ranks divide a network. Received: no --ranks. Add --ranks N.")
+    elif arguments.shard is not None or arguments.nodes is not None or arguments.offload:
+        raise InputError("--shard, --nodes and --offload say how ranks divide a network. Received: no --ranks. Add --ranks N.")
     model = create_model(arguments)
     parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
     make_plan = _plan_ranks if arguments.ranks is not None else _plan_batch
     make_plan = _plan_batches if isinstance(arguments.batch, tuple) else make_plan
-    with accumulated_gradients(model) if arguments.accumulate else nullcontext():
+    with accumulated_gradients(model) if arguments.accumulate and arguments.ranks is None else nullcontext():
         plan = make_plan(arguments, model)
     if arguments.out is not None:
         plan.save(arguments.out)
@@ -119,6 +122,7 @@ def _plan_any_module(arguments: argparse.Namespace) -> int:
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
     given |= {"--loss": arguments.loss, "--accumulate": arguments.accumulate or None}
     given |= {"--ranks": arguments.ranks, "--shard": arguments.shard, "--nodes": arguments.nodes}
+    given |= {"--offload": arguments.offload or None}
     given |= {"--solver knapsack": arguments.solver if arguments.solver == "knapsack" else None}
     if unused := [option for option, value in given.items() if value is not None]:
         raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {arguments.name}.")
@@ -174,7 +178,6 @@ def _require_counting(arguments: argparse.Namespace) -> None:
     given = {
         "--device": arguments.device,
         "--estimate": arguments.estimate or None,
-        "--accumulate": arguments.accumulate or None,
     }
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None}
     given |= {"a range of batch sizes": arguments.batch if isinstance(arguments.batch, tuple) else None}
@@ -195,10 +198,13 @@ def _plan_ranks(arguments: argparse.Namespace, model: "Model") -> "Plan":
         model,
         create_batch(model, arguments.batch),
         arguments.budget,
-        Division(arguments.ranks, arguments.shard or "full", 1 if arguments.nodes is None else arguments.nodes),
+        Division(
+            arguments.ranks, arguments.shard or "full", 1 if arguments.nodes is None else arguments.nodes, arguments.offload
+        ),
         solver=arguments.solver,
         optimizer=create_optimizer(arguments.optimizer, model),
         loss=create_loss(arguments.loss, model),
+        accumulate=arguments.accumulate,
     )
     _show(arguments, model, profile, result.plan, result)
     return result.plan

@@ -12,7 +12,7 @@ _UNITS = BYTE_UNITS | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 
 _FREE_SHARE = 0.9  # of the free memory, for "auto": the rest is for kernel workspaces and fragments, which are not counted
 
 
-def parse_budget(budget: str | int | float, device: torch.device | str, present_bytes: int = 0) -> int:
+def parse_budget(budget: str | int | float, device: torch.device | str, present_bytes: int = 0, *, sharing: int = 1) -> int:
     """Return a budget in bytes.
 
     Args:
@@ -20,6 +20,7 @@ def parse_budget(budget: str | int | float, device: torch.device | str, present_
             nine tenths of the memory that is free now, plus `present_bytes`.
         device: the device whose memory "60%" and "auto" refer to; "cpu" is the whole machine.
         present_bytes: on this device already and part of what the budget is for: weights and buffers, for example.
+        sharing: how many processes the device's memory is for; "60%" and "auto" are of an equal part of it.
     Raises:
         InputError: none of these, or less than one byte.
     """
@@ -29,11 +30,11 @@ def parse_budget(budget: str | int | float, device: torch.device | str, present_
     if not isinstance(budget, str):
         size = budget
     elif budget == "auto":
-        size = _read_memory(device)[0] * _FREE_SHARE + present_bytes
+        size = _read_memory(device)[0] * _FREE_SHARE / sharing + present_bytes
     elif share := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", budget):
         if not 0 < float(share[1]) <= 100:
             raise InputError(f"A share of the memory is above 0 % and at most 100 %. Received: {budget!r}.")
-        size = _read_memory(device)[1] * float(share[1]) / 100
+        size = _read_memory(device)[1] * float(share[1]) / 100 / sharing
     elif amount := re.fullmatch(r"(\d+(?:\.\d+)?)(?:e(\d\d?))? ?([KMGT]?i?B)?", budget):
         if amount[3] is not None and amount[3] not in _UNITS:
             raise _budget_error(budget)

@@ -161,9 +161,6 @@ def _find_needs_of_shards(tree: YamlNode) -> Iterator[SpecProblem]:
         yield _node(tree, "train.optimizer_in_backward").problem(allowed)
     if _value(tree, "train.mixed_precision") == "fp16":
         yield _node(tree, "train.mixed_precision").problem("bf16 or 'no' with train.shard")
-    if _value(tree, "memory.budget") is not None:
-        allowed = "null with train.shard; model.schedule=stage_inputs takes least memory"
-        yield _node(tree, "memory.budget").problem(allowed)
 
 
 def _sets_outputs(overrides: list[Any]) -> bool:

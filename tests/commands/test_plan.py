@@ -257,7 +257,7 @@ def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path
     model = revzoo.create(file("rev_vit_digits"), device="meta")
     shards = sum(4 * -(-len(p) // 8) * p[0].numel() for p in model.parameters())
     assert ranks["held"]["weights"] == ranks["held"]["gradients"] == shards
-    assert ranks["division"] == {"ranks": 8, "shard": "full", "nodes": 1}
+    assert ranks["division"] == {"ranks": 8, "shard": "full", "nodes": 1, "offload": False}
     units = len(model.units)  # all have parameters of their own, and the root has none
     calls = {kind: each["calls"] for kind, each in ranks["collectives"].items()}
     assert calls == {"all-gather": 2 * units, "reduce-scatter": units}
@@ -266,6 +266,16 @@ def test_a_plan_for_many_ranks_says_what_one_holds_and_sends(file, run, tmp_path
     assert all(each == ranks["collectives"] for each in ranks["collectives_of_modes"].values())
     assert plan.peak_bytes == data["plan"]["peak_bytes"] <= 3 << 20
     plan.apply(model.train())
+
+
+@pytest.mark.slow
+def test_ranks_add_up_gradients_and_keep_shards_on_the_host(file, run):
+    name = file("rev_vit_digits")
+    batch = revzoo.create(name, device="meta").example_input(BATCH).nbytes
+    for option, kept in (("--accumulate", True), ("--offload", False)):
+        data = json.loads(run("plan", name, *RANKS, option, "--budget", "1GiB", "--json"))
+        held = data["ranks"]["held"]
+        assert data["fixed_bytes"] == batch + kept * (held["weights"] + held["gradients"] + held["optimizer"]["state"])
 
 
 @pytest.mark.slow
@@ -291,7 +301,8 @@ def test_ranks_that_share_nothing_take_what_one_process_takes_and_buckets(file, 
         (("--nodes", 2), "Received: no --ranks. Add --ranks N."),
         (("--ranks", 2, "--estimate"), "Received: --ranks and --estimate."),
         (("--ranks", 2, "--device", "cpu"), "Received: --ranks and --device."),
-        (("--ranks", 2, "--accumulate"), "Received: --ranks and --accumulate."),
+        (("--offload",), "Received: no --ranks. Add --ranks N."),
+        (("--ranks", 2, "--shard", "none", "--offload"), "Received: offload with shard=none. Use shard=full."),
         (("--ranks", 2, "--lookahead", "1"), "Received: --ranks and --lookahead."),
         (("--ranks", 2, "--batch", "auto:2-4"), "Received: --ranks and a range of batch sizes."),
         (("--ranks", 2, "--budget", "60%"), "Received: --budget 60%. Give a size, such as 80GB."),

@@ -279,7 +279,6 @@ def test_processes_that_do_not_fit_are_refused(arguments, message):
         (["train.offload=true"], "train.offload: found true; allowed: false with train.shard: none"),
         (["train.tensor_parallel=2", "train.shard=full"], "train.tensor_parallel: found 2; allowed: 1: no part divides"),
         (["train.shard=full", "train.mixed_precision=fp16"], "train.mixed_precision: found 'fp16'; allowed: bf16"),
-        (["train.shard=full", "memory.budget=1GiB"], "memory.budget: found '1GiB'; allowed: null with train.shard"),
         (
             ["train.shard=full", "train.optimizer_in_backward=true", "train.clip_grad=null"],
             "train.optimizer_in_backward: found true; allowed: false with train.shard",
@@ -302,8 +301,8 @@ def test_the_configuration_of_accelerate_decides(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     assert follow_launcher(recipe).train.shard == "full"
-    with pytest.raises(SpecError, match="memory.budget: found '1GiB'; allowed: null with train.shard"):
-        follow_launcher(load_recipe("digits", ["memory.budget=1GiB"]))
+    with pytest.raises(SpecError, match="train.mixed_precision: found 'fp16'; allowed: bf16 or 'no' with train.shard"):
+        follow_launcher(load_recipe("digits", ["train.mixed_precision=fp16"]))
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     assert follow_launcher(recipe).train.offload
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "false")

@@ -45,11 +45,13 @@ def test_shares_are_of_the_whole_memory(memory):
     assert parse_budget("60%", "cpu") == 600
     assert parse_budget("12.5 %", "cpu") == 125
     assert parse_budget("100%", "cpu", present_bytes=77) == 1000
+    assert parse_budget("60%", "cpu", sharing=2) == 300
 
 
 def test_auto_is_nine_tenths_of_what_is_free_and_what_the_model_holds(memory):
     assert parse_budget("auto", "cpu") == 360
     assert parse_budget("auto", "cpu", present_bytes=100) == 460
+    assert parse_budget("auto", "cpu", present_bytes=100, sharing=2) == 280
     assert free_bytes("cpu") == 400
 
 

@@ -6,6 +6,7 @@ from timm.optim import create_optimizer_v2
 from torch import distributed
 
 import revzoo
+from revzoo.analysis.dry_run import accumulated_gradients
 from revzoo.errors import InputError, UnknownNameError
 from revzoo.planning.profiling.count import count, count_peak
 from revzoo.planning.ranks.division import Division, count_rank_bytes
@@ -32,6 +33,7 @@ def send(model: revzoo.Model, **settings: str) -> dict[str, Collective]:
     ("name", "division"),
     [
         ("rev_vit_digits", Division(3)),
+        pytest.param("rev_vit_digits", Division(4, "hybrid", 2, offload=True), marks=pytest.mark.slow),
         pytest.param("revnet_digits", Division(8, "hybrid", 2), marks=pytest.mark.slow),
         pytest.param("rev_swin_digits", Division(4), marks=pytest.mark.slow),
         pytest.param("reformer_mini", Division(4), marks=pytest.mark.slow),
@@ -40,7 +42,7 @@ def send(model: revzoo.Model, **settings: str) -> dict[str, Collective]:
 def test_any_schedule_takes_what_is_predicted(name, division, schedules):
     model = revzoo.create(name, device="meta", overrides=["stages.0.depth=1"])
     batch = model.example_input(BATCH)
-    with divide_copy(model, division) as (divided, _):
+    with divide_copy(model, division) as (divided, _), accumulated_gradients(divided):
         problem = count(divided, batch)
         for modes in schedules(divided, 4):
             assert peak(problem, modes) == count_peak(divided, batch, modes)
@@ -57,6 +59,24 @@ def test_shards_are_counted_with_what_fills_them_up():
     assert held.optimizer.state == 2 * sum(shards.values()) + steps
     with divide_copy(model, Division(3)) as (divided, _), LiveBytes() as live:
         assert live.size(live.watch(divided.parameters())) == held.weights
+
+
+def test_what_is_on_the_host_is_not_counted():
+    """Neither shards, optimizer state nor gradients of earlier units; while it gathers, a card has a copy of its own shard."""
+    model = create_vit()
+    batch, optimizer = model.example_input(BATCH), create_optimizer_v2(model, "adamw")
+    divisions = [Division(2), Division(2, offload=True)]
+    [device, host] = [plan_ranks(model, batch, "1GiB", division, optimizer=optimizer)[0] for division in divisions]
+    assert device.held == host.held
+    assert device.collectives == host.collectives
+    shards = {entry.name: sum(p.nbytes for p in entry.module.parameters()) // 2 for entry in model.layout() if entry.is_unit}
+    sent = 0
+    for before, after in zip(device.plan.phase_peaks, host.plan.phase_peaks, strict=True):
+        saved = before.bytes - after.bytes - device.held.weights - device.held.optimizer.state
+        if before.phase == "backward":
+            sent += shards[before.name]
+        assert sent - 2 * max(shards.values()) <= saved <= sent
+    assert saved == sum(shards.values()) - shards["stem"]
 
 
 def test_frozen_parameters_have_no_gradients_and_are_not_reduced():
@@ -95,6 +115,8 @@ def test_what_is_no_division_or_no_model_of_the_zoo_is_refused():
         Division(2, "half")
     with pytest.raises(InputError, match="8 ranks on 3 nodes. Give a multiple of 3 ranks"):
         Division(8, "full", 3)
+    with pytest.raises(InputError, match="Received: offload with shard=none. Use shard=full."):
+        Division(8, "none", offload=True)
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(InputError, match="Models of the zoo are planned for many ranks. Received: Linear."):
         plan_ranks(layer, torch.randn(2, 2), "1GiB", Division(2))

@@ -11,17 +11,17 @@ from revzoo.planning.ranks.rank_plan import RankPlan
 
 def tabulate_ranks(ranks: RankPlan) -> RenderableType:
     """Lay out what the rank with the largest shards holds beside activations, and what it sends in a training step."""
-    held = ranks.held
+    held, where = ranks.held, " (on the host)" if ranks.division.offload else ""
     return Group(
         f"{str(ranks.division).capitalize()}: each rank has its own batch.",
         _tabulate_bytes(
             "one rank holds",
             {
-                "weights": held.weights,
-                "gradients": held.gradients,
+                f"weights{where}": held.weights,
+                f"gradients{where}": held.gradients,
                 "buffers": held.buffers,
-                "optimizer state": held.optimizer.state,
-                "optimizer update": held.optimizer.update,
+                f"optimizer state{where}": held.optimizer.state,
+                f"optimizer update{where}": held.optimizer.update,
                 "gathered at once, at most": held.gathered,
             },
         ),

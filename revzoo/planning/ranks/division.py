@@ -12,6 +12,7 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from revzoo.analysis.optimizer_step import OptimizerBytes, copy_optimizer, count_optimizer
@@ -29,11 +30,13 @@ class Division:
         ranks: number of processes, one for each card.
         shard: "full" divides the network over all of them, "hybrid" over those of each node, "none" repeats it on every one.
         nodes: machines, with the same number of ranks each.
+        offload: shards, gradients and the optimizer's state are on the host, and not in the memory that is planned.
     """
 
     ranks: int
     shard: Shard = "full"
     nodes: int = 1
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.shard not in get_args(Shard):
@@ -48,6 +51,18 @@ class Division:
             )
         if self.shard != "none":
             count_shards(self.ranks, self.shard, nodes=self.nodes)
+        elif self.offload:
+            raise InputError(
+                "Shards are kept on the host where there are some. Received: offload with shard=none. Use shard=full."
+            )
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, *, offload: bool) -> "Division":
+        """Return the division of ranks that `make_mesh` has arranged. On a CPU the host is the device, offload or not."""
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        nodes = sizes.get("replicate")
+        on_host = offload and mesh.device_type != "cpu"
+        return cls(mesh.size(), "full" if nodes is None else "hybrid", nodes or 1, on_host)
 
     @property
     def shards(self) -> int:
@@ -61,12 +76,12 @@ class Division:
 
     def __str__(self) -> str:
         where = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{self.ranks} ranks{where}, shard={self.shard}"
+        return f"{self.ranks} ranks{where}, shard={self.shard}{', offload' * self.offload}"
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What the rank with the largest shards holds beside activations.
+    """What the rank with the largest shards holds beside activations; with `offload`, all but the last and buffers on the host.
 
     Args:
         weights: shards of all parameters.

@@ -5,7 +5,8 @@ collectives send nothing. A training step of the copy therefore gathers, frees a
 planner counts its bytes like those of any other model.
 
 On a CPU and on a card FSDP2 allocates and frees in the same order of calls. What the allocator of a card keeps apart for its
-streams is not counted.
+streams is not counted. Shards on the host (`offload`) are not copied there: the copy that a card has of its own shard while it
+gathers is added, and gradients are freed where they leave the card.
 """
 
 import copy
@@ -20,6 +21,8 @@ import torch
 import torch.distributed._tools.fake_collectives  # collectives of FakeTensors do nothing, in any process group
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from revzoo.analysis.dry_run import FakeMode, make_fake
@@ -106,8 +109,34 @@ def divide_copy(
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # which no step changes in place
         with mode:
             shard_(divided, ranks, precision=precision)
+        if division.offload:
+            _keep_on_host(divided)
         divided.register_forward_pre_hook(mode.begin_step, prepend=True)
         yield divided, mode
+
+
+class _GatherFromHost(DefaultAllGather):
+    """Gathers shards that are on the host: every rank has a copy of its own on the device until the whole is gathered."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **more: Any) -> Any:
+        own = torch.empty_like(input_tensor)
+        work = super().__call__(output_tensor, input_tensor, *arguments, **more)
+        del own
+        return work
+
+
+def _keep_on_host(divided: nn.Module) -> None:
+    """Let units take the memory of a card whose shards and gradients are on the host; the shards themselves stay counted."""
+    for module in divided.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_GatherFromHost())
+    for p in divided.parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(_send_to_host)
+
+
+def _send_to_host(p: Tensor) -> None:
+    p.grad = None
 
 
 @contextmanager

@@ -1,0 +1,194 @@
+"""The training step that a plan is for: its batch, its loss, and what is alive beside it.
+
+The batch is the run's (for texts, of the greatest length), and so are autocast and loss. Whatever is alive besides the step
+counts too: the optimizer's state and what its update takes, averaged weights, labels, on a CPU the next batch, which is loaded
+ahead, with gradient accumulation the gradients of earlier batches, and the buckets in which processes exchange gradients. With
+an optimizer inside backward each gradient counts as long as it is there.
+"""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from revzoo.analysis.dry_run import accumulated_gradients, leave_autocast, updates_in_backward
+from revzoo.analysis.optimizer_step import copy_optimizer, count_optimizer, count_updates_apart
+from revzoo.data.random import seeded
+from revzoo.model.builder import build
+from revzoo.model.network import Model
+from revzoo.planning.plan import Plan
+from revzoo.planning.planner import profile_and_plan
+from revzoo.planning.profiling.count import count_peak
+from revzoo.planning.profiling.profile import count_model_bytes
+from revzoo.planning.ranks.division import Division, count_rank_bytes
+from revzoo.planning.ranks.rank_plan import count_rank_peak, plan_ranks
+from revzoo.planning.setting import Setting, read_setting
+from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.training.setup import Run
+
+_SCALAR_BYTES = 8 + 4  # the sum of an epoch's losses; a batch's loss beside the same divided by the batches of an update
+
+
+class PlannedStep(ABC):
+    """What both kinds of step have: the batch, the loss, and the circumstances that a plan holds for.
+
+    Args:
+        run: the run.
+    """
+
+    present_bytes: int  # on the device already, and part of what a budget is for
+    lookahead: LookaheadOption  # that a plan is asked for
+
+    def __init__(self, run: Run):
+        self._run = run
+        recipe, device = run.recipe, run.accelerator.device
+        with seeded(recipe.train.seed):
+            self._batch = run.model.example_input(run.batch_size, "cpu")
+            # A language model has one label for each id; the loss flattens them as they are here.
+            labels = torch.zeros(self._batch.numel() if run.data.num_classes is None else len(self._batch), dtype=torch.int64)
+            targets = run.mix(self._batch.clone(), labels, recipe.train.seed)[1]
+        self._batch, self._targets = self._batch.to(device), targets.to(device)
+        ahead = self._batch.nbytes + labels.nbytes if device.type == "cpu" else 0
+        soft = 0 if targets is labels else targets.nbytes
+        self._beside_bytes = ahead + labels.nbytes + soft + _SCALAR_BYTES
+        self._accumulates = recipe.train.accumulate > 1
+        with run.accelerator.autocast():
+            self.setting: Setting = read_setting(run.model, self._batch)
+
+    @abstractmethod
+    def plan(self, limit: int) -> Plan:
+        """Return the plan for a budget [bytes]. Raises BudgetError if no schedule fits."""
+
+    @abstractmethod
+    def count_peak(self, plan: Plan) -> int:
+        """Return the peak of the step with a plan's schedule [bytes]."""
+
+    def _loss(self, outputs: Any) -> Tensor:
+        loss: Tensor = self._run.loss(outputs, self._targets)
+        return loss
+
+
+class WholeStep(PlannedStep):
+    """The step of a process that has the whole network."""
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        model, optimizer = run.model, run.optimizer
+        gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        averaged = 0 if run.ema is None else count_model_bytes(run.ema.module)
+        buckets = gradients if run.accelerator.num_processes > 1 else 0
+        state = count_optimizer(model, optimizer).state
+        self.lookahead = run.recipe.memory.lookahead
+        # One that updates inside backward makes no update after it: what it takes is counted by `_treat_gradients`.
+        in_backward = run.recipe.train.optimizer_in_backward
+        self._optimizer = None if in_backward else optimizer
+        self._updates = count_updates_apart(model, optimizer) if in_backward else None
+        self._other_bytes = averaged + buckets + (state if in_backward else 0) + self._beside_bytes
+        self.present_bytes = count_model_bytes(model) + averaged + buckets + (state if optimizer.state else 0)
+
+    def plan(self, limit: int) -> Plan:
+        with self._treat_gradients():
+            _, plan = profile_and_plan(
+                self._run.model,
+                self._batch,
+                limit,
+                solver=self._run.recipe.memory.solver,
+                optimizer=self._optimizer,
+                loss=self._loss,
+                lookahead=self.lookahead,
+                other_bytes=self._other_bytes,
+                setting=self.setting,
+            )
+        return plan
+
+    def count_peak(self, plan: Plan) -> int:
+        model = self._run.model
+        taken = count_optimizer(model, self._optimizer)
+        other_bytes = self._other_bytes + taken.state
+        with self._treat_gradients():
+            return count_peak(
+                model,
+                self._batch,
+                plan.schedule,
+                self._loss,
+                other_bytes,
+                update_bytes=taken.update,
+                lookahead=plan.lookahead,
+            )
+
+    def _treat_gradients(self) -> AbstractContextManager[None]:
+        """Let every step inside the block begin and end with the gradients that there are in training."""
+        if self._updates is not None:
+            return updates_in_backward(self._run.model, self._updates)
+        return accumulated_gradients(self._run.model) if self._accumulates else nullcontext()
+
+
+class DividedStep(PlannedStep):
+    """The step of the first of the processes that divide the network; it has the largest part of everything.
+
+    Look-ahead steps aside where parameters are divided, so no plan has it.
+    """
+
+    lookahead: LookaheadOption = 0
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        assert run.mesh is not None
+        division = Division.of(run.mesh, offload=run.recipe.train.offload)
+        self._whole = _make_undivided(run.model)
+        optimizer = _copy_optimizer_for(self._whole, run)
+        held = count_rank_bytes(self._whole, division, optimizer)
+        model_bytes = held.buffers + (0 if division.offload else held.weights)
+        averaged = 0 if run.ema is None else model_bytes
+        self._circumstances: dict[str, Any] = {
+            "division": division,
+            "optimizer": optimizer,
+            "loss": self._loss_outside,
+            "other_bytes": averaged + self._beside_bytes,
+            "precision": run.recipe.train.mixed_precision,
+            "accumulate": self._accumulates,
+            "mesh": run.mesh,
+        }
+        has_state = bool(run.optimizer.state) and not division.offload
+        self.present_bytes = model_bytes + averaged + (held.optimizer.state if has_state else 0)
+
+    def plan(self, limit: int) -> Plan:
+        solver = self._run.recipe.memory.solver
+        with self._run.accelerator.autocast():
+            return plan_ranks(self._whole, self._batch, limit, solver=solver, setting=self.setting, **self._circumstances)[
+                0
+            ].plan
+
+    def count_peak(self, plan: Plan) -> int:
+        with self._run.accelerator.autocast():
+            return count_rank_peak(self._whole, self._batch, plan.schedule, **self._circumstances)
+
+    def _loss_outside(self, outputs: Any) -> Tensor:
+        """Return the loss, which training computes behind autocast."""
+        with leave_autocast():
+            return self._loss(outputs)
+
+
+def make_planned_step(run: Run) -> PlannedStep:
+    """Return the training step of a run as it is planned; nothing here waits for another process."""
+    return WholeStep(run) if run.mesh is None else DividedStep(run)
+
+
+def _make_undivided(divided: Model) -> Model:
+    """Return the network of a divided one before it was divided, on the meta device."""
+    with torch.device("meta"):
+        model = build(divided.spec).to(next(divided.parameters()).dtype)
+    model.exact = divided.exact
+    for p, shard in zip(model.parameters(), divided.parameters(), strict=True):
+        p.requires_grad_(shard.requires_grad)
+    return model.train(divided.training)
+
+
+def _copy_optimizer_for(model: Model, run: Run) -> torch.optim.Optimizer:
+    """Return the run's optimizer, without its state, for the parameters of an equal model."""
+    equals = {id(p): equal for p, equal in zip(run.model.parameters(), model.parameters(), strict=True)}
+    optimizer = getattr(run.optimizer, "optimizer", run.optimizer)  # Accelerate wraps it
+    groups = [{**group, "params": [equals[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    return copy_optimizer(optimizer, groups)
