@@ -23,6 +23,7 @@ from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.network import Model
+from revzoo.spec.schema import TextInput
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.divided_update import updates_divided
 from revzoo.training.in_backward import updates_each_alone
@@ -176,6 +177,8 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
     spec, is_open = call_on_all(accelerator, lambda: load_model_spec(model_options))
     share = replace(recipe.data, batch_size=batch_size)
+    if recipe.mixup is not None and isinstance(spec.input, TextInput):  # hfds may be either
+        raise SpecError([SpecProblem(recipe.file, "mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")])
     data = call_on_all(accelerator, lambda: load_data(share, spec.input, options.seed, processes))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
         model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
