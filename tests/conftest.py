@@ -1,6 +1,9 @@
 """Settings of the whole suite, and small data sets on disk."""
 
 import json
+import tarfile
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +33,53 @@ def image_folder(tmp_path: Path) -> Path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 pixels.save(path)
     return tmp_path / "images"
+
+
+@pytest.fixture(scope="session")
+def write_tar() -> Callable[[Path, dict[str, bytes]], Path]:
+    """Return a function that writes files into a tar, in order."""
+
+    def write(path: Path, files: dict[str, bytes]) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path, "w") as tar:
+            for name, content in files.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, BytesIO(content))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def tar_folder(image_folder: Path, tmp_path: Path, write_tar: Callable[[Path, dict[str, bytes]], Path]) -> Path:
+    """The images of the image folder, in the same order, in three tars for training and one for validation."""
+    for split, size in (("train", 3), ("val", 8)):
+        images = sorted((image_folder / split).rglob("*.png"))
+        for first in range(0, len(images), size):
+            files = {}
+            for image in images[first : first + size]:
+                key = f"{image.parent.name}/{image.stem}"
+                files |= {f"{key}.png": image.read_bytes(), f"{key}.cls": f"{image.parent.name}\n".encode()}
+            write_tar(tmp_path / "tars" / f"animals-{split}-{first // size:04d}.tar", files)
+    return tmp_path / "tars"
+
+
+@pytest.fixture
+def saved_dataset(image_folder: Path, tmp_path: Path) -> Path:
+    """The images of the image folder, in the same order, as `save_to_disk` writes a data set of Hugging Face."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
+    splits = {}
+    for split, name in (("train", "train"), ("val", "validation")):
+        images = sorted((image_folder / split).rglob("*.png"))
+        rows = {
+            "image": [{"bytes": image.read_bytes(), "path": image.name} for image in images],
+            "label": [image.parent.name for image in images],
+        }
+        splits[name] = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
 
 
 @pytest.fixture

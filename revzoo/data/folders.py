@@ -1,4 +1,4 @@
-"""Folders of images, one folder per class: which files are examples, and how one of them is read.
+"""Folders of images, one folder per class: which files are examples.
 
 timm's reader is not used: it follows a link into a loop, waits for a pipe, takes hidden folders for classes, and drops files
 without a word.
@@ -9,26 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from PIL import Image, ImageOps
 from timm.utils.misc import natural_key
-from torch.utils.data import Dataset
 
+from revzoo.data.stored_images import StoredImages, list_suffixes
 from revzoo.errors import DataError, join_names
-
-_FORMATS = {"BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"}  # names that Pillow gives them
-
-
-class BrokenImageError(DataError):
-    """An image that cannot be decoded.
-
-    A loader process passes the error on with its traceback inside the message; only the message proper is kept.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(message.rpartition("BrokenImageError: ")[2].strip())
 
 
 @dataclass(frozen=True)
@@ -51,8 +36,8 @@ class ClassFolders:
         return [f"skipped in {self.path}: {kinds}"] if kinds else []
 
 
-class FolderImages(Dataset[tuple[Any, int]]):
-    """Images of class folders with their labels, read when they are asked for; a broken image is an error.
+class FolderImages(StoredImages):
+    """Images of class folders.
 
     Args:
         folders: the class folders.
@@ -61,27 +46,19 @@ class FolderImages(Dataset[tuple[Any, int]]):
     """
 
     def __init__(self, folders: ClassFolders, labels: dict[str, int], mode: str):
-        self.samples = [(file, labels[name]) for name, files in folders.files.items() for file in files]
-        self.path, self.mode = folders.path, mode
-        self.transform: Any = None
+        super().__init__([labels[name] for name, files in folders.files.items() for _ in files], mode)
+        self.files = [file for files in folders.files.values() for file in files]
+        self.path = folders.path
 
-    def __len__(self) -> int:
-        return len(self.samples)
+    def locate(self, index: int) -> Path:
+        return self.files[index]
 
-    def list_names(self) -> list[Path]:
+    def name(self, index: int) -> str:
+        return str(self.files[index])
+
+    def list_contents(self) -> list[bytes]:
         """Return the names of the files within the folder of the classes."""
-        return [file.relative_to(self.path) for file, _ in self.samples]
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        file, label = self.samples[index]
-        image = read_image(file, self.mode)
-        return image if self.transform is None else self.transform(image), label
-
-
-def list_suffixes() -> list[str]:
-    """Return the suffixes of the image files that are read here, sorted."""
-    Image.init()
-    return sorted(suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS and name in Image.OPEN)
+        return [str(file.relative_to(self.path)).encode() for file in self.files]
 
 
 def find_classes(folder: Path) -> ClassFolders:
@@ -110,47 +87,6 @@ def find_classes(folder: Path) -> ClassFolders:
     if empty := sorted(name for name, paths in files.items() if not paths):
         raise DataError(f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them.")
     return ClassFolders(folder, files, skipped)
-
-
-def read_image(file: Path, mode: str) -> Any:
-    """Return an image, upright and with 8 bits per channel, in Pillow's mode "L" or "RGB".
-
-    Pixels of 16 bits are scaled; Pillow would set all above 255 to white. Of several frames the first is read.
-
-    Raises:
-        BrokenImageError: the file cannot be decoded, or holds numbers whose range is not known.
-    """
-    try:
-        with Image.open(file) as image:
-            return _to_8_bits(_turn_upright(image), str(image.format)).convert(mode)
-    except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
-        raise BrokenImageError(f"The image {file} cannot be read ({error}). Replace or remove it.") from error
-
-
-def read_shape(file: Path) -> tuple[int, int, bool] | None:
-    """Return an image's height and width and whether it has colours, from its header; None if it cannot be read."""
-    try:
-        with Image.open(file) as image:
-            return image.height, image.width, image.mode[0] not in "1LIF"
-    except Exception:  # reported when the image is used
-        return None
-
-
-def _turn_upright(image: Image.Image) -> Image.Image:
-    image.load()
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # damaged metadata of a sound image name no orientation
-        return image
-
-
-def _to_8_bits(image: Image.Image, format: str) -> Image.Image:
-    if image.mode.startswith("I;16") or (image.mode == "I" and format == "PNG"):  # Pillow before 10.3 gives these PNGs mode I
-        values = np.asarray(image).astype(np.int64)
-        return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError("its pixels are 32-bit numbers of unknown range: save it with 8 or 16 bits")
-    return image.convert("RGBA") if image.mode == "P" and "transparency" in image.info else image
 
 
 def _list(folder: Path, skipped: Counter[str]) -> list["os.DirEntry[str]"]:

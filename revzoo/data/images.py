@@ -1,10 +1,10 @@
-"""Images from folders, CIFAR-10/100 and ImageNet, through timm's transforms.
+"""Images of folders, tars, data sets of Hugging Face and CIFAR-10/100, through timm's transforms.
 
 timm's loader is not used: on a GPU it draws random erasing from the global generator of the training process, one batch ahead
 of training, so that a resumed run would differ. The transforms are those that timm's loader would use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import transforms
 
-from revzoo.data.folders import ClassFolders, FolderImages, find_classes, read_shape
-from revzoo.data.options import AugmentOptions, DataOptions
+from revzoo.data.folders import ClassFolders, FolderImages, find_classes
+from revzoo.data.hugging_face import open_dataset
+from revzoo.data.options import SPLITS, AugmentOptions, DataOptions
 from revzoo.data.random import seeded
+from revzoo.data.stored_images import ImageSplits, StoredImages
+from revzoo.data.tars import open_tars
 from revzoo.errors import DataError, join_names
 from revzoo.spec.schema import ImageInput
 
 _MUCH = 4  # a side of an image that is so many times longer or shorter than the model's is worth a remark
-_INSPECTED = 16  # images whose header is read for that
-# timm looks for the same names, but where none exists it takes the root folder itself, for both splits.
-_SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation", "eval", "evaluation", "test")}
 _CIFAR = {
     "cifar10": ("cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
     "cifar100": ("cifar-100-python", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -58,10 +58,10 @@ class Images(Dataset[tuple[Tensor, int]]):
         """Choose the epoch, which determines the augmentation."""
         self.epoch = epoch
 
-    def list_contents(self) -> list[bytes]:
-        """Return the names of the files within the folder of the split; of a data set without files, what it is."""
-        if isinstance(self.source, FolderImages):
-            return [str(name).encode() for name in self.source.list_names()]
+    def list_contents(self) -> Iterable[bytes]:
+        """Return what the source says of its images; of CIFAR, which it is."""
+        if isinstance(self.source, StoredImages):
+            return self.source.list_contents()
         return [repr(self.source.classes).encode()]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
@@ -74,24 +74,18 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     """Return the training and the validation images (CIFAR's test images).
 
     Raises:
-        DataError: the folder, a split or its classes are missing, there is no image, or images do not fit the model.
+        DataError: a split or its classes are missing, there is no image, or images do not fit the model.
     """
     root = Path(options.root or "")
-    if not root.is_dir():
-        raise DataError(f"There is no folder {root}. Set data.root to where the data are.")
     defaults: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     if options.name in _CIFAR:
         defaults = _CIFAR[options.name][1:]
         train, test, names = _open_cifar(options.name, root, input)
-        shapes: Sequence[tuple[int, int, bool] | None] = [(32, 32, True)]
-        notes = list[str]()
+        shapes, notes = [(32, 32, True)], list[str]()
     else:
-        folders = _find_folders(options.name, root)
-        names, notes = list(folders[0].files), _describe_folders(*folders)
-        labels, mode = {name: label for label, name in enumerate(names)}, "L" if input.channels == 1 else "RGB"
-        train, test = (FolderImages(each, labels, mode) for each in folders)
-        files = [file for file, _ in train.samples]
-        shapes = [read_shape(file) for file in files[:: max(1, len(files) // _INSPECTED)]]
+        splits = _open_splits(options, root, "L" if input.channels == 1 else "RGB")
+        train, test, names, notes = splits.train, splits.test, splits.class_names, splits.notes
+        shapes = splits.train.read_shapes()
     if input.channels == 1:
         defaults = (sum(defaults[0]) / 3,), (sum(defaults[1]) / 3,)
     mean, std = options.augment.mean or defaults[0], options.augment.std or defaults[1]
@@ -118,18 +112,17 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     return Images(train, names, seed, [*notes, *_describe_misfit(shapes, input)]), Images(test, names, seed)
 
 
-def _describe_misfit(shapes: Sequence[tuple[int, int, bool] | None], input: ImageInput) -> list[str]:
+def _describe_misfit(shapes: Sequence[tuple[int, int, bool]], input: ImageInput) -> list[str]:
     """Return a line if a model takes images of another kind than those of the data, so that much of them would be lost.
 
     Args:
-        shapes: height, width and whether there are colours, of some of the images; None for one that is broken.
+        shapes: height, width and whether there are colours, of some of the images.
         input: what the model takes.
     """
-    known = [shape for shape in shapes if shape is not None]
-    if not known:
+    if not shapes:
         return []
-    sides, taken = [min(height, width) for height, width, _ in known], min(input.size)
-    side, in_colour = sorted(sides)[len(sides) // 2], any(coloured for *_, coloured in known)
+    sides, taken = [min(height, width) for height, width, _ in shapes], min(input.size)
+    side, in_colour = sorted(sides)[len(sides) // 2], any(coloured for *_, coloured in shapes)
     lost, overrides = [], []
     if in_colour and input.channels == 1:
         lost, overrides = ["colours"], ["input.channels=3"]
@@ -168,7 +161,7 @@ def _open_cifar(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, lis
     if input.channels != 3:
         raise DataError(f"{name} has images of 3 channels. Received: a model for {input.channels}.")
     try:
-        splits = [create_dataset(f"torch/{name}", root=str(root), split=split, download=False) for split in _SPLITS]
+        splits = [create_dataset(f"torch/{name}", root=str(root), split=split, download=False) for split in SPLITS]
     except RuntimeError as error:
         raise DataError(
             f"No complete {name} in {root}: looked for the folder {_CIFAR[name][0]} with the files of the Python version. "
@@ -177,9 +170,21 @@ def _open_cifar(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, lis
     return splits[0], splits[1], list(splits[0].classes)
 
 
+def _open_splits(options: DataOptions, root: Path, mode: str) -> ImageSplits:
+    """Return the images of a data set that is stored as files."""
+    if options.name == "wds":
+        return open_tars(root, options.image, mode)
+    if options.name == "hfds":
+        return open_dataset(root, options.image, mode)
+    train, validation = _find_folders(options.name, root)
+    labels = {name: label for label, name in enumerate(train.files)}
+    images, others = (FolderImages(folders, labels, mode) for folders in (train, validation))
+    return ImageSplits(images, others, list(labels), _describe_folders(train, validation))
+
+
 def _find_folders(name: str, root: Path) -> tuple[ClassFolders, ClassFolders]:
     """Return the class folders for training and for validation."""
-    folders = [_find_split(root, split) for split in _SPLITS]
+    folders = [_find_split(root, split) for split in SPLITS]
     train = find_classes(folders[0])
     if len(train.files) < 2:
         raise DataError(f"{train.path} has one class: {join_names(list(train.files))}. Classification needs two or more.")
@@ -201,10 +206,10 @@ def _describe_folders(train: ClassFolders, validation: ClassFolders) -> list[str
 
 
 def _find_split(root: Path, split: str) -> Path:
-    for name in _SPLITS[split]:
+    for name in SPLITS[split]:
         if (root / name).is_dir():
             return root / name
     raise DataError(
-        f"No {split} images in {root}: looked for a folder called {' or '.join(_SPLITS[split])} with one folder of images per "
+        f"No {split} images in {root}: looked for a folder called {' or '.join(SPLITS[split])} with one folder of images per "
         f"class. Received: {join_names(sorted(path.name for path in root.iterdir()))}."
     )

@@ -1,5 +1,7 @@
 """Load the data set that a recipe names, for a model's input."""
 
+from pathlib import Path
+
 from revzoo.data.base import Data, Examples, example_noun
 from revzoo.data.options import TEXTS, DataOptions
 from revzoo.errors import DataError
@@ -22,6 +24,8 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     train: Examples
     test: Examples
     _require_fitting_input(options.name, input)
+    if options.name not in (*TEXTS, "digits") and not (root := Path(options.root or "")).is_dir():
+        raise DataError(f"There is no folder {root}. Set data.root to where the data are.")
     # Imported here, because each kind of data brings libraries that the others do not need.
     if isinstance(input, TextInput):
         from revzoo.data.text import load_text
@@ -45,8 +49,8 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
 
 
 def _require_fitting_input(name: str, input: Input) -> None:
-    if isinstance(input, TextInput) and name not in TEXTS:
-        fitting = f"data.name={' or '.join(TEXTS)}, or a model for images such as model.name=rev_vit_digits"
+    if isinstance(input, TextInput) and name not in (*TEXTS, "hfds"):
+        fitting = f"data.name={' or '.join(TEXTS)} or hfds, or a model for images such as model.name=rev_vit_digits"
         raise DataError(f"data.name={name} is images. Received: a model for text. Use {fitting}.")
     if isinstance(input, ImageInput) and name in TEXTS:
         fitting = "data.name=digits or folder, or a model for text such as model.name=rev_roberta_mini"

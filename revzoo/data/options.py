@@ -13,7 +13,10 @@ from revzoo.bounds import (
     UnitInterval,
 )
 
-TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts; the others are images
+TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
+# Names of splits, in the order in which they are looked for. timm has the same, but where it finds none it takes the whole
+# folder for both splits.
+SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation", "eval", "evaluation", "test")}
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,20 @@ class TextOptions:
 
 
 @dataclass(frozen=True)
+class ImageOptions:
+    """Which columns of a data set are the images and their classes.
+
+    Args:
+        column: name of the column that holds the images, for `hfds`.
+        label: name of the column that holds the classes, for `hfds`; for `wds` their name in the .json file of an example, if
+            there is no .cls file.
+    """
+
+    column: str = "image"
+    label: str = "label"
+
+
+@dataclass(frozen=True)
 class DataOptions:
     """Which data set is trained on, and how it is loaded.
 
@@ -70,13 +87,17 @@ class DataOptions:
         num_workers: loader processes per training process; 0 loads in the training process itself.
         shift: largest shift of a digit in training [pixels].
         augment: augmentation of images.
+        image: columns of images and classes.
         text: columns and tokenizer of texts.
     """
 
-    name: Literal["digits", "folder", "cifar10", "cifar100", "imagenet", "characters", "text_classification", "masked_lm"]
+    name: Literal[
+        "digits", "folder", "cifar10", "cifar100", "imagenet", "wds", "hfds", "characters", "text_classification", "masked_lm"
+    ]
     batch_size: PositiveInt
     root: str | None = None
     num_workers: NonNegativeInt = 0
     shift: NonNegativeInt = 0
     augment: AugmentOptions = AugmentOptions()
+    image: ImageOptions = ImageOptions()
     text: TextOptions = TextOptions()

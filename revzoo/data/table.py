@@ -43,25 +43,37 @@ def read_table(file: Path, column: str, label: str | None) -> Texts:
     table = _read_columns(file)
     if not any(table.values()):
         raise DataError(f"{file} has no rows.")
+    return check_columns(str(file), table, column, label)
+
+
+def check_columns(source: str, table: dict[str, list[Any]], column: str, label: str | None) -> Texts:
+    """Return the texts and labels in columns, each of which has to be one; arguments and errors as in `read_texts`.
+
+    Args:
+        source: what the table is called in messages.
+        table: the columns by their name.
+        column: name of the column that holds the texts.
+        label: name of the column that holds the labels; None: read no labels.
+    """
     for name, option in ((column, "column"), (label, "label")):
         if name is not None and name not in table:
             raise DataError(
-                f"{file} has no column {name!r}.{did_you_mean(name, table)} Received: {join_names(list(table))}. Name one with "
-                f"data.text.{option}=..."
+                f"{source} has no column {name!r}.{did_you_mean(name, table)} Received: {join_names(list(table))}. Name one "
+                f"with data.text.{option}=..."
             )
     texts = table[column]
     for row, text in enumerate(texts, 1):
         if not isinstance(text, str) or not text.strip():
             problem = "is empty" if text is None or isinstance(text, str) else f"is {text!r}, which is not a text"
-            raise DataError(f"{file}, row {row}: the column {column!r} {problem}. Correct or remove the row.")
+            raise DataError(f"{source}, row {row}: the column {column!r} {problem}. Correct or remove the row.")
     if label is None:
-        return Texts(str(file), list(range(1, len(texts) + 1)), texts)
+        return Texts(source, list(range(1, len(texts) + 1)), texts)
     for row, value in enumerate(table[label], 1):
         blank = value is None or (isinstance(value, str) and not value.strip())
         if blank or not isinstance(value, str | int):
             problem = "has no label" if blank else f"is {value!r}, which is neither a text nor an integer"
-            raise DataError(f"{file}, row {row}: the column {label!r} {problem}. Correct or remove the row.")
-    return Texts(str(file), list(range(1, len(texts) + 1)), texts, [str(value) for value in table[label]])
+            raise DataError(f"{source}, row {row}: the column {label!r} {problem}. Correct or remove the row.")
+    return Texts(source, list(range(1, len(texts) + 1)), texts, [str(value) for value in table[label]])
 
 
 def _find_split(root: Path, split: str) -> Path:
@@ -124,7 +136,7 @@ def _read_dataset(file: Path, content: str) -> dict[str, list[Any]]:
     with explain_missing("datasets"):
         import datasets
     try:
-        with TemporaryDirectory() as cache, _quiet(datasets):
+        with TemporaryDirectory() as cache, quiet(datasets):
             tables = datasets.load_dataset(FORMATS[file.suffix], data_files=[str(file)], cache_dir=cache, keep_in_memory=True)
             columns: dict[str, list[Any]] = tables["train"][:] if "train" in tables else {}
             return columns
@@ -146,7 +158,7 @@ def _find_bad_line(content: str) -> str:
 
 
 @contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
+def quiet(datasets: Any) -> Iterator[None]:
     """Keep progress bars and the logging of exceptions, which are raised anyway, off the console."""
     shown, level = datasets.utils.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
@@ -160,11 +172,12 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 
 @contextmanager
-def explain_missing(package: str) -> Iterator[None]:
+def explain_missing(package: str, users: str = "Tables and tokenizers of texts") -> Iterator[None]:
     """Turn an ImportError inside the block into an error that names the package to install.
 
     Args:
         package: the one that is imported; what is missing may also be a dependency of it, such as pyarrow.
+        users: what needs it.
     """
     try:
         yield
@@ -173,6 +186,4 @@ def explain_missing(package: str) -> Iterator[None]:
         names = [e.name for e in (error, error.__cause__, error.__context__) if isinstance(e, ImportError) and e.name]
         missing = names[0].partition(".")[0] if names else package
         reason = "" if names else f", which cannot be imported ({textwrap.shorten(str(error), 200)})"
-        raise RevzooError(
-            f"Tables and tokenizers of texts need the package {missing}{reason}. Install it: pip install {missing}"
-        ) from error
+        raise RevzooError(f"{users} need the package {missing}{reason}. Install it: pip install {missing}") from error

@@ -171,9 +171,12 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
     """
     if options.name == "characters":
         return _load_windows(options, input, seed)
-    labelled = options.name == "text_classification"
+    labelled = options.name != "masked_lm"
     tokenizer = open_tokenizer(options.text.tokenizer, input)
-    if options.root is None:
+    class_names: list[str] | None = None
+    if options.name == "hfds":
+        train, test, class_names = _read_dataset(options)
+    elif options.root is None:
         train, test = read_standard_texts(labelled)
     else:
         train, test = read_texts(Path(options.root), options.text.column, options.text.label if labelled else None)
@@ -183,11 +186,23 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
         )
     if not labelled:
         return MaskedTexts(train, tokenizer, input.length, seed), MaskedTexts(test, tokenizer, input.length, None)
-    class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
+    if class_names is None:
+        class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
     if len(class_names) < 2:
         raise DataError(f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more.")
     train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
     return train_texts, test_texts
+
+
+def _read_dataset(options: DataOptions) -> tuple[Texts, Texts, list[str] | None]:
+    """Return the texts of a data set of Hugging Face, and the names of its classes if it has them."""
+    from revzoo.data.hugging_face import read_dataset
+
+    if options.text.tokenizer is None:
+        raise DataError(
+            "Texts of your own need a tokenizer. Make one with revzoo tokenizer, and set data.text.tokenizer to it."
+        )
+    return read_dataset(Path(options.root or ""), options.text)
 
 
 def _load_windows(options: DataOptions, input: TextInput, seed: int) -> tuple[Windows, Windows]:

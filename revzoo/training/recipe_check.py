@@ -10,12 +10,14 @@ from revzoo.errors import SpecProblem, did_you_mean, join_names
 from revzoo.spec.tree import MISSING, YamlNode, apply_overrides
 from revzoo.training.options import Recipe
 
-# Options of `data` that a data set does not read; the data sets of images that are not listed read all but `shift` and `text`.
+# Options of `data` that a data set does not read; those that are not listed read all but `shift`, `text` and `image`.
 _UNREAD_BY_DATA = {
-    "digits": {"root", "augment", "text"},
-    "characters": {"shift", "augment", "text"},
-    "text_classification": {"shift", "augment"},
-    "masked_lm": {"shift", "augment"},
+    "digits": {"root", "augment", "text", "image"},
+    "wds": {"shift", "text"},
+    "hfds": {"shift"},
+    "characters": {"shift", "augment", "text", "image"},
+    "text_classification": {"shift", "augment", "image"},
+    "masked_lm": {"shift", "augment", "image"},
 }
 # Options of `schedule`, besides warm-up, that a learning-rate schedule reads.
 _READ_BY_SCHEDULE = {
@@ -35,8 +37,9 @@ def find_ineffective_settings(recipe: Recipe) -> list[str]:
     warm = {"warmup_prefix"} if recipe.schedule.sched in ("linear", "constant") or not recipe.schedule.warmup_epochs else set()
     decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ_BY_SCHEDULE[recipe.schedule.sched]
     ruled_out = {
-        ("data", recipe.data.name): _UNREAD_BY_DATA.get(recipe.data.name, {"shift", "text"}),
+        ("data", recipe.data.name): _UNREAD_BY_DATA.get(recipe.data.name, {"shift", "text", "image"}),
         ("data.text", recipe.data.name): {"label"} if recipe.data.name == "masked_lm" else set(),
+        ("data.image", recipe.data.name): {"column"} if recipe.data.name == "wds" else set(),
         ("optimizer", recipe.optimizer.opt): {"momentum", "betas", "eps"} - find_accepted_options(recipe.optimizer.opt),
         ("schedule", recipe.schedule.sched): decay,
         ("schedule", f"sched={recipe.schedule.sched}, warmup_epochs={recipe.schedule.warmup_epochs}"): warm,
@@ -72,7 +75,7 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
         yield from _find_needs_of_all_gradients(tree)
     yield from _find_needs_of_shards(tree)
     name = _value(tree, "data.name")
-    if name in ("folder", "cifar10", "cifar100", "imagenet") and _value(tree, "data.root") is None:
+    if name in ("folder", "cifar10", "cifar100", "imagenet", "wds", "hfds") and _value(tree, "data.root") is None:
         yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}")
     if name in ("text_classification", "masked_lm") and _value(tree, "data.root") and not _value(tree, "data.text.tokenizer"):
         allowed = "a tokenizer file, for texts of your own: revzoo tokenizer FILES... --out tokenizer.json makes one"

@@ -25,6 +25,7 @@ from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.network import Model
+from revzoo.spec.schema import TextInput
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.divided_update import updates_divided
 from revzoo.training.in_backward import updates_each_alone
@@ -199,6 +200,8 @@ def build_run(
         spec_file = str(run_folder.path / "spec.yaml")
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
     spec, is_open = call_on_all(accelerator, lambda: load_model_spec(model_options))
+    if recipe.mixup is not None and isinstance(spec.input, TextInput):  # hfds may be either
+        raise SpecError([SpecProblem(recipe.file, "mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")])
     data_options = replace(recipe.data, batch_size=batch_size)
     data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, shares))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes

@@ -8,9 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from revzoo.data.folders import BrokenImageError, find_classes, read_image
+from revzoo.data.folders import find_classes
 from revzoo.data.loading import load_data
 from revzoo.data.options import AugmentOptions, DataOptions
+from revzoo.data.stored_images import read_image
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 
@@ -38,7 +39,7 @@ def test_pixels_of_16_bits_are_scaled(tmp_path):
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_pixels_of_unknown_range_are_refused(tmp_path, dtype):
     file = save(tmp_path / "numbers.tif", np.zeros((2, 2), dtype))
-    with pytest.raises(BrokenImageError, match="its pixels are 32-bit numbers of unknown range: save it with 8 or 16 bits"):
+    with pytest.raises(ValueError, match="its pixels are 32-bit numbers of unknown range: save it with 8 or 16 bits"):
         read_image(file, "L")
 
 
@@ -97,7 +98,7 @@ def test_what_is_skipped_is_counted(image_folder):
     assert data.class_names == ["cat", "dog"]
     assert data.num_train == 8
     assert data.notes == [f"skipped in {image_folder}/train: 1 .md, 2 .txt, 3 hidden, 1 not a regular file, 1 without suffix"]
-    assert load(image_folder, batch_size=8).train.dataset.source.samples == data.train.dataset.source.samples
+    assert load(image_folder, batch_size=8).train.dataset.source.files == data.train.dataset.source.files
 
 
 def test_links_are_followed_and_loops_are_not(image_folder, tmp_path):

@@ -1,0 +1,126 @@
+"""Images that are stored as files, or as the content of files: how one of them is decoded, and their labels."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image, ImageOps
+from torch.utils.data import Dataset
+
+from revzoo.errors import DataError
+
+_FORMATS = {"BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"}  # names that Pillow gives them
+_INSPECTED = 16  # images whose header is read for a remark on their kind
+
+
+class BrokenImageError(DataError):
+    """An image that cannot be decoded.
+
+    A loader process passes the error on with its traceback inside the message; only the message proper is kept.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message.rpartition("BrokenImageError: ")[2].strip())
+
+
+class StoredImages(Dataset[tuple[Any, int]]):
+    """Images with their labels, decoded when they are asked for; a broken image is an error.
+
+    What derives from it says where an image is and what it is called.
+
+    Args:
+        labels: the class of each image.
+        mode: "L" for grey images, "RGB" for colours.
+    """
+
+    def __init__(self, labels: Sequence[int], mode: str):
+        self.labels, self.mode = np.asarray(labels), mode
+        self.transform: Any = None
+
+    def locate(self, index: int) -> Path | BinaryIO:
+        """Return the file of an image, or its content."""
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        """Return what an image is called in messages."""
+        raise NotImplementedError
+
+    def list_contents(self) -> Iterable[bytes]:
+        """Return what tells these images from others, in their order."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        try:
+            image = read_image(self.locate(index), self.mode)
+        except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
+            raise BrokenImageError(f"The image {self.name(index)} cannot be read ({error}). Replace or remove it.") from error
+        return image if self.transform is None else self.transform(image), int(self.labels[index])
+
+    def read_shapes(self) -> list[tuple[int, int, bool]]:
+        """Return height, width and whether there are colours, of some of the images, from their headers."""
+        shapes = []
+        for index in range(0, len(self), max(1, len(self) // _INSPECTED)):
+            try:
+                with Image.open(self.locate(index)) as image:
+                    shapes.append((image.height, image.width, image.mode[0] not in "1LIF"))
+            except Exception:  # reported when the image is used
+                continue
+        return shapes
+
+
+@dataclass(frozen=True)
+class ImageSplits:
+    """The images of a data set.
+
+    Args:
+        train: images for training.
+        test: images for validation.
+        class_names: the names of the classes.
+        notes: remarks for the reader.
+    """
+
+    train: StoredImages
+    test: StoredImages
+    class_names: list[str]
+    notes: list[str]
+
+
+def list_suffixes() -> list[str]:
+    """Return the suffixes of the image files that are read here, sorted."""
+    Image.init()
+    return sorted(suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS and name in Image.OPEN)
+
+
+def read_image(file: Path | BinaryIO, mode: str) -> Any:
+    """Return an image, upright and with 8 bits per channel, in Pillow's mode "L" or "RGB".
+
+    Pixels of 16 bits are scaled; Pillow would set all above 255 to white. Of several frames the first is read.
+
+    Raises:
+        ValueError: the image holds numbers whose range is not known.
+        Exception: whatever Pillow raises for damaged bytes.
+    """
+    with Image.open(file) as image:
+        return _to_8_bits(_turn_upright(image), str(image.format)).convert(mode)
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    image.load()
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # damaged metadata of a sound image name no orientation
+        return image
+
+
+def _to_8_bits(image: Image.Image, format: str) -> Image.Image:
+    if image.mode.startswith("I;16") or (image.mode == "I" and format == "PNG"):  # Pillow before 10.3 gives these PNGs mode I
+        values = np.asarray(image).astype(np.int64)
+        return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels are 32-bit numbers of unknown range: save it with 8 or 16 bits")
+    return image.convert("RGBA") if image.mode == "P" and "transparency" in image.info else image

@@ -1,0 +1,212 @@
+"""Data sets of Hugging Face: what is read of images and texts in each form, and what is refused."""
+
+import json
+import shutil
+import socket
+import sys
+import warnings
+
+import pytest
+import torch
+
+from revzoo.data.loading import load_data
+from revzoo.data.options import DataOptions, ImageOptions, TextOptions
+from revzoo.data.stored_images import BrokenImageError
+from revzoo.errors import DataError, RevzooError
+from revzoo.spec.schema import ImageInput, TextInput
+
+datasets = pytest.importorskip("datasets")
+
+GREY = ImageInput("image", 1, (8, 8))
+SUBWORDS = TextInput("text", 48, 280, 1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of its own, and no connection."""
+
+    def refuse(*arguments):
+        raise AssertionError(f"a connection to {arguments}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def load(root, name="hfds", input=GREY, processes=1, **options):
+    return load_data(DataOptions(name, **{"batch_size": 4, "root": str(root), **options}), input, 0, processes)
+
+
+def refusal(root, **options):
+    with pytest.raises(DataError) as caught:
+        load(root, **options)
+    return str(caught.value)
+
+
+def epoch(data, number, skip=0):
+    data.start_epoch(number, skip)
+    return list(data.train)
+
+
+def same(one, other):
+    pairs = list(zip(one, other, strict=True))
+    return bool(pairs) and all(torch.equal(a, b) and torch.equal(i, j) for (a, i), (b, j) in pairs)
+
+
+def save(root, train, validation, features=None):
+    """Save a data set of two splits, given as columns."""
+    splits = {"train": train, "validation": validation}
+    datasets.DatasetDict({name: datasets.Dataset.from_dict(rows, features) for name, rows in splits.items()}).save_to_disk(root)
+    return root
+
+
+def convert(saved, kind):
+    """Write the splits of a saved data set in another form, and return where."""
+    if kind == "saved":
+        return saved
+    for name, rows in datasets.load_from_disk(str(saved)).items():
+        rows.to_parquet(saved.parent / "parquet" / f"{name}-00000-of-00001.parquet")
+    return saved.parent / "parquet"
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("saved", 0), ("saved", 2), ("parquet", 0), ("folder", 0)])
+def test_the_examples_are_those_of_a_folder(saved_dataset, image_folder, kind, workers):
+    """Order and augmentation, too, in a whole epoch and in the second half of one."""
+    folder = load(image_folder, "folder")
+    data = load(image_folder if kind == "folder" else convert(saved_dataset, kind), num_workers=workers)
+    assert (data.class_names, data.num_train, data.num_test, data.notes) == (["cat", "dog"], 8, 8, [])
+    assert same(epoch(data, 1), epoch(folder, 1))
+    assert same(epoch(data, 2, skip=4), epoch(folder, 2, skip=4))
+    assert same(data.test, folder.test)
+
+
+def test_examples_are_told_from_others(saved_dataset, image_folder, tmp_path):
+    digests = load(saved_dataset).describe_examples()
+    assert load(convert(saved_dataset, "parquet")).describe_examples() == digests
+    saved_dataset = saved_dataset.rename(tmp_path / "elsewhere")
+    assert load(saved_dataset).describe_examples() == digests
+    rows = datasets.load_from_disk(str(saved_dataset))
+    others = datasets.DatasetDict(train=rows["train"].select([1, 0, *range(2, 8)]), validation=rows["validation"])
+    others.save_to_disk(tmp_path / "others")
+    now = load(tmp_path / "others").describe_examples()
+    assert (now["test"] == digests["test"], now["training"] == digests["training"]) == (True, False)
+    digests = load(image_folder).describe_examples()
+    shutil.copytree(image_folder, tmp_path / "copied")
+    assert load(tmp_path / "copied").describe_examples() == digests
+
+
+def test_columns_and_words_as_labels(saved_dataset, tmp_path):
+    rows = datasets.load_from_disk(str(saved_dataset))["train"]
+    words = rows.rename_column("image", "img").remove_columns("label").add_column("kind", list("bacbbabc"))
+    datasets.DatasetDict(train=words, test=words.select([1])).save_to_disk(tmp_path / "words")
+    data = load(tmp_path / "words", image=ImageOptions("img", "kind"))
+    assert data.class_names == ["a", "b", "c"]
+    assert data._examples.source.labels.tolist() == [1, 0, 2, 1, 1, 0, 1, 2]
+    assert data.notes == [f"{tmp_path}/words (test) has no images of b, c"]
+    assert refusal(tmp_path / "words") == (
+        f"{tmp_path}/words (train) has no column 'image'. Did you mean 'img'? Received: img, kind. Name one with "
+        "data.image.column=..."
+    )
+    assert refusal(tmp_path / "words", image=ImageOptions("img", "kinds")) == (
+        f"{tmp_path}/words (train) has no column 'kinds'. Did you mean 'kind'? Received: img, kind. Name one with "
+        "data.image.label=..."
+    )
+
+
+def test_each_split_has_its_own_numbers_for_the_classes(saved_dataset, tmp_path):
+    rows = datasets.load_from_disk(str(saved_dataset))
+    turned = rows["validation"].cast_column("label", datasets.Value("string"))
+    names = {"0": "cat", "1": "dog"}
+    turned = turned.map(lambda row: {"label": names.get(row["label"], row["label"])})
+    turned = turned.cast_column("label", datasets.ClassLabel(names=["dog", "cat"]))
+    datasets.DatasetDict(train=rows["train"], validation=turned).save_to_disk(tmp_path / "turned")
+    assert same(load(tmp_path / "turned").test, load(saved_dataset).test)
+
+
+LABELS = [
+    ([0, None], "Row 2 of {root} (train) has no label: 'label' is None, "),
+    ([-1, 0], "Row 1 of {root} (train) has no label: 'label' is -1, "),
+    ([1.5, 0.0], "Row 1 of {root} (train) has no label: 'label' is 1.5, "),
+    ([0, 0], "{root} (train) has one class: 0. "),
+    (["cat", "dog"], "The image in row 1 of {root} (validation) has the label 7. The training images have: cat, dog."),
+]
+
+
+@pytest.mark.parametrize(("labels", "message"), LABELS)
+def test_refusals_of_labels(tmp_path, labels, message):
+    save(tmp_path / "data", {"image": ["a", "b"], "label": labels}, {"image": ["a"], "label": [7]})
+    assert refusal(tmp_path / "data").startswith(message.format(root=tmp_path / "data"))
+
+
+def test_refusals_of_folders(tmp_path, saved_dataset, image_folder):
+    (tmp_path / "empty").mkdir()
+    assert refusal(tmp_path / "empty").startswith(f"{tmp_path}/empty cannot be read as a data set of Hugging Face (")
+    assert refusal(tmp_path / "missing") == f"There is no folder {tmp_path}/missing. Set data.root to where the data are."
+    needed = "looked for train or training. Received: without a split. Make two of one with train_test_split of datasets, and"
+    assert (
+        refusal(saved_dataset / "train") == f"{saved_dataset}/train has no train split: {needed} save them with save_to_disk."
+    )
+    shutil.rmtree(image_folder / "val")
+    assert "has no validation split: looked for val or valid or" in refusal(image_folder)
+    numbers = save(tmp_path / "numbers", {"image": [1, 2], "label": [0, 1]}, {"image": [1], "label": [0]})
+    assert refusal(numbers).startswith(f"The column 'image' of {numbers} (train) does not hold images (")
+    arrow = next((saved_dataset / "train").glob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[:100])
+    assert refusal(saved_dataset).startswith(f"{saved_dataset} cannot be read as a data set of Hugging Face (")
+
+
+@pytest.mark.parametrize("image", [None, {"bytes": b"no image", "path": None}])
+def test_broken_images_are_named_with_their_row(tmp_path, image):
+    features = datasets.Features(image=datasets.Image(decode=False), label=datasets.Value("int64"))
+    rows = {"image": [image, image], "label": [0, 1]}
+    root = save(tmp_path / "data", rows, rows, features)
+    with pytest.raises(BrokenImageError, match=rf"^The image in row \d of {root} \(train\) cannot be read \("):
+        epoch(load(root, batch_size=2), 0)
+
+
+def test_a_file_that_is_gone_is_named_with_its_row(image_folder):
+    data = load(image_folder, batch_size=8)
+    (image_folder / "train" / "cat" / "2.png").unlink()
+    with pytest.raises(
+        BrokenImageError, match=rf"^The image in row 3 of {image_folder} \(train\) cannot be read \(\[Errno 2\]"
+    ):
+        epoch(data, 0)
+
+
+def test_what_is_not_installed_is_named(saved_dataset, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(RevzooError, match="^Data sets of Hugging Face need the package datasets. Install it: pip install data"):
+        load(saved_dataset)
+
+
+def read(table):
+    """Return the columns of a table of the fixture `tables`."""
+    if table.suffix == ".jsonl":
+        rows = [json.loads(line) for line in table.read_text().splitlines()]
+        return {name: [row[name] for row in rows] for name in ("text", "label")}
+    return datasets.Dataset.from_csv(str(table), keep_default_na=False).to_dict()
+
+
+def test_texts_are_those_of_tables(tables, tokenizer, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train, test = (read(tables / name) for name in ("train.csv", "test.jsonl"))
+    text = TextOptions(str(tokenizer))
+    expected = load(tables, "text_classification", SUBWORDS, text=text)
+    data = load(save(tmp_path / "words", train, test), input=SUBWORDS, text=text)
+    assert data.describe_examples() == expected.describe_examples()
+    assert same(epoch(data, 1), epoch(expected, 1))
+    assert data.class_names == expected.class_names == ["cat", "dog"]
+    features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["dog", "cat"]))
+    data = load(save(tmp_path / "numbers", train, test, features), input=SUBWORDS, text=text)
+    assert data.class_names == ["dog", "cat"]
+    assert [(1 - labels).tolist() for _, labels in data.test] == [labels.tolist() for _, labels in expected.test]
+    assert refusal(tables, input=SUBWORDS).startswith("Texts of your own need a tokenizer. ")
+    assert refusal(tmp_path / "words", input=SUBWORDS, text=TextOptions(str(tokenizer), "texts")) == (
+        f"{tmp_path}/words (train) has no column 'texts'. Did you mean 'text'? Received: text, label. Name one with "
+        "data.text.column=..."
+    )
+    empty = save(tmp_path / "empty", {"text": ["a", " "], "label": [0, 1]}, {"text": ["a"], "label": [-1]}, features)
+    assert refusal(empty, input=SUBWORDS, text=text) == (
+        f"{empty} (train), row 2: the column 'text' is empty. Correct or remove the row."
+    )

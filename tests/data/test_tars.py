@@ -1,0 +1,226 @@
+"""Tars: the examples that they hold, in which layouts, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from revzoo.data.loading import load_data
+from revzoo.data.options import DataOptions, ImageOptions
+from revzoo.data.stored_images import BrokenImageError
+from revzoo.errors import DataError
+from revzoo.spec.schema import ImageInput
+
+GREY = ImageInput("image", 1, (8, 8))
+
+
+def load(root, name="wds", processes=1, **options):
+    return load_data(DataOptions(name, **{"batch_size": 4, "root": str(root), **options}), GREY, 0, processes)
+
+
+def refusal(root, **options):
+    with pytest.raises(DataError) as caught:
+        load(root, **options)
+    return str(caught.value)
+
+
+def epoch(data, number, skip=0):
+    data.start_epoch(number, skip)
+    return list(data.train)
+
+
+def same(one, other):
+    pairs = list(zip(one, other, strict=True))
+    return bool(pairs) and all(torch.equal(a, b) and torch.equal(i, j) for (a, i), (b, j) in pairs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_examples_are_those_of_a_folder(tar_folder, image_folder, workers):
+    """Order and augmentation, too, in a whole epoch and in the second half of one."""
+    tars, folder = load(tar_folder, num_workers=workers), load(image_folder, "folder")
+    assert same(epoch(tars, 1), epoch(folder, 1))
+    assert same(epoch(tars, 2, skip=4), epoch(folder, 2, skip=4))
+    assert same(tars.test, folder.test)
+    assert (tars.class_names, tars.num_train, tars.num_test, tars.notes) == (["cat", "dog"], 8, 8, [])
+
+
+def test_each_example_is_seen_once_by_all_processes(tar_folder):
+    """In an epoch of two processes; the sampler of both has the indices of one after those of the other."""
+    data = load(tar_folder, processes=2, batch_size=2)
+    assert same(epoch(data, 3, skip=4), epoch(data, 3)[2:])
+    images = torch.cat([batch for batch, _ in load(tar_folder).test]).flatten(1)
+    assert len(images.unique(dim=0)) == data.num_train == 8
+    assert sorted(data._sampler) == list(range(8))
+
+
+def test_it_makes_no_difference_in_which_tar_an_example_is(tar_folder, image_folder, tmp_path, write_tar):
+    digests = load(tar_folder).describe_examples()
+    images = sorted((image_folder / "train").rglob("*.png"))
+    files = {f"{image.parent.name}/{image.stem}.png": image.read_bytes() for image in images}
+    files |= {f"{image.parent.name}/{image.stem}.cls": image.parent.name.encode() for image in images}  # behind all images
+    for path in tar_folder.glob("*train*"):
+        path.unlink()
+    write_tar(tar_folder / "train" / "all.tar", files)
+    assert load(tar_folder).describe_examples() == digests
+    write_tar(tar_folder / "train" / "all.tar", files | {"cat/0.cls": b"dog"})
+    assert load(tar_folder).describe_examples()["training"] != digests["training"]
+
+
+def picture(image_folder: Path) -> bytes:
+    return (image_folder / "train" / "cat" / "0.png").read_bytes()
+
+
+def test_layouts(tmp_path, image_folder, write_tar):
+    """Folders of splits, dots in names, hidden files, upper case, labels in .json; numbers are the classes' own."""
+    image = picture(image_folder)
+    files = {
+        "./v1.0/a.PNG": image, "./v1.0/a.cls": b"3",
+        "b.mask.json": b"", "b.png": image, "b.json": b'{"label": 1, "other": "x"}', "b.cls": b" 02\n",
+        ".hidden.png": b"", "__meta__/x.png": b"", "README": b"",
+        "c.png": image, "c.json": b'{"label": "0"}',
+    }  # fmt: skip
+    root = tmp_path / "layouts"
+    write_tar(root / "training" / "10.tar", {"z.png": image, "z.cls": b"1"})
+    write_tar(root / "training" / "2.tar", files)
+    (root / "training" / ".2.tar").write_bytes(b"")
+    write_tar(root / "Some_val2.tar", {"a.png": image, "a.cls": b"0"})
+    write_tar(root / "test-0.tar", {"a.png": b"not looked at"})
+    data = load(root, batch_size=1)
+    assert data.class_names == ["0", "1", "2", "3"]
+    assert data._examples.source.labels.tolist() == [3, 2, 0, 1]  # 2.tar comes before 10.tar
+    assert [data._examples.source.name(i) for i in (0, 3)] == [
+        f"./v1.0/a of {root}/training/2.tar",
+        f"z of {root}/training/10.tar",
+    ]
+    assert data.notes == [f"{root} (validation) has no images of 1, 2, 3"]
+    assert next(iter(data.test))[0].shape == (1, 1, 8, 8)
+
+
+def test_info_lists_the_tars(tmp_path, image_folder, write_tar):
+    image = picture(image_folder)
+    for name, labels in (("x-0.tar", "01"), ("x-1.tar", "1"), ("y.tar", "0")):
+        files = {
+            f"{i}.{suffix}": image if suffix == "png" else labels[i].encode()
+            for i in range(len(labels))
+            for suffix in ("png", "cls")
+        }
+        write_tar(tmp_path / name, files)
+    info = {"train": (["x-0.tar", "x-1.tar"], [2, 1]), "validation": (["y.tar"], [1])}
+
+    def write() -> None:
+        splits = {
+            split: {"name": split, "filenames": files, "shard_lengths": counts} for split, (files, counts) in info.items()
+        }
+        (tmp_path / "_info.json").write_text(json.dumps({"splits": splits}))
+
+    write()
+    assert (load(tmp_path, batch_size=1).num_train, load(tmp_path, batch_size=1).num_test) == (3, 1)
+    info["train"] = (["x-0.tar", "x-1.tar"], [2, 2])
+    write()
+    assert refusal(tmp_path) == f"_info.json says that {tmp_path}/x-1.tar has 2 examples. Received: 1. Copy or make it again."
+    info["train"] = (["x-0.tar", "x-2.tar"], [2, 2])
+    write()
+    assert refusal(tmp_path) == f"{tmp_path} lacks tars that its _info.json lists: x-2.tar. Copy them there."
+    (tmp_path / "_info.json").write_text('{"splits": {"train": {"filenames": []}}}')
+    assert refusal(tmp_path) == (
+        f"{tmp_path}/_info.json does not list the splits with their filenames and shard_lengths (KeyError: 'shard_lengths'). "
+        "Correct or remove it."
+    )
+
+
+EXAMPLE = "The image a of {tar} has no label: "
+REMEDY = "neither a word nor a number from 0. Correct it, remove the image, or name the label with data.image.label=..."
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.png": b""}, EXAMPLE + "neither a .cls nor a .json file. Add one, or remove the image."),
+        ({"a.png": b"", "a.cls": b"-1"}, EXAMPLE + f"a.cls is {REMEDY}"),
+        ({"a.png": b"", "a.cls": b"\xff"}, EXAMPLE + f"a.cls is {REMEDY}"),
+        ({"a.png": b"", "a.json": b"{}"}, EXAMPLE + f"'label' in a.json is {REMEDY}"),
+        ({"a.png": b"", "a.json": b"{"}, EXAMPLE + f"'label' in a.json is {REMEDY}"),
+        ({"a.png": b"", "a.json": b'{"label": true}'}, EXAMPLE + f"'label' in a.json is {REMEDY}"),
+        (
+            {"a.txt": b"", "a.cls": b"1"},
+            "An example has one image, and a of {tar} has 0. Received: a.txt, a.cls. Correct or remove it.",
+        ),
+        (
+            {"a.png": b"", "a.jpg": b"", "a.cls": b"1"},
+            "An example has one image, and a of {tar} has 2. Received: a.png, a.jpg, a.cls. Correct or remove it.",
+        ),
+        ({"a.png": b"", "a.PNG": b""}, "{tar} has two files a.PNG. Rename one, or make the tar again."),
+        ({"README": b""}, "The train tars in {root} hold no examples: train.tar."),
+        ({"a.png": b"", "a.cls": b"cat"}, "{root} (train) has one class: cat. Classification needs two or more."),
+        (
+            {"a.png": b"", "a.cls": b"20261123"},
+            "{root} (train) has the label 20261123. Classes are numbered from 0: is this the label of a class?",
+        ),
+        (
+            {"a.png": b"", "a.cls": b"cat", "b.png": b"", "b.cls": b"dog"},
+            "The image z of {root}/val.tar has the label cow. The training images have: cat, dog.",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals_of_examples(tmp_path, write_tar, files, message):
+    tar = write_tar(tmp_path / "train.tar", files)
+    write_tar(tmp_path / "val.tar", {"z.png": b"", "z.cls": b"cow"})
+    assert refusal(tmp_path) == message.format(tar=tar, root=tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut in a file", "cut between files", "cut in a header", "header", "compressed", "empty"])
+def test_broken_tars_are_refused(tar_folder, damage):
+    tar = tar_folder / "animals-train-0001.tar"
+    content = bytearray(tar.read_bytes())
+    second = content.index(b"cat/3.cls")  # behind an image
+    match damage:
+        case "cut in a file":
+            content = content[: second - 512]
+        case "cut between files":
+            content = content[:second]
+        case "cut in a header":
+            content = content[: second + 300]
+        case "header":
+            content[second] ^= 1
+        case "compressed":
+            content = bytearray(b"\x1f\x8b" + bytes(1000))
+        case "empty":
+            content.clear()
+    tar.write_bytes(content)
+    assert refusal(tar_folder).startswith(f"{tar} is not a whole, uncompressed tar (")
+
+
+def test_missing_tars_are_refused(tmp_path, write_tar):
+    write_tar(tmp_path / "trainset.tar", {})
+    assert refusal(tmp_path) == (
+        f"No train tars in {tmp_path}: looked for names with train or training in them, such as training-0000.tar, and for "
+        "folders of these names. Received: trainset.tar."
+    )
+    assert refusal(tmp_path / "missing") == f"There is no folder {tmp_path}/missing. Set data.root to where the data are."
+
+
+def test_the_label_of_json_files_has_a_name(tmp_path, image_folder, write_tar):
+    for split in ("train", "val"):
+        files = {
+            f"{i}.{suffix}": picture(image_folder) if suffix == "png" else b'{"kind": "k%d"}' % i
+            for i in range(2)
+            for suffix in ("png", "json")
+        }
+        write_tar(tmp_path / f"{split}.tar", files)
+    assert load(tmp_path, batch_size=2, image=ImageOptions(label="kind")).class_names == ["k0", "k1"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no image"])
+def test_broken_images_are_named_with_their_tar(tar_folder, image_folder, write_tar, content):
+    tar = tar_folder / "animals-train-0001.tar"
+    write_tar(tar, {"cat/3.png": content, "cat/3.cls": b"cat", "dog/0.png": picture(image_folder), "dog/0.cls": b"dog"})
+    with pytest.raises(BrokenImageError, match=rf"^The image cat/3 of {tar} cannot be read \(cannot identify image file"):
+        epoch(load(tar_folder, batch_size=7), 0)
+
+
+def test_a_tar_that_is_gone_is_named(tar_folder):
+    data, tar = load(tar_folder, batch_size=8), tar_folder / "animals-train-0001.tar"
+    tar.unlink()
+    with pytest.raises(BrokenImageError, match=rf"^The image \w+/\d of {tar} cannot be read \(\[Errno 2\]"):
+        epoch(data, 0)
