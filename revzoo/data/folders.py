@@ -7,7 +7,7 @@ without a word.
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from revzoo.errors import DataError, join_names
 
+_HELD_OUT = 5  # one image in five is for validation where there is no folder of them
 _FORMATS = {"BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"}  # names that Pillow gives them
 
 
@@ -49,6 +50,22 @@ class ClassFolders:
         """Return a line with the numbers of what is skipped, or none."""
         kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.skipped.items()))
         return [f"skipped in {self.path}: {kinds}"] if kinds else []
+
+    def split(self) -> tuple["ClassFolders", "ClassFolders"]:
+        """Return the images for training, and those held out for validation: every fifth of each class.
+
+        Of a class with fewer the last one is held out, unless it is the only one.
+        """
+        last = {name: len(paths) - 1 if 1 < len(paths) < _HELD_OUT else -1 for name, paths in self.files.items()}
+        held_out, train = (
+            {
+                name: [p for i, p in enumerate(paths) if (i % _HELD_OUT == _HELD_OUT - 1 or i == last[name]) == chosen]
+                for name, paths in self.files.items()
+            }
+            for chosen in (True, False)
+        )
+        filled = {name: paths for name, paths in held_out.items() if paths}
+        return replace(self, files=train), ClassFolders(self.path, filled, Counter())
 
 
 class FolderImages(Dataset[tuple[Any, int]]):
@@ -122,9 +139,20 @@ def read_image(file: Path, mode: str) -> Any:
     """
     try:
         with Image.open(file) as image:
-            return _to_8_bits(_turn_upright(image), str(image.format)).convert(mode)
+            return convert_image(image, mode)
     except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
         raise BrokenImageError(f"The image {file} cannot be read ({error}). Replace or remove it.") from error
+
+
+def convert_image(image: Image.Image, mode: str) -> Image.Image:
+    """Return an open image as `read_image` returns that of a file; ValueError if the range of its numbers is not known."""
+    return _to_8_bits(_turn_upright(image), str(image.format)).convert(mode)
+
+
+def list_images(folder: Path) -> list[Path]:
+    """Return the images of a folder and of those in it, in natural order; which files are images, `find_classes` says."""
+    suffixes, skipped = set(list_suffixes()), Counter[str]()
+    return [Path(entry.path) for entry in _walk(folder, set(), skipped) if _is_image(entry, suffixes, skipped)]
 
 
 def read_shape(file: Path) -> tuple[int, int, bool] | None:

@@ -13,6 +13,7 @@ from revzoo.bounds import (
     UnitInterval,
 )
 
+BYTES = "bytes"  # the tokenizer that needs no file
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts; the others are images
 
 
@@ -49,7 +50,7 @@ class TextOptions:
     """How tables of texts are read and tokenized.
 
     Args:
-        tokenizer: tokenizer file, as `revzoo tokenizer` writes it; None: ids are bytes, which is allowed without `data.root`.
+        tokenizer: tokenizer file, as `revzoo tokenizer` writes it, or "bytes": ids are bytes. None: bytes, without `data.root`.
         column: name of the column that holds the texts.
         label: name of the column that holds the classes, for `text_classification`.
     """
