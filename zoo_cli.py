@@ -13,7 +13,10 @@ from typing import NoReturn, cast
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError
 
-COMMANDS = ("list", "show", "profile", "plan", "convert", "export", "train", "eval", "verify", "numerics", "bench", "tokenizer")
+COMMANDS = (
+    "list", "show", "profile", "plan", "convert", "export", "train", "eval", "predict", "verify", "numerics", "bench",
+    "tokenizer",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from revzoo.conversion.preview import ReversiblePreview, preview_reversible
     from revzoo.conversion.report import ConvertReport
     from revzoo.conversion.reversible import ReversibleReport, ordinary_, reversible_
+    from revzoo.data.transform import transform
     from revzoo.model.builder import build
     from revzoo.model.compile_steps import compile_steps
     from revzoo.model.create import create
@@ -62,6 +63,7 @@ _HOMES = {
     "release": "revzoo.planning.reforwarding.module_plan",
     "reversible_": "revzoo.conversion.reversible",
     "solve": "revzoo.planning.planner",
+    "transform": "revzoo.data.transform",
     "verify": "revzoo.analysis.verify",
 }
 
@@ -97,6 +99,7 @@ __all__ = [
     "release",
     "reversible_",
     "solve",
+    "transform",
     "verify",
 ]
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from yaml import YAMLError
 
+from revzoo.checkpoint.facts import describe_examples, restore_facts
 from revzoo.checkpoint.slices import find_own_slice, find_row_orders, get_own_part, is_sharded
 from revzoo.checkpoint.writing import SHARD_BYTES, write_weights
 from revzoo.errors import CheckpointError, SpecError, join_names
@@ -36,18 +37,18 @@ _NOT_COMPARED = (*STATEMENTS, "block.f", "block.g")  # keys of a spec that its d
 def save_weights(
     model: nn.Module, path: str | Path, metadata: Mapping[str, str] | None = None, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write the model's state dict to a safetensors file, with the spec in the file's metadata.
+    """Write the model's state dict to a safetensors file, with spec, names of classes and preprocessing in its metadata.
 
     All processes among which a model is divided call this; the first one writes, and holds one file's tensors at a time.
 
     Args:
-        model: the model, whose `spec` is stored too.
+        model: the model, whose `spec`, `class_names` and `data_config` are stored too.
         path: the file; it is written completely or not at all.
         metadata: more strings to store with the weights, for example a metric.
         shard_bytes: weights of more bytes are written to several files and an index, NAME.safetensors.index.json, which is
             read wherever NAME.safetensors is named.
     """
-    facts = {**describe_spec(cast(Spec, model.spec)), **(metadata or {})}
+    facts = {**describe_spec(cast(Spec, model.spec)), **describe_examples(model), **(metadata or {})}
     tied = _find_tied(model)
     tensors = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
     write_weights(Path(path), tensors, facts, shard_bytes, find_row_orders(model))
@@ -61,8 +62,9 @@ def describe_spec(spec: Spec) -> dict[str, str]:
 def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | None = None) -> None:
     """Load a file of weights into a model that has exactly the same keys and shapes.
 
-    Prefixes that wrappers add to every key (`module.`, `_orig_mod.`) are removed. A warning names the differences if the file
-    was saved with another spec: some, such as the number of heads or the coupling, do not show in the tensors.
+    Names of classes and preprocessing in the file become the model's. Prefixes that wrappers add to every key (`module.`,
+    `_orig_mod.`) are removed. A warning names the differences if the file was saved with another spec: some, such as the
+    number of heads or the coupling, do not show in the tensors.
 
     Args:
         model: the model. On the meta device its parameters become the file's tensors, on the CPU. If it is divided over
@@ -98,17 +100,16 @@ def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | No
     if metadata.get("revzoo.digest", spec.digest) != spec.digest:
         differing = join_names(compare_specs(metadata.get("revzoo.spec", ""), spec))
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
-    own = {key: tensor for key, tensor in model.state_dict().items() if tensor.shape == own[key].shape}
-    orders = find_row_orders(model)
-    read = {
-        key: tensors[key][find_own_slice(t, orders.get(key))] if is_sharded(t) else tensors[key] for key, t in own.items()
-    }
+    state, orders = model.state_dict(), find_row_orders(model)
+    own = {key: tensor for key, tensor in state.items() if tensor.shape == own[key].shape}
+    read = {key: tensors[key][find_own_slice(t, orders.get(key))] if is_sharded(t) else tensors[key] for key, t in own.items()}
     if damaged := find_not_finite(read):
         warnings.warn(f"{path} holds infinities or NaN in {len(damaged)} tensors: {join_names(damaged, most=4)}.", stacklevel=2)
     if any(map(is_sharded, own.values())):
         _fill(model, own, read)
     else:
         _load_whole(model, read, tied)
+    restore_facts(model, metadata, path, has_new_head=len(own) < len(state))
 
 
 def _fill(model: nn.Module, own: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> None:

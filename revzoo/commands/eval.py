@@ -18,7 +18,9 @@ SUMMARY = "Evaluate a trained model, or weights that ship."
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo eval`."""
     parser.add_argument(
-        "target", nargs="*", help="the folder of a run or a checkpoint in it, and overrides such as data.root=/elsewhere"
+        "target",
+        nargs="*",
+        help="the folder of a run, a checkpoint in it, or a model whose weights ship; and overrides such as data.root=DIR",
     )
     parser.add_argument("--pretrained", metavar="NAME", help="evaluate the weights that ship for this model")
 
@@ -28,8 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
     targets, overrides = split_overrides(arguments.target)
     if len(targets) + (arguments.pretrained is not None) != 1:
         raise InputError("Name one thing to evaluate: the folder of a run, a checkpoint in it, or --pretrained NAME.")
+    from revzoo.checkpoint.index import read_index
     from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
 
+    if targets and targets[0] in read_index() and not Path(targets[0]).exists():
+        arguments.pretrained = targets.pop()
     if targets:
         scores = evaluate_checkpoint(Path(targets[0]), overrides)
         _print_scores(targets[0], scores)

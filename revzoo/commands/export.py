@@ -1,26 +1,41 @@
-"""`revzoo export`: the weights of a converted network for the library it came from."""
+"""`revzoo export`: a trained model as ONNX, or a converted network's weights for the library it came from."""
 
 import argparse
 from pathlib import Path
 
 from revzoo.commands.parser import Parser
+from revzoo.errors import InputError
 
-SUMMARY = "Write a converted network's weights under the original's names."
+SUMMARY = "Write a trained model as ONNX, or a converted network under the original's names."
 
 
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo export`."""
-    parser.add_argument("folder", type=Path, help="a folder that revzoo convert wrote")
     parser.add_argument(
-        "--weights", type=Path, metavar="FILE", help="fine-tuned weights of the converted network (default: the folder's own)"
+        "model", help="the folder of a run or of a saved model, or a model whose weights ship; for --out one that convert wrote"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors", help="the file to write")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="other weights of the model (default: its own)")
+    parser.add_argument("--onnx", type=Path, metavar="FILE.onnx", help="write the network for ONNX, checked with onnxruntime")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.safetensors", help="write a converted network's weights under the original's names"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export the weights and print how many tensors there are."""
-    from revzoo.conversion.export import export
+    """Export, and print what was written."""
+    if arguments.onnx is None and arguments.out is None:
+        raise InputError(
+            "Name the file to write: --onnx network.onnx, or of what revzoo convert has converted --out back.safetensors."
+        )
+    if arguments.out is not None:
+        from revzoo.conversion.export import export
 
-    count = export(arguments.folder, arguments.out, arguments.weights)
-    print(f"{arguments.out}: {count} tensors under the original's names.")
+        count = export(arguments.model, arguments.out, arguments.weights)
+        print(f"{arguments.out}: {count} tensors under the original's names.")
+    if arguments.onnx is not None:
+        from revzoo.conversion.onnx_file import export_onnx
+        from revzoo.model.trained import create_trained
+
+        difference = export_onnx(create_trained(arguments.model, checkpoint=arguments.weights), arguments.onnx)
+        print(f"{arguments.onnx}: onnxruntime's outputs differ from the model's by {difference:.1e} of the largest.")
     return 0

@@ -46,7 +46,8 @@ class Data:
 
     Labels are classes (B,), or for a language model the ids (B, N) to predict, IGNORED at positions where there is none.
     `example_noun` and `label_noun` say what an example and what the owner of a label is called; `num_classes` is None for a
-    language model; `class_names` is None where the data set does not name its classes. `notes` are remarks for the reader.
+    language model; `class_names` is None where the data set does not name its classes. `notes` are remarks for the reader, and
+    `data_config` says how an example is preprocessed for evaluation, as a model's `data_config`.
 
     Args:
         train: examples for training; an incomplete last batch of all processes is left out.
@@ -60,6 +61,7 @@ class Data:
         self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, example_noun(train)
         names = getattr(train, "class_names", None)
         self.class_names: list[str] | None = None if names is None else list(names)
+        self.data_config: dict[str, Any] = dict(getattr(test, "data_config", {}))
         self.notes = [*getattr(train, "notes", ()), *getattr(test, "notes", ())]
         self.num_train, self.num_test = len(train), len(test)
         self._examples, self._test_examples = train, test

@@ -4,6 +4,8 @@ The split is fixed: every fifth image of each class, in scikit-learn's order, is
 1442 are for training. Pixels are normalised by the mean and standard deviation of the training images.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from sklearn import datasets
@@ -14,6 +16,8 @@ from revzoo.data.options import DataOptions
 from revzoo.data.random import make_generator
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
+
+_WHITE = 16  # the largest value of a pixel
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
@@ -28,6 +32,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, images: Tensor, labels: Tensor, shift: int, seed: int):
         self.labels, self.shift, self.seed = labels, shift, seed
         self.padded = nn.functional.pad(images, [shift] * 4, value=float(images.min()))
+        self.data_config: dict[str, Any] = {}
         self.start_epoch(0)
 
     def __len__(self) -> int:
@@ -69,5 +74,8 @@ def load_digits(options: DataOptions, input: ImageInput, seed: int) -> tuple[Dig
     labels = torch.from_numpy(classes).to(torch.int64)
     rank = np.array([np.sum(classes[:i] == label) for i, label in enumerate(classes)])  # index within the sample's class
     test = torch.from_numpy(rank % 5 == 4)
-    images = (images - images[~test].mean()) / images[~test].std()
-    return Digits(images[~test], labels[~test], options.shift, seed), Digits(images[test], labels[test], 0, seed)
+    mean, std = images[~test].mean(), images[~test].std()
+    images = (images - mean) / std
+    test_digits = Digits(images[test], labels[test], 0, seed)
+    test_digits.data_config = {"mean": (float(mean) / _WHITE,), "std": (float(std) / _WHITE,), "crop_pct": 1.0}
+    return Digits(images[~test], labels[~test], options.shift, seed), test_digits

@@ -7,13 +7,15 @@ without a word.
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from timm.utils.misc import natural_key
 
 from revzoo.data.stored_images import StoredImages, list_suffixes
 from revzoo.errors import DataError, join_names
+
+_HELD_OUT = 5  # one image in five is for validation where there is no folder of them
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,22 @@ class ClassFolders:
         """Return a line with the numbers of what is skipped, or none."""
         kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.skipped.items()))
         return [f"skipped in {self.path}: {kinds}"] if kinds else []
+
+    def split(self) -> tuple["ClassFolders", "ClassFolders"]:
+        """Return the images for training, and those held out for validation: every fifth of each class.
+
+        Of a class with fewer the last one is held out, unless it is the only one.
+        """
+        last = {name: len(paths) - 1 if 1 < len(paths) < _HELD_OUT else -1 for name, paths in self.files.items()}
+        held_out, train = (
+            {
+                name: [p for i, p in enumerate(paths) if (i % _HELD_OUT == _HELD_OUT - 1 or i == last[name]) == chosen]
+                for name, paths in self.files.items()
+            }
+            for chosen in (True, False)
+        )
+        filled = {name: paths for name, paths in held_out.items() if paths}
+        return replace(self, files=train), ClassFolders(self.path, filled, Counter())
 
 
 class FolderImages(StoredImages):
@@ -87,6 +105,12 @@ def find_classes(folder: Path) -> ClassFolders:
     if empty := sorted(name for name, paths in files.items() if not paths):
         raise DataError(f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them.")
     return ClassFolders(folder, files, skipped)
+
+
+def list_images(folder: Path) -> list[Path]:
+    """Return the images of a folder and of those in it, in natural order; which files are images, `find_classes` says."""
+    suffixes, skipped = set(list_suffixes()), Counter[str]()
+    return [Path(entry.path) for entry in _walk(folder, set(), skipped) if _is_image(entry, suffixes, skipped)]
 
 
 def _list(folder: Path, skipped: Counter[str]) -> list["os.DirEntry[str]"]:

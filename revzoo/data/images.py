@@ -4,9 +4,10 @@ timm's loader is not used: on a GPU it draws random erasing from the global gene
 of training, so that a resumed run would differ. The transforms are those that timm's loader would use.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_transform
@@ -38,12 +39,21 @@ class Images(Dataset[tuple[Tensor, int]]):
         class_names: the names of the classes.
         seed: determines the augmentation.
         notes: remarks for the reader.
+        data_config: how an image becomes a tensor, in the words of timm's `create_transform`; for validation.
     """
 
     label_noun = "images"
 
-    def __init__(self, source: Any, class_names: list[str], seed: int, notes: Sequence[str] = ()):
+    def __init__(
+        self,
+        source: Any,
+        class_names: list[str],
+        seed: int,
+        notes: Sequence[str] = (),
+        data_config: Mapping[str, Any] = MappingProxyType({}),
+    ):
         self.source, self.class_names, self.seed, self.notes = source, class_names, seed, notes
+        self.data_config = data_config
         self.epoch = 0
 
     @property
@@ -109,7 +119,8 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     crop_pct = options.augment.crop_pct or (1.0 if options.name in _CIFAR else 0.875)
     plain: dict[str, Any] = {"interpolation": "bicubic", "crop_pct": crop_pct, "mean": mean, "std": std}
     test.transform = create_transform((height, width), **plain)
-    return Images(train, names, seed, [*notes, *_describe_misfit(shapes, input)]), Images(test, names, seed)
+    notes += _describe_misfit(shapes, input)
+    return Images(train, names, seed, notes), Images(test, names, seed, data_config=plain)
 
 
 def _describe_misfit(shapes: Sequence[tuple[int, int, bool]], input: ImageInput) -> list[str]:
@@ -183,8 +194,12 @@ def _open_splits(options: DataOptions, root: Path, mode: str) -> ImageSplits:
 
 
 def _find_folders(name: str, root: Path) -> tuple[ClassFolders, ClassFolders]:
-    """Return the class folders for training and for validation."""
+    """Return the class folders for training and for validation, which may be part of the first."""
     folders = [_find_split(root, split) for split in SPLITS]
+    if folders == [None, None] and name == "folder" and any(path.is_dir() for path in root.iterdir()):
+        folders[0] = root  # the class folders themselves
+    if folders[0] is None or (folders[1] is None and name == "imagenet"):
+        raise _explain_missing(root, "train" if folders[0] is None else "validation")
     train = find_classes(folders[0])
     if len(train.files) < 2:
         raise DataError(f"{train.path} has one class: {join_names(list(train.files))}. Classification needs two or more.")
@@ -193,6 +208,12 @@ def _find_folders(name: str, root: Path) -> tuple[ClassFolders, ClassFolders]:
             f"{train.path} should hold ImageNet's 1000 class folders. Received: {len(train.files)}. "
             "For other images use data.name=folder."
         )
+    if folders[1] is None:
+        if not any(len(paths) > 1 for paths in train.files.values()):
+            raise DataError(
+                f"The classes in {train.path} have one image each, so none can be held out for validation. Add some."
+            )
+        return train.split()
     validation = find_classes(folders[1])
     if unknown := sorted(set(validation.files) - set(train.files)):
         raise DataError(f"{validation.path} has classes that {train.path} does not have: {join_names(unknown)}.")
@@ -201,15 +222,22 @@ def _find_folders(name: str, root: Path) -> tuple[ClassFolders, ClassFolders]:
 
 def _describe_folders(train: ClassFolders, validation: ClassFolders) -> list[str]:
     missing = [name for name in train.files if name not in validation.files]
-    without = [f"{validation.path} has no images of {join_names(missing)}"] if missing else []
-    return [*train.describe_skipped(), *validation.describe_skipped(), *without]
+    place = "validation" if train.path == validation.path else validation.path
+    without = [f"{place} has no images of {join_names(missing)}"] if missing else []
+    notes = [*train.describe_skipped(), *validation.describe_skipped(), *without]
+    if train.path != validation.path:
+        return notes
+    held_out = sum(map(len, validation.files.values()))
+    return [f"{train.path} has no images for validation: every fifth of each class is held out, {held_out:,} in all", *notes]
 
 
-def _find_split(root: Path, split: str) -> Path:
-    for name in SPLITS[split]:
-        if (root / name).is_dir():
-            return root / name
-    raise DataError(
+def _find_split(root: Path, split: str) -> Path | None:
+    return next((root / name for name in SPLITS[split] if (root / name).is_dir()), None)
+
+
+def _explain_missing(root: Path, split: str) -> DataError:
+    directly = ", or for these folders themselves" if split == "train" else ""
+    return DataError(
         f"No {split} images in {root}: looked for a folder called {' or '.join(SPLITS[split])} with one folder of images per "
-        f"class. Received: {join_names(sorted(path.name for path in root.iterdir()))}."
+        f"class{directly}. Received: {join_names(sorted(path.name for path in root.iterdir()))}."
     )

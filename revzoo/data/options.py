@@ -13,6 +13,7 @@ from revzoo.bounds import (
     UnitInterval,
 )
 
+BYTES = "bytes"  # the tokenizer that needs no file
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
 # Names of splits, in the order in which they are looked for. timm has the same, but where it finds none it takes the whole
 # folder for both splits.
@@ -52,7 +53,7 @@ class TextOptions:
     """How tables of texts are read and tokenized.
 
     Args:
-        tokenizer: tokenizer file, as `revzoo tokenizer` writes it; None: ids are bytes, which is allowed without `data.root`.
+        tokenizer: tokenizer file, as `revzoo tokenizer` writes it, or "bytes": ids are bytes. None: bytes, without `data.root`.
         column: name of the column that holds the texts.
         label: name of the column that holds the classes, for `text_classification`.
     """

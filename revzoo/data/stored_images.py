@@ -1,6 +1,7 @@
 """Images that are stored as files, or as the content of files: how one of them is decoded, and their labels."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,10 +56,8 @@ class StoredImages(Dataset[tuple[Any, int]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        try:
+        with explain_broken(lambda: self.name(index)):
             image = read_image(self.locate(index), self.mode)
-        except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
-            raise BrokenImageError(f"The image {self.name(index)} cannot be read ({error}). Replace or remove it.") from error
         return image if self.transform is None else self.transform(image), int(self.labels[index])
 
     def read_shapes(self) -> list[tuple[int, int, bool]]:
@@ -90,6 +89,19 @@ class ImageSplits:
     notes: list[str]
 
 
+@contextmanager
+def explain_broken(name: Callable[[], str]) -> Iterator[None]:
+    """Say which image it is that cannot be read inside the block.
+
+    Raises:
+        BrokenImageError: whatever its decoder raised.
+    """
+    try:
+        yield
+    except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
+        raise BrokenImageError(f"The image {name()} cannot be read ({error}). Replace or remove it.") from error
+
+
 def list_suffixes() -> list[str]:
     """Return the suffixes of the image files that are read here, sorted."""
     Image.init()
@@ -106,7 +118,12 @@ def read_image(file: Path | BinaryIO, mode: str) -> Any:
         Exception: whatever Pillow raises for damaged bytes.
     """
     with Image.open(file) as image:
-        return _to_8_bits(_turn_upright(image), str(image.format)).convert(mode)
+        return convert_image(image, mode)
+
+
+def convert_image(image: Image.Image, mode: str) -> Image.Image:
+    """Return an open image as `read_image` returns that of a file; ValueError if the range of its numbers is not known."""
+    return _to_8_bits(_turn_upright(image), str(image.format)).convert(mode)
 
 
 def _turn_upright(image: Image.Image) -> Image.Image:

@@ -7,6 +7,7 @@ B texts, N ids.
 
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from revzoo.data.base import IGNORED, Examples
 from revzoo.data.corpus import Texts, read_files, read_standard_text, read_standard_texts
-from revzoo.data.options import DataOptions
+from revzoo.data.options import BYTES, DataOptions
 from revzoo.data.random import make_generator
 from revzoo.data.table import read_texts
 from revzoo.data.tokenizer import Tokenizer, open_tokenizer
@@ -86,6 +87,7 @@ class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, texts: Texts, tokenizer: Tokenizer, length: int, class_names: list[str]):
         self.ids, self.padding = _encode(texts, tokenizer, length), tokenizer.padding
         self.class_names, self.num_classes = class_names, len(class_names)
+        self.data_config: dict[str, Any] = {}
         classes = {label: i for i, label in enumerate(class_names)}
         for row, label in zip(texts.rows, texts.labels or (), strict=True):
             if label not in classes:
@@ -191,6 +193,7 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
     if len(class_names) < 2:
         raise DataError(f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more.")
     train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
+    test_texts.data_config = {"tokenizer": options.text.tokenizer or BYTES}
     return train_texts, test_texts
 
 

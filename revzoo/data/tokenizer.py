@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from revzoo.data.corpus import read_utf8
+from revzoo.data.options import BYTES
 from revzoo.data.table import FORMATS, explain_missing, read_table
 from revzoo.errors import DataError, InputError, join_names
 from revzoo.spec.schema import TextInput
@@ -116,7 +117,7 @@ def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:
     """Return the tokenizer for a model's input, checked against it.
 
     Args:
-        file: tokenizer file; None: ids are bytes.
+        file: tokenizer file; None or "bytes": ids are bytes.
         input: vocabulary, length and padding id of the model.
 
     Raises:
@@ -124,7 +125,7 @@ def open_tokenizer(file: str | None, input: TextInput) -> Tokenizer:
             text.
     """
     padding = input.padding if input.padding in (0, 1) else 1
-    tokenizer: Tokenizer = PlainBytes(padding) if file is None else TokenizerFile(Path(file))
+    tokenizer: Tokenizer = PlainBytes(padding) if file in (None, BYTES) else TokenizerFile(Path(str(file)))
     overrides = []
     if tokenizer.padding != input.padding:
         overrides.append(f"input.padding={tokenizer.padding}")

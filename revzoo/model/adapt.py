@@ -43,6 +43,9 @@ def adapt_input(original: Model, spec: Spec) -> Model:
             f"{_count_channels(model)} channels. Leave out input.channels, or the weights."
         )
     model.load_state_dict(tensors)
+    model.class_names, model.data_config = original.class_names, original.data_config
+    if _count_channels(original) != _count_channels(model):  # these are numbers per channel
+        model.data_config = {key: value for key, value in original.data_config.items() if key not in ("mean", "std")}
     return model
 
 

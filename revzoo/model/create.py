@@ -46,7 +46,7 @@ def create(
             folder are loaded too, except on the meta device: those that `save_pretrained` or `revzoo convert` wrote, or the
             best ones of a run, which is logged. If `overrides` change the head, what the folder has no tensors for starts at
             random, which is logged as well.
-        pretrained: load the weights that ship with revzoo for this model.
+        pretrained: load the weights that ship with revzoo for this model. Those in a folder are loaded anyway.
         checkpoint: file with the weights to load: safetensors, or a pickled state dict (read with `weights_only=True`).
         num_outputs: number of classes. If it is not the spec's number, the last linear layer is replaced by a new one with
             random weights, after loading. None: the spec's number.
@@ -115,11 +115,11 @@ def find_weights(
     """
     if pretrained and checkpoint is not None:
         raise CheckpointError("Weights come from one place. Received: pretrained=True and checkpoint. Leave one of them out.")
-    if pretrained:
-        return find_shipped_weights(str(source))
-    if checkpoint is not None or not in_folder:
+    if checkpoint is not None or not (in_folder or pretrained):
         return checkpoint
     file = find_folder_weights(source)
+    if file is None and pretrained:
+        return find_shipped_weights(str(source))
     if file is not None and file.name.startswith(BEST_WEIGHTS):  # or its index
         _logger.warning("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
     return file
@@ -143,7 +143,10 @@ def _replace_head(model: Model, spec: Spec) -> Model:
     own = other.state_dict()
     common = {key: t for key, t in model.state_dict().items() if key in own and own[key].shape == t.shape}
     left = other.load_state_dict(common, strict=False).missing_keys
-    if left:
+    other.data_config = model.data_config
+    if not left:
+        other.class_names = model.class_names
+    else:
         _logger.warning(
             "%s has the head %s now, not %s. Initialised at random: %s.",
             spec.name, spec.head.type, model.spec.head.type, join_names(left),

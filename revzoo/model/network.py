@@ -84,6 +84,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
         self.fuse = fuse
         self.head = head
         self._exact = False
+        self._class_names: tuple[str, ...] | None = None
         self.lookahead = 0
         for entry in self.layout():
             if entry.kind == "step":
@@ -171,6 +172,25 @@ class Model(HubMethods, TimmMethods, nn.Module):
         """Size of the logits' last dimension: the number of classes or, for a language model, of ids."""
         return cast(Head, self.head).outputs
 
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The names of the classes, in the order of the outputs; None where nobody has named them.
+
+        They are saved with the weights. There may be fewer than outputs. A new head has none.
+
+        Raises:
+            InputError: another thing than names, or more of them than outputs, is assigned.
+        """
+        return self._class_names
+
+    @class_names.setter
+    def class_names(self, names: Sequence[str] | None) -> None:
+        if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
+            raise InputError(f"class_names is a list of strings. Received: {names!r}.")
+        if names is not None and len(names) > self.num_outputs:
+            raise InputError(f"{self.spec.name} has {self.num_outputs} outputs. Received: {len(names)} class_names.")
+        self._class_names = None if names is None else tuple(names)
+
     def set_coupling(self, **arguments: object) -> None:
         """Change arguments of the coupling, such as `kept_bits=4`, in the model and in its spec.
 
@@ -200,7 +220,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
         """
         like = None if self.num_classes else next(self.parameters())
         cast(Head, self.head).reset(check_num_outputs(num_outputs), like)
-        self.spec = with_outputs(self.spec, num_outputs)
+        self.spec, self.class_names = with_outputs(self.spec, num_outputs), None
 
     def example_input(self, batch_size: int = 1, device: torch.device | str | None = None) -> Tensor:
         """Return a random batch: images (batch_size, C, H, W), or ids (batch_size, length) without padding."""

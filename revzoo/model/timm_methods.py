@@ -48,6 +48,7 @@ class TimmMethods:
     stages: Any
     fuse: Any
     head: Any  # a Head
+    class_names: Sequence[str] | None
     data_config: Mapping[str, Any] = MappingProxyType({})  # what `pretrained_cfg` says otherwise than by default
 
     @property
@@ -78,6 +79,7 @@ class TimmMethods:
             "std": std,
             "first_conv": find_first_convolution(self.stem),
             "classifier": classifier if self.num_classes else None,
+            **({} if self.class_names is None else {"label_names": self.class_names}),
             **self.data_config,
         }
 
@@ -140,7 +142,7 @@ class TimmMethods:
         for name, child in old.named_children():
             if child is not layer:
                 setattr(new, name, child)
-        self.head, self.spec = new.train(old.training), spec
+        self.head, self.spec, self.class_names = new.train(old.training), spec, None
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, mask: Tensor | None = None) -> Tensor:
         """Return the logits of what `forward_features` returned.

@@ -123,7 +123,7 @@ def _create(name: str, pretrained: bool, settings: Mapping[str, Any], arguments:
         )
     if headless:
         model.reset_classifier(0, pool)
-    model.data_config = {key: settings[key] for key in _DATA if key in settings}
+    model.data_config = {**model.data_config, **{key: settings[key] for key in _DATA if key in settings}}
     if not arguments.get("features_only"):
         return model
     from timm.models._features import FeatureGetterNet

@@ -1,6 +1,5 @@
 """Top-1, top-5 and loss on a data set. Each example counts exactly once, however many processes share the work."""
 
-import json
 import re
 import shlex
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, join_names
 from revzoo.format import format_bits
 from revzoo.model.create import create
-from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, WEIGHTS_INDEX
+from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX
 from revzoo.training.options import Recipe
 from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
@@ -118,10 +117,12 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
     texts = read_metadata(checkpoint) if checkpoint.suffix == ".safetensors" else {}
     if not {"revzoo.spec", "revzoo.recipe"} <= texts.keys():
         raise CheckpointError(f"{checkpoint} was not saved by `revzoo train`: it does not say on which data to evaluate it.")
+    if (tokenizer := checkpoint.parent / TOKENIZER).is_file():  # the run's own copy; an override follows it
+        overrides = [f"data.text.tokenizer={tokenizer}", *overrides]
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key])
-        return _load_and_evaluate(load_recipe(folder, overrides), folder, texts.get("revzoo.classes"), checkpoint=checkpoint)
+        return _load_and_evaluate(load_recipe(folder, overrides), folder, checkpoint=checkpoint)
 
 
 def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, WeightsEntry]:
@@ -148,7 +149,7 @@ def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
     return overrides
 
 
-def _load_and_evaluate(recipe: Recipe, source: str, classes: str | None = None, **weights: Any) -> Scores:
+def _load_and_evaluate(recipe: Recipe, source: str, **weights: Any) -> Scores:
     accelerator = open_accelerator(recipe.train.mixed_precision)
     model = create(source, device=accelerator.device, **weights)
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
@@ -158,21 +159,11 @@ def _load_and_evaluate(recipe: Recipe, source: str, classes: str | None = None, 
             f"{model.spec.name} has {model.num_outputs} outputs, too few for {targets}. Received: "
             f"data.name={recipe.data.name}, data.root={recipe.data.root}."
         )
-    known = None if classes is None else _parse_classes(classes, weights["checkpoint"])
-    if known is not None and data.class_names is not None and data.class_names != known:
+    known = model.class_names
+    if known is not None and data.class_names is not None and data.class_names != list(known):
         raise InputError(
             f"{model.spec.name} was trained on these {len(known)} classes: {join_names(known)}. Received: data of "
             f"{len(data.class_names)} classes: {join_names(data.class_names)}. Evaluate it on data with the same classes."
         )
     scores = evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
     return replace(scores, notes=tuple(data.notes))
-
-
-def _parse_classes(text: str, checkpoint: Path) -> list[str]:
-    try:
-        names = json.loads(text)
-    except ValueError:
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"The names of the classes in {checkpoint} are damaged. Copy or train the checkpoint again.")
-    return names

@@ -9,7 +9,6 @@ the kernels are deterministic, as on CPUs. Another number of processes may resum
 the current update is finished and a state is saved; a killed run resumes from its newest state.
 """
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -387,8 +386,6 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
         "revzoo.epoch": str(record["epoch"]),
         "revzoo.top1": repr(record["top1"]),
     }
-    if run.data.class_names is not None:
-        metadata["revzoo.classes"] = json.dumps(run.data.class_names)
     call_on_main(run.accelerator, lambda: _append_record(run, record))
     for file in (run.folder.last, run.folder.best) if improved else (run.folder.last,):
         _save_weights(run, file, metadata)

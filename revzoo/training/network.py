@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from revzoo.checkpoint.index import find_folder_weights
-from revzoo.checkpoint.slices import get_own_part
+from revzoo.checkpoint.slices import get_own_part, is_sharded
 from revzoo.data.base import Data
 from revzoo.data.requirement import count_required_outputs
-from revzoo.errors import SpecError, SpecProblem, join_names
+from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.registry import heads
@@ -41,8 +41,10 @@ def load_model_spec(options: ModelOptions) -> tuple[Spec, bool]:
 
 def make_network(
     options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe: Recipe, device: torch.device, mesh: DeviceMesh | None
-) -> tuple[Model, ModelEmaV3 | None]:
-    """Return the network, frozen as the recipe says, and its running average; no process waits for another one here.
+) -> tuple[Model, ModelEmaV3 | None, list[str]]:
+    """Return the network, frozen as the recipe says, its running average, and remarks on its head for the reader.
+
+    No process waits for another one here.
 
     Args:
         options: what is made.
@@ -58,15 +60,47 @@ def make_network(
         InputError: weights would have to be adapted to another input or head, and the network is divided.
         CheckpointError: the weights do not fit, or are missing.
     """
+    model: Model
     arguments = _choose_arguments(options, spec, is_open, data, recipe)
-    if mesh is not None:
-        return _make_divided(arguments, recipe, device, mesh)
-    model = create(**arguments)
-    _freeze(model, recipe)
-    if recipe.ema is None:
-        return model, None
-    # A copy of the bare model: a copy of the one that Accelerate prepares would run the original's weights.
-    return model, _average(model, recipe.ema, divided=False).to(device)
+    if mesh is None:
+        model = create(**arguments)
+        notes = _renew_head(model, options, spec, is_open, data)
+        _freeze(model, recipe)
+        # A copy of the bare model: a copy of the one that Accelerate prepares would run the original's weights.
+        ema = None if recipe.ema is None else _average(model, recipe.ema, divided=False).to(device)
+    else:
+        model, ema = _make_divided(arguments, recipe, device, mesh)
+        notes = _renew_head(model, options, spec, is_open, data)
+    for each in (model,) if ema is None else (model, ema.module):
+        each.class_names, each.data_config = data.class_names, data.data_config
+    return model, ema, notes
+
+
+def _renew_head(model: Model, options: ModelOptions, spec: Spec, is_open: bool, data: Data) -> list[str]:
+    """Give a head that was trained for other classes new weights; return a line that says that it has them, or none.
+
+    Raises:
+        InputError: the model is divided, and its head has as many classes, of other names.
+    """
+    known, names = model.class_names, data.class_names
+    if known is not None and names is not None and known != tuple(names):
+        before, now = join_names(known, most=4), join_names(names, most=4)
+        if any(map(is_sharded, model.parameters())):
+            raise InputError(
+                f"As many classes as the weights are for, and others, need a new head, which is made in one process. Received: "
+                f"{now}; the weights are for {before}. Use train.shard=none."
+            )
+        model.reset_head(model.num_outputs)
+        return [f"the head is new, with random weights: its classes are {now}, and were {before}"]
+    outputs = spec.head.arguments.get("outputs")
+    if is_open or not _has_weights(options) or outputs in (None, model.num_outputs):
+        return []
+    return [f"the head is new, with random weights: it has {model.num_outputs} outputs, and had {outputs}"]
+
+
+def _has_weights(options: ModelOptions) -> bool:
+    """Return whether a model does not start from random weights."""
+    return options.pretrained or options.checkpoint is not None or find_folder_weights(options.name) is not None
 
 
 def _make_divided(
@@ -113,8 +147,7 @@ def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Da
         outputs = outputs or needed
         # Pretrained weights may have another head, which is replaced after loading. Without them the head is built with the
         # right size, so that it has the initialisation that the spec asks for.
-        fine_tuned = options.pretrained or options.checkpoint is not None or find_folder_weights(options.name) is not None
-        overrides = overrides if fine_tuned and not is_open else (*overrides, f"head.outputs={outputs}")
+        overrides = overrides if _has_weights(options) and not is_open else (*overrides, f"head.outputs={outputs}")
     return {
         "source": options.name,
         "pretrained": options.pretrained,

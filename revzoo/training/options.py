@@ -40,21 +40,25 @@ def _is_budget(size: int | float | str) -> bool:
 Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a share such as '60%', or 'auto'", _is_budget)]
 
 
+ModelName = Annotated[str, Bound("the name of a model or its folder, such as model=runs/images", bool)]
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """What is trained: arguments of `revzoo.create`.
 
     Args:
-        name: a model name, a spec file or a folder with spec.yaml. `model=NAME` sets it and resets the other options.
+        name: a model name, a spec file or a folder with spec.yaml. `model=NAME` sets it, and resets the other options except
+            `pretrained`, which says what a recipe starts from.
         overrides: changes to the spec, such as `stages.0.depth=3`.
-        pretrained: start from the shipped weights.
+        pretrained: start from the shipped weights. Those in a folder are loaded anyway.
         checkpoint: start from this weights file.
         num_outputs: outputs of the head; None: the number of classes in the data.
         schedule: mode of all steps, "stage_inputs" (steps invert, nodes recompute), or a list with one mode per unit.
         exact: keep the streams on a grid, on which inversion is exact.
     """
 
-    name: str
+    name: ModelName
     overrides: tuple[str, ...] = ()
     pretrained: bool = False
     checkpoint: str | None = None

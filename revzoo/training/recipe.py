@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+from revzoo.data.options import BYTES
 from revzoo.errors import SpecError
 from revzoo.spec.names import model_files, recipe_file, recipe_files
-from revzoo.spec.parsing import parse
-from revzoo.spec.tree import YamlNode, apply_overrides, load_tree
-from revzoo.training.options import Recipe
+from revzoo.spec.parsing import parse, to_plain
+from revzoo.spec.tree import YamlNode, apply_overrides, load_tree, merge
+from revzoo.training.options import ModelOptions, Recipe
 from revzoo.training.recipe_check import find_contradictions
 
 DEFAULT_RECIPE = "digits"
@@ -31,10 +32,10 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         path = path / "config.yaml"
     if not (path.suffix == ".yaml" and path.is_file()):
         path = recipe_file(str(source))
-    tree, problems = _expand_model_name(load_tree(path, recipe_files())), []
+    tree, problems = load_tree(path, recipe_files(), _expand_model_name), []
     for override in overrides:  # one by one: model.overrides=[...] may follow model=NAME
-        tree, more = apply_overrides(tree, [override])
-        tree = _expand_model_name(tree)
+        changed, more = apply_overrides(tree, [override])
+        tree = merge(tree, _expand_model_name(changed))
         problems += more
     recipe, parse_problems = parse(Recipe, tree)
     problems += parse_problems
@@ -42,20 +43,24 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     problems += [problem for problem in find_contradictions(tree) if problem.path not in {p.path for p in parse_problems}]
     if recipe is None or problems:
         raise SpecError(problems)
-    recipe = replace(recipe, model=replace(recipe.model, name=_absolute_if_folder(recipe.model.name)))
+    model = recipe.model
+    pretrained = model.pretrained and model.checkpoint is None  # a checkpoint was typed: `find_contradictions`
+    recipe = replace(recipe, model=replace(model, name=_absolute_if_folder(model.name), pretrained=pretrained))
     data = recipe.data
-    text = replace(data.text, tokenizer=_make_absolute(data.text.tokenizer))
+    file = data.text.tokenizer
+    text = replace(data.text, tokenizer=file if file == BYTES else _make_absolute(file))
     return replace(recipe, data=replace(data, root=_make_absolute(data.root), text=text), file=str(path))
 
 
 def _expand_model_name(tree: YamlNode) -> YamlNode:
-    """Replace `model: NAME` by the mapping `model: {name: NAME}`."""
+    """Replace `model: NAME` by a mapping that has all other options of the model but `pretrained` at their defaults."""
     model = tree.value.get("model") if isinstance(tree.value, dict) else None
     if model is None or not isinstance(model.value, str):
         return tree
-    return replace(
-        tree, value=tree.value | {"model": replace(model, value={"name": replace(model, path=f"{model.path}.name")})}
-    )
+    defaults = {each.name: to_plain(each.default) for each in fields(ModelOptions) if each.name not in ("name", "pretrained")}
+    options = {key: replace(model, value=value, path=f"{model.path}.{key}") for key, value in defaults.items()}
+    options["name"] = replace(model, path=f"{model.path}.name")
+    return replace(tree, value=tree.value | {"model": replace(model, value=options)})
 
 
 def _absolute_if_folder(name: str) -> str:

@@ -5,9 +5,11 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
+from revzoo.checkpoint.index import read_index
 from revzoo.data.options import TEXTS
 from revzoo.errors import SpecProblem, did_you_mean, join_names
-from revzoo.spec.tree import MISSING, YamlNode, apply_overrides
+from revzoo.spec.names import model_files
+from revzoo.spec.tree import MISSING, OVERRIDE, YamlNode, apply_overrides
 from revzoo.training.options import Recipe
 
 # Options of `data` that a data set does not read; those that are not listed read all but `shift`, `text` and `image`.
@@ -78,15 +80,15 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     if name in ("folder", "cifar10", "cifar100", "imagenet", "wds", "hfds") and _value(tree, "data.root") is None:
         yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}")
     if name in ("text_classification", "masked_lm") and _value(tree, "data.root") and not _value(tree, "data.text.tokenizer"):
-        allowed = "a tokenizer file, for texts of your own: revzoo tokenizer FILES... --out tokenizer.json makes one"
+        allowed = "bytes, or a tokenizer file, for texts of your own: revzoo tokenizer FILES... --out tokenizer.json makes one"
         yield _node(tree, "data.text.tokenizer").problem(allowed)
     if name in TEXTS and isinstance(_value(tree, "mixup"), dict):
         yield _node(tree, "mixup").problem(f"null, for name: {name}: ids cannot be mixed")
     policy = _value(tree, "data.augment.auto_augment")
     if isinstance(policy, str) and not _is_policy(policy):
         yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
-    if _value(tree, "model.pretrained") is True and _value(tree, "model.checkpoint") is not None:
-        yield _node(tree, "model.checkpoint").problem("null where model.pretrained is true: weights come from one place")
+    if _value(tree, "model.pretrained") is True:
+        yield from _find_missing_weights(tree)
     overrides = _value(tree, "model.overrides")
     fresh = not (_value(tree, "model.pretrained") or _value(tree, "model.checkpoint"))  # a checkpoint may need its own head
     if fresh and isinstance(overrides, list) and _sets_outputs(overrides):
@@ -122,6 +124,20 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
         yield _node(tree, f"coupling.{moving[0]}").problem("null with memory.budget: the plan would have to change with it")
     if isinstance(_value(tree, "mixup"), dict) and not any(_value(tree, f"mixup.{a}_alpha") for a in ("mixup", "cutmix")):
         yield _node(tree, "mixup").problem("mixup_alpha or cutmix_alpha above 0, or null for neither")
+
+
+def _find_missing_weights(tree: YamlNode) -> Iterator[SpecProblem]:
+    """Yield the problem of a pretrained model that names two places of weights, or has none."""
+    checkpoint, pretrained, name = (_node(tree, f"model.{key}") for key in ("checkpoint", "pretrained", "name"))
+    if _value(tree, "model.checkpoint") is not None:  # typed, it takes the place of the weights that a recipe starts from
+        if checkpoint.file != OVERRIDE or pretrained.file == OVERRIDE:
+            yield checkpoint.problem("null where model.pretrained is true: weights come from one place")
+    elif isinstance(name.value, str) and name.value in model_files() and name.value not in (shipped := read_index()):
+        yield name.problem(
+            "a model to start from: the folder of a run or of revzoo convert, or one whose weights ship "
+            f"({join_names(sorted(shipped))})",
+            hint=f" From scratch: revzoo train images model={name.value} (or texts). Weights in a file: model.checkpoint=FILE.",
+        )
 
 
 def _find_unsupported_updates(tree: YamlNode, opt: str) -> Iterator[SpecProblem]:

@@ -21,10 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from revzoo.data.base import IGNORED, Data
 from revzoo.data.loading import load_data
+from revzoo.data.options import BYTES
 from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.network import Model
+from revzoo.spec.names import TOKENIZER
 from revzoo.spec.schema import TextInput
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.divided_update import updates_divided
@@ -91,6 +93,7 @@ class Run:
         display: what is printed.
         upload: the state that is being written.
         origin: what the run is made of; every state says what the run was started with.
+        notes: remarks on the model for the reader.
     """
 
     recipe: Recipe
@@ -113,6 +116,7 @@ class Run:
     display: TrainingDisplay
     upload: Upload
     origin: Origin
+    notes: list[str]
 
     @property
     def evaluated(self) -> Model:
@@ -140,10 +144,12 @@ class Run:
             self.coupling.apply(update, *(self.model,) if self.ema is None else (self.model, self.ema.module))
 
     def describe(self) -> dict[str, str]:
-        """Return the text files that say what the run is, by name: recipe, spec, and the names of the classes."""
+        """Return the text files that say what the run is, by name: recipe, spec, names of the classes, tokenizer."""
         texts = {"config.yaml": self.recipe.to_yaml(), "spec.yaml": self.model.spec.to_yaml()}
         if self.data.class_names is not None:
             texts["classes.json"] = json.dumps(self.data.class_names, ensure_ascii=False)
+        if (tokenizer := self.data.data_config.get("tokenizer", BYTES)) != BYTES:
+            texts[TOKENIZER] = Path(tokenizer).read_text(encoding="utf-8")
         return texts
 
     def print_start(self) -> None:
@@ -159,7 +165,7 @@ class Run:
             f"{data.num_train:,} {data.example_noun} for training, {data.num_test:,} for testing{classes}",
             markup=False,
         )
-        for line in [*data.notes, *find_ineffective_settings(self.recipe)]:
+        for line in [*data.notes, *self.notes, *find_ineffective_settings(self.recipe)]:
             console.print(f"Note: {line}.", markup=False)
 
 
@@ -206,7 +212,7 @@ def build_run(
     data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, shares))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
         model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
-    model, ema = call_on_all(
+    model, ema, notes = call_on_all(
         accelerator, lambda: make_network(model_options, spec, is_open, data, recipe, accelerator.device, mesh)
     )
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
@@ -219,7 +225,9 @@ def build_run(
         _require_updates_in_backward(recipe, optimizer, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
     prepared = accelerator.prepare_optimizer(optimizer)
-    deal = partial(prepare_data_loader, device=accelerator.device, num_processes=shares, process_index=share, put_on_device=True)
+    deal = partial(
+        prepare_data_loader, device=accelerator.device, num_processes=shares, process_index=share, put_on_device=True
+    )
     train_loader, test_loader = deal(data.train), deal(data.test)
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     coupling = make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch)
@@ -249,6 +257,7 @@ def build_run(
         ),
         upload=Upload(accelerator, run_folder, options),
         origin=origin,
+        notes=notes,
     )
     run.set_coupling(progress.updates)
     return run

@@ -15,7 +15,7 @@ MODELS = ", ".join(list_models()[:3])
         (
             "lits",
             "Unknown command 'lits'. Did you mean 'list'? Allowed: bench, convert, eval, export, list, numerics, plan, "
-            "profile, show, tokenizer, train, verify.",
+            "predict, profile, show, tokenizer, train, ... (13 in all).",
         ),
         ("check rev_vit_digits", "Unknown command 'check'. Allowed: bench, convert, "),
         ("list --table docs", "Unknown option of revzoo list '--table'. Allowed: --docs, --help, -h."),

@@ -180,8 +180,8 @@ def test_refusals_of_folders(tmp_path, image_folder):
     assert refusal(images(missing)) == f"There is no folder {missing}. Set data.root to where the data are."
     empty.mkdir()
     assert refusal(images(empty)) == (
-        f"No train images in {empty}: looked for a folder called train or training with one folder of images per class. "
-        "Received: none."
+        f"No train images in {empty}: looked for a folder called train or training with one folder of images per class, or "
+        "for these folders themselves. Received: none."
     )
     (empty / "train").mkdir()
     (empty / "val").mkdir()
@@ -189,7 +189,7 @@ def test_refusals_of_folders(tmp_path, image_folder):
     (empty / "train" / "cat").mkdir()
     assert refusal(images(empty)) == f"The class folders in {empty}/train hold no images: looked for {SUFFIXES}."
     (image_folder / "val").rename(image_folder / "elsewhere")
-    assert refusal(images(image_folder)) == (
+    assert refusal(DataOptions("imagenet", 4, str(image_folder))) == (
         f"No validation images in {image_folder}: looked for a folder called val or valid or validation or eval or evaluation "
         "or test with one folder of images per class. Received: elsewhere, train."
     )
@@ -218,6 +218,37 @@ def test_refusals_of_other_data(image_folder):
     assert refusal(padded).startswith("Padding has to be smaller than an image.")
     augment = AugmentOptions(mean=(0.5,), std=(0.5,))
     assert refusal(images(image_folder, augment=augment), COLOUR).startswith("One mean and std per channel is needed")
+
+
+def write_images(folder, **counts):
+    for label, count in counts.items():
+        for i in range(count):
+            file = folder / label / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), i).save(file)
+
+
+@pytest.mark.parametrize("place", ["", "train"])
+def test_images_are_held_out_where_there_are_none_for_validation(tmp_path, place):
+    """Every fifth of a class, the last of fewer, and never the only one; without and with a folder for training."""
+    write_images(tmp_path / place, cat=11, dog=3, owl=1)
+    data = load_data(images(tmp_path), GREY, 0)
+    train, test = ([str(name) for name in loader.dataset.source.list_names()] for loader in (data.train, data.test))
+    assert test == ["cat/4.png", "cat/9.png", "dog/2.png"]
+    assert train == [f"cat/{i}.png" for i in range(11) if i not in (4, 9)] + ["dog/0.png", "dog/1.png", "owl/0.png"]
+    assert [label for _, label in data.test.dataset.source.samples] == [0, 0, 1]
+    assert data.class_names == ["cat", "dog", "owl"]
+    assert data.notes == [
+        f"{tmp_path / place} has no images for validation: every fifth of each class is held out, 3 in all",
+        "validation has no images of owl",
+    ]
+
+
+def test_nothing_can_be_held_out_of_single_images(tmp_path):
+    write_images(tmp_path, cat=1, dog=1)
+    assert refusal(images(tmp_path)) == (
+        f"The classes in {tmp_path} have one image each, so none can be held out for validation. Add some."
+    )
 
 
 def test_empty_and_single_classes_are_named(image_folder):

@@ -164,7 +164,10 @@ def save_and_load(folder: Path) -> dict[str, bool]:
 
 def try_optimizers() -> dict[str, bool]:
     mesh, model = make_mesh(2, "full", 2), torch.nn.Linear(2, 2)
-    optimizers = {"adamw": torch.optim.AdamW(model.parameters(), foreach=True), "adafactor": torch.optim.Adafactor(model.parameters())}
+    optimizers = {
+        "adamw": torch.optim.AdamW(model.parameters(), foreach=True),
+        "adafactor": torch.optim.Adafactor(model.parameters()),
+    }
     return {name: updates_divided(optimizer, mesh) for name, optimizer in optimizers.items()}
 
 
@@ -362,7 +365,11 @@ def test_rows_are_dealt_by_pieces():
 @pytest.mark.parametrize(
     ("name", "processes", "message"),
     [
-        ("rev_vit_digits", 3, r"tensor_parallel=3 for the 4 heads of stages.0.blocks.0.f, 256 hidden channels .* Use 1, 2, 4\."),
+        (
+            "rev_vit_digits",
+            3,
+            r"tensor_parallel=3 for the 4 heads of stages.0.blocks.0.f, 256 hidden channels .* Use 1, 2, 4\.",
+        ),
         ("revnet_digits", 2, "tensor_parallel=2 for revnet_digits, which has neither: convolutions are not divided"),
     ],
 )
@@ -384,5 +391,7 @@ def test_layers_are_divided_only_with_the_network(shard):
     if shard == "full":
         assert load_recipe("digits", overrides).train.tensor_parallel == 2
         return
-    with pytest.raises(SpecError, match="train.tensor_parallel: found 2; allowed: 1 with train.shard: none, or train.shard: full"):
+    with pytest.raises(
+        SpecError, match="train.tensor_parallel: found 2; allowed: 1 with train.shard: none, or train.shard: full"
+    ):
         load_recipe("digits", overrides)

@@ -59,6 +59,7 @@ PINNED = {
         "(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, blocks_per_step=1, split=None)"
     ),
     "solve": "(profile, budget, solver='timeline', *, baseline='peak', lookahead=0)",
+    "transform": "(model)",
     "verify": "(model, batch)",
 }
 MODEL_NAMES = {
@@ -67,7 +68,7 @@ MODEL_NAMES = {
     "no_weight_decay", "group_matcher", "set_coupling", "layout", "has_streams",
     "save_pretrained", "from_pretrained", "push_to_hub",
     "num_classes", "num_features", "head_hidden_size", "get_classifier", "reset_classifier", "forward_head",
-    "feature_info", "forward_intermediates", "pretrained_cfg", "default_cfg", "data_config",
+    "feature_info", "forward_intermediates", "pretrained_cfg", "default_cfg", "data_config", "class_names",
 }  # fmt: skip
 REGISTRIES = ("stems", "splits", "branches", "transitions", "fuses", "heads", "inits", "couplings")
 REGISTERED = [(kind, name) for kind in REGISTRIES for name in getattr(registry, kind)]

@@ -19,19 +19,19 @@ PUBLISHED = [
     "revnet_imagenet",
     "revnext_cifar10",
 ]
-NEEDED = {"finetune": ["data.root=images", "model=rev_vit_digits"]}
+NEEDED = {
+    "finetune": ["data.root=images", "model=rev_vit_digits"],
+    "images": ["data.root=images"],
+    "texts": ["data.root=table.csv"],
+}
 
 
 def test_every_recipe():
     """Every shipped recipe loads, says only what has an effect, and names a model that exists."""
     names = list_recipes()
-    assert [name for name in names if not name.startswith("digits")] == [
-        "finetune",
-        *PUBLISHED,
-        "text_bert",
-        "text_reformer",
-        "text_roberta",
-    ]
+    assert [name for name in names if not name.startswith("digits")] == sorted(
+        ["finetune", "images", *PUBLISHED, "text_bert", "text_reformer", "text_roberta", "texts"]
+    )
     for name in names:
         recipe = load_recipe(name, NEEDED.get(name, ["data.root=images"] if name in PUBLISHED else []))
         assert find_ineffective_settings(recipe) == []
@@ -213,8 +213,24 @@ def test_paths_are_absolute(tmp_path, monkeypatch):
 
 
 def test_options_of_the_model_may_follow_its_name():
-    """`model=NAME` resets the options that came before, and `model.overrides=...` adds to it."""
+    """`model=NAME` resets the options that came before except `pretrained`, and `model.overrides=...` adds to it."""
     sizes = ["stages.0.depth=3"]
     recipe = load_recipe("digits", ["model.exact=true", "model=rev_vit_digits", f"model.overrides={sizes}"])
     assert recipe.model == ModelOptions("rev_vit_digits", overrides=("stages.0.depth=3",))
     assert load_recipe("digits", ["model.exact=true"]).model.exact
+    model = ["model={name: revnet_digits, num_outputs: 7, schedule: store, pretrained: true}", "model=rev_vit_digits"]
+    assert load_recipe("digits", model).model == ModelOptions("rev_vit_digits", pretrained=True)
+    assert load_recipe("images", ["data.root=x", "model=rev_vit_s"]).model == ModelOptions("rev_vit_s")
+
+
+def test_what_a_recipe_starts_from(tmp_path):
+    """`finetune` has weights: those of a folder, those that ship, or those of a file that is typed, which goes before them."""
+    root = ["data.root=images"]
+    (tmp_path / "own.yaml").write_text("base: finetune\nmodel: rev_vit_digits\ndata: {root: images}")
+    assert load_recipe(tmp_path / "own.yaml").model == ModelOptions("rev_vit_digits", pretrained=True)
+    typed = load_recipe("finetune", [*root, "model=rev_vit_s", "model.checkpoint=a.safetensors"]).model
+    assert typed == ModelOptions("rev_vit_s", checkpoint="a.safetensors")
+    with pytest.raises(SpecError, match="the folder of a run .* From scratch: revzoo train images model=rev_vit_s"):
+        load_recipe("finetune", [*root, "model=rev_vit_s"])
+    with pytest.raises(SpecError, match="model.name: found nothing; allowed: .* such as model=runs/images"):
+        load_recipe("finetune", root)

@@ -10,5 +10,6 @@ def select_first_token(x: Tensor, mask: Tensor | None) -> Tensor:
         mask: (B, N), False at padding; None means that there is none.
     """
     if mask is not None:
-        x = x.take_along_dim(mask.int().argmax(1)[:, None, None], 1)  # argmax returns the first True
+        first = mask.int().argmax(1)  # which returns the first True
+        x = x.gather(1, first[:, None, None].expand(-1, 1, x.shape[2]))  # take_along_dim would fix the batch in an export
     return x[:, 0]

@@ -1,0 +1,77 @@
+"""What a file of weights says about the examples that its model takes: names of the classes, preprocessing, tokenizer.
+
+The facts are attributes of the model, `class_names` and `data_config`, and metadata of the safetensors file. A tokenizer is a
+file beside the weights.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from revzoo.errors import CheckpointError
+from revzoo.spec.names import TOKENIZER
+
+CLASSES, DATA_CONFIG = "revzoo.classes", "revzoo.data_config"  # keys of the metadata
+
+
+def describe_examples(model: nn.Module) -> dict[str, str]:
+    """Return the facts as metadata; what the model does not say is left out."""
+    names, config = getattr(model, "class_names", None), dict(getattr(model, "data_config", {}))
+    if names is None and not config:
+        return {}
+    texts = {} if names is None else {CLASSES: json.dumps(list(names), ensure_ascii=False)}
+    return texts | ({DATA_CONFIG: json.dumps(config)} if config else {})
+
+
+def restore_facts(model: nn.Module, metadata: Mapping[str, str], file: Path, *, has_new_head: bool) -> None:
+    """Give a model the facts that the metadata of a file holds; a tokenizer beside the file goes before the one it names.
+
+    Args:
+        model: the model, which has its weights.
+        metadata: of the file.
+        file: the file of weights.
+        has_new_head: whether the head is not the file's, so that its classes are others.
+    """
+    names, config = read_class_names(metadata, file), read_data_config(metadata, file)
+    if (tokenizer := file.parent / TOKENIZER).is_file():
+        config["tokenizer"] = str(tokenizer.absolute())
+    if names is not None and not has_new_head:
+        cast(Any, model).class_names = names
+    if config:
+        cast(Any, model).data_config = config
+
+
+def read_class_names(metadata: Mapping[str, str], file: Path) -> tuple[str, ...] | None:
+    """Return the names of the classes in the metadata of a file; None where it names none.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    if CLASSES not in metadata:
+        return None
+    names = _parse(metadata[CLASSES])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"The names of the classes in {file} are damaged. Copy or train the checkpoint again.")
+    return tuple(names)
+
+
+def read_data_config(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
+    """Return the preprocessing in the metadata of a file; empty where it says nothing.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    config = _parse(metadata.get(DATA_CONFIG, "{}"))
+    if not isinstance(config, dict):
+        raise CheckpointError(f"The preprocessing in {file} is damaged. Copy or train the checkpoint again.")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -1,0 +1,69 @@
+"""`revzoo predict`: the most probable classes of images and texts."""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from revzoo.commands.parser import Parser, positive_count
+from revzoo.errors import InputError
+
+if TYPE_CHECKING:
+    from revzoo.training.prediction import Prediction
+
+SUMMARY = "Name the most probable classes of images or texts."
+
+
+def declare(parser: Parser) -> None:
+    """Add the arguments of `revzoo predict`."""
+    parser.add_argument(
+        "model", help="the folder of a run or of a saved model, hf-hub:OWNER/NAME, or a model whose weights ship"
+    )
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        help="images and folders of images; or tables of texts and text files, a text in each line",
+    )
+    parser.add_argument("--top", type=positive_count, default=5, metavar="N", help="classes of each (default: 5)")
+    parser.add_argument("--batch", type=positive_count, default=32, metavar="N", help="computed together (default: 32)")
+    parser.add_argument("--device", metavar="D", help="where to run (default: cuda if available, else cpu)")
+    parser.add_argument("--column", default="text", metavar="NAME", help="column of the texts in tables (default: text)")
+    parser.add_argument("--csv", action="store_true", help="print a table of comma-separated values, a line for each class")
+    parser.add_argument("--json", action="store_true", help="print JSON, a line for each image or text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict and print."""
+    if arguments.csv and arguments.json:
+        raise InputError("Predictions are printed in one form. Received: --csv and --json. Leave one of them out.")
+    import torch
+
+    from revzoo.training.prediction import list_inputs, load_classifier, predict
+
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_classifier(arguments.model, device)
+    inputs = list_inputs(model, arguments.files, arguments.column)
+    predictions = predict(model, inputs, top=arguments.top, batch_size=arguments.batch)
+    if arguments.json:
+        for prediction in predictions:
+            print(json.dumps(prediction.to_dict(), ensure_ascii=False))
+    elif arguments.csv:
+        _write_csv(predictions)
+    else:
+        from revzoo.display.console import print_renderable
+        from revzoo.display.tables.prediction import tabulate_predictions
+
+        print_renderable(tabulate_predictions([each.to_dict() for each in predictions]))
+    return 0
+
+
+def _write_csv(predictions: "Iterable[Prediction]") -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["input", "rank", "class", "probability"])
+    for each in predictions:
+        for rank, (name, probability) in enumerate(zip(each.classes, each.probabilities, strict=True), 1):
+            writer.writerow([each.input, rank, name, f"{probability:.6g}"])

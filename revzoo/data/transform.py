@@ -1,0 +1,70 @@
+"""From an image or a text to what a model takes, as its evaluation does it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.data import create_transform
+from torch import Tensor
+
+from revzoo.data.stored_images import convert_image, explain_broken, read_image
+from revzoo.data.tokenizer import open_tokenizer
+from revzoo.errors import InputError
+from revzoo.model.network import Model
+from revzoo.spec.schema import TextInput
+
+
+def transform(model: Model) -> Callable[[Any], Tensor]:
+    """Return the function that makes an input of a model from an image or a text, as evaluation does.
+
+    `model.data_config` says how; training sets it, and it is saved with the weights. Without it images are resized, cropped and
+    normalised as timm does by default. The function takes an image's file or an open image of Pillow, and returns (C, H, W); or
+    it takes a text, and returns its ids (N,), cut at the model's length.
+
+    Args:
+        model: the model.
+
+    Raises:
+        InputError: nothing says which tokenizer a model for texts has, or the model takes other channels than images have.
+        DataError: the tokenizer is missing or does not fit the model; from the function: an image that cannot be read.
+    """
+    return _tokenize_with(model, model.spec.input) if isinstance(model.spec.input, TextInput) else _transform_images(model)
+
+
+def _transform_images(model: Model) -> Callable[[Any], Tensor]:
+    config = model.pretrained_cfg
+    channels, *size = config["input_size"]
+    modes = {1: "L", 3: "RGB"}
+    if channels not in modes:
+        raise InputError(f"Images have 1 or 3 channels. Received: {model.spec.name}, which takes {channels}.")
+    chosen = {key: config[key] for key in ("interpolation", "crop_pct", "crop_mode", "mean", "std")}
+    apply: Callable[[Any], Tensor] = create_transform(tuple(size), **chosen)
+    mode = modes[channels]
+
+    def prepare(image: Any) -> Tensor:
+        if isinstance(image, str | Path):
+            with explain_broken(lambda: str(image)):
+                return apply(read_image(Path(image), mode))
+        if isinstance(image, Image.Image):
+            return apply(convert_image(image, mode))
+        raise InputError(f"An image is a file or an image of Pillow. Received: {type(image).__name__}.")
+
+    return prepare
+
+
+def _tokenize_with(model: Model, input: TextInput) -> Callable[[Any], Tensor]:
+    if "tokenizer" not in model.data_config:
+        raise InputError(
+            f"Nothing says which tokenizer {model.spec.name} has: revzoo train saves it with the weights. Set "
+            "model.data_config = {'tokenizer': 'tokenizer.json'}, or {'tokenizer': 'bytes'}."
+        )
+    tokenizer = open_tokenizer(model.data_config["tokenizer"], input)
+
+    def prepare(text: Any) -> Tensor:
+        if not isinstance(text, str):
+            raise InputError(f"A text is a string. Received: {type(text).__name__}.")
+        return torch.tensor(tokenizer.encode([text], input.length)[0])
+
+    return prepare

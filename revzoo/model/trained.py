@@ -1,0 +1,50 @@
+"""Create a model that is to be used and not trained: with the weights that belong to it, in eval mode."""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from revzoo.checkpoint.files import read_metadata, read_tensors
+from revzoo.checkpoint.index import find_folder_weights, read_index
+from revzoo.errors import CheckpointError, InputError, join_names
+from revzoo.hub import find_source
+from revzoo.model.create import create
+from revzoo.model.network import Model
+from revzoo.spec.loading import load_spec
+
+
+def create_trained(source: str | Path, device: torch.device | str = "cpu", checkpoint: Path | None = None) -> Model:
+    """Create a model with its weights, in eval mode.
+
+    Args:
+        source: folder of a run, of `revzoo convert` or `save_pretrained`, a model of the hub, a model whose weights ship, or a
+            safetensors file that training or one of these has written, which holds the spec.
+        device: of the parameters.
+        checkpoint: file of other weights for it.
+    Raises:
+        InputError: there are no weights.
+        UnknownNameError, SpecError, CheckpointError: as for `create`.
+    """
+    if os.path.isfile(source) and Path(source).suffix == ".safetensors" and checkpoint is None:
+        return _create_from_file(Path(source), device)
+    load_spec(source)  # raises for names that are unknown, before weights are looked for
+    ships = str(source) in read_index()
+    if checkpoint is None and not ships and find_folder_weights(find_source(source)) is None:
+        raise InputError(
+            f"{source} has no weights. Name the folder of a run (revzoo train), or a model whose weights ship: "
+            f"{join_names(sorted(read_index()))}."
+        )
+    return create(source, pretrained=ships and checkpoint is None, checkpoint=checkpoint, device=device).eval()
+
+
+def _create_from_file(file: Path, device: torch.device | str) -> Model:
+    read_tensors(file)  # reports a damaged file
+    text = read_metadata(file).get("revzoo.spec")
+    if text is None:
+        raise CheckpointError(f"{file} does not say of which network it is. Name the folder of a run, which has a spec.yaml.")
+    with TemporaryDirectory() as folder:
+        spec = Path(folder) / "spec.yaml"
+        spec.write_text(text)
+        return create(spec, checkpoint=file, device=device).eval()

@@ -1,0 +1,119 @@
+"""The most probable classes of images and texts of one's own."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from revzoo.data.corpus import read_utf8
+from revzoo.data.folders import list_images
+from revzoo.data.table import FORMATS, read_table
+from revzoo.data.transform import transform
+from revzoo.errors import InputError, join_names
+from revzoo.model.network import Model
+from revzoo.model.trained import create_trained
+from revzoo.spec.schema import TextInput
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says about one image or text.
+
+    Args:
+        input: the image's file, or file and row of a text.
+        classes: the most probable classes, the first one first.
+        probabilities: of these.
+    """
+
+    input: str
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        rows = zip(self.classes, self.probabilities, strict=True)
+        return {"input": self.input, "predictions": [{"class": name, "probability": p} for name, p in rows]}
+
+
+def load_classifier(source: str, device: torch.device | str) -> Model:
+    """Create a model with its weights, for prediction.
+
+    Args:
+        source: as for `create_trained`.
+        device: where it predicts.
+    Raises:
+        InputError: there are no weights, or the model has no classes.
+        UnknownNameError, CheckpointError: as for `create`.
+    """
+    model = create_trained(source, device)
+    with torch.no_grad():
+        outputs = model(model.example_input(1, device))
+    if outputs.dim() != 2 or not model.num_classes:
+        raise InputError(f"{source} has the head {model.spec.head.type}, which predicts no classes of a whole example.")
+    return model
+
+
+def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each example in some files, and what `revzoo.transform` takes.
+
+    Args:
+        model: for images or texts.
+        files: images and folders of them; or tables, and text files, of which each line is a text.
+        column: that of the texts in a table.
+    Raises:
+        InputError: a file is missing, or a folder holds no images.
+        DataError: a file of texts cannot be read.
+    """
+    for file in files:
+        if not file.exists():
+            raise InputError(f"There is no file {file}.")
+        if isinstance(model.spec.input, TextInput):
+            if file.is_dir():
+                raise InputError(
+                    f"Texts are in tables ({join_names(list(FORMATS))}) or text files. Received: the folder {file}."
+                )
+            is_table = file.suffix in FORMATS
+            lines = read_table(file, column, None).texts if is_table else read_utf8(file).decode(errors="ignore").splitlines()
+            yield from ((f"{file}:{row}", text) for row, text in enumerate(lines, 1) if text.strip())
+        elif not file.is_dir():
+            yield str(file), file
+        elif images := list_images(file):
+            yield from ((str(image), image) for image in images)
+        else:
+            raise InputError(f"There are no images in {file}.")
+
+
+@torch.inference_mode()
+def predict(model: Model, inputs: Iterable[tuple[str, Any]], *, top: int = 5, batch_size: int = 32) -> Iterator[Prediction]:
+    """Yield the predictions of a model for named images or texts.
+
+    Args:
+        model: in eval mode.
+        inputs: names, and what `revzoo.transform` takes.
+        top: how many classes of each.
+        batch_size: examples that are computed together.
+    """
+    prepare, device = transform(model), next(model.parameters()).device
+    rest = iter(inputs)
+    while batch := list(islice(rest, batch_size)):
+        names, examples = zip(*((name, prepare(example)) for name, example in batch), strict=True)
+        logits = model(_stack(model, examples).to(device)).float()
+        best = logits.softmax(1).topk(min(top, model.num_outputs))
+        for name, values, indices in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):
+            yield Prediction(name, tuple(_name_class(model, i) for i in indices), tuple(values))
+
+
+def _stack(model: Model, examples: tuple[Tensor, ...]) -> Tensor:
+    """Return a batch; texts are padded to the longest."""
+    input = model.spec.input
+    return pad_sequence(list(examples), True, input.padding or 0) if isinstance(input, TextInput) else torch.stack(examples)
+
+
+def _name_class(model: Model, index: int) -> str:
+    names = model.class_names or ()
+    return names[index] if index < len(names) else f"class {index}"

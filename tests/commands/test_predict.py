@@ -1,0 +1,115 @@
+"""`revzoo predict` and `revzoo export --onnx`, and what every command says about the folder of a run."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import revzoo
+import zoo_cli
+
+
+@pytest.fixture
+def zero(tmp_path):
+    """A picture of the digit 0."""
+    rows = ["00012100", "00277720", "02720270", "04700470", "04700470", "03700570", "00777700", "00022100"]
+    pixels = np.array([[int(pixel) for pixel in row] for row in rows], np.uint8) * 34
+    Image.fromarray(pixels).save(tmp_path / "zero.png")
+    return tmp_path / "zero.png"
+
+
+def test_predictions_in_every_form(run, zero):
+    table = run("predict", "rev_vit_digits", zero, "--top", 2)
+    assert "zero.png" in table
+    [line] = run("predict", "rev_vit_digits", zero, "--json").splitlines()
+    found = json.loads(line)
+    assert found["input"] == str(zero)
+    assert len(found["predictions"]) == 5
+    assert found["predictions"][0]["class"] == "0"
+    probabilities = [each["probability"] for each in found["predictions"]]
+    assert probabilities == sorted(probabilities, reverse=True)
+    head, *rows = csv.reader(run("predict", "rev_vit_digits", zero, zero, "--csv", "--top", 1).splitlines())
+    assert head == ["input", "rank", "class", "probability"]
+    assert [row[:3] for row in rows] == [[str(zero), "1", "0"]] * 2
+    assert float(rows[0][3]) == pytest.approx(probabilities[0], abs=1e-5)
+
+
+def test_texts_come_from_tables_and_lines(run, tmp_path, tables):
+    model = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
+    model.class_names, model.data_config = ("cat", "dog"), {"tokenizer": "bytes"}
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "lines.txt").write_text("a cat\n\na dog\n")
+    (tmp_path / "other.csv").write_text("review\na bird\n")
+    lines = run("predict", tmp_path / "model", tmp_path / "lines.txt", tables / "test.jsonl", "--json").splitlines()
+    assert [json.loads(line)["input"] for line in lines] == [
+        *(f"{tmp_path}/lines.txt:{row}" for row in (1, 3)), *(f"{tables}/test.jsonl:{row}" for row in (1, 2, 3)),
+    ]  # fmt: skip
+    assert {each["class"] for line in lines for each in json.loads(line)["predictions"]} == {"cat", "dog"}
+    assert run("predict", tmp_path / "model", tmp_path / "other.csv", "--column", "review", "--csv").count("\n") == 3
+
+
+def test_what_cannot_be_predicted(refused, zero, tmp_path):
+    assert refused("predict", "rev_vit_s", zero).startswith("rev_vit_s has no weights. Name the folder of a run")
+    assert refused("predict", "rev_vti_s", zero).startswith("Unknown model or spec file 'rev_vti_s'. Did you mean 'rev_vit_s'?")
+    assert refused("predict", "rev_vit_digits", "no.png") == "There is no file no.png.\n"
+    (tmp_path / "empty").mkdir()
+    assert refused("predict", "rev_vit_digits", tmp_path / "empty") == f"There are no images in {tmp_path / 'empty'}.\n"
+    (tmp_path / "text.png").write_text("no image")
+    assert refused("predict", "rev_vit_digits", tmp_path / "text.png").startswith(
+        f"The image {tmp_path}/text.png cannot be read"
+    )
+    assert refused("predict", "rev_vit_digits", zero, "--csv", "--json").endswith("Leave one of them out.\n")
+    assert refused("predict", "rev_vit_digits").startswith("The following arguments are required: files.")
+    model = revzoo.create("rev_roberta_mini", overrides=["stages.0.depth=1", "head={type: masked_lm}"])
+    model.save_pretrained(tmp_path / "language")
+    assert "has the head masked_lm, which predicts no classes" in refused("predict", tmp_path / "language", zero)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run, as training leaves it."""
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    small = ["train.epochs=1", "schedule.warmup_epochs=0", "data.batch_size=480", "model.overrides=[stages.0.depth=1]"]
+    assert zoo_cli.main(["train", "digits", *small, "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["show RUN", "eval RUN", "eval RUN/last.safetensors", "verify RUN", "plan RUN --meta --budget 64MiB", "profile RUN --meta",
+     "predict RUN ZERO", "predict RUN/best.safetensors ZERO", "numerics RUN"],
+)  # fmt: skip
+def test_every_command_takes_the_folder_of_a_run(trained, zero, command, capsys):
+    words = command.replace("RUN", str(trained)).replace("ZERO", str(zero)).split()
+    assert zoo_cli.main(words) == 0
+    assert capsys.readouterr().out
+
+
+def test_shipped_weights_are_evaluated_by_their_name(run):
+    assert "The index says top-1 98.87 %: the same." in run("eval", "rev_vit_digits")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["run", "text"])
+def test_onnxruntime_computes_the_same(trained, tmp_path, run, capsys, kind):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    if kind == "text":
+        model = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
+        model.class_names = ("cat", "dog")
+        model.save_pretrained(tmp_path / "text")
+    assert (
+        zoo_cli.main(["export", str(trained if kind == "run" else tmp_path / "text"), "--onnx", str(tmp_path / "a.onnx")]) == 0
+    )
+    assert "onnxruntime's outputs differ from the model's by " in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])
+    names = json.loads(session.get_modelmeta().custom_metadata_map["revzoo.classes"])
+    assert names == (list("0123456789") if kind == "run" else ["cat", "dog"])
+
+
+def test_what_cannot_be_exported(refused, trained, tmp_path):
+    assert refused("export", trained).startswith("Name the file to write: --onnx network.onnx")
+    assert refused("export", "rev_vit_s", "--onnx", tmp_path / "a.onnx").startswith("rev_vit_s has no weights.")
+    for name in ("a.pt", "missing/a.onnx"):
+        assert "in a folder that exists. Received: " in refused("export", "rev_vit_digits", "--onnx", tmp_path / name)
