@@ -13,6 +13,12 @@ from typing import NoReturn, cast
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError
 
+# What other tools call a command.
+OTHER_NAMES = {
+    **{"check": "verify", "test": "verify", "evaluate": "eval", "validate": "eval", "fit": "train", "finetune": "train"},
+    **{"ls": "list", "models": "list", "info": "show", "summary": "show", "inspect": "show", "benchmark": "bench"},
+    **{"infer": "predict", "classify": "predict"},
+}
 COMMANDS = (
     "list", "show", "profile", "plan", "convert", "export", "train", "eval", "predict", "verify", "numerics", "bench",
     "tokenizer",
@@ -25,12 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Threads that spin while they wait make small models ten times slower where something else uses the cores as well.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        if name in ("-h", "--help"):
+        if name == "help" and rest:
+            return main([rest[0], "--help"])
+        if name in ("-h", "--help", "help"):
             return _print_help()
         if name == "--version":
             return _print_version()
         if name not in COMMANDS:
-            raise UnknownNameError("command", name, COMMANDS)
+            raise UnknownNameError("command", name, COMMANDS, _hint_at_command(name))
         command = load_command(name)
         parser = Parser(prog=f"revzoo {name}", description=command.SUMMARY)
         command.declare(parser)
@@ -73,10 +81,19 @@ def load_command(name: str) -> Command:
     return cast(Command, import_module(f"revzoo.commands.{name}"))
 
 
+def _hint_at_command(name: str) -> str:
+    """Return what to type instead of a command that other tools have, or of a model's name."""
+    if name in OTHER_NAMES:
+        return f" Did you mean {OTHER_NAMES[name]!r}?"
+    from revzoo.spec.names import model_files
+
+    return f" {name} is a model: revzoo show {name}." if name in model_files() else ""
+
+
 def _print_help() -> int:
     print("usage: revzoo COMMAND [...]\n\nA zoo of reversible networks for PyTorch.\n")
     print("\n".join(f"  {name:<9} {load_command(name).SUMMARY}" for name in COMMANDS))
-    print("\nrevzoo COMMAND --help says more; revzoo --version prints the version.")
+    print("\nrevzoo COMMAND --help or revzoo help COMMAND says more; revzoo --version prints the version.")
     return 0
 
 

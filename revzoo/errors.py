@@ -26,11 +26,34 @@ def _copy_error(kind: type[RevzooError], args: tuple[Any, ...], attributes: dict
 
 
 class UnknownNameError(RevzooError, LookupError):
-    """A name (model, part, recipe, command) that revzoo does not have."""
+    """A name (model, part, recipe, command) that revzoo does not have.
 
-    def __init__(self, kind: str, received: str, allowed: Iterable[str]):
+    Args:
+        kind: what the name should have been one of.
+        received: the name.
+        allowed: the names that there are.
+        hint: a sentence with what to type instead, with a leading blank; empty: the allowed name that is nearest.
+    """
+
+    def __init__(self, kind: str, received: str, allowed: Iterable[str], hint: str = ""):
         allowed = sorted(allowed)
-        super().__init__(f"Unknown {kind} {received!r}.{did_you_mean(str(received), allowed)} Allowed: {join_names(allowed)}.")
+        hint = hint or did_you_mean(str(received), allowed)
+        super().__init__(f"Unknown {kind} {received!r}.{hint} Allowed: {join_names(allowed)}.")
+
+
+class MissingFileError(UnknownNameError):
+    """A path at which nothing is, or a folder without the file that is looked for in it.
+
+    Args:
+        path: the path as it was written.
+        wanted: what the file should be, such as "a model's spec".
+        hint: a sentence with what to type instead, with a leading blank; or empty.
+        missing: name of the file that is not in the folder; empty where `path` is no folder.
+    """
+
+    def __init__(self, path: str, wanted: str, hint: str = "", missing: str = ""):
+        there = f"There is no {missing} in the folder {path}, which would be" if missing else f"There is no file {path}, to be"
+        Exception.__init__(self, f"{there} {wanted}.{hint}")
 
 
 @dataclass(frozen=True)
@@ -121,9 +144,9 @@ class DataError(RevzooError, ValueError):
     """Training data that is missing, empty or malformed."""
 
 
-def find_nearest(received: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name that is spelled most like `received`, or None if none is similar."""
-    return next(iter(difflib.get_close_matches(received, list(allowed), n=1, cutoff=0.5)), None)
+def find_nearest(received: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Return the allowed name that is spelled most like `received`, or None if none is similar (to `cutoff`, at most 1)."""
+    return next(iter(difflib.get_close_matches(received, list(allowed), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(received: str, allowed: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from revzoo.commands.model_name import declare_name, read_name
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, NAME_HELP, Parser
 from revzoo.errors import InputError, UnknownNameError
 
@@ -28,7 +29,7 @@ def declare_model(
         batch_help: help of --batch.
         name_help: what may be profiled.
     """
-    parser.add_argument("name", help=name_help)
+    declare_name(parser, name_help)
     parser.add_argument("--batch", type=batch, metavar=metavar, help=batch_help)
     parser.add_argument("--device", metavar="D", help="where to run (default: cuda if available, else cpu)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=DTYPE_HELP)
@@ -47,6 +48,7 @@ def declare_model(
 
 def create_model(arguments: argparse.Namespace) -> "Model":
     """Create the model on the device to profile it on, with the same weights every time."""
+    name, overrides = read_name(arguments.name)
     if arguments.meta and arguments.device is not None:
         raise InputError(f"Received: --meta and --device {arguments.device}. --meta runs on no device: leave one of them out.")
     import torch
@@ -55,7 +57,7 @@ def create_model(arguments: argparse.Namespace) -> "Model":
 
     torch.manual_seed(0)
     device = "meta" if arguments.meta else arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return create(arguments.name, device=device, dtype=getattr(torch, arguments.dtype))
+    return create(name, overrides=overrides, device=device, dtype=getattr(torch, arguments.dtype))
 
 
 def create_batch(model: "Model", size: int | None) -> "Tensor":

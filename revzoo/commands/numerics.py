@@ -8,17 +8,15 @@ from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from revzoo.commands.model_name import declare_name, read_name
 from revzoo.commands.parser import (
     DTYPE_HELP,
     DTYPES,
     JSON_HELP,
-    NAME_HELP,
     Parser,
     positive_count,
     require_png,
-    split_overrides,
 )
-from revzoo.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +33,7 @@ _TRAINING_BATCH, _LR = 64, 1e-3
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo numerics`."""
     parser.epilog = "docs/numerics.md says what the figures mean, and what to do about a low ratio of signal to noise."
-    parser.add_argument("name", nargs="+", help=f"{NAME_HELP}, and overrides such as stages.0.depth=24")
+    declare_name(parser)
     parser.add_argument("--batch", type=positive_count, default=16, metavar="N", help="examples in a batch (default: 16)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=DTYPE_HELP)
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="number format of autocast (default: none)")
@@ -52,9 +50,7 @@ def declare(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure a freshly initialised model, and print or draw the report."""
-    names, overrides = split_overrides(arguments.name)
-    if len(names) != 1:
-        raise InputError(f"Name one model. Received: {', '.join(names) or 'none'}. Overrides look like stages.0.depth=24.")
+    name, overrides = read_name(arguments.name)
     if arguments.plot is not None:
         require_png(arguments.plot)
     import torch
@@ -63,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.model.create import create
 
     torch.manual_seed(0)
-    model = create(names[0], overrides=overrides, dtype=getattr(torch, arguments.dtype), exact=arguments.exact)
+    model = create(name, overrides=overrides, dtype=getattr(torch, arguments.dtype), exact=arguments.exact)
     autocast = arguments.autocast
     with nullcontext() if autocast is None else torch.autocast("cpu", getattr(torch, autocast)):
         report = measure_numerics(model, model.example_input(arguments.batch))

@@ -1,11 +1,12 @@
 """What the commands share: the argument parser, types of arguments, and checks that come before any work."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from revzoo.errors import InputError, UnknownNameError
+from revzoo.errors import InputError, UnknownNameError, find_nearest
+from revzoo.spec.synonym import find_settings, find_similar_settings
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
@@ -14,10 +15,16 @@ JSON_HELP = "print everything as JSON instead"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are revzoo's errors, with the nearest option."""
+    """An argument parser whose complaints are revzoo's errors, with the nearest option or override.
+
+    A command adds what its users may take for an option: `hints`, a sentence for each name, and `list_settings`, which returns
+    the paths of its overrides.
+    """
 
     def __init__(self, **settings: Any):
         self.options: list[str] = []
+        self.hints: dict[str, str] = {}
+        self.list_settings: Callable[[], list[str]] | None = None
         super().__init__(allow_abbrev=False, **settings)
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
@@ -29,10 +36,22 @@ class Parser(argparse.ArgumentParser):
         """Return the parsed arguments; positional ones may stand anywhere among the options."""
         parsed, rest = self.parse_known_intermixed_args(arguments)
         if rest and rest[0].startswith("-"):
-            raise UnknownNameError(f"option of {self.prog}", rest[0].partition("=")[0], self.options)
+            raise self._unknown_option(rest[0], arguments)
         if rest:
             self.error(f"unexpected argument {rest[0]!r}")
         return parsed
+
+    def _unknown_option(self, received: str, arguments: Sequence[str]) -> UnknownNameError:
+        """Return the error of an option, with the override that sets what it was to set."""
+        option, _, value = received.partition("=")
+        hint = self.hints.get(option, "")
+        if not hint and self.list_settings is not None and find_nearest(option, self.options, cutoff=0.8) is None:
+            path, known = option.lstrip("-").replace("-", "_"), self.list_settings()
+            settings = find_settings(path, known) or find_similar_settings(path, known)
+            value = value or next(iter(arguments[arguments.index(received) + 1 :]), "")
+            value = value if value and not value.startswith("-") and "=" not in value else "..."
+            hint = "".join(f" Settings are overrides without dashes: {setting}={value}." for setting in settings[:1])
+        return UnknownNameError(f"option of {self.prog}", option, self.options, hint)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""

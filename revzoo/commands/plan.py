@@ -2,12 +2,14 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo.commands.any_module import NAMES_HELP, create_any_module, is_any_module
+from revzoo.commands.model_name import read_name
 from revzoo.commands.model_options import BATCH_HELP, create_batch, create_loss, create_model, create_optimizer, declare_model
 from revzoo.commands.parser import NAME_HELP, Parser, batch_or_range, require_png, require_writable
 from revzoo.errors import InputError, join_names
@@ -90,10 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.analysis.dry_run import accumulated_gradients
     from revzoo.planning.budget import parse_budget
 
-    if is_any_module(arguments.name):
-        return _plan_any_module(arguments)
+    name, overrides = read_name(arguments.name)
+    if is_any_module(name):
+        return _plan_any_module(arguments, name, overrides)
     if arguments.solver == "reforwarding":
-        raise InputError(f"--solver reforwarding is for modules that are not of the zoo. Received: {arguments.name}.")
+        raise InputError(f"--solver reforwarding is for modules that are not of the zoo. Received: {name}.")
     if arguments.profile:
         raise InputError("Models of the zoo are always timed where they can be run. Received: --profile. Leave it out.")
     if arguments.ranks is not None:
@@ -114,24 +117,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_any_module(arguments: argparse.Namespace) -> int:
+def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequence[str]) -> int:
     """Plan a module that is not the zoo's; print, draw and save the plan."""
     from revzoo.planning.reforwarding.planner import plan_in_detail
 
     given = {"--estimate": arguments.estimate or None, "--device": arguments.device}
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
-    given |= {"--loss": arguments.loss, "--accumulate": arguments.accumulate or None}
+    given |= {"overrides": " ".join(overrides) or None, "--loss": arguments.loss, "--accumulate": arguments.accumulate or None}
     given |= {"--ranks": arguments.ranks, "--shard": arguments.shard, "--nodes": arguments.nodes}
     given |= {"--offload": arguments.offload or None}
     given |= {"--solver knapsack": arguments.solver if arguments.solver == "knapsack" else None}
     if unused := [option for option, value in given.items() if value is not None]:
-        raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {arguments.name}.")
+        raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {name}.")
     if isinstance(arguments.batch, tuple):
-        raise InputError(f"A range of batch sizes is for models of the zoo. Received: {arguments.name}. Give one size.")
+        raise InputError(f"A range of batch sizes is for models of the zoo. Received: {name}. Give one size.")
     import torch
 
     torch.manual_seed(0)
-    module, batch = create_any_module(arguments.name, arguments.batch)
+    module, batch = create_any_module(name, arguments.batch)
     optimizer = create_optimizer(arguments.optimizer, module)
     plan, details = plan_in_detail(
         module, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer, profile=arguments.profile

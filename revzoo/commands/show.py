@@ -4,14 +4,16 @@ import argparse
 import json
 from pathlib import Path
 
-from revzoo.commands.parser import JSON_HELP, NAME_HELP, Parser, positive_count, require_png
+from revzoo.commands.model_name import declare_name, read_name
+from revzoo.commands.parser import JSON_HELP, Parser, positive_count, require_png
 
 SUMMARY = "Show a model's parts, and the memory and FLOPs of a training step."
 
 
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo show`."""
-    parser.add_argument("name", help=NAME_HELP)
+    declare_name(parser)
+    parser.hints["--device"] = " Nothing is run, so no device is needed: leave it out."
     parser.add_argument(
         "--batch", type=positive_count, metavar="N", help="examples in a batch (default: 32 images, or 8 texts)"
     )
@@ -23,12 +25,13 @@ def declare(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure a model on the meta device and print its report."""
+    name, overrides = read_name(arguments.name)
     if arguments.plot is not None:
         require_png(arguments.plot)
     from revzoo.analysis.report import report_model
     from revzoo.model.create import create
 
-    report = report_model(create(arguments.name, device="meta"), arguments.batch)
+    report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch)
     if arguments.plot is not None:
         from revzoo.display.figures.model import plot_model
 

@@ -18,6 +18,7 @@ def declare(parser: Parser) -> None:
         "several processes without GPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m zoo_cli "
         "train ...; a network divided over them: torchrun --nproc-per-node N -m zoo_cli train ... train.shard=full"
     )
+    parser.list_settings = _list_settings
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
     )
@@ -29,6 +30,13 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--release-lock", action="store_true", help="with --resume: the process of another host that held the folder has ended"
     )
+
+
+def _list_settings() -> list[str]:
+    from revzoo.spec.parsing import list_paths
+    from revzoo.training.options import Recipe
+
+    return list_paths(Recipe)
 
 
 def run(arguments: argparse.Namespace) -> int:

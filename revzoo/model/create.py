@@ -1,5 +1,6 @@
 """Create a network with weights from a model name, a spec file or a folder."""
 
+import inspect
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,7 @@ import torch
 
 from revzoo.checkpoint.files import compare_specs, load_weights
 from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
-from revzoo.errors import CheckpointError, InputError, join_names
+from revzoo.errors import CheckpointError, InputError, did_you_mean, join_names
 from revzoo.hub import find_source
 from revzoo.model.adapt import adapt_input
 from revzoo.model.builder import build
@@ -20,6 +21,7 @@ from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS
 from revzoo.spec.schema import ImageInput, Spec
+from revzoo.spec.synonym import TIMM
 
 _logger = logging.getLogger("revzoo")  # which prints warnings to stderr unless it is configured otherwise
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,6 +39,7 @@ def create(
     exact: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    **others: object,
 ) -> Model:
     """Create a reversible network. It is in training mode, like any new module.
 
@@ -58,6 +61,7 @@ def create(
         device: device of the parameters. On "meta" no memory is allocated. None: PyTorch's default device, which is the CPU
             unless `with torch.device(...)` or `torch.set_default_device` says otherwise.
         dtype: data type of the parameters, and so of the streams. None: float32.
+        others: none is allowed; arguments of timm raise an error with what they are called here.
 
     Raises:
         UnknownNameError: there is no such model, or no weights ship for it.
@@ -66,6 +70,8 @@ def create(
         CheckpointError: the weights do not fit the model, there are none in the folder, or the hub does not have it.
         ScheduleError: the schedule does not fit the model.
     """
+    if others:
+        raise InputError(f"create takes no {next(iter(others))!r}.{_hint_at_argument(*next(iter(others.items())))}")
     if isinstance(overrides, str):
         raise InputError(f"overrides is a list of strings. Received: {overrides!r}. Use overrides=[{overrides!r}].")
     if dtype is not None and dtype not in _DTYPES:
@@ -97,6 +103,15 @@ def create(
     model.lookahead = lookahead
     model.exact = exact
     return model
+
+
+def _hint_at_argument(name: str, value: object) -> str:
+    """Return what to write instead of an argument of timm's, or the nearest argument."""
+    if name == "num_classes":
+        return f" Use num_outputs={value!r}."
+    if name in TIMM:
+        return f" Use overrides=[{f'{name}={value}'!r}]."
+    return did_you_mean(name, inspect.signature(create).parameters)
 
 
 def find_weights(

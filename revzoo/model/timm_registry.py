@@ -13,6 +13,7 @@ import revzoo
 from revzoo.checkpoint.index import read_index
 from revzoo.errors import InputError, did_you_mean, join_names
 from revzoo.spec.names import data_root, model_files
+from revzoo.spec.synonym import TIMM
 from revzoo.spec.tree import OVERRIDE, apply_overrides, load_tree
 
 if TYPE_CHECKING:  # at run time timm is imported in functions only: this module is imported while timm is
@@ -22,13 +23,8 @@ if TYPE_CHECKING:  # at run time timm is imported in functions only: this module
 __all__ = ["register_models"]  # timm's `register_model` adds the models' names
 POOLS = {"avg": "mean", "max": "max", "token": "first", "": "none"}  # timm's global_pool -> the pool of a head
 default_cfgs: dict[str, Any] = {}  # and takes from here what it says about weights
-_OVERRIDES = {  # argument of timm -> where a spec has it
-    "in_chans": "input.channels",
-    "img_size": "input.size",
-    "drop_path_rate": "block.drop_path.max",
-    "drop_rate": "head.dropout",
-}
-_OF_HEAD = {"num_classes": "head.outputs", "global_pool": "head.pool"}  # with weights they are set once those are loaded
+_OVERRIDES = {name: path for name, path in TIMM.items() if name != "num_classes"}
+_OF_HEAD = {"num_classes": TIMM["num_classes"], "global_pool": "head.pool"}  # with weights they are set once those are loaded
 _OF_CREATE = ("device", "dtype", "overrides", "schedule", "lookahead", "exact")
 _OTHER = (*_OF_HEAD, "features_only", "out_indices")
 _SOURCES = ("url", "hf_hub_id", "state_dict")  # of weights, which are not read here

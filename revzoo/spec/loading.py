@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from revzoo.errors import SpecError, SpecProblem, UnknownNameError
+from revzoo.errors import SpecError, SpecProblem
 from revzoo.hub import find_source
-from revzoo.spec.names import model_files
+from revzoo.spec.names import SPEC_FILE, model_files, refuse_source
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
+from revzoo.spec.synonym import translate_timm
 from revzoo.spec.tree import OVERRIDE, YamlNode, apply_overrides, load_tree, merge
 
 _MOST_BLOCKS = 10_000  # of all stages; more only fill the memory while they are built
@@ -22,10 +23,10 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
     Args:
         source: a model's name, a .yaml file, a folder with a spec.yaml (such as a training run's), or a model of the Hugging
             Face hub (hf-hub:OWNER/NAME).
-        overrides: values to replace in the spec, such as `stages.0.depth=6`.
+        overrides: values to replace in the spec, such as `stages.0.depth=6`. timm's names are allowed, such as `img_size=224`.
 
     Raises:
-        UnknownNameError: no model, file or folder has this name.
+        UnknownNameError: no model, file or folder has this name; MissingFileError, which is one, if it looks like a path.
         SpecError: the spec, a spec it inherits from, or the overrides have problems; all of them are listed.
         CheckpointError: the hub does not have the model, or cannot be reached.
     """
@@ -33,10 +34,11 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
     models = model_files()
     path = models.get(str(source)) or Path(source)
     if os.path.isdir(path):  # unlike pathlib's, it does not raise for a name that no file can have
-        path = path / "spec.yaml"
+        path = path / SPEC_FILE
     if not os.path.isfile(path):
-        raise UnknownNameError("model or spec file", str(path), models)
-    return _check(*apply_overrides(load_tree(path, models), overrides), str(path))
+        refuse_source("model or spec file", source, models, "a model's spec", SPEC_FILE, "revzoo list")
+    translated = map(translate_timm, [overrides] if isinstance(overrides, str) else overrides)
+    return _check(*apply_overrides(load_tree(path, models), translated), str(path))
 
 
 def parse_spec(mapping: Mapping[str, Any], file: str) -> Spec:

@@ -1,10 +1,14 @@
 """Find shipped specs, recipes and weights by name."""
 
+import os
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NoReturn
 
-from revzoo.errors import SpecError, SpecProblem, UnknownNameError
+from revzoo.errors import MissingFileError, SpecError, SpecProblem, UnknownNameError, find_nearest
 
+SPEC_FILE = "spec.yaml"  # in the folder of a run, of a converted network, and of a model that was saved
 CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `convert` or `save_pretrained` wrote
 INDEX_SUFFIX = ".index.json"  # added to the name of a file of weights, gives that of the index of several files
 WEIGHTS_INDEX = CONVERTED_WEIGHTS + INDEX_SUFFIX
@@ -60,6 +64,33 @@ def recipe_file(name: str) -> Path:
         UnknownNameError: no recipe has this name.
     """
     return _look_up("recipe", name, recipe_files())
+
+
+def refuse_source(kind: str, source: str | Path, known: Iterable[str], wanted: str, file: str, command: str) -> NoReturn:
+    """Raise for a source that is neither a known name nor a file: about the file, if it was meant to be one.
+
+    Args:
+        kind: of the names and files, such as "model or spec file".
+        source: as it was written.
+        known: the names that there are.
+        wanted: what the file would be, such as "a model's spec".
+        file: its name in a folder.
+        command: that lists the names.
+
+    Raises:
+        MissingFileError: it was meant to be a file or a folder.
+        UnknownNameError: it was meant to be a name.
+    """
+    text = str(source)
+    folder, name = os.path.split(text)
+    if os.path.isdir(text):
+        raise MissingFileError(text, wanted, f" {command} prints the names that need no file.", missing=file)
+    if not folder and not name.endswith((".yaml", ".yml")):
+        raise UnknownNameError(kind, text, known)
+    beside = sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
+    nearest = find_nearest(name, [other for other in beside if not other.startswith(".")])
+    hint = f" Did you mean {os.path.join(folder, nearest)!r}?" if nearest else f" {command} prints the names that need no file."
+    raise MissingFileError(text, wanted, hint)
 
 
 def _files_by_stem(folder: Path, pattern: str) -> dict[str, Path]:

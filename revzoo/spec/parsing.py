@@ -5,16 +5,17 @@ tuples, integers to floats where a float is declared) and collects all problems 
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from revzoo.bounds import Bound
 from revzoo.errors import SpecProblem, did_you_mean, find_nearest, join_names
 from revzoo.registry import Registry
+from revzoo.spec.synonym import find_settings, find_similar_settings, suggest_settings
 from revzoo.spec.tree import BOOLEAN_HINT, YamlNode, join
 
 T = TypeVar("T")
@@ -46,6 +47,11 @@ class _Member:
     required: bool
 
 
+@dataclass(frozen=True)
+class _UnknownKeyProblem(SpecProblem):
+    """An unknown key, until all of the tree is read: the setting may be elsewhere."""
+
+
 def parse(cls: type[T], tree: YamlNode, path: str = "") -> tuple[T | None, list[SpecProblem]]:
     """Read a tree as an instance of a dataclass, and collect every problem in it.
 
@@ -63,7 +69,54 @@ def parse(cls: type[T], tree: YamlNode, path: str = "") -> tuple[T | None, list[
     """
     problems: list[SpecProblem] = []
     instance = _read(tree, cls, path, problems)
+    if any(isinstance(problem, _UnknownKeyProblem) for problem in problems):
+        unknown = {(problem.file, problem.path) for problem in problems if isinstance(problem, _UnknownKeyProblem)}
+        known = [*list_paths(cls), *_list_settings(tree, "", unknown)]
+        problems = [_point_elsewhere(problem, known) for problem in problems]
     return (None if problems else instance), list(dict.fromkeys(problems))
+
+
+def list_paths(cls: type) -> list[str]:
+    """Return the dotted path of every setting of a dataclass, as an override writes it; of a list its first item.
+
+    Arguments of parts are not among them: each part has its own.
+    """
+    return [join(name, rest) if rest else name for name, m in _members(cls).items() for rest in _list_below(m.annotation)]
+
+
+def _list_below(annotation: Any) -> list[str]:
+    if is_dataclass(annotation) and annotation is not Part:
+        return list_paths(cast(type, annotation))
+    origin, marks = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _list_below(marks[0])
+    if origin is tuple and is_dataclass(marks[0]):
+        return [join("0", rest) for rest in _list_below(marks[0])]
+    members = [member for member in marks if is_dataclass(member)] if origin in (Union, UnionType) else []
+    return list(dict.fromkeys(rest for member in members for rest in _list_below(member))) or [""]
+
+
+def _list_settings(node: YamlNode, path: str, unknown: Container[tuple[str, str]]) -> Iterator[str]:
+    """Yield the path of every scalar of a tree, but for those below unknown keys."""
+    items = (
+        node.value.items() if isinstance(node.value, dict) else enumerate(node.value if isinstance(node.value, list) else ())
+    )
+    if not isinstance(node.value, dict | list):
+        yield path
+    for key, item in items:
+        if (item.file, item.path) not in unknown:
+            yield from _list_settings(item, join(path, key), unknown)
+
+
+def _point_elsewhere(problem: SpecProblem, known: Iterable[str]) -> SpecProblem:
+    """Return a problem of an unknown key as an ordinary one, which names the setting that has this key elsewhere."""
+    if not isinstance(problem, _UnknownKeyProblem):
+        return problem
+    settings = find_settings(problem.path, known)
+    if not settings and not problem.hint:
+        settings = find_similar_settings(problem.path, known)
+    hint = suggest_settings(settings) or problem.hint
+    return SpecProblem(problem.file, problem.path, problem.received, problem.allowed, hint)
 
 
 def to_plain(value: Any) -> Any:
@@ -222,7 +275,8 @@ def _read_members(
             # `load_tree` has removed `base`, but at the top level an unknown key may be a misspelling of it.
             candidates = {*members} if node.path else {*members, "base"} - {key}
             hint = BOOLEAN_HINT if isinstance(key, bool) else did_you_mean(str(key), candidates)
-            problems.append(item.problem(_keys(members), f"the unknown key {key!r}", hint))
+            problem = item.problem(_keys(members), f"the unknown key {key!r}", hint)
+            problems.append(_UnknownKeyProblem(**vars(problem)))
     values = {}
     for name, member in members.items():
         if name in written or member.required:

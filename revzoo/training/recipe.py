@@ -6,14 +6,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from revzoo.data.options import BYTES
-from revzoo.errors import SpecError
-from revzoo.spec.names import model_files, recipe_file, recipe_files
+from revzoo.errors import SpecError, SpecProblem, UnknownNameError
+from revzoo.spec.names import model_files, recipe_files, refuse_source
 from revzoo.spec.parsing import parse, to_plain
+from revzoo.spec.schema import Spec
+from revzoo.spec.synonym import TIMM
 from revzoo.spec.tree import YamlNode, apply_overrides, load_tree, merge
 from revzoo.training.options import ModelOptions, Recipe
 from revzoo.training.recipe_check import find_contradictions
 
 DEFAULT_RECIPE = "digits"
+_FILE = "config.yaml"  # the recipe in the folder of a run
 
 
 def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -29,16 +32,22 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """
     path = Path(source)
     if path.is_dir() and str(source) not in recipe_files():
-        path = path / "config.yaml"
+        path = path / _FILE
     if not (path.suffix == ".yaml" and path.is_file()):
-        path = recipe_file(str(source))
+        names = recipe_files()
+        if str(source) not in names and str(source) in model_files():
+            hint = f" {source} is a model, which a recipe trains: revzoo train {DEFAULT_RECIPE} model={source}."
+            raise UnknownNameError("recipe", str(source), names, hint)
+        if str(source) not in names:
+            refuse_source("recipe", source, names, "a recipe", _FILE, "revzoo list --recipes")
+        path = names[str(source)]
     tree, problems = load_tree(path, recipe_files(), _expand_model_name), []
     for override in overrides:  # one by one: model.overrides=[...] may follow model=NAME
         changed, more = apply_overrides(tree, [override])
         tree = merge(tree, _expand_model_name(changed))
         problems += more
     recipe, parse_problems = parse(Recipe, tree)
-    problems += parse_problems
+    problems += map(_point_to_model, parse_problems)
     # Sections that parsed are checked further even if another one did not, so that all problems are reported at once.
     problems += [problem for problem in find_contradictions(tree) if problem.path not in {p.path for p in parse_problems}]
     if recipe is None or problems:
@@ -61,6 +70,14 @@ def _expand_model_name(tree: YamlNode) -> YamlNode:
     options = {key: replace(model, value=value, path=f"{model.path}.{key}") for key, value in defaults.items()}
     options["name"] = replace(model, path=f"{model.path}.name")
     return replace(tree, value=tree.value | {"model": replace(model, value=options)})
+
+
+def _point_to_model(problem: SpecProblem) -> SpecProblem:
+    """Return the problem of a setting of the model, which stands at the top of the recipe, with where it belongs."""
+    key = problem.path.partition(".")[0]
+    if key in {f.name for f in fields(Recipe)} or not (key in TIMM or key in {f.name for f in fields(Spec)}):
+        return problem
+    return replace(problem, hint=f" Of the model it is set by model.overrides=[{problem.path}=...].")
 
 
 def _absolute_if_folder(name: str) -> str:

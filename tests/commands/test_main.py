@@ -16,15 +16,30 @@ ROOT = Path(zoo_cli.__file__).parent
 
 def test_without_arguments_the_commands_are_listed(run):
     printed = run()
-    assert printed == run("--help") == run("-h")
+    assert printed == run("--help") == run("-h") == run("help")
     for name in zoo_cli.COMMANDS:
         assert f"\n  {name:<9} {zoo_cli.load_command(name).SUMMARY}\n" in printed
 
 
 def test_every_file_is_a_command_or_shared():
     files = {path.stem for path in (ROOT / "revzoo" / "commands").glob("*.py")}
-    assert files - set(zoo_cli.COMMANDS) == {"__init__", "any_module", "parser", "model_options"}
+    assert files - set(zoo_cli.COMMANDS) == {"__init__", "any_module", "parser", "model_name", "model_options"}
     assert set(zoo_cli.COMMANDS) <= files
+
+
+def test_help_of_a_command_is_printed_either_way(capsys):
+    printed = set()
+    for arguments in (["help", "list"], ["list", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            zoo_cli.main(arguments)
+        printed.add(capsys.readouterr().out)
+    assert len(printed) == 1
+    assert printed.pop().startswith("usage: revzoo list ")
+
+
+def test_other_names_of_commands_are_none_of_ours():
+    assert set(zoo_cli.OTHER_NAMES.values()) <= set(zoo_cli.COMMANDS)
+    assert not set(zoo_cli.OTHER_NAMES) & set(zoo_cli.COMMANDS)
 
 
 def test_version(run):

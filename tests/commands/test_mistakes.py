@@ -17,7 +17,67 @@ MODELS = ", ".join(list_models()[:3])
             "Unknown command 'lits'. Did you mean 'list'? Allowed: bench, convert, eval, export, list, numerics, plan, "
             "predict, profile, show, tokenizer, train, ... (13 in all).",
         ),
-        ("check rev_vit_digits", "Unknown command 'check'. Allowed: bench, convert, "),
+        ("check --device=cuda", "Unknown command 'check'. Did you mean 'verify'? Allowed: bench, convert, "),
+        ("rev_vit_s", "Unknown command 'rev_vit_s'. rev_vit_s is a model: revzoo show rev_vit_s. Allowed: "),
+        ("help lits", "Unknown command 'lits'. Did you mean 'list'?"),
+        ("list --all", "Unknown option of revzoo list '--all'. revzoo list without a pattern prints the names of all models. "),
+        (
+            "train digits --epochs 3",
+            "Unknown option of revzoo train '--epochs'. Settings are overrides without dashes: train.epochs=3. Allowed: ",
+        ),
+        (
+            "train --learning-rate",
+            "Unknown option of revzoo train '--learning-rate'. Settings are overrides without dashes: optimizer.lr=",
+        ),
+        (
+            "show rev_vit_s --num-classes=5",
+            "Unknown option of revzoo show '--num-classes'. Settings are overrides without dashes: num_classes=5.",
+        ),
+        (
+            "plan rev_vit_s --depth 3 --budget 1GB",
+            "Unknown option of revzoo plan '--depth'. Settings are overrides without dashes: stages.0.depth=3.",
+        ),
+        (
+            "show rev_vit_s --device cpu",
+            "Unknown option of revzoo show '--device'. Nothing is run, so no device is needed: leave it out.",
+        ),
+        (
+            "train lr=1e-3 train.batch_size=8 optimizer.learning_rate=1 img_size=16 epoch=3",
+            "5 problems found:\n"
+            "  override: lr: found the unknown key 'lr'; allowed: model, data, optimizer, train, schedule, mixup, ema, memory, "
+            "coupling. Did you mean 'optimizer.lr'?\n"
+            "  override: img_size: found the unknown key 'img_size'; allowed: model, data, optimizer, train, schedule, mixup, "
+            "ema, memory, coupling. Of the model it is set by model.overrides=[img_size=...].\n"
+            "  override: epoch: found the unknown key 'epoch'; allowed: model, data, optimizer, train, schedule, mixup, ema, "
+            "memory, coupling. Did you mean 'train.epochs'?\n"
+            "  override: optimizer.learning_rate: found the unknown key 'learning_rate'; allowed: opt, lr, weight_decay, "
+            "weight_decay_of, momentum, betas, eps, layer_decay, foreach, fused. Did you mean 'optimizer.lr'?\n"
+            "  override: train.batch_size: found the unknown key 'batch_size'; allowed: ",
+        ),
+        (
+            "train rev_vit_s",
+            "Unknown recipe 'rev_vit_s'. rev_vit_s is a model, which a recipe trains: revzoo train digits model=rev_vit_s.",
+        ),
+        (
+            "train ./nofile.yaml",
+            "There is no file ./nofile.yaml, to be a recipe. revzoo list --recipes prints the names that need no file.",
+        ),
+        (
+            "show ./nofile.yaml",
+            "There is no file ./nofile.yaml, to be a model's spec. revzoo list prints the names that need no file.",
+        ),
+        (
+            f"show {Path(__file__).parent}",
+            f"There is no spec.yaml in the folder {Path(__file__).parent}, which would be a model's spec.",
+        ),
+        (f"show {__file__}l", f"There is no file {__file__}l, to be a model's spec. Did you mean '{__file__}'?"),
+        ("show", "The following arguments are required: name. See revzoo show --help."),
+        ("show a b", "Name one model. Received: a, b. Overrides look like head.outputs=10."),
+        (
+            "show rev_vit_digits heads=2",
+            "1 problem found:\n  override: heads: found the unknown key 'heads'; allowed: name, family, input, "
+            "stem, split, block, stages, fuse, head, init, sources, twin, expect. Did you mean 'block.f.heads'?",
+        ),
         ("list --table docs", "Unknown option of revzoo list '--table'. Allowed: --docs, --help, -h."),
         (
             "train --ot=runs",

@@ -29,6 +29,11 @@ def test_json_is_the_report_and_nothing_else(file, model, run):
     assert printed["input"] == {"kind": "image", "channels": 1, "size": [8, 8]}
 
 
+def test_overrides_follow_the_name(model, run):
+    printed = json.loads(run("show", "rev_vit_digits", "stages.0.depth=1", "num_classes=7", "--json", "--batch", 3))
+    assert (printed["outputs"], printed["steps"]) == (7, 2)
+
+
 def test_the_picture_comes_with_the_text(file, run, tmp_path):
     text = run("show", file, "--batch", 2, "--plot", tmp_path / "a.png")
     assert "What is kept for backward, batch of 2 images" in text

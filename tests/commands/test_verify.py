@@ -12,18 +12,24 @@ def test_a_model_that_is_safe_to_train(run):
     assert "Safe to train in float32: gradients agree" in run("verify", "rev_vit_digits", "--batch", 2)
 
 
-def test_exact_and_dtype_reach_the_model(monkeypatch, run):
+def test_exact_dtype_device_and_overrides_reach_the_model(monkeypatch, run):
     reports = []
 
     def verify(model, batch):
-        reports.append((model.exact, next(model.parameters()).dtype, len(batch)))
+        reports.append((model.exact, next(model.parameters()).dtype, len(batch), model.num_outputs, batch.device.type))
         return VerifyReport(torch.float64, {})
 
     monkeypatch.setattr("revzoo.analysis.verify.verify", verify)
     run("verify", "rev_vit_digits")
     run("verify", "rev_vit_digits", "--exact", "--batch", 3)
     run("verify", "rev_vit_digits", "--dtype", "float64")
-    assert reports == [(False, torch.float32, 4), (True, torch.float32, 3), (False, torch.float64, 4)]
+    run("verify", "rev_vit_digits", "--device", "meta", "head.outputs=3")
+    assert reports == [
+        (False, torch.float32, 4, 10, "cpu"),
+        (True, torch.float32, 3, 10, "cpu"),
+        (False, torch.float64, 4, 10, "cpu"),
+        (False, torch.float32, 4, 3, "meta"),
+    ]
 
 
 def test_a_model_that_is_not(capsys, monkeypatch):

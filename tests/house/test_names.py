@@ -37,7 +37,7 @@ PINNED = {
     ),
     "create": (
         "(source, *, pretrained=False, checkpoint=None, num_outputs=None, overrides=None, schedule='invert', lookahead=0, "
-        "exact=False, device=None, dtype=None)"
+        "exact=False, device=None, dtype=None, **others)"
     ),
     "export": "(folder, out, weights=None)",
     "inplace_abn_": "(model, batch=None, *, relu_slope=None)",

@@ -168,10 +168,14 @@ def test_create_takes_what_it_says():
     assert (model.num_outputs, len(model.steps), set(model.schedule), model.exact) == (7, 4, {"store"}, True)
     assert revzoo.create("rev_vit_digits", dtype=torch.float64).example_input(1).dtype == torch.float64
     assert revzoo.create("rev_vit_l", device="meta").stem.pos_embed.is_meta
+    with pytest.raises(InputError, match="create takes no 'num_classes'. Use num_outputs=3."):
+        revzoo.create("rev_vit_digits", num_classes=3)
+    with pytest.raises(InputError, match=r"create takes no 'img_size'. Use overrides=\['img_size=16'\]."):
+        revzoo.create("rev_vit_digits", img_size=16)
+    with pytest.raises(InputError, match="create takes no 'pretraned'. Did you mean 'pretrained'?"):
+        revzoo.create("rev_vit_digits", pretraned=True)
     with pytest.raises(UnknownNameError, match="Did you mean 'rev_vit_digits'"):
         revzoo.create("rev_vit_digit")
-    with pytest.raises(TypeError, match="pretraind"):
-        revzoo.create("rev_vit_digits", pretraind=True)
     with pytest.raises(InputError, match=r"Exact arithmetic needs \|b\| = 1"):
         revzoo.create("rev_vit_digits", overrides=["block.coupling=momentum"], exact=True)
 

@@ -295,7 +295,10 @@ def test_unknown_source(write, monkeypatch):
     write(SPEC, "root/specs/models/toys/toy.yaml")
     monkeypatch.setattr(names, "data_root", lambda: Path("root"))
     assert message(load_spec, "toi") == "Unknown model or spec file 'toi'. Did you mean 'toy'? Allowed: toy."
-    assert message(load_spec, "root") == "Unknown model or spec file 'root/spec.yaml'. Allowed: toy."
+    assert message(load_spec, "root") == (
+        "There is no spec.yaml in the folder root, which would be a model's spec. "
+        "revzoo list prints the names that need no file."
+    )
 
 
 def test_names(write, monkeypatch):
