@@ -233,10 +233,10 @@ def test_images_are_held_out_where_there_are_none_for_validation(tmp_path, place
     """Every fifth of a class, the last of fewer, and never the only one; without and with a folder for training."""
     write_images(tmp_path / place, cat=11, dog=3, owl=1)
     data = load_data(images(tmp_path), GREY, 0)
-    train, test = ([str(name) for name in loader.dataset.source.list_names()] for loader in (data.train, data.test))
+    train, test = ([name.decode() for name in loader.dataset.list_contents()] for loader in (data.train, data.test))
     assert test == ["cat/4.png", "cat/9.png", "dog/2.png"]
     assert train == [f"cat/{i}.png" for i in range(11) if i not in (4, 9)] + ["dog/0.png", "dog/1.png", "owl/0.png"]
-    assert [label for _, label in data.test.dataset.source.samples] == [0, 0, 1]
+    assert list(data.test.dataset.source.labels) == [0, 0, 1]
     assert data.class_names == ["cat", "dog", "owl"]
     assert data.notes == [
         f"{tmp_path / place} has no images for validation: every fifth of each class is held out, 3 in all",
