@@ -3,6 +3,8 @@
     python benchmarks/restarts.py             4 processes; 20 killed, five of each training, and 2 that hang
     python benchmarks/restarts.py --quick     2 processes; one killed
 
+Every second training divides the network, and goes on while its states are written.
+
 A training by `torchrun --max-restarts` saves a state every few updates. A random time after a new one a process gets SIGKILL,
 or SIGSTOP, after which the others wait for it as long as `train.timeout_seconds` says. torchrun then ends all and starts them
 again; the command is the same, and goes on in its own folder. In the end the metrics of every epoch are compared with those of
@@ -31,15 +33,16 @@ from revzoo.training.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ["digits", "data.batch_size=40", "model.overrides=[stages.0.depth=2]", "train.save_every=3"]
-WAIT_SECONDS = 60  # for a process that hangs; starting takes less
-LIMIT_SECONDS = 3600  # in which a training has to end
+BEHIND = ["train.shard=full", "train.save_async=true"]
+WAIT_SECONDS = 120  # for a process that hangs; starting takes less, also on a busy machine
+LIMIT_SECONDS = 7200  # in which a training has to end
 
 
 @contextmanager
-def start(place: Path, name: str, processes: int, restarts: int) -> Iterator[subprocess.Popen[bytes]]:
+def start(place: Path, name: str, processes: int, restarts: int, settings: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Start a training under torchrun; inside the block it runs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += [f"--max-restarts={restarts}", "-m", "zoo_cli", "train", *RECIPE, "--out", name]
+    command += [f"--max-restarts={restarts}", "-m", "zoo_cli", "train", *RECIPE, *settings, "--out", name]
     command += [f"train.timeout_seconds={WAIT_SECONDS}", f"train.epochs={6 if processes > 2 else 3}"]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (place / f"{name}.log").open("w") as log:
@@ -66,11 +69,13 @@ def wait_for_state(folder: RunFolder, job: subprocess.Popen[bytes], seen: str) -
     return ""
 
 
-def disturb(place: Path, name: str, processes: int, signals: list[signal.Signals], rng: random.Random) -> tuple[int, str]:
+def disturb(
+    place: Path, name: str, processes: int, signals: list[signal.Signals], settings: list[str], rng: random.Random
+) -> tuple[int, str]:
     """Send signals to processes of one training; return how many were sent, and how it ended."""
     folder, seen, sent = RunFolder(place / name), "", 0
     began = time.monotonic()
-    with start(place, name, processes, len(signals)) as job:
+    with start(place, name, processes, len(signals), settings) as job:
         for signum in signals:
             seen = wait_for_state(folder, job, seen)
             time.sleep(rng.uniform(0, 0.3))
@@ -106,13 +111,14 @@ def main() -> int:
     outcomes = []
     with TemporaryDirectory() as folder:
         place = Path(folder)
-        with start(place, "whole", processes, 0) as job:
+        with start(place, "whole", processes, 0, []) as job:
             if job.wait(LIMIT_SECONDS) != 0:
                 raise SystemExit(f"It cannot be trained:\n{(place / 'whole.log').read_text()}")
         for number, signals in enumerate(jobs):
             began = time.monotonic()
             rng = random.Random(f"{arguments.seed} {number}")
-            sent, outcome = disturb(place, f"job-{number}", processes, signals, rng)
+            settings = [] if number % 2 else BEHIND
+            sent, outcome = disturb(place, f"job-{number}", processes, signals, settings, rng)
             outcomes.append(outcome)
             kind = "killed" if signals[0] == signal.SIGKILL else "stopped"
             print(f"{sent} of {processes} processes {kind}: {outcome}, {time.monotonic() - began:.0f} s", flush=True)
