@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.recipe import load_recipe
 from revzoo.training.state_tensors import read_tensors, write_tensors
 
-SECONDS = 300
+SECONDS = 500
 ONE_STEP = "stages.0.depth=1"
 # The networks that are compared: every part that has a plan, without dropout, whose masks would be others.
 FAMILIES = {
@@ -191,6 +190,12 @@ def world(rank: int, processes: int, folder: Path) -> Iterator[bool]:
     GradientState._reset_state()
 
 
+def stop_after(updates: int) -> Callable[[StopSignal], int]:
+    """Return what asks for a signal, once after every update: there is one after so many; 0: none."""
+    signals = iter([*[0] * (updates - 1), 15] if updates else [])
+    return lambda stop: next(signals, 0)
+
+
 def train_in_parts(rank: int, folder: Path) -> None:
     """Train with 4 and with 2 processes; and begin with 4, go on with 2, and end alone."""
     loop.measure_modes = lambda *_, **__: ({}, None)
@@ -204,7 +209,7 @@ def train_in_parts(rank: int, folder: Path) -> None:
     for number, (processes, updates, changes) in enumerate(CHANGES):
         with world(rank, processes, folder / f"store-cut-{number}") as is_one:
             if is_one:
-                StopSignal.poll = lambda stop, last=updates, number=count(1): 15 if next(number) == last else 0
+                StopSignal.poll = stop_after(updates)
                 with suppress(Interrupted):
                     loop.resume(folder / "cut", changes) if number else loop.train(load(2, *changes), folder / "cut")
     StopSignal.poll = poll
