@@ -2,7 +2,7 @@
 
 The streams are whole in every process, so that recovering a step needs no other one. A branch adds up what the processes have
 computed when it has run, in forward and where it runs again, and its input's gradient in backward: one all-reduce each. The
-parts name what is divided (`revzoo.parts.tensor_plan`); parts without a plan are whole in every process, which all compute them.
+parts name what is divided (`revzoo.parts.tensor_plan`); parts without a plan are whole in every process, and all compute them.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3; `torch.distributed.tensor.parallel`.
 """
@@ -30,8 +30,8 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 def choose_parts(model: Model, processes: int) -> dict[str, TensorPlan]:
     """Return the plans of the parts that so many processes divide, by path.
 
-    A part whose heads or hidden channels they cannot share equally stays whole in all of them, if such parts hold at most a tenth
-    of the weights: those of the first stage, where there are few heads.
+    A part whose heads or hidden channels they cannot share equally stays whole in all of them, if such parts hold at most a
+    tenth of the weights: those of the first stage, where there are few heads.
 
     Raises:
         InputError: the processes cannot divide the network's layers.
@@ -39,8 +39,8 @@ def choose_parts(model: Model, processes: int) -> dict[str, TensorPlan]:
     plans = {name: plan for name, module in model.named_modules() if (plan := getattr(module, "tensor_plan", None))}
     if not plans:
         raise InputError(
-            f"tensor_parallel divides attention and MLPs. Received: tensor_parallel={processes} for {model.spec.name}, which has "
-            "neither: convolutions are not divided. Use tensor_parallel=1; shard=full divides the weights of every layer."
+            f"tensor_parallel divides attention and MLPs. Received: tensor_parallel={processes} for {model.spec.name}, which "
+            "has neither: convolutions are not divided. Use tensor_parallel=1; shard=full divides the weights of every layer."
         )
     sizes = {path: _count_weights(model.get_submodule(path), plan) for path, plan in plans.items()}
     whole = [path for path, plan in plans.items() if plan.count % processes]

@@ -31,9 +31,9 @@ from revzoo.errors import RecoveryError, RevzooError
 from revzoo.file import sync, write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
-from revzoo.training.clipping import clip_gradients_
 from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.change import check_changes, needs_new_plan
+from revzoo.training.clipping import clip_gradients_
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
 from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward

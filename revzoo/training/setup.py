@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,10 +224,9 @@ def build_run(
         _require_updates_in_backward(recipe, optimizer, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
     prepared = accelerator.prepare_optimizer(optimizer)
-    deal = partial(
-        prepare_data_loader, device=accelerator.device, num_processes=shares, process_index=share, put_on_device=True
+    train_loader, test_loader = (
+        prepare_data_loader(loader, accelerator.device, shares, share, put_on_device=True) for loader in (data.train, data.test)
     )
-    train_loader, test_loader = deal(data.train), deal(data.test)
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     coupling = make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch)
     if coupling is not None:  # the spec that is saved has the coupling of the first update
@@ -290,8 +288,8 @@ def _share_batch(whole: int, shares: int, sharing: int, recipe: Recipe) -> int:
         possible = [str(number * sharing) for number in range(1, whole + 1) if parts % number == 0]
         pairs = f", {parts} pairs for mixup" if recipe.mixup else ""
         raise InputError(
-            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares * sharing} processes cannot share "
-            f"equally. Resume it with {join_names(possible, most=8)} processes."
+            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares * sharing} processes cannot "
+            f"share equally. Resume it with {join_names(possible, most=8)} processes."
         )
     return whole // shares
 

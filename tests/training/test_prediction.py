@@ -22,7 +22,7 @@ def test_an_image_is_prepared_as_for_evaluation(image_folder, channels):
     data = load_data(options, model.spec.input, 0)
     model.data_config = data.data_config
     prepare = revzoo.transform(model)
-    files = [file for file, _ in data.test.dataset.source.samples]
+    files = data.test.dataset.source.files
     assert len(files) == 8
     for file, (expected, _) in zip(files, data.test.dataset, strict=True):
         assert torch.equal(prepare(file), expected)

@@ -166,8 +166,8 @@ def test_weights_that_are_not_finite_are_not_saved(
             next(model.parameters()).data[0] = math.nan
         return finish_epoch(run, epoch, stop)
 
-    def evaluate(model, *arguments):
-        scores = loop_evaluate(model, *arguments)
+    def evaluate(model, *arguments, **options):
+        scores = loop_evaluate(model, *arguments, **options)
         return replace(scores, loss=math.nan) if next(calls) == 2 else scores
 
     finish_epoch, loop_evaluate, calls = loop._finish_epoch, loop.evaluate, count(1)
