@@ -157,9 +157,7 @@ def _count_rows(t: Tensor, shards: int) -> int:
     return -(-t.shape[0] // shards)
 
 
-def _count_optimizer(
-    model: nn.Module, optimizer: Optimizer | None, own: Mapping[int, Tensor], shards: int
-) -> OptimizerBytes:
+def _count_optimizer(model: nn.Module, optimizer: Optimizer | None, own: Mapping[int, Tensor], shards: int) -> OptimizerBytes:
     """Return what an optimizer takes of the shards of its parameters."""
     if optimizer is None:
         return count_optimizer(model, None)
