@@ -102,8 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None:
         _require_counting(arguments)
         arguments.meta = True
-    elif arguments.shard is not None or arguments.nodes is not None or arguments.offload:
-        raise InputError("--shard, --nodes and --offload say how ranks divide a network. Received: no --ranks. Add --ranks N.")
+    elif arguments.offload or any(each is not None for each in (arguments.shard, arguments.nodes, arguments.tensor_parallel)):
+        raise InputError(
+            "--shard, --nodes, --offload and --tensor-parallel say how ranks divide a network. Received: no --ranks. Add "
+            "--ranks N."
+        )
     model = create_model(arguments)
     parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
     make_plan = _plan_ranks if arguments.ranks is not None else _plan_batch
@@ -125,7 +128,7 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
     given |= {"overrides": " ".join(overrides) or None, "--loss": arguments.loss, "--accumulate": arguments.accumulate or None}
     given |= {"--ranks": arguments.ranks, "--shard": arguments.shard, "--nodes": arguments.nodes}
-    given |= {"--offload": arguments.offload or None}
+    given |= {"--offload": arguments.offload or None, "--tensor-parallel": arguments.tensor_parallel}
     given |= {"--solver knapsack": arguments.solver if arguments.solver == "knapsack" else None}
     if unused := [option for option, value in given.items() if value is not None]:
         raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {name}.")
@@ -202,7 +205,11 @@ def _plan_ranks(arguments: argparse.Namespace, model: "Model") -> "Plan":
         create_batch(model, arguments.batch),
         arguments.budget,
         Division(
-            arguments.ranks, arguments.shard or "full", 1 if arguments.nodes is None else arguments.nodes, arguments.offload
+            arguments.ranks,
+            arguments.shard or "full",
+            1 if arguments.nodes is None else arguments.nodes,
+            arguments.offload,
+            1 if arguments.tensor_parallel is None else arguments.tensor_parallel,
         ),
         solver=arguments.solver,
         optimizer=create_optimizer(arguments.optimizer, model),

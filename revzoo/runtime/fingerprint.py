@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.runtime.host_copy import can_read_now
@@ -55,6 +56,8 @@ def take_fingerprint(x: Tensor, *, bits: bool = False, of_part: bool = False) ->
         if not placements:
             return None
         x = cast(Any, x)._local_tensor
+        if isinstance(x, FakeTensor):
+            return None
     dtype = _choose_dtype(x.dtype, x.device)
     if dtype is None or x.layout is not torch.strided or not x.untyped_storage().nbytes():
         return None

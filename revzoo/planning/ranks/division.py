@@ -5,7 +5,7 @@ fills up the last. The first rank has the largest piece of everything: what it h
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import get_args
@@ -20,6 +20,7 @@ from revzoo.errors import InputError, UnknownNameError
 from revzoo.model.network import Model
 from revzoo.sharding.mesh import Shard, count_shards
 from revzoo.sharding.shard import list_units
+from revzoo.sharding.tensor_parallel import choose_parts
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,30 @@ class Division:
         shard: "full" divides the network over all of them, "hybrid" over those of each node, "none" repeats it on every one.
         nodes: machines, with the same number of ranks each.
         offload: shards, gradients and the optimizer's state are on the host, and not in the memory that is planned.
+        tensor_parallel: ranks that divide heads and hidden channels of each layer among them; they have the same batch.
     """
 
     ranks: int
     shard: Shard = "full"
     nodes: int = 1
     offload: bool = False
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.shard not in get_args(Shard):
             raise UnknownNameError("shard", self.shard, get_args(Shard))
-        for name, value in (("ranks", self.ranks), ("nodes", self.nodes)):
-            if type(value) is not int or value < 1:
-                raise InputError(f"The number of {name} is a whole number of at least 1. Received: {value!r}.")
+        for name in ("ranks", "nodes", "tensor_parallel"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise InputError(f"{name} is a whole number of at least 1. Received: {value!r}.")
         if self.ranks % self.nodes:
             raise InputError(
                 f"Every node has the same number of ranks. Received: {self.ranks} ranks on {self.nodes} nodes. Give a "
                 f"multiple of {self.nodes} ranks."
             )
         if self.shard != "none":
-            count_shards(self.ranks, self.shard, nodes=self.nodes)
+            count_shards(self.ranks, self.shard, self.tensor_parallel, self.nodes)
+        elif self.tensor_parallel > 1:
+            raise InputError("Layers are divided beside shards. Received: tensor_parallel with shard=none. Use shard=full.")
         elif self.offload:
             raise InputError(
                 "Shards are kept on the host where there are some. Received: offload with shard=none. Use shard=full."
@@ -62,21 +67,22 @@ class Division:
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         nodes = sizes.get("replicate")
         on_host = offload and mesh.device_type != "cpu"
-        return cls(mesh.size(), "full" if nodes is None else "hybrid", nodes or 1, on_host)
+        return cls(mesh.size(), "full" if nodes is None else "hybrid", nodes or 1, on_host, sizes.get("tensor", 1))
 
     @property
     def shards(self) -> int:
-        """Pieces that each parameter is cut into."""
-        return 1 if self.shard == "none" else count_shards(self.ranks, self.shard, nodes=self.nodes)
+        """Pieces that each parameter is cut into by FSDP2."""
+        return 1 if self.shard == "none" else count_shards(self.ranks, self.shard, self.tensor_parallel, self.nodes)
 
     @property
     def copies(self) -> int:
-        """How many ranks hold the same piece."""
-        return self.ranks // self.shards
+        """How many nodes, or ranks that have the whole, hold the same piece."""
+        return self.ranks // (self.shards * self.tensor_parallel)
 
     def __str__(self) -> str:
         where = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{self.ranks} ranks{where}, shard={self.shard}{', offload' * self.offload}"
+        layers = f", tensor_parallel={self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.ranks} ranks{where}, shard={self.shard}{layers}{', offload' * self.offload}"
 
 
 @dataclass(frozen=True)
@@ -107,22 +113,38 @@ def count_rank_bytes(model: Model, division: Division, optimizer: Optimizer | No
         division: over which ranks it will be divided.
         optimizer: of the model's parameters; its state is counted as of shards.
     """
-    parameters, shards = list(model.parameters()), division.shards
+    shards = division.shards
+    own = {id(p): p for p in model.parameters()}  # what FSDP2 cuts
+    if division.tensor_parallel > 1:
+        own |= _take_own_layers(model, division.tensor_parallel)
     gathered = 0
     if division.shard != "none":
         units = list_units(model)
         inside = {id(p) for unit in units for p in unit.parameters()}
-        root = _count_padded((p for p in parameters if id(p) not in inside), shards)
-        sizes = [0, *(_count_padded(unit.parameters(), shards) for unit in units)]
+        root = _count_padded((p for key, p in own.items() if key not in inside), shards)
+        sizes = [0, *(_count_padded((own[id(p)] for p in unit.parameters()), shards) for unit in units)]
         # A unit is copied from the buffer that it arrived in; in backward, the one before it arrives meanwhile.
         gathered = root + max(unit + max(unit, before) for before, unit in pairwise(sizes))
     return RankBytes(
-        weights=_count_padded(parameters, shards) // shards,
-        gradients=_count_padded((p for p in parameters if p.requires_grad), shards) // shards,
+        weights=_count_padded(own.values(), shards) // shards,
+        gradients=_count_padded((p for p in own.values() if p.requires_grad), shards) // shards,
         buffers=sum(b.nbytes for b in model.buffers()),
-        optimizer=_count_optimizer(model, optimizer, shards),
+        optimizer=_count_optimizer(model, optimizer, own, shards),
         gathered=gathered,
     )
+
+
+def _take_own_layers(model: Model, processes: int) -> dict[int, Tensor]:
+    """Return what one of the processes that divide layers has of each parameter of these, by the id of the parameter."""
+    own = dict[int, Tensor]()
+    for path, plan in choose_parts(model, processes).items():
+        part = model.get_submodule(path)
+        cuts = {f"{layer}.{name}": 0 for layer in plan.columns for name, _ in part.get_submodule(layer).named_parameters()}
+        cuts |= {f"{plan.rows}.weight": 1} | {name: cut for name, cut in plan.parameters.items() if cut is not None}
+        for name, dimension in cuts.items():
+            p = part.get_parameter(name)
+            own[id(p)] = p.to("meta").chunk(processes, dimension)[0].requires_grad_(p.requires_grad)
+    return own
 
 
 def _count_padded(tensors: Iterable[Tensor], shards: int) -> int:
@@ -135,13 +157,13 @@ def _count_rows(t: Tensor, shards: int) -> int:
     return -(-t.shape[0] // shards)
 
 
-def _count_optimizer(model: nn.Module, optimizer: Optimizer | None, shards: int) -> OptimizerBytes:
+def _count_optimizer(model: nn.Module, optimizer: Optimizer | None, own: Mapping[int, Tensor], shards: int) -> OptimizerBytes:
     """Return what an optimizer takes of the shards of its parameters."""
-    if optimizer is None or shards == 1:
-        return count_optimizer(model, optimizer)
+    if optimizer is None:
+        return count_optimizer(model, None)
     pieces = {
-        id(p): nn.Parameter(torch.empty(_count_rows(p, shards), *p.shape[1:], dtype=p.dtype, device="meta"), p.requires_grad)
-        for p in model.parameters()
+        key: nn.Parameter(torch.empty(_count_rows(p, shards), *p.shape[1:], dtype=p.dtype, device="meta"), p.requires_grad)
+        for key, p in own.items()
     }
     groups = [{**group, "params": [pieces[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     return count_optimizer(nn.ParameterList(pieces.values()), copy_optimizer(optimizer, groups))

@@ -33,7 +33,12 @@ from revzoo.runtime.nested import tensors_in
 from revzoo.sharding.mesh import make_mesh
 from revzoo.sharding.shard import Precision, shard_
 
-_KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
+_KINDS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",  # of gradients, by nodes
+    "all_reduce": "all-reduce of layers",
+}
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,17 @@ class RankMode(FakeMode):
         """Note the collectives from now on as those of another training step."""
         self._steps.append((Counter(), Counter()))
 
+    def forget_steps(self) -> None:
+        """Forget all training steps so far."""
+        self._steps.clear()
+
     @property
     def steps(self) -> list[dict[str, Collective]]:
         """The collectives of every training step, by kind."""
         return [{kind: Collective(calls[kind], sent[kind]) for kind in sorted(calls)} for calls, sent in self._steps]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
             calls, sent = self._steps[-1]
             kind = _KINDS[func._opname]
             calls[kind] += 1
@@ -79,9 +88,9 @@ class RankMode(FakeMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count_sent(self, kind: str, args: Any) -> int:
-        if kind == "all-reduce":
-            copies = self._division.copies
-            return sum(2 * (copies - 1) * t.nbytes // copies for t in tensors_in(args[0]))
+        if kind.startswith("all-reduce"):
+            together = self._division.copies if kind == "all-reduce" else self._division.tensor_parallel
+            return sum(2 * (together - 1) * t.nbytes // together for t in tensors_in(args[0]))
         first, second = tensors_in(args[:2])  # the whole, and a rank's part of it
         return abs(first.nbytes - second.nbytes)
 
@@ -107,8 +116,7 @@ def divide_copy(
     divided = copy.deepcopy(model, dict(tensors))
     with _pretend_ranks(division) if mesh is None else nullcontext(mesh) as ranks, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # which no step changes in place
-        with mode:
-            shard_(divided, ranks, precision=precision)
+        shard_(divided, ranks, precision=precision)  # outside of the mode: the mesh has values
         if division.offload:
             _keep_on_host(divided)
         divided.register_forward_pre_hook(mode.begin_step, prepend=True)
@@ -146,6 +154,6 @@ def _pretend_ranks(division: Division) -> Iterator[DeviceMesh]:
     assert division.shard != "none"
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=division.ranks)
     try:
-        yield make_mesh(division.ranks, division.shard, nodes=division.nodes)
+        yield make_mesh(division.ranks, division.shard, division.tensor_parallel, division.nodes)
     finally:
         distributed.destroy_process_group()

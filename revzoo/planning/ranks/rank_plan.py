@@ -84,7 +84,7 @@ def plan_ranks(
     if not isinstance(model, Model):
         raise InputError(f"Models of the zoo are planned for many ranks. Received: {type(model).__name__}.")
     held = count_rank_bytes(model, division, optimizer)
-    with _divide(model, division, precision, mesh, accumulate) as (divided, mode):
+    with _divide(model, batch, division, precision, mesh, accumulate) as (divided, mode):
         other_bytes += _count_beside(held, division)
         counted = count(divided, batch, loss, other_bytes, update_bytes=_count_update(held, division))
         memory = replace(counted, max_invert_run=predict_inversion_limit(model))
@@ -121,7 +121,7 @@ def count_rank_peak(
     """Return the peak of a training step of one rank with this schedule [bytes]. Other arguments: as for `plan_ranks`."""
     held = count_rank_bytes(model, division, optimizer)
     other_bytes += _count_beside(held, division)
-    with _divide(model, division, precision, mesh, accumulate) as (divided, _):
+    with _divide(model, batch, division, precision, mesh, accumulate) as (divided, _):
         return count_peak(divided, batch, modes, loss, other_bytes, update_bytes=_count_update(held, division))
 
 
@@ -141,7 +141,7 @@ def _count_update(held: RankBytes, division: Division) -> int:
 
 @contextmanager
 def _divide(
-    model: Model, division: Division, precision: Precision, mesh: DeviceMesh | None, accumulate: bool
+    model: Model, batch: Any, division: Division, precision: Precision, mesh: DeviceMesh | None, accumulate: bool
 ) -> Iterator[tuple[Model, RankMode | None]]:
     """Yield what a rank trains, and what notes its collectives; None where nothing is divided."""
     divided = divide_copy(model, division, precision=precision, mesh=mesh)
@@ -150,6 +150,9 @@ def _divide(
         nullcontext((model, None)) if division.shard == "none" else divided as (trained, mode),
         accumulated_gradients(trained) if adds_up else nullcontext(),
     ):
+        if mode is not None and division.tensor_parallel > 1:  # DTensor tries out every operation once, which would count
+            count_peak(trained, batch, ["store"] * len(trained.units))
+            mode.forget_steps()
         yield trained, mode
 
 
