@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from revzoo.errors import InputError
 from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.replay import is_sharded
 
 
 @contextmanager
@@ -148,6 +149,16 @@ def require_module(model: object) -> None:
     """Raise InputError unless the model is a module."""
     if not isinstance(model, nn.Module):
         raise InputError(f"The model must be a torch.nn.Module. Received: {type(model).__name__}.")
+
+
+def require_whole(model: nn.Module) -> None:
+    """Raise InputError if processes divide the model: without values, nothing can be gathered from them."""
+    if any(map(is_sharded, model.parameters())):
+        raise InputError(
+            f"A training step of a divided {type(model).__name__} is counted before it is divided. Received: parameters that "
+            "are shards (DTensor). Use revzoo.planning.ranks.rank_plan.plan_ranks with the whole model, which may be on the "
+            "meta device; its plan can be applied to the divided one."
+        )
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:

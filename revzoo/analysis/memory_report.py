@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.chains import find_chains, preserve_schedules
-from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss, updates_in_backward
+from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss, require_whole, updates_in_backward
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.format import format_bytes
 from revzoo.runtime.drift import ignore_error_growth
@@ -169,9 +169,12 @@ def measure_modes(
         model, batch, optimizer: as for `measure_memory`.
         in_backward: whether the optimizer updates each parameter inside backward. No gradients are then left after it, and
             what one takes beside its update counts with the activations.
+    Raises:
+        InputError: as `measure_memory`, or processes divide the model.
     Returns: a report for each mode (one report, "as it is", for a model without a schedule), and the model's present mode
         (None: its schedule mixes modes).
     """
+    require_whole(model)
     taken = count_optimizer(model, optimizer)
     updates: AbstractContextManager[None] = nullcontext()
     if in_backward and optimizer is not None:

@@ -119,6 +119,8 @@ def fail_in_one(rank: int, folder: Path) -> dict[str, Any]:
     shard_(model, make_mesh(dist.get_world_size(), "full"))
     with pytest.raises(InputError) as refused:  # the others could make theirs
         model.save_pretrained(folder / "store" / "inside a file" if rank == 0 else folder / f"saved-{rank}")
+    with pytest.raises(InputError, match="before it is divided. Received: parameters that are shards"):
+        revzoo.plan(model, model.example_input(2), "1GiB")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "_find_problems", lambda *_: ["wrong"] * rank)
         problems = verify.verify(model, model.example_input(2)).problems

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from revzoo.analysis.dry_run import require_whole
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.planning.budget import free_bytes, parse_budget
 from revzoo.planning.profiling.count import count
@@ -82,10 +83,11 @@ def profile(
         lookahead: count what every unit needs with look-ahead as well, for `revzoo.solve(profile, budget, lookahead=1)`.
         budget: no training step that takes more is timed, as for `revzoo.solve`; None is what is free.
     Raises:
-        InputError: not such a model, an unusable batch, no parameter with a gradient, an optimizer of other parameters, or no
-            such budget.
+        InputError: not such a model, or one that processes divide; an unusable batch, no parameter with a gradient, an
+            optimizer of other parameters, or no such budget.
         RecoveryError: a step does not return the same output when it runs again.
     """
+    require_whole(model)
     taken = count_optimizer(model, optimizer)
     other_bytes += taken.state
     counted = count(model, batch, loss, other_bytes, update_bytes=taken.update, lookahead=lookahead)
