@@ -122,12 +122,14 @@ class Run:
     @property
     def shares(self) -> int:
         """How many shares a batch has."""
-        return self.accelerator.num_processes // self.sharing
+        shares: int = self.accelerator.num_processes // self.sharing
+        return shares
 
     @property
     def share(self) -> int:
         """Number of this process's share."""
-        return self.accelerator.process_index // self.sharing
+        share: int = self.accelerator.process_index // self.sharing
+        return share
 
     def set_coupling(self, update: int) -> None:
         """Give the model and its running average the coupling of an update."""
