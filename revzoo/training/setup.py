@@ -187,7 +187,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     whole_batch = recipe.data.batch_size * shares
     if resumed:  # by any number of processes: they share the batches that the run began with
         whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
-    batch_size = _share_batch(whole_batch, shares, sharing, recipe)
+    batch_size = _share_batch(whole_batch, shares, recipe, sharing)
     reseed(options.seed)
     model_options = recipe.model
     if resumed:  # the weights come from the state
@@ -266,7 +266,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return open_accelerator(options.mixed_precision, gradient_accumulation_steps=options.accumulate, kwargs_handlers=handlers)
 
 
-def _share_batch(whole: int, shares: int, sharing: int, recipe: Recipe) -> int:
+def _share_batch(whole: int, shares: int, recipe: Recipe, sharing: int = 1) -> int:
     """Return how many examples of a batch each process takes, of which so many neighbours have the same."""
     parts = whole // 2 if recipe.mixup else whole  # mixup's pairs stay together
     if parts % shares:
