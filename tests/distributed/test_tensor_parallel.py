@@ -43,7 +43,11 @@ FAMILIES = {
     "rev_vit_digits": [ONE_STEP, "block.f.layer_scale=true"],
     "rev_swin_digits": [ONE_STEP, "stages.0.f.heads=4"],
     "rev_mvit_digits": [ONE_STEP, "stages.1.f.relative_position=true"],
-    "rev_bert_mini": [ONE_STEP, "block.f.attention_dropout=0", "block.f.dropout=0", "block.g.dropout=0", "stem.dropout=0"],
+    "rev_bert_mini": [
+        ONE_STEP,
+        "block.f.attention_dropout=0",
+        *(f"{part}.dropout=0" for part in ("stem", "block.f", "block.g", "head")),
+    ],
     "reformer_mini": [ONE_STEP, "block.f.dropout=0", "block.g.chunks=2"],
     "reformer_mini_full": [ONE_STEP, "block.f.dropout=0"],
 }
