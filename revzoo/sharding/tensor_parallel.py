@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from revzoo.checkpoint.slices import RowOrder
@@ -121,12 +121,12 @@ class _OwnPart:
         divided = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(divided, parameter.requires_grad))
         self._name, self._gradients = name, [Partial() if dimension is None else placement]
-        self._whole: DTensor | None = None
+        self._whole: Any = None
         module.register_forward_pre_hook(self._take)
         module.register_forward_hook(self._give_back, always_call=True)
 
     def _take(self, module: nn.Module, inputs: Any) -> None:
-        self._whole = module._parameters[self._name]
+        self._whole = module._parameters[self._name]  # a DTensor; FSDP2 has gathered it
         module._parameters[self._name] = self._whole.to_local(grad_placements=self._gradients)
 
     def _give_back(self, module: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -348,7 +348,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     check_weights(run)
     try:
         batches = stop.watch(run.test_loader)
-        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, sharing=run.sharing)
+        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, run.sharing)
     except StopRequested as caught:
         return caught.signum
     check_test_loss(run, scores.loss)

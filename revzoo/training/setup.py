@@ -130,12 +130,14 @@ class Run:
     @property
     def shares(self) -> int:
         """How many shares a batch has."""
-        return self.accelerator.num_processes // self.sharing
+        shares: int = self.accelerator.num_processes // self.sharing
+        return shares
 
     @property
     def share(self) -> int:
         """Number of this process's share."""
-        return self.accelerator.process_index // self.sharing
+        share: int = self.accelerator.process_index // self.sharing
+        return share
 
     def set_coupling(self, update: int) -> None:
         """Give the model and its running average the coupling of an update."""
@@ -198,7 +200,7 @@ def build_run(
     whole_batch = begun_with or recipe.data.batch_size * shares
     if resumed:  # by any number of processes: they share the batches that the run began with
         whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
-    batch_size = _share_batch(whole_batch, shares, sharing, recipe)
+    batch_size = _share_batch(whole_batch, shares, recipe, sharing)
     reseed(options.seed)
     model_options = recipe.model
     if resumed:  # the weights come from the state
@@ -281,7 +283,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return open_accelerator(options.mixed_precision, gradient_accumulation_steps=options.accumulate, kwargs_handlers=handlers)
 
 
-def _share_batch(whole: int, shares: int, sharing: int, recipe: Recipe) -> int:
+def _share_batch(whole: int, shares: int, recipe: Recipe, sharing: int = 1) -> int:
     """Return how many examples of a batch each process takes, of which so many neighbours have the same."""
     parts = whole // 2 if recipe.mixup else whole  # mixup's pairs stay together
     if parts % shares:

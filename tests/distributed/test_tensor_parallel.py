@@ -43,7 +43,11 @@ FAMILIES = {
     "rev_vit_digits": [ONE_STEP, "block.f.layer_scale=true"],
     "rev_swin_digits": [ONE_STEP, "stages.0.f.heads=4"],
     "rev_mvit_digits": [ONE_STEP, "stages.1.f.relative_position=true"],
-    "rev_bert_mini": [ONE_STEP, "block.f.attention_dropout=0", "block.f.dropout=0", "block.g.dropout=0", "stem.dropout=0"],
+    "rev_bert_mini": [
+        ONE_STEP,
+        "block.f.attention_dropout=0",
+        *(f"{part}.dropout=0" for part in ("stem", "block.f", "block.g", "head")),
+    ],
     "reformer_mini": [ONE_STEP, "block.f.dropout=0", "block.g.chunks=2"],
     "reformer_mini_full": [ONE_STEP, "block.f.dropout=0"],
 }
@@ -53,8 +57,8 @@ CLIPPED = 0.01
 RECIPE = ["train.epochs=2", "schedule.warmup_epochs=1", "model.overrides=[stages.0.depth=1]", "train.clip_grad=0.5"]
 RECIPE += ["ema={decay: 0.9}", "optimizer.layer_decay=0.8", "mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"]
 SHARED = ["train.shard=full", "train.tensor_parallel=2"]
-# Processes, updates after which they are stopped, and changes.
-CHANGES = [(4, 1, SHARED), (2, 1, ["train.tensor_parallel=1"]), (2, 3, ["train.tensor_parallel=2"]), (1, 0, [])]
+# By number of processes: updates after which a training is stopped, and with which changes it has gone on.
+CHANGES = {4: [(1, SHARED)], 2: [(1, ["train.tensor_parallel=1"]), (3, ["train.tensor_parallel=2"])], 1: [(0, [])]}
 
 
 def create(name: str, **arguments: Any) -> revzoo.Model:
@@ -196,33 +200,34 @@ def stop_after(updates: int) -> Callable[[StopSignal], int]:
     return lambda stop: next(signals, 0)
 
 
-def train_in_parts(rank: int, folder: Path) -> None:
+def train_in_parts(processes: int, folder: Path) -> None:
     """Train with 4 and with 2 processes; and begin with 4, go on with 2, and end alone."""
     loop.measure_modes = lambda *_, **__: ({}, None)
     loop.describe_gradients = lambda run: ""
     loop.plot_curves = lambda records, path: path.write_bytes(b"")
-    for processes in (4, 2):
-        with world(rank, processes, folder / f"store-{processes}") as is_one:
-            if is_one:
-                loop.train(load(processes // 2, *SHARED), folder / f"whole-{processes}")
+    if processes > 1:
+        loop.train(load(processes // 2, *SHARED), folder / f"whole-{processes}")
     poll = StopSignal.poll
-    for number, (processes, updates, changes) in enumerate(CHANGES):
-        with world(rank, processes, folder / f"store-cut-{number}") as is_one:
-            if is_one:
-                StopSignal.poll = stop_after(updates)
-                with suppress(Interrupted):
-                    loop.resume(folder / "cut", changes) if number else loop.train(load(2, *changes), folder / "cut")
+    for updates, changes in CHANGES[processes]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        StopSignal.poll = stop_after(updates)
+        with suppress(Interrupted):
+            loop.train(load(2, *changes), folder / "cut") if processes == 4 else loop.resume(folder / "cut", changes)
     StopSignal.poll = poll
 
 
 def work(rank: int, folder: Path, quick: bool) -> None:
-    with world(rank, 2 if quick else 4, folder / "store"):
-        results: dict[str, Any] = {"families": {name: compare(name) for name in (QUICK if quick else FAMILIES)}}
-        if quick:
-            results["all-reduces"] = {mode: count_all_reduces(mode) for mode in MODES}
-            results |= {"numbers": draw_own_numbers(), "saved": save_and_load(folder), "optimizers": try_optimizers()}
-    if not quick:
-        train_in_parts(rank, folder)
+    results: dict[str, Any] = {}
+    for processes in (2,) if quick else (4, 2, 1):
+        with world(rank, processes, folder / f"store-{processes}") as is_one:
+            if is_one and processes == (2 if quick else 4):
+                results["families"] = {name: compare(name) for name in (QUICK if quick else FAMILIES)}
+            if is_one and quick:
+                results["all-reduces"] = {mode: count_all_reduces(mode) for mode in MODES}
+                results |= {"numbers": draw_own_numbers(), "saved": save_and_load(folder), "optimizers": try_optimizers()}
+            elif is_one:
+                train_in_parts(processes, folder)
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
