@@ -59,7 +59,7 @@ def read_records(folder: Path) -> list[dict]:
 def test_two_processes_share_the_examples(name, tmp_path, write_tar, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache", raising=False)
-    monkeypatch.setattr(loop, "measure_modes", lambda *_: ({}, None))  # which takes longer than these runs
+    monkeypatch.setattr(loop, "measure_modes", lambda *_, **__: ({}, None))  # which takes longer than these runs
     monkeypatch.setattr(loop, "describe_gradients", lambda run: "")
     root = tmp_path / "data"
     write_tars(root, write_tar) if name == "wds" else write_dataset(root)
