@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from accelerate.state import AcceleratorState
 from omegaconf import OmegaConf
+from PIL import Image
 
 import revzoo
 import zoo_cli
@@ -74,6 +75,7 @@ def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
     """Blocks run in order and share names; YAML is written under the name in its first line; text is the output before it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REVZOO", str(ROOT))
+    write_photos()
     names, output = {"__name__": "__main__"}, ""
     for language, body in fences(document):
         if language == "yaml":
@@ -87,6 +89,16 @@ def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
                 run(command)
         else:
             assert (language, body) == ("text", output)
+
+
+def write_photos() -> None:
+    """Write what a reader brings along: photographs in one folder per class, 256 of them for training, and one more."""
+    for i in range(160):
+        for label in ("cat", "dog"):
+            file = Path("photos", label, f"{i}.jpg")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((12, 8), 10 + i).save(file)
+    Image.effect_noise((12, 8), 50).save("photo.jpg")
 
 
 def run(command: str) -> None:
