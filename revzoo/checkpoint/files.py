@@ -100,9 +100,7 @@ def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | No
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
     own = {key: tensor for key, tensor in model.state_dict().items() if tensor.shape == own[key].shape}
     orders = find_row_orders(model)
-    read = {
-        key: tensors[key][find_own_slice(t, orders.get(key))] if is_sharded(t) else tensors[key] for key, t in own.items()
-    }
+    read = {key: tensors[key][find_own_slice(t, orders.get(key))] if is_sharded(t) else tensors[key] for key, t in own.items()}
     if damaged := find_not_finite(read):
         warnings.warn(f"{path} holds infinities or NaN in {len(damaged)} tensors: {join_names(damaged, most=4)}.", stacklevel=2)
     if any(map(is_sharded, own.values())):

@@ -1,8 +1,8 @@
 """Copy whole tensors into sharded ones and back: a DTensor of PyTorch holds a slice of the tensor in every process.
 
-A layer that computes several things at once, such as queries, keys and values, may be divided so that every process has its part
-of each. Then its rows are dealt out: to PyTorch the tensor is one whose rows are in that `RowOrder`. Files and states hold the
-ordinary order, and everything here translates.
+A layer that computes several things at once, such as queries, keys and values, may be divided so that every process has its
+part of each. Then its rows are dealt out: to PyTorch the tensor is one whose rows are in that `RowOrder`. Files and states hold
+the ordinary order, and everything here translates.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,15 +27,21 @@ class RowOrder:
 
     def deal(self, ordinary: Tensor) -> Tensor:
         """Return the tensor in the dealt order."""
-        return ordinary.unflatten(0, (self.pieces, self.processes, -1)).transpose(0, 1).flatten(0, 2)
+        return _swap(ordinary, self.pieces, self.processes)
 
     def restore(self, dealt: Tensor) -> Tensor:
         """Return the tensor in the ordinary order."""
-        return dealt.unflatten(0, (self.processes, self.pieces, -1)).transpose(0, 1).flatten(0, 2)
+        return _swap(dealt, self.processes, self.pieces)
 
     def mark(self, module: nn.Module) -> None:
         """Say that the parameters of a module are in this order; `find_row_orders` reads it."""
         module.row_order = cast(Any, self)
+
+
+def _swap(tensor: Tensor, outer: int, inner: int) -> Tensor:
+    """Return rows in `outer` groups of `inner` ones in groups of the inner number instead."""
+    blocks: Tensor = tensor.view(outer, inner, -1, *tensor.shape[1:])
+    return blocks.transpose(0, 1).flatten(0, 2)
 
 
 def find_row_orders(model: nn.Module) -> dict[str, RowOrder]:

@@ -1,7 +1,7 @@
 """How several processes can divide the products of a part among them, by heads or by hidden channels.
 
-A part that has such a plan names it in its attribute `tensor_plan`. Its input and its output are whole in every process; between
-them, each process computes its own heads, or its own hidden channels, of all tokens.
+A part that has such a plan names it in its attribute `tensor_plan`. Its input and its output are whole in every process;
+between them, each process computes its own heads, or its own hidden channels, of all tokens.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 The streams are whole in every process, so that recovering a step needs no other one. A branch adds up what the processes have
 computed when it has run, in forward and where it runs again, and its input's gradient in backward: one all-reduce each. The
-parts name what is divided (`revzoo.parts.tensor_plan`); parts without a plan are whole in every process, which all compute them.
+parts name what is divided (`revzoo.parts.tensor_plan`); parts without a plan are whole in every process, and all compute them.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3; `torch.distributed.tensor.parallel`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -31,8 +31,8 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 def choose_parts(model: Model, processes: int) -> dict[str, TensorPlan]:
     """Return the plans of the parts that so many processes divide, by path.
 
-    A part whose heads or hidden channels they cannot share equally stays whole in all of them, if such parts hold at most a tenth
-    of the weights: those of the first stage, where there are few heads.
+    A part whose heads or hidden channels they cannot share equally stays whole in all of them, if such parts hold at most a
+    tenth of the weights: those of the first stage, where there are few heads.
 
     Raises:
         InputError: the processes cannot divide the network's layers.
@@ -40,8 +40,8 @@ def choose_parts(model: Model, processes: int) -> dict[str, TensorPlan]:
     plans = {name: plan for name, module in model.named_modules() if (plan := getattr(module, "tensor_plan", None))}
     if not plans:
         raise InputError(
-            f"tensor_parallel divides attention and MLPs. Received: tensor_parallel={processes} for {model.spec.name}, which has "
-            "neither: convolutions are not divided. Use tensor_parallel=1; shard=full divides the weights of every layer."
+            f"tensor_parallel divides attention and MLPs. Received: tensor_parallel={processes} for {model.spec.name}, which "
+            "has neither: convolutions are not divided. Use tensor_parallel=1; shard=full divides the weights of every layer."
         )
     sizes = {path: _count_weights(model.get_submodule(path), plan) for path, plan in plans.items()}
     whole = [path for path, plan in plans.items() if plan.count % processes]
@@ -122,12 +122,12 @@ class _OwnPart:
         divided = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(divided, parameter.requires_grad))
         self._name, self._gradients = name, [Partial() if dimension is None else placement]
-        self._whole: DTensor | None = None
+        self._whole: Any = None
         module.register_forward_pre_hook(self._take)
         module.register_forward_hook(self._give_back, always_call=True)
 
     def _take(self, module: nn.Module, inputs: Any) -> None:
-        self._whole = module._parameters[self._name]
+        self._whole = module._parameters[self._name]  # a DTensor; FSDP2 has gathered it
         module._parameters[self._name] = self._whole.to_local(grad_placements=self._gradients)
 
     def _give_back(self, module: nn.Module, inputs: Any, outputs: Any) -> None:

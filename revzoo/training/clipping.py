@@ -35,4 +35,5 @@ def clip_gradients_(parameters: Iterable[nn.Parameter], most: float) -> None:
 def _count_copies(sharded: Any) -> int:
     """Return how many processes hold the same part of a tensor."""
     sizes = zip(sharded.device_mesh.shape, sharded.placements, strict=True)
-    return dist.get_world_size() // math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
+    parts: int = math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
+    return dist.get_world_size() // parts

@@ -5,7 +5,6 @@ mixes it with tensors of its own, or takes apart what it is given, raises an err
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn

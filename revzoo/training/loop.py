@@ -32,9 +32,9 @@ from revzoo.errors import RecoveryError
 from revzoo.file import write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
-from revzoo.training.clipping import clip_gradients_
 from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.change import check_changes, needs_new_plan
+from revzoo.training.clipping import clip_gradients_
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
 from revzoo.training.evaluation import evaluate
 from revzoo.training.in_backward import update_in_backward
@@ -325,7 +325,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     check_weights(run)
     try:
         batches = stop.watch(run.test_loader)
-        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, sharing=run.sharing)
+        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, run.sharing)
     except StopRequested as caught:
         return caught.signum
     check_test_loss(run, scores.loss)

@@ -95,8 +95,9 @@ def describe_shares(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=True))
     repeated = f", repeated on {sizes['replicate']} nodes" if "replicate" in sizes else ""
-    layers = f", layers over {sizes['tensor']}" if "tensor" in sizes else ""
-    return f"divided over {sizes['shard']} processes{layers}{repeated}"
+    tensor = sizes.get("tensor", 1)
+    layers = f", each layer over {tensor} of them" if tensor > 1 else ""
+    return f"divided over {sizes['shard'] * tensor} processes{layers}{repeated}"
 
 
 def count_sharing(mesh: DeviceMesh | None) -> int:

@@ -156,6 +156,8 @@ def _find_needs_of_shards(tree: YamlNode) -> Iterator[SpecProblem]:
         if _value(tree, "train.offload") is True:
             yield _node(tree, "train.offload").problem("false with train.shard: none, or train.shard: full")
         return
+    if _value(tree, "train.tensor_parallel") not in (None, 1) and _value(tree, "train.compile") is True:
+        yield _node(tree, "train.compile").problem("false with train.tensor_parallel")
     if _value(tree, "train.optimizer_in_backward") is True:
         allowed = "false with train.shard: the processes add up their gradients before an update"
         yield _node(tree, "train.optimizer_in_backward").problem(allowed)

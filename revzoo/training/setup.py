@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +122,14 @@ class Run:
     @property
     def shares(self) -> int:
         """How many shares a batch has."""
-        return self.accelerator.num_processes // self.sharing
+        shares: int = self.accelerator.num_processes // self.sharing
+        return shares
 
     @property
     def share(self) -> int:
         """Number of this process's share."""
-        return self.accelerator.process_index // self.sharing
+        share: int = self.accelerator.process_index // self.sharing
+        return share
 
     def set_coupling(self, update: int) -> None:
         """Give the model and its running average the coupling of an update."""
@@ -186,7 +187,7 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
     whole_batch = recipe.data.batch_size * shares
     if resumed:  # by any number of processes: they share the batches that the run began with
         whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
-    batch_size = _share_batch(whole_batch, shares, sharing, recipe)
+    batch_size = _share_batch(whole_batch, shares, recipe, sharing)
     reseed(options.seed)
     model_options = recipe.model
     if resumed:  # the weights come from the state
@@ -210,8 +211,9 @@ def build_run(recipe: Recipe, folder: Path, *, resumed: bool, accelerator: Accel
         _require_updates_in_backward(recipe, optimizer, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
     prepared = accelerator.prepare_optimizer(optimizer)
-    deal = partial(prepare_data_loader, device=accelerator.device, num_processes=shares, process_index=share, put_on_device=True)
-    train_loader, test_loader = deal(data.train), deal(data.test)
+    train_loader, test_loader = (
+        prepare_data_loader(loader, accelerator.device, shares, share, put_on_device=True) for loader in (data.train, data.test)
+    )
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     coupling = make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch)
     if coupling is not None:  # the spec that is saved has the coupling of the first update
@@ -264,15 +266,15 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return open_accelerator(options.mixed_precision, gradient_accumulation_steps=options.accumulate, kwargs_handlers=handlers)
 
 
-def _share_batch(whole: int, shares: int, sharing: int, recipe: Recipe) -> int:
+def _share_batch(whole: int, shares: int, recipe: Recipe, sharing: int = 1) -> int:
     """Return how many examples of a batch each process takes, of which so many neighbours have the same."""
     parts = whole // 2 if recipe.mixup else whole  # mixup's pairs stay together
     if parts % shares:
         possible = [str(number * sharing) for number in range(1, whole + 1) if parts % number == 0]
         pairs = f", {parts} pairs for mixup" if recipe.mixup else ""
         raise InputError(
-            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares * sharing} processes cannot share "
-            f"equally. Resume it with {join_names(possible, most=8)} processes."
+            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares * sharing} processes cannot "
+            f"share equally. Resume it with {join_names(possible, most=8)} processes."
         )
     return whole // shares
 

@@ -42,5 +42,5 @@ def test_the_commands_work(tmp_path):
         if "divided over 2 processes" in launched.stdout:
             divided.append(line)
     assert divided == [line for line in COMMANDS if "train.shard=full" in line or line.startswith("accelerate")]
-    assert len(divided) == 2
-    assert len(COMMANDS) == 5
+    assert len(divided) == 3
+    assert len(COMMANDS) == 6

@@ -254,7 +254,14 @@ def test_processes_that_do_not_fit_are_refused(arguments, message):
     ("overrides", "message"),
     [
         (["train.offload=true"], "train.offload: found true; allowed: false with train.shard: none"),
-        (["train.tensor_parallel=2", "train.shard=full"], "train.tensor_parallel: found 2; allowed: 1: no part divides"),
+        (
+            ["train.tensor_parallel=2"],
+            "train.tensor_parallel: found 2; allowed: 1 with train.shard: none, or train.shard: full",
+        ),
+        (
+            ["train.tensor_parallel=2", "train.shard=full", "train.compile=true"],
+            "train.compile: found true; allowed: false with train.tensor_parallel",
+        ),
         (["train.shard=full", "train.mixed_precision=fp16"], "train.mixed_precision: found 'fp16'; allowed: bf16"),
         (
             ["train.shard=full", "train.optimizer_in_backward=true", "train.clip_grad=null"],
