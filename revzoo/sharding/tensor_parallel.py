@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.checkpoint.slices import RowOrder
 from revzoo.errors import InputError, join_names
@@ -152,7 +153,8 @@ class _OwnNumbers:
     def _begin(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if not module.training:
             return
-        seed = int(torch.randint(2**62, (), device="cpu"))
+        with _disable_current_modes():  # where bytes are counted without values, this number has one
+            seed = int(torch.randint(2**62, (), device="cpu"))
         device = inputs[0].device
         places = [torch.random] if device.type == "cpu" else [torch.random, torch.get_device_module(device)]
         self._states = [(place, place.get_rng_state()) for place in places]

@@ -102,4 +102,4 @@ def describe_shares(mesh: DeviceMesh) -> str:
 
 def count_sharing(mesh: DeviceMesh | None) -> int:
     """Return how many processes, neighbours in rank, have the same examples, because they divide each layer."""
-    return 1 if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()) else mesh["tensor"].size()
+    return 1 if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)).get("tensor", 1)

@@ -65,7 +65,7 @@ SLOW = {
     ),
     "update": Case("digits", DEEP, 2, "850KiB", UPDATED),
     "hybrid": Case("digits", VIT, 64, "690KiB", ("train.shard=hybrid",)),
-    "tensor": Case("digits", VIT, 64, "690KiB", ("train.tensor_parallel=2", "train.mixed_precision=bf16")),
+    "tensor": Case("digits", VIT, 64, "380KiB", ("train.tensor_parallel=2", "train.mixed_precision=bf16")),
     "bytes": Case("text_reformer", REFORMER, 32, "8900KiB"),
 }
 MEMORY = 4 * 690 * 1024  # of which each of two processes takes half of a half

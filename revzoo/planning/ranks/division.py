@@ -114,7 +114,7 @@ def count_rank_bytes(model: Model, division: Division, optimizer: Optimizer | No
         optimizer: of the model's parameters; its state is counted as of shards.
     """
     shards = division.shards
-    own = {id(p): p for p in model.parameters()}  # what FSDP2 cuts
+    own: dict[int, Tensor] = {id(p): p for p in model.parameters()}  # what FSDP2 cuts
     if division.tensor_parallel > 1:
         own |= _take_own_layers(model, division.tensor_parallel)
     gathered = 0
