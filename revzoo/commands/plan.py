@@ -78,6 +78,7 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--offload", action="store_true", help="the ranks keep shards, gradients and optimizer state on the host"
     )
+    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="ranks that divide each layer (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save the plan")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory over time, the schedule and other budgets")
     parser.add_argument("--json", action="store_true", help="print everything, and the data of --plot, as JSON instead")

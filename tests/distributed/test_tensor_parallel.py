@@ -34,7 +34,8 @@ from revzoo.training.divided_update import updates_divided
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.recipe import load_recipe
-from revzoo.training.state_tensors import read_tensors, write_tensors
+from revzoo.training.state_tensors import list_contents, read_tensors
+from revzoo.training.state_writer import StateWriter, write
 
 SECONDS = 500
 ONE_STEP = "stages.0.depth=1"
@@ -148,7 +149,8 @@ def save_and_load(folder: Path) -> dict[str, bool]:
     run_step(model, make_batch(model))
     optimizer.step()
     save_weights(model, folder / "weights.safetensors")
-    write_tensors(folder / "state", {"model": model}, optimizer, {})
+    contents = list_contents({"model": model}, optimizer, {})
+    write(contents, StateWriter(folder / "state", lambda checksums: None))
     alone = create("rev_vit_digits", checkpoint=folder / "weights.safetensors")
     if dist.get_rank() == 0:
         save_weights(alone, folder / "alone.safetensors")

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ def count_rank_bytes(model: Model, division: Division, optimizer: Optimizer | No
         optimizer: of the model's parameters; its state is counted as of shards.
     """
     shards = division.shards
-    own: dict[int, Tensor] = {id(p): p for p in model.parameters()}  # what FSDP2 cuts
+    own = {id(p): cast(Tensor, p) for p in model.parameters()}  # what FSDP2 cuts
     if division.tensor_parallel > 1:
         own |= _take_own_layers(model, division.tensor_parallel)
     gathered = 0
