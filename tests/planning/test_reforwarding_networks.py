@@ -14,7 +14,7 @@ from revzoo.planning.reforwarding.capture import capture
 from revzoo.planning.reforwarding.front import find_front
 from revzoo.planning.reforwarding.record import count_step, record
 
-BUDGETS = 8
+BUDGETS = 4
 
 
 def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
