@@ -35,7 +35,7 @@ from revzoo.model.network import Model, check_num_outputs
 from revzoo.spec.edit import with_outputs
 from revzoo.spec.loading import parse_spec
 from revzoo.spec.names import UNUSED_WEIGHTS
-from revzoo.spec.schema import Spec
+from revzoo.spec.schema import ImageInput, Spec
 
 _ROUNDING = 1e-4  # largest relative difference of logits that the order of sums may explain; 1e-6 is usual
 _UNLIKE = (
@@ -112,6 +112,7 @@ def convert(
             fresh = join_names([key for row in assignment.rows if row.action == "initialised" for key in row.ours])
             reasons.append(f"The head {model.spec.head.type} has {num_outputs} outputs. Initialised at random: {fresh}.")
     model.schedule = "invert"
+    model.data_config = _read_data_config(original.description, spec)
     report = ConvertReport(
         original=original.name,
         kind=source_family.name,
@@ -201,6 +202,14 @@ def _attach_head(
     other.load_state_dict({key: t for key, t in model.state_dict().items() if not key.startswith("head.")}, strict=False)
     other.load_state_dict(assignment.values, strict=False)
     return other, assignment
+
+
+def _read_data_config(description: Any, spec: Spec) -> dict[str, Any]:
+    """Return how timm prepares images for the original; nothing for others, or for other channels."""
+    config = getattr(description, "pretrained_cfg", None) or {}
+    if not isinstance(spec.input, ImageInput) or len(config.get("mean", ())) != spec.input.channels:
+        return {}
+    return {key: config[key] for key in ("mean", "std", "interpolation", "crop_pct", "crop_mode") if config.get(key)}
 
 
 def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:

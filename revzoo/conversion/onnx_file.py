@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def export_onnx(model: Model, file: Path) -> float:
             f"A network is written as FILE.onnx, in a folder that exists. Received: {file}. Use --onnx network.onnx."
         )
     with _explain_missing():
+        import_module("onnxscript")  # torch.onnx needs it, and does not say so in one sentence
         import onnxruntime
     example = _make_example(model, 2)
     with warnings.catch_warnings():  # of PyTorch and onnxscript, of themselves

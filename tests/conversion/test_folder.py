@@ -7,6 +7,7 @@ import signal
 from functools import partial
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 
@@ -31,6 +32,8 @@ def test_a_folder_that_every_command_takes_and_the_way_back(file, tmp_path, caps
     assert report["comparisons"][0]["largest_difference"] <= 1e-5
     model = revzoo.create(out)
     assert (model.num_outputs, model.coupling.kept_bits, model.spec.name) == (5, 8, "test_vit_momentum")
+    original = timm.get_pretrained_cfg("test_vit")
+    assert (model.data_config["mean"], model.data_config["crop_pct"]) == (original.mean, original.crop_pct)
     assert zoo_cli.main(["show", str(out)]) == 0
     assert zoo_cli.main(["export", str(out), "--out", str(tmp_path / "back.safetensors")]) == 0
     expected, back = load_file(file), load_file(tmp_path / "back.safetensors")

@@ -36,7 +36,6 @@ HOMES = {
     "torch": set(RANKS) - {"after_import", "bounds", "errors", "file", "format", "hub", "registry", "spec"},
     "timm": {"parts", "model", "analysis", "data", "conversion", "training", "commands"},
     "onnxruntime": {"conversion"},
-    "onnxscript": {"conversion"},
     "omegaconf": {"spec", "checkpoint", "training"},
     "yaml": {"spec", "checkpoint"},
     "safetensors": {"checkpoint", "conversion", "training"},
