@@ -10,7 +10,8 @@ from revzoo.checkpoint import index
 from revzoo.errors import InputError
 from revzoo.format import format_bytes, format_flops, format_shape
 from revzoo.model.create import create
-from revzoo.spec import ImageInput, Input, Spec, list_models, load_spec
+from revzoo.spec import ImageInput, Input, Spec, load_spec
+from revzoo.spec.names import shipped_model_files
 
 Row = dict[str, Any]
 
@@ -73,8 +74,8 @@ def read_table(file: Path) -> dict[str, Row]:
 
 
 def load_shipped_specs() -> dict[str, Spec]:
-    """Return the spec of every model by name."""
-    return {name: load_spec(name) for name in list_models()}
+    """Return the spec of every model that ships by name."""
+    return {name: load_spec(name) for name in shipped_model_files()}
 
 
 def find_outdated(table: Mapping[str, Row], specs: Mapping[str, Spec]) -> dict[str, str]:

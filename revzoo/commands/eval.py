@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.commands.parser import Parser, split_overrides
+from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "target", nargs="*", help="the folder of a run or a checkpoint in it, and overrides such as data.root=/elsewhere"
     )
+    declare_import(parser)
     parser.add_argument("--pretrained", metavar="NAME", help="evaluate the weights that ship for this model")
 
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from revzoo.commands.parser import Parser
+from revzoo.commands.parser import Parser, declare_import
 from revzoo.errors import UnknownNameError
 
 SUMMARY = "List the models."
@@ -12,6 +12,7 @@ SUMMARY = "List the models."
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo list`."""
     parser.add_argument("pattern", nargs="?", default="*", help="shell-style, such as 'rev_vit*'")
+    declare_import(parser)
     parser.hints["--all"] = " revzoo list without a pattern prints the names of all models."
     parser.add_argument(
         "--docs", type=Path, metavar="DIR", help="measure these models and update zoo.json and zoo.md in DIR instead"

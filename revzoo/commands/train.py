@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from revzoo.commands.parser import Parser, split_overrides
+from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
 
 SUMMARY = "Train a model by a recipe."
@@ -18,6 +18,7 @@ def declare(parser: Parser) -> None:
         "several processes without GPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m zoo_cli "
         "train ...; a network divided over them: torchrun --nproc-per-node N -m zoo_cli train ... train.shard=full"
     )
+    declare_import(parser)
     parser.list_settings = _list_settings
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"

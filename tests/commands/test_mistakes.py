@@ -78,7 +78,7 @@ MODELS = ", ".join(list_models()[:3])
             "1 problem found:\n  override: heads: found the unknown key 'heads'; allowed: name, family, input, "
             "stem, split, block, stages, fuse, head, init, sources, twin, expect. Did you mean 'block.f.heads'?",
         ),
-        ("list --table docs", "Unknown option of revzoo list '--table'. Allowed: --docs, --help, -h."),
+        ("list --table docs", "Unknown option of revzoo list '--table'. Allowed: --docs, --help, --import, -h."),
         (
             "train --ot=runs",
             "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --accept-changes, --help, --out, ",
