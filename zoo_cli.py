@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = Parser(prog=f"revzoo {name}", description=command.SUMMARY)
         command.declare(parser)
         with _end_by_exception():
-            return command.run(parser.parse(rest))
+            arguments = parser.parse(rest)
+            _import_packages(getattr(arguments, "imports", ()))
+            return command.run(arguments)
     except RevzooError as error:
         print(f"revzoo: {error}", file=sys.stderr)
         return 2
@@ -53,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(f"\nrevzoo: {stopped if stopped.args else 'stopped'}", file=sys.stderr)
         return 128 + getattr(stopped, "signum", 2)
+
+
+def _import_packages(names: Sequence[str]) -> None:
+    if names:
+        from revzoo.plugin import import_package
+
+        for name in names:
+            import_package(name)
 
 
 class _Terminated(KeyboardInterrupt):

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from revzoo.errors import UnknownNameError
+from revzoo.plugin import load_plugins
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -59,8 +60,9 @@ class Registry:
         return {key: p for key, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
     def _load(self) -> dict[str, Callable[..., Any]]:
-        """Return all entries, those of the home module included."""
+        """Return all entries, those of the home module and of installed packages included."""
         import_module(self._home)
+        load_plugins()
         return self._entries
 
 

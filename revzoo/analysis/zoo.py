@@ -3,16 +3,14 @@
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from revzoo.analysis.report import report_model
+from revzoo.analysis.zoo_table import TABLE, Row, read_table
 from revzoo.checkpoint import index
-from revzoo.errors import InputError
 from revzoo.format import format_bytes, format_flops, format_shape
 from revzoo.model.create import create
-from revzoo.spec import ImageInput, Input, Spec, list_models, load_spec
-
-Row = dict[str, Any]
+from revzoo.spec import ImageInput, Input, Spec, load_spec
+from revzoo.spec.names import shipped_model_files
 
 _MODES = ("store", "recompute", "invert")  # columns of the page
 _PAGE = """\
@@ -44,7 +42,7 @@ def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[
         names: models to measure if their row is outdated; None is all.
         announce: called with the name of each model before it is measured.
     """
-    file, specs = folder / "zoo.json", load_shipped_specs()
+    file, specs = folder / TABLE, load_shipped_specs()
     table = {name: row for name, row in read_table(file).items() if name in specs}
     _write(file, table)  # fails here, before anything is measured, if it cannot be written
     for name in specs if names is None else names:
@@ -57,24 +55,9 @@ def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[
     (folder / "zoo.md").write_text(format_page(table), encoding="utf-8")
 
 
-def read_table(file: Path) -> dict[str, Row]:
-    """Return the rows of a zoo.json by model; none if there is no such file.
-
-    Raises:
-        InputError: the file was not written by `update`, or is damaged.
-    """
-    try:
-        rows: dict[str, Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        if all({"digest", "twin"} <= row.keys() for row in rows.values()):
-            return rows
-    except (AttributeError, ValueError):
-        pass
-    raise InputError(f"{file} is damaged: it holds no table of models. Delete it, and all models are measured again.")
-
-
 def load_shipped_specs() -> dict[str, Spec]:
-    """Return the spec of every model by name."""
-    return {name: load_spec(name) for name in list_models()}
+    """Return the spec of every model that ships by name."""
+    return {name: load_spec(name) for name in shipped_model_files()}
 
 
 def find_outdated(table: Mapping[str, Row], specs: Mapping[str, Spec]) -> dict[str, str]:

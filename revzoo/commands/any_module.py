@@ -1,11 +1,10 @@
 """Modules that are not the zoo's, as they are named on a command line."""
 
-import sys
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from revzoo.errors import InputError, UnknownNameError
+from revzoo.plugin import import_from_here
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,15 +70,12 @@ def _call_function(name: str, size: int | None) -> "tuple[nn.Module, Any]":
     module_name, function_name = name.rsplit(":", 1)
     if size is not None:
         raise InputError(f"{name} makes its own batch. Received: --batch {size}. Leave it out.")
-    sys.path.insert(0, "")
     try:
-        made = getattr(import_module(module_name), function_name)()
-    except (ImportError, AttributeError) as error:
+        made = getattr(import_from_here(module_name), function_name)()
+    except (ImportError, AttributeError, InputError) as error:
         raise InputError(
             f"{name} cannot be called ({error}). It is package.module:function, seen from the present folder."
         ) from error
-    finally:
-        sys.path.remove("")
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise InputError(f"{name} returns a module and a batch. Received: {type(made).__name__}.")
     return made

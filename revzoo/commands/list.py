@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from revzoo.commands.parser import Parser
-from revzoo.errors import UnknownNameError
+from revzoo.commands.parser import Parser, declare_import
+from revzoo.errors import InputError, UnknownNameError
 
 SUMMARY = "List the models."
 
@@ -12,6 +12,9 @@ SUMMARY = "List the models."
 def declare(parser: Parser) -> None:
     """Add the arguments of `revzoo list`."""
     parser.add_argument("pattern", nargs="?", default="*", help="shell-style, such as 'rev_vit*'")
+    declare_import(parser)
+    parser.add_argument("--recipes", action="store_true", help="list the recipes of revzoo train instead")
+    parser.add_argument("--long", action="store_true", help="also parameters, FLOPs, memory and weights, or what a recipe does")
     parser.hints["--all"] = " revzoo list without a pattern prints the names of all models."
     parser.add_argument(
         "--docs", type=Path, metavar="DIR", help="measure these models and update zoo.json and zoo.md in DIR instead"
@@ -22,13 +25,38 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the names that match, or measure these models for the documentation."""
     from revzoo.spec import list_models
 
+    if arguments.recipes:
+        return _list_recipes(arguments)
     names = list_models(arguments.pattern)
     if not names:
         raise UnknownNameError("model", arguments.pattern, list_models())
-    if arguments.docs is None:
+    if arguments.docs is not None and arguments.long:
+        raise InputError("Received: --long and --docs, which each print something else. Leave one out.")
+    if arguments.docs is None and arguments.long:
+        from revzoo.analysis.zoo_table import read_shipped_table
+        from revzoo.display.console import print_renderable
+        from revzoo.display.tables.zoo import tabulate_zoo
+
+        print_renderable(tabulate_zoo(names, read_shipped_table()))
+    elif arguments.docs is None:
         print("\n".join(names))
     else:
         from revzoo.analysis.zoo import update
 
         update(arguments.docs, names)
+    return 0
+
+
+def _list_recipes(arguments: argparse.Namespace) -> int:
+    """Print the names of the recipes that match, or with --long what the first lines of their files say."""
+    from revzoo.spec.names import list_recipes, recipe_file
+
+    if arguments.docs is not None:
+        raise InputError("--docs is for models. Received: --recipes. Leave one out.")
+    names = list_recipes(arguments.pattern)
+    if not names:
+        raise UnknownNameError("recipe", arguments.pattern, list_recipes())
+    for name in names:
+        lines = recipe_file(name).read_text(encoding="utf-8").splitlines() if arguments.long else []
+        print(f"{name}: {lines[0].lstrip('# ')}" if lines and lines[0].startswith("#") else name)
     return 0

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from revzoo.commands.parser import NAME_HELP, Parser, split_overrides
+from revzoo.commands.parser import NAME_HELP, Parser, declare_import, split_overrides
 from revzoo.errors import InputError
 
 
 def declare_name(parser: Parser, name_help: str = NAME_HELP) -> None:
     """Add the name of a model and its overrides; an option that is none is pointed to the override of that name."""
     parser.add_argument("name", nargs="+", help=f"{name_help}, and overrides such as head.outputs=10 or img_size=160")
+    declare_import(parser)
     parser.list_settings = _list_settings
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from revzoo.errors import InputError, UnknownNameError, find_nearest
-from revzoo.spec.synonym import find_settings, find_similar_settings
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
@@ -46,6 +45,8 @@ class Parser(argparse.ArgumentParser):
         option, _, value = received.partition("=")
         hint = self.hints.get(option, "")
         if not hint and self.list_settings is not None and find_nearest(option, self.options, cutoff=0.8) is None:
+            from revzoo.spec.synonym import find_settings, find_similar_settings
+
             path, known = option.lstrip("-").replace("-", "_"), self.list_settings()
             settings = find_settings(path, known) or find_similar_settings(path, known)
             value = value or next(iter(arguments[arguments.index(received) + 1 :]), "")
@@ -56,6 +57,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""
         raise InputError(f"{message[:1].upper()}{message[1:]}. See {self.prog} --help.")
+
+
+def declare_import(parser: Parser) -> None:
+    """Add --import; `zoo_cli` imports what it names before the command runs."""
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="a package or module with parts or specs of yours, which is not installed as a plugin",
+    )
 
 
 class Command(Protocol):

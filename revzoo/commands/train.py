@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from revzoo.commands.parser import Parser, split_overrides
+from revzoo.commands.parser import Parser, declare_import, split_overrides
 from revzoo.errors import InputError
 
 SUMMARY = "Train a model by a recipe."
@@ -18,11 +18,18 @@ def declare(parser: Parser) -> None:
         "several processes without GPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N -m zoo_cli "
         "train ...; a network divided over them: torchrun --nproc-per-node N -m zoo_cli train ... train.shard=full"
     )
+    declare_import(parser)
     parser.list_settings = _list_settings
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the recipe with all settings, and what each is, instead of training"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="stop before the first step: after data, model, memory, plan and gradients"
+    )
     parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
     parser.add_argument(
         "--accept-changes", action="store_true", help="with --resume: go on although recipe or place of the data have changed"
@@ -60,6 +67,8 @@ def _leave_group() -> None:
 def _run(arguments: argparse.Namespace) -> int:
     recipes, overrides = split_overrides(arguments.recipe)
     if arguments.resume is not None:
+        if arguments.print_config or arguments.dry_run:
+            raise InputError("--print-config and --dry-run are for runs that begin. Received: --resume. Leave one out.")
         if recipes or arguments.out is not None:
             raise InputError(
                 "A resumed run keeps its recipe and its folder. Received: --resume with a recipe or --out. Use revzoo train "
@@ -76,7 +85,15 @@ def _run(arguments: argparse.Namespace) -> int:
     from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
     recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)  # refused before the loop is imported
-    from revzoo.training.loop import train
+    if arguments.print_config:
+        from revzoo.training.recipe_text import write_recipe
 
-    train(recipe, arguments.out)
+        print(write_recipe(recipe), end="")
+        return 0
+    from revzoo.training.loop import preview, train
+
+    if arguments.dry_run:
+        preview(recipe)
+    else:
+        train(recipe, arguments.out)
     return 0

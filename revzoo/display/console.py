@@ -1,5 +1,6 @@
 """Printing tables, and saying what is being done."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,12 +8,13 @@ from contextlib import contextmanager
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
-_WIDTH = 140  # columns, where the output is no terminal whose width is known
+_WIDTH = 140  # columns, where the output is no terminal whose width is known, and COLUMNS does not say it
 
 
 def print_renderable(renderable: RenderableType) -> None:
     """Print a table or a group of them to the standard output."""
-    Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(renderable)
+    is_known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()  # which rich reads
+    Console(highlight=False, width=None if is_known else _WIDTH).print(renderable)
 
 
 @contextmanager

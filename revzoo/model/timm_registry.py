@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import revzoo
 from revzoo.checkpoint.index import read_index
 from revzoo.errors import InputError, did_you_mean, join_names
-from revzoo.spec.names import data_root, model_files
+from revzoo.spec.names import data_root, shipped_model_files
 from revzoo.spec.synonym import TIMM
 from revzoo.spec.tree import OVERRIDE, apply_overrides, load_tree
 
@@ -35,7 +35,7 @@ def register_models() -> None:
     """Register every image model with timm, under its own name; those with shipped weights as pretrained."""
     from timm.models import PretrainedCfg, generate_default_cfgs, register_model
 
-    files, weights, kinds, trees = model_files(), read_index(), dict[str, str](), dict[str, Any]()
+    files, weights, kinds, trees = shipped_model_files(), read_index(), dict[str, str](), dict[str, Any]()
     for name, file in files.items():
         family = file.parent.name
         if family not in kinds or name in weights:
@@ -142,7 +142,7 @@ def _read_settings(name: str, pretrained_cfg: "str | Mapping[str, Any] | Pretrai
 
 def _refuse_contradictions(name: str, overrides: Iterable[str], arguments: Mapping[str, Any]) -> None:
     """Raise InputError where an override sets what an argument of timm sets, too."""
-    files = model_files()
+    files = shipped_model_files()
     tree, _ = apply_overrides(load_tree(files[name], files), overrides)
     for key, path in (_OVERRIDES | _OF_HEAD).items():
         node: Any = tree

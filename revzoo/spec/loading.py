@@ -8,6 +8,7 @@ from typing import Any
 
 from revzoo.errors import SpecError, SpecProblem
 from revzoo.hub import find_source
+from revzoo.spec.expectation import drop_null, end_expectations, merge_specs
 from revzoo.spec.names import SPEC_FILE, model_files, refuse_source
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
@@ -38,7 +39,9 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
     if not os.path.isfile(path):
         refuse_source("model or spec file", source, models, "a model's spec", SPEC_FILE, "revzoo list")
     translated = map(translate_timm, [overrides] if isinstance(overrides, str) else overrides)
-    return _check(*apply_overrides(load_tree(path, models), translated), str(path))
+    tree = load_tree(path, models, merge_specs)
+    changed, problems = apply_overrides(tree, translated)
+    return _check(end_expectations(tree, changed), problems, str(path))
 
 
 def parse_spec(mapping: Mapping[str, Any], file: str) -> Spec:
@@ -55,7 +58,7 @@ def parse_spec(mapping: Mapping[str, Any], file: str) -> Spec:
 
 
 def _check(tree: YamlNode, problems: Sequence[SpecProblem], file: str) -> Spec:
-    filled = _fill_stages(tree)
+    filled = _fill_stages(drop_null(tree))
     spec, more = parse(Spec, filled)
     more += _find_shadowed_overrides(filled)
     if spec is None or problems or more:

@@ -1,4 +1,4 @@
-"""Find shipped specs, recipes and weights by name."""
+"""Find specs, recipes and weights by name: those that ship, and those of users."""
 
 import os
 from collections.abc import Iterable
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from revzoo.errors import MissingFileError, SpecError, SpecProblem, UnknownNameError, find_nearest
+from revzoo.plugin import list_spec_folders
 
 SPEC_FILE = "spec.yaml"  # in the folder of a run, of a converted network, and of a model that was saved
 CONVERTED_WEIGHTS = "model.safetensors"  # beside spec.yaml in a folder that `convert` or `save_pretrained` wrote
@@ -25,17 +26,35 @@ def data_root() -> Path:
 
 
 def model_files() -> dict[str, Path]:
+    """Return the spec file of every model that has a name, sorted by name: those that ship, and those in folders of users.
+
+    Raises:
+        SpecError: two files have the same name.
+        InputError: REVZOO_SPECS names what is no folder.
+    """
+    return _sort_by_stem([*_list_shipped(), *_list_own("*.yaml", "models/**/*.yaml")])
+
+
+def shipped_model_files() -> dict[str, Path]:
     """Return the spec file of every shipped model, sorted by name.
 
     Raises:
         SpecError: two families have a file of the same name.
     """
-    return _files_by_stem(data_root() / "specs" / "models", "*/*.yaml")
+    return _sort_by_stem(_list_shipped())
+
+
+def _list_shipped() -> Iterable[Path]:
+    return (data_root() / "specs" / "models").glob("*/*.yaml")
+
+
+def _list_own(*patterns: str) -> Iterable[Path]:
+    return [path for folder in list_spec_folders() for pattern in patterns for path in folder.glob(pattern)]
 
 
 def recipe_files() -> dict[str, Path]:
-    """Return the file of every shipped training recipe, sorted by name."""
-    return _files_by_stem(data_root() / "specs" / "recipes", "*.yaml")
+    """Return the file of every training recipe that has a name, sorted by name: as for models."""
+    return _sort_by_stem([*(data_root() / "specs" / "recipes").glob("*.yaml"), *_list_own("recipes/*.yaml")])
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -49,7 +68,7 @@ def list_recipes(pattern: str = "*") -> list[str]:
 
 
 def spec_file(name: str) -> Path:
-    """Return the spec file of a shipped model.
+    """Return the spec file of a model.
 
     Raises:
         UnknownNameError: no model has this name.
@@ -58,7 +77,7 @@ def spec_file(name: str) -> Path:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the file of a shipped recipe.
+    """Return the file of a recipe.
 
     Raises:
         UnknownNameError: no recipe has this name.
@@ -93,9 +112,9 @@ def refuse_source(kind: str, source: str | Path, known: Iterable[str], wanted: s
     raise MissingFileError(text, wanted, hint)
 
 
-def _files_by_stem(folder: Path, pattern: str) -> dict[str, Path]:
+def _sort_by_stem(paths: Iterable[Path]) -> dict[str, Path]:
     files: dict[str, Path] = {}
-    for path in sorted(folder.glob(pattern), key=lambda path: (path.stem, path)):
+    for path in sorted(paths, key=lambda path: (path.stem, path)):
         first = files.setdefault(path.stem, path)
         if first != path:
             raise SpecError([SpecProblem(str(path), "(file name)", path.stem, f"a name of its own: {first} has this one")])

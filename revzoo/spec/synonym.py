@@ -7,8 +7,8 @@ from revzoo.errors import find_nearest
 # Arguments of `timm.create_model`, and where a spec has what they set.
 TIMM = {
     "num_classes": "head.outputs",
-    "img_size": "input.size",
     "in_chans": "input.channels",
+    "img_size": "input.size",
     "drop_path_rate": "block.drop_path.max",
     "drop_rate": "head.dropout",
 }

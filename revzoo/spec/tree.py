@@ -120,7 +120,7 @@ def merge(base: YamlNode, over: YamlNode) -> YamlNode:
     return YamlNode(base.value | merged, over.file, over.path)
 
 
-def load_tree(path: Path, known: Mapping[str, Path], prepare: Callable[[YamlNode], YamlNode] = lambda tree: tree) -> YamlNode:
+def load_tree(path: Path, known: Mapping[str, Path], join_layers: Callable[[YamlNode, YamlNode], YamlNode] = merge) -> YamlNode:
     """Read a YAML file, merged over the files that it inherits from through its `base` key.
 
     Nothing in a file is evaluated: `${...}` stays text.
@@ -128,7 +128,7 @@ def load_tree(path: Path, known: Mapping[str, Path], prepare: Callable[[YamlNode
     Args:
         path: the file.
         known: files by the name that a `base` may give them; a base that ends in .yaml is a path relative to the file.
-        prepare: changes the content of each file before it is merged.
+        join_layers: merges what a file inherits, in the end nothing, and the file.
 
     Raises:
         SpecError: a file cannot be read, or is not YAML or not a mapping; or a base is missing or inherits from itself.
@@ -141,7 +141,7 @@ def load_tree(path: Path, known: Mapping[str, Path], prepare: Callable[[YamlNode
             cycle = " -> ".join(file.name for file in files)
             raise SpecError([base.problem("a base that does not inherit from this file", cycle)])
         layers.append(_read_yaml(path))
-    return reduce(merge, map(prepare, reversed(layers)))
+    return reduce(join_layers, reversed(layers), YamlNode({}, str(path)))
 
 
 def _find_base(base: YamlNode, folder: Path, known: Mapping[str, Path]) -> Path:

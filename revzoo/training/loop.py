@@ -9,6 +9,7 @@ the kernels are deterministic, as on CPUs. Another number of processes may resum
 the current update is finished and a state is saved; a killed run resumes from its newest state.
 """
 
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -111,6 +112,25 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         return _begin(run, plan)
 
 
+def preview(recipe: Recipe) -> None:
+    """Print what `train` prints before the first step: data, model, memory, plan and gradients. Nothing is written.
+
+    Args:
+        recipe: what would be trained.
+
+    Raises:
+        SpecError: recipe, spec and data contradict one another.
+        DataError: the data cannot be used.
+        BudgetError: no schedule fits the recipe's memory budget.
+    """
+    recipe = follow_launcher(recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        run = build_run(recipe, Path(folder), resumed=False, accelerator=make_accelerator(recipe))
+        run.print_start()
+        _print_setting(run, apply_plan(run))
+        run.display.console.print("Dry run: nothing was trained, and nothing is written.")
+
+
 @contextmanager
 def _claim_folder(recipe: Recipe, out: Path | None, accelerator: Accelerator) -> Iterator[RunFolder]:
     """Yield the folder of a new run: `out`, or the first free one under runs/, which is made at once.
@@ -156,14 +176,19 @@ def _hold_folder(folder: RunFolder, accelerator: Accelerator, *, release: bool =
 def _begin(run: Run, plan: Plan | None) -> Summary:
     """Train from the beginning, in a folder that holds recipe and spec."""
     save_plan(run, plan)
+    _print_setting(run, plan)
+    save_state(run)
+    return _train_epochs(run)
+
+
+def _print_setting(run: Run, plan: Plan | None) -> None:
+    """Print the memory of a training step in every mode, the plan, and how well gradients agree."""
     if run.accelerator.is_main_process and run.mesh is None:
         batch = run.model.example_input(run.batch_size)
         in_backward = run.recipe.train.optimizer_in_backward
         run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer, in_backward=in_backward)))
     _print_plan(run, plan)
     _verify_gradients(run)
-    save_state(run)
-    return _train_epochs(run)
 
 
 def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool = False, release_lock: bool = False) -> Summary:

@@ -41,10 +41,10 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         if str(source) not in names:
             refuse_source("recipe", source, names, "a recipe", _FILE, "revzoo list --recipes")
         path = names[str(source)]
-    tree, problems = load_tree(path, recipe_files(), _expand_model_name), []
+    tree, problems = load_tree(path, recipe_files(), _merge_recipes), []
     for override in overrides:  # one by one: model.overrides=[...] may follow model=NAME
         changed, more = apply_overrides(tree, [override])
-        tree = merge(tree, _expand_model_name(changed))
+        tree = _merge_recipes(tree, changed)
         problems += more
     recipe, parse_problems = parse(Recipe, tree)
     problems += map(_point_to_model, parse_problems)
@@ -59,6 +59,11 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     file = data.text.tokenizer
     text = replace(data.text, tokenizer=file if file == BYTES else _make_absolute(file))
     return replace(recipe, data=replace(data, root=_make_absolute(data.root), text=text), file=str(path))
+
+
+def _merge_recipes(base: YamlNode, over: YamlNode) -> YamlNode:
+    """Merge two recipes; a model that is named in the second has its own settings, and none of the first."""
+    return merge(base, _expand_model_name(over))
 
 
 def _expand_model_name(tree: YamlNode) -> YamlNode:

@@ -78,10 +78,13 @@ MODELS = ", ".join(list_models()[:3])
             "1 problem found:\n  override: heads: found the unknown key 'heads'; allowed: name, family, input, "
             "stem, split, block, stages, fuse, head, init, sources, twin, expect. Did you mean 'block.f.heads'?",
         ),
-        ("list --table docs", "Unknown option of revzoo list '--table'. Allowed: --docs, --help, -h."),
+        (
+            "list --table docs",
+            "Unknown option of revzoo list '--table'. Allowed: --docs, --help, --import, --long, --recipes, -h.",
+        ),
         (
             "train --ot=runs",
-            "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --accept-changes, --help, --out, ",
+            "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --accept-changes, --dry-run, --help, ",
         ),
         (f"train --out {__file__}/run", f"The run folder {__file__}/run cannot be made: {__file__} is a file."),
         ("train train-epochs=3", "1 problem found:\n  override: 'train-epochs=3': found no PATH=VALUE; allowed: a dotted path"),
@@ -96,6 +99,10 @@ MODELS = ", ".join(list_models()[:3])
         ("list rev_vti*", f"Unknown model 'rev_vti*'. Did you mean 'rev_vit_ti'? Allowed: {MODELS}"),
         ("show rev_vit_dgits", f"Unknown model or spec file 'rev_vit_dgits'. Did you mean 'rev_vit_digits'? Allowed: {MODELS}"),
         ("verify nothing", f"Unknown model or spec file 'nothing'. Allowed: {MODELS}"),
+        (
+            "train --resume runs/1 --dry-run",
+            "--print-config and --dry-run are for runs that begin. Received: --resume. Leave one out.",
+        ),
         ("train digts", "Unknown recipe 'digts'. Did you mean 'digits'? Allowed: digits, digits_"),
         ("train digits more", "One run has one recipe. Received: digits, more. Overrides look like train.epochs=3."),
         (

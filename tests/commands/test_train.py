@@ -21,6 +21,23 @@ def test_train_eval_resume(run, refused, tmp_path, monkeypatch):
     assert "Received: train.epochs=3. Evaluation takes data.... and train.mixed_precision" in message
 
 
+def test_a_dry_run_stops_before_the_first_step(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = run("train", *FAST, "--dry-run").splitlines()
+    assert lines[0].endswith(" parameters on cpu; 1,442 images for training, 355 for testing, 10 classes")
+    assert any("peak of everything" in line for line in lines)
+    assert lines[-1] == "Dry run: nothing was trained, and nothing is written."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recipe_that_is_printed_is_a_recipe(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = run("train", "digits", "train.epochs=7", "--print-config")
+    (tmp_path / "mine.yaml").write_text(printed)
+    assert "  # number of epochs.\n  epochs: 7\n" in printed
+    assert run("train", "mine.yaml", "--print-config") == printed
+
+
 def result_of(printed: str) -> str:
     (line,) = (line for line in printed.splitlines() if line.startswith("top-1"))
     return line

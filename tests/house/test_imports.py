@@ -17,6 +17,7 @@ ROOT = Path(revzoo.__file__).parent
 # Each row may import the rows above it. Names in one row never import one another.
 LAYERS = [
     ("after_import", "bounds", "errors", "file", "format", "noise"),
+    ("plugin",),
     ("activation", "bijection", "hub", "invertible", "registry"),
     ("inplace_abn",),
     ("spec", "runtime", "parts"),
@@ -33,7 +34,7 @@ RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 EXCEPTIONS = {("checkpoint", "runtime"), ("checkpoint", "parts")}  # files on disk know specs and tensors, and no network
 # Libraries that only these layers may import.
 HOMES = {
-    "torch": set(RANKS) - {"after_import", "bounds", "errors", "file", "format", "hub", "registry", "spec"},
+    "torch": set(RANKS) - {"after_import", "bounds", "errors", "file", "format", "hub", "plugin", "registry", "spec"},
     "timm": {"parts", "model", "analysis", "data", "conversion", "training", "commands"},
     "onnxruntime": {"conversion"},
     "omegaconf": {"spec", "checkpoint", "training"},

@@ -69,7 +69,9 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel):
     assert tops == {"revzoo", "zoo_cli.py", info}
     assert {f"{info}/licenses/LICENSE", "revzoo/py.typed", "revzoo/_data/weights/index.yaml"} <= set(names)
     packed = {Path(name).relative_to("revzoo/_data") for name in names if name.startswith("revzoo/_data/")}
-    assert packed == {path.relative_to(ROOT) for folder in ("specs", "weights") for path in (ROOT / folder).rglob("*.*")}
+    assert packed == {path.relative_to(ROOT) for folder in ("specs", "weights") for path in (ROOT / folder).rglob("*.*")} | {
+        Path("docs/zoo.json")
+    }
     assert len(packed) > 80
     assert not [name for name in names if "__pycache__" in name]
     assert "revzoo = zoo_cli:main" in entry_points

@@ -1,6 +1,6 @@
 """The comparison of methods as tables for rich to print."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -9,6 +9,7 @@ from rich.table import Table
 from revzoo.bench.measure import SMALL_STEPS
 from revzoo.bench.net import NETS, Net
 from revzoo.bench.report import BenchReport
+from revzoo.display.tables.base import Fitted, make_table
 
 
 def tabulate_bench(report: BenchReport) -> RenderableType:
@@ -16,24 +17,38 @@ def tabulate_bench(report: BenchReport) -> RenderableType:
     return Group(_tabulate_figures(report), _tabulate_checks(report), *_describe_left_out(report))
 
 
-def _tabulate_figures(report: BenchReport) -> Table:
-    table = Table(
+def _tabulate_figures(report: BenchReport) -> Fitted:
+    """Lay out both networks in one table, or each in its own on a narrow terminal."""
+    last = ("machinery", "checks")
+
+    def build(narrow: bool) -> RenderableType:
+        if not narrow:
+            return _tabulate_nets(report, NETS, last)
+        return Group(*(_tabulate_nets(report, [net], last if net is NETS[-1] else (), narrow) for net in NETS))
+
+    return Fitted(build)
+
+
+def _tabulate_nets(report: BenchReport, nets: Sequence[Net], last: Sequence[str], narrow: bool = False) -> Table:
+    table = make_table(
+        narrow,
         title="A forward and backward of the same blocks by every method",
         caption="Peak: most streams alive at once, besides weights, their gradients and inputs, and streams more for each "
         "block. FLOPs and time are ratios to plain autograd. Machinery: microseconds of a step beyond its arithmetic.",
     )
     table.add_column("")
     table.add_column("method", no_wrap=True)
-    for net in NETS:
+    for net in nets:
         depths = " / ".join(map(str, report.find("peak", net.name, report.methods[0])))
         for heading in (f"{net.name}:\npeak at {depths}", "a block", "FLOPs", "time"):
-            table.add_column(heading, justify="right")
-    for heading in ("machinery", "checks"):
-        table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
+    for heading in last:
+        table.add_column(heading, justify="right", no_wrap=True)
     for number, name in enumerate(report.methods, 1):
         if name not in report.left_out:
-            cells = [cell for net in NETS for cell in list_net_cells(report, net, name)]
-            table.add_row(str(number), escape(name), *cells, format_machinery(report, name), format_passed(report, name))
+            cells = [cell for net in nets for cell in list_net_cells(report, net, name)]
+            cells += [format_machinery(report, name), format_passed(report, name)] if last else []
+            table.add_row(str(number), escape(name), *cells)
     return table
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from revzoo.analysis.memory_report import LABELS, MemoryReport
+from revzoo.display.tables.base import DottedName, Fitted, make_table
 from revzoo.format import format_bytes
 
 _DEPEND_ON_MODE = ("after_forward_bytes", "activation_bytes", "peak_bytes")  # rows that depend on the mode
@@ -22,12 +23,16 @@ class MemoryTable:
     reports: dict[str, MemoryReport]
     current: str | None = None
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Fitted:
+        return Fitted(self._tabulate)
+
+    def _tabulate(self, narrow: bool) -> Table:
         caption = "The mode changes the memory of activations only."
-        table = Table(title="Memory of a training step", caption=caption if len(self.reports) > 1 else None)
-        table.add_column("")
+        table = make_table(narrow, title="Memory of a training step", caption=caption if len(self.reports) > 1 else None)
+        table.add_column("", min_width=None if narrow else max(map(len, LABELS.values())))
         for mode in self.reports:
-            table.add_column(f"{mode} *" if mode == self.current else mode, justify="right")
+            heading = DottedName(f"{mode} *" if mode == self.current else mode, "right")
+            table.add_column(heading, justify="right", no_wrap=True, min_width=None if narrow else min(len(mode), 24))
         for field, label in LABELS.items():
             sizes = [getattr(report, field) for report in self.reports.values()]
             if any(sizes):

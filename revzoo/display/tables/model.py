@@ -1,15 +1,23 @@
 """The report of a model as text: its parts, what each keeps for backward, and the memory of a training step."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from revzoo.analysis.bytes_per_pixel import PixelReport
 from revzoo.analysis.report import ModelReport, PartReport, TwinReport
-from revzoo.display.tables.base import make_plain_table
+from revzoo.display.tables.base import DottedName, Fitted, make_plain_table, make_table
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.format import format_bytes, format_flops, format_shape
 from revzoo.runtime.schedule import MODES
+
+_LEAST_NAME, _LEAST_WORDS = 19, 24  # columns that names and descriptions have on a wide terminal
+_CAPTION = (
+    "With invert, any number of consecutive steps keeps one pair of streams; a bijection between them keeps nothing. Nodes "
+    "(stem, transitions, fuse, head) keep their activations unless set to selective or recompute."
+)
 
 
 def tabulate_model(report: ModelReport) -> RenderableType:
@@ -41,18 +49,34 @@ def describe_twin(twin: TwinReport, example: str) -> str:
     return f"{twin.library} {twin.name}: {twin.parameters:,} parameters, {format_flops(twin.flops)} per {example}"
 
 
-def _tabulate_parts(report: ModelReport) -> Table:
-    table = Table(
-        title=f"What is kept for backward, batch of {report.batch_size} {report.example}s",
-        caption="With invert, any number of consecutive steps keeps one pair of streams; a bijection between them keeps "
-        "nothing. Nodes (stem, transitions, fuse, head) keep their activations unless set to selective or recompute.",
-    )
-    for heading in ("part", "what", "output", "parameters", *MODES):
-        is_text = heading in ("part", "what")  # folded if the terminal is narrow; numbers stay whole
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+def _tabulate_parts(report: ModelReport) -> Fitted:
+    """Lay out the parts and what each keeps in one table, or in two on a narrow terminal."""
+    facts = ("what", "output", "parameters")
+    title = f"What is kept for backward, batch of {report.batch_size} {report.example}s"
+
+    def build(narrow: bool) -> RenderableType:
+        if not narrow:
+            return _tabulate_columns(report, (*facts, *MODES), title, _CAPTION)
+        parts = _tabulate_columns(report, facts, "Parts", None, narrow)
+        return Group(parts, _tabulate_columns(report, MODES, title, _CAPTION, narrow))
+
+    return Fitted(build)
+
+
+def _tabulate_columns(
+    report: ModelReport, columns: Sequence[str], title: str, caption: str | None, narrow: bool = False
+) -> Table:
+    table = make_table(narrow, title=title, caption=caption)
+    table.add_column("part", min_width=min(_LEAST_NAME, max(len(part.name) for part in report.parts)))
+    for heading in columns:
+        if heading == "what":  # wraps at words where the terminal is narrow; numbers stay whole
+            table.add_column(heading, min_width=_LEAST_WORDS)
+        else:
+            table.add_column(heading, justify="right", no_wrap=True)
     for part in report.parts:
-        kept = ["nothing"] * len(MODES) if part.kind == "bijection" else [format_bytes(part.kept_bytes[m]) for m in MODES]
-        table.add_row(part.name, _describe_part(part), format_shape(part.shape), f"{part.parameters:,}", *kept)
+        cells = {"what": _describe_part(part), "output": format_shape(part.shape), "parameters": f"{part.parameters:,}"}
+        cells |= {m: "nothing" if part.kind == "bijection" else format_bytes(part.kept_bytes[m]) for m in MODES}
+        table.add_row(DottedName(part.name), *(cells[heading] for heading in columns))
     return table
 
 
@@ -67,16 +91,22 @@ def _tabulate_memory(report: ModelReport) -> MemoryTable:
     return MemoryTable(columns)
 
 
-def _tabulate_pixels(pixels: PixelReport, twin: TwinReport | None) -> Table:
+def _tabulate_pixels(pixels: PixelReport, twin: TwinReport | None) -> Fitted:
+    return Fitted(lambda narrow: _tabulate_peaks(pixels, twin, narrow))
+
+
+def _tabulate_peaks(pixels: PixelReport, twin: TwinReport | None, narrow: bool) -> Table:
     caption = f"Peak: {pixels.describe()}. z: activations that backward has yet to use; g: gradients of activations."
     if twin is not None and twin.pixels is not None:
         caption += f" Of the twin: {twin.pixels.bytes_per_pixel:.1f} bytes."
-    table = Table(title="Bytes per pixel at the peak of each stage, with invert", caption=caption)
+    table = make_table(narrow, title="Bytes per pixel at the peak of each stage, with invert", caption=caption)
     heads, *rows = pixels.list_rows()
     for head in heads:
-        table.add_column(head, justify="left" if head in (heads[0], heads[-1]) else "right")
-    for row, name in zip(rows, pixels.stages, strict=True):
-        table.add_row(*row, style="bold" if name == pixels.peak_stage else None)
+        is_text = head in (heads[0], heads[-1])
+        least = None if narrow or not is_text else _LEAST_NAME
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text, min_width=least)
+    for (stage, *numbers, place), name in zip(rows, pixels.stages, strict=True):
+        table.add_row(DottedName(stage), *numbers, DottedName(place), style="bold" if name == pixels.peak_stage else None)
     return table
 
 
@@ -86,9 +116,15 @@ def _tabulate_sources(report: ModelReport) -> Table:
         table.add_row("source", escape(f"{source['of']}: {source['cite']}"))
     for name, value in report.expect.items():
         if value is not None:
-            table.add_row("expected", escape(f"{name}: {value}"))
+            table.add_row("expected", escape(f"{name}: {value}{_compare(name, value, report)}"))
     table.add_row("weights", escape(describe_weights(report)))
     return table
+
+
+def _compare(name: str, expected: object, report: ModelReport) -> str:
+    """Return what the model has instead of what is expected, or nothing where it has that, or it was not counted."""
+    counted = {"parameters": report.parameters, "reversible_steps": report.steps}
+    return f", but it has {counted[name]}" if name in counted and counted[name] != expected else ""
 
 
 def describe_weights(report: ModelReport) -> str:

@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState, TrainingPoint
+from revzoo.display.tables.base import DottedName
 from revzoo.format import format_ratio
 
 
@@ -30,23 +31,23 @@ def tabulate_numerics(title: str, report: NumericsReport, training: Sequence[Tra
 
 def _tabulate_states(states: Sequence[RebuiltState]) -> Table:
     table = Table(title="Signal-to-noise ratio of rebuilt states, in the order of forward")
-    table.add_column("in front of", no_wrap=True)
+    table.add_column("in front of")
     for heading in ("measured", "predicted"):
         table.add_column(heading, justify="right")
     for state in states:
-        table.add_row(escape(state.name), format_ratio(state.snr), format_ratio(state.predicted_snr))
+        table.add_row(DottedName(state.name), format_ratio(state.snr), format_ratio(state.predicted_snr))
     return table
 
 
 def _tabulate_layers(layers: Sequence[LayerAlpha]) -> Table:
     table = Table(title="alpha: the factor by which the inverse of a layer changes the signal-to-noise ratio")
-    table.add_column("layer", no_wrap=True)
+    table.add_column("layer")
     table.add_column("", no_wrap=True)
     for heading in ("measured", "formula"):
         table.add_column(heading, justify="right")
     for layer in layers:
         formula = "" if layer.formula is None else f"{layer.formula:.3g}"
-        table.add_row(escape(layer.name), escape(layer.kind), f"{layer.measured:.3g}", formula)
+        table.add_row(DottedName(layer.name), escape(layer.kind), f"{layer.measured:.3g}", formula)
     return table
 
 

@@ -33,8 +33,8 @@ def tabulate_plan(plan: Plan, beside: Mapping[str, SchedulePoint] | None = None)
 def _tabulate_comparison(plan: Plan, beside: Mapping[str, SchedulePoint]) -> Table:
     table = Table()
     table.add_column("schedule")
-    for heading in ("peak", "within the budget", "training step", "against all stored"):
-        table.add_column(heading, justify="right")
+    for heading in ("peak", "within\nthe budget", "training\nstep", "against\nall stored"):
+        table.add_column(heading, justify="right", no_wrap=True)
     stored = beside.get("all stored")
     for name, point in {"this plan": summarize_plan(plan), **beside}.items():
         fits = _yes_or_no(point["peak_bytes"] <= plan.budget_bytes)

@@ -1,0 +1,48 @@
+"""The zoo as a table for rich to print."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from revzoo.display.tables.base import DottedName, Fitted, make_table
+from revzoo.format import format_bytes, format_flops
+
+_CAPTION = (
+    "FLOPs of a forward of one example. Memory: peak of the activations of a training step in float32, for 32 images or 8 "
+    "texts. A dash: not one of the models that ship; revzoo show NAME measures it."
+)
+
+
+def tabulate_zoo(names: Iterable[str], rows: Mapping[str, Mapping[str, Any]]) -> RenderableType:
+    """Lay out models with their size, memory and weights.
+
+    Args:
+        names: of the models to show.
+        rows: what was measured, by name, as in docs/zoo.json.
+    """
+    names = list(names)
+
+    def build(narrow: bool) -> Table:
+        table = make_table(narrow, caption=_CAPTION)
+        table.add_column("model", min_width=None if narrow else max(map(len, names)))
+        for heading in ("parameters", "FLOPs", "stored", "inverted", "weights\ntop-1"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for name in names:
+            table.add_row(DottedName(name), *(_list_cells(rows[name]) if name in rows else ["-"] * 5))
+        return table
+
+    return Fitted(build)
+
+
+def _list_cells(row: Mapping[str, Any]) -> list[str]:
+    memory, weights = row["activation_bytes"], row["weights"]
+    top1 = f"{weights['top1']:.2f} %" if weights else ""
+    return [
+        f"{row['parameters']:,}",
+        format_flops(row["flops"]),
+        format_bytes(memory["store"]),
+        format_bytes(memory["invert"]),
+        top1,
+    ]

@@ -1,0 +1,89 @@
+"""Packages that add parts and specs: installed ones name themselves, others are named by `--import`.
+
+An installed package has an entry point of the group `revzoo.plugins`, whose value is the module that registers its parts. A
+folder `specs` in the package holds models and recipes. So do the folders in the environment variable REVZOO_SPECS.
+"""
+
+import logging
+import os
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from revzoo.errors import InputError
+
+GROUP = "revzoo.plugins"
+VARIABLE = "REVZOO_SPECS"
+_FOLDER = "specs"  # in a package
+_logger = logging.getLogger("revzoo")
+_imported: list[str] = []  # packages named by --import
+
+
+def import_package(name: str) -> ModuleType:
+    """Import a package that registers parts, seen from the present folder, too; its specs are then found by name.
+
+    Raises:
+        InputError: it cannot be imported.
+    """
+    module = import_from_here(name)
+    if name not in _imported:
+        _imported.append(name)
+    return module
+
+
+def import_from_here(name: str) -> ModuleType:
+    """Import a module that is installed, or in the present folder.
+
+    Raises:
+        InputError: it cannot be imported.
+    """
+    sys.path.insert(0, "")
+    try:
+        return import_module(name)
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"{name} cannot be imported ({error}). It is a module that is installed, or seen from the present folder: my_parts "
+            "for my_parts.py or my_parts/__init__.py."
+        ) from error
+    finally:
+        sys.path.remove("")
+
+
+@cache
+def load_plugins() -> None:
+    """Import the installed packages that add parts, once. One that fails is named in a warning, and left out."""
+    for point in _list_plugins():
+        try:
+            point.load()
+        except Exception as error:  # of a package of others, which may raise anything
+            _logger.warning("The plugin %s is left out: %s: %s.", point.value, type(error).__name__, error)
+
+
+def list_spec_folders() -> list[Path]:
+    """Return the folders with specs of users: of REVZOO_SPECS, and of packages. Nothing is imported.
+
+    Raises:
+        InputError: REVZOO_SPECS names what is no folder.
+    """
+    folders = [Path(folder).expanduser() for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"{VARIABLE} names folders, separated by {os.pathsep!r}. Received: {folder}, which is none.")
+    packages = dict.fromkeys([*(point.module.partition(".")[0] for point in _list_plugins()), *_imported])
+    folders += [Path(place) / _FOLDER for package in packages for place in _find_places(package)]
+    return list(dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir()))
+
+
+@cache
+def _list_plugins() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=GROUP))
+
+
+def _find_places(package: str) -> list[str]:
+    """Return the folders of a package; none of a module that is one file, or is not there."""
+    spec = find_spec(package)
+    return [] if spec is None else list(spec.submodule_search_locations or [])

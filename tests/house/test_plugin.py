@@ -1,0 +1,93 @@
+"""Packages of users: installed with an entry point, or imported; and folders of specs."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import revzoo
+from revzoo import plugin, registry
+from revzoo.errors import InputError, SpecError
+from revzoo.spec.names import list_recipes, shipped_model_files
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "docs" / "template"
+USE_TEMPLATE = """
+import revzoo
+model = revzoo.create("template_digits", device="meta")
+print(revzoo.list_models("template*"), type(model.stages[0].blocks[0].f).__name__)
+"""
+
+
+def test_an_installed_package_adds_parts_and_specs(tmp_path):
+    source, site = tmp_path / "source", tmp_path / "site"
+    shutil.copytree(TEMPLATE, source)
+    pip = [sys.executable, "-m", "pip"] if find_spec("pip") else ["uv", "pip"]
+    own = [] if find_spec("pip") else ["--python", sys.executable]
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(site)]
+    subprocess.run([*pip, "install", *own, *options, str(source)], check=True)
+    path = os.pathsep.join([str(site), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", USE_TEMPLATE],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("['template_digits'] TemplateMixer\n", "")
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """An empty folder, and nothing imported."""
+    monkeypatch.setattr(plugin, "_imported", [])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(registry.branches, "_entries", dict(registry.branches._load()))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_an_imported_package_adds_parts_and_specs(own):
+    shutil.copytree(TEMPLATE / "revzoo_template", own / "revzoo_template")
+    assert revzoo.list_models("template*") == []
+    plugin.import_package("revzoo_template")
+    assert "template_mixer" in registry.branches
+    sys.path.insert(0, str(own))
+    try:
+        assert revzoo.list_models("template*") == ["template_digits"]
+        assert len(revzoo.create("template_digits", device="meta").steps) == 12
+    finally:
+        sys.path.remove(str(own))
+    with pytest.raises(InputError, match=r"no_such_parts cannot be imported \(No module named 'no_such_parts'\)"):
+        plugin.import_package("no_such_parts")
+
+
+def test_folders_of_specs_have_names(own, monkeypatch):
+    for path in ("flat.yaml", "models/deep/own.yaml", "recipes/quick.yaml"):
+        (own / path).parent.mkdir(parents=True, exist_ok=True)
+        (own / path).write_text("base: digits" if "recipes" in path else f"base: rev_vit_digits\nname: {Path(path).stem}")
+    monkeypatch.setenv("REVZOO_SPECS", str(own))
+    shipped = set(shipped_model_files())
+    assert set(revzoo.list_models()) - shipped == {"flat", "own"}
+    assert "quick" in list_recipes()
+    assert revzoo.load_spec("own").name == "own"
+    (own / "rev_vit_digits.yaml").touch()
+    with pytest.raises(SpecError, match="a name of its own"):
+        revzoo.list_models()
+    monkeypatch.setenv("REVZOO_SPECS", str(own / "nowhere"))
+    with pytest.raises(InputError, match="REVZOO_SPECS names folders, separated by ':'. Received: .*nowhere, which is none."):
+        revzoo.list_models()
+
+
+def test_a_plugin_that_fails_is_left_out(monkeypatch, caplog):
+    broken = EntryPoint("broken", "no_such_parts", plugin.GROUP)
+    monkeypatch.setattr(plugin, "_list_plugins", lambda: (broken,))
+    with caplog.at_level(logging.WARNING):
+        plugin.load_plugins.__wrapped__()
+    assert caplog.messages == ["The plugin no_such_parts is left out: ModuleNotFoundError: No module named 'no_such_parts'."]
