@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from revzoo.display.figures.base import new_figure, save, simplify_axes
 from revzoo.display.style import BLUE, INK, ORANGE
@@ -17,7 +18,8 @@ def plot_learning_rates(lrs: Sequence[float], losses: Sequence[float], suggestio
         at = losses[list(lrs).index(suggestion)]
         axes.axvline(suggestion, color=ORANGE, lw=1, ls="--")
         axes.plot(suggestion, at, "o", ms=6, color=ORANGE)
-        axes.annotate(f"{suggestion:.1e}", (suggestion, at), (8, 6), textcoords="offset points", fontsize=9, color=INK)
+        above: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+        axes.annotate(f"{suggestion:.1e}", (suggestion, 0.92), (6, 0), fontsize=9, color=INK, **above)
     axes.set(xscale="log", xlabel="learning rate", ylabel="training loss, running average")
     if losses:  # what rises at the end would hide the fall before it
         axes.set_ylim(min(losses) - 0.05 * (losses[0] - min(losses)) - 1e-3, max(losses[0], 1.0e-3) * 1.3)
