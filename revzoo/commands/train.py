@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
-from revzoo.commands.parser import Parser, declare_import, split_overrides
+from revzoo.commands.parser import Parser, declare_import, require_png, split_overrides
 from revzoo.errors import InputError
 
 SUMMARY = "Train a model by a recipe."
+_PICTURE = Path("learning-rate.png")
 
 
 def declare(parser: Parser) -> None:
@@ -23,6 +24,10 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
     )
+    parser.add_argument(
+        "--find-lr", action="store_true", help="train 100 updates with a rising learning rate, draw the loss, and suggest one"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"with --find-lr: the picture (default: {_PICTURE})")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
     parser.add_argument(
         "--print-config", action="store_true", help="print the recipe with all settings, and what each is, instead of training"
@@ -66,6 +71,10 @@ def _leave_group() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     recipes, overrides = split_overrides(arguments.recipe)
+    if arguments.find_lr and (arguments.resume is not None or arguments.out is not None):
+        raise InputError(
+            "--find-lr keeps nothing but a picture. Received: --resume or --out. Use --plot FILE.png for its name."
+        )
     if arguments.resume is not None:
         if arguments.print_config or arguments.dry_run:
             raise InputError("--print-config and --dry-run are for runs that begin. Received: --resume. Leave one out.")
@@ -85,6 +94,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
     recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)  # refused before the loop is imported
+    if arguments.find_lr:
+        from revzoo.training.learning_rate import find_learning_rate
+
+        picture = arguments.plot or _PICTURE
+        require_png(picture)
+        print(f"The loss falls fastest at optimizer.lr={find_learning_rate(recipe, picture):.1e}: {picture}")
+        return 0
+    if arguments.plot is not None:
+        raise InputError(
+            "--plot is the picture of --find-lr. Received: --plot without it. A run draws curves.png in its folder."
+        )
     if arguments.print_config:
         from revzoo.training.recipe_text import write_recipe
 

@@ -47,7 +47,8 @@ class Data:
     Labels are classes (B,), or for a language model the ids (B, N) to predict, IGNORED at positions where there is none.
     `example_noun` and `label_noun` say what an example and what the owner of a label is called; `num_classes` is None for a
     language model; `class_names` is None where the data set does not name its classes. `notes` are remarks for the reader, and
-    `data_config` says how an example is preprocessed for evaluation, as a model's `data_config`.
+    `data_config` says how an example is preprocessed for evaluation, as a model's `data_config`. `train_labels` are the classes
+    of the training examples in their order, None where they are not known before the examples are read.
 
     Args:
         train: examples for training; an incomplete last batch of all processes is left out.
@@ -65,6 +66,8 @@ class Data:
         self.notes = [*getattr(train, "notes", ()), *getattr(test, "notes", ())]
         self.num_train, self.num_test = len(train), len(test)
         self._examples, self._test_examples = train, test
+        source = getattr(train, "source", train)  # torchvision's data sets call them targets
+        self.train_labels: Any = getattr(source, "targets", getattr(source, "labels", None))
         self._sampler = EpochSampler(len(train), seed, options.batch_size, processes)
         self.train = _make_loader(train, options, sampler=self._sampler, drop_last=True)
         self.test = _make_loader(test, options)

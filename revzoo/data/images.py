@@ -1,4 +1,4 @@
-"""Images of folders, tars, data sets of Hugging Face and CIFAR-10/100, through timm's transforms.
+"""Images of folders, tars, data sets of Hugging Face, CIFAR-10/100 and MNIST, through timm's transforms.
 
 timm's loader is not used: on a GPU it draws random erasing from the global generator of the training process, one batch ahead
 of training, so that a resumed run would differ. The transforms are those that timm's loader would use.
@@ -25,9 +25,14 @@ from revzoo.errors import DataError, join_names
 from revzoo.spec.schema import ImageInput
 
 _MUCH = 4  # a side of an image that is so many times longer or shorter than the model's is worth a remark
-_CIFAR = {
-    "cifar10": ("cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616)),
-    "cifar100": ("cifar-100-python", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+_CIFAR_SITE = "Unpack the archive of the Python version from https://www.cs.toronto.edu/~kriz/cifar.html there"
+_MNIST_CALL = "Let torchvision download it there (torchvision.datasets.{}(root, download=True))"
+# For data sets that torchvision reads: their folder, how to get it, mean and standard deviation, and the side of an image.
+_TORCHVISION: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], int]] = {
+    "cifar10": ("cifar-10-batches-py", _CIFAR_SITE, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616), 32),
+    "cifar100": ("cifar-100-python", _CIFAR_SITE, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), 32),
+    "mnist": ("MNIST/raw", _MNIST_CALL.format("MNIST"), (0.1307,), (0.3081,), 28),
+    "fashion_mnist": ("FashionMNIST/raw", _MNIST_CALL.format("FashionMNIST"), (0.2860,), (0.3530,), 28),
 }
 
 
@@ -81,22 +86,25 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Images, Images]:
-    """Return the training and the validation images (CIFAR's test images).
+    """Return the training and the validation images (the test images of CIFAR and MNIST).
 
     Raises:
         DataError: a split or its classes are missing, there is no image, or images do not fit the model.
     """
     root = Path(options.root or "")
     defaults: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-    if options.name in _CIFAR:
-        defaults = _CIFAR[options.name][1:]
-        train, test, names = _open_cifar(options.name, root, input)
-        shapes, notes = [(32, 32, True)], list[str]()
+    is_grey = False
+    if options.name in _TORCHVISION:
+        *_, mean, std, side = _TORCHVISION[options.name]
+        is_grey = len(mean) == 1
+        defaults = (mean * input.channels, std * input.channels) if is_grey else (mean, std)
+        train, test, names = _open_torchvision(options.name, root, input)
+        shapes, notes = [(side, side, not is_grey)], list[str]()
     else:
         splits = _open_splits(options, root, "L" if input.channels == 1 else "RGB")
         train, test, names, notes = splits.train, splits.test, splits.class_names, splits.notes
         shapes = splits.train.read_shapes()
-    if input.channels == 1:
+    if input.channels == 1 and len(defaults[0]) == 3:
         defaults = (sum(defaults[0]) / 3,), (sum(defaults[1]) / 3,)
     mean, std = options.augment.mean or defaults[0], options.augment.std or defaults[1]
     if not len(mean) == len(std) == input.channels:
@@ -116,9 +124,12 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
             f"{height}x{width} pixels."
         )
     train.transform = _make_train_transform(options.augment, (height, width), mean, std)
-    crop_pct = options.augment.crop_pct or (1.0 if options.name in _CIFAR else 0.875)
+    crop_pct = options.augment.crop_pct or (1.0 if options.name in _TORCHVISION else 0.875)
     plain: dict[str, Any] = {"interpolation": "bicubic", "crop_pct": crop_pct, "mean": mean, "std": std}
     test.transform = create_transform((height, width), **plain)
+    if is_grey and input.channels == 3:
+        for images in (train, test):
+            images.transform = transforms.Compose([transforms.Grayscale(3), images.transform])
     notes += _describe_misfit(shapes, input)
     return Images(train, names, seed, notes), Images(test, names, seed, data_config=plain)
 
@@ -168,15 +179,16 @@ def _make_train_transform(
     return transforms.Compose([shape, policy, final])
 
 
-def _open_cifar(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, list[str]]:
-    if input.channels != 3:
-        raise DataError(f"{name} has images of 3 channels. Received: a model for {input.channels}.")
+def _open_torchvision(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, list[str]]:
+    folder, how, mean, *_ = _TORCHVISION[name]
+    if input.channels not in (3, len(mean)):
+        raise DataError(f"{name} has images of {len(mean)} channels. Received: a model for {input.channels}.")
     try:
         splits = [create_dataset(f"torch/{name}", root=str(root), split=split, download=False) for split in SPLITS]
     except RuntimeError as error:
         raise DataError(
-            f"No complete {name} in {root}: looked for the folder {_CIFAR[name][0]} with the files of the Python version. "
-            "Unpack the archive from https://www.cs.toronto.edu/~kriz/cifar.html there, or set data.root to where it is."
+            f"No complete {name} in {root}: looked for the folder {folder} and its files. {how}, or set data.root to where "
+            "it is."
         ) from error
     return splits[0], splits[1], list(splits[0].classes)
 

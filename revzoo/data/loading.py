@@ -23,11 +23,17 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     """
     train: Examples
     test: Examples
-    _require_fitting_input(options.name, input)
-    if options.name not in (*TEXTS, "digits") and not (root := Path(options.root or "")).is_dir():
+    is_own = ":" in options.name
+    if not is_own:
+        _require_fitting_input(options.name, input)
+    if not is_own and options.name not in (*TEXTS, "digits") and not (root := Path(options.root or "")).is_dir():
         raise DataError(f"There is no folder {root}. Set data.root to where the data are.")
     # Imported here, because each kind of data brings libraries that the others do not need.
-    if isinstance(input, TextInput):
+    if is_own:
+        from revzoo.data.own import load_own
+
+        train, test = load_own(options, input, seed)
+    elif isinstance(input, TextInput):
         from revzoo.data.text import load_text
 
         train, test = load_text(options, input, seed)

@@ -1,9 +1,11 @@
 """The `data` section of a recipe: which data set, and how its examples become tensors."""
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from revzoo.bounds import (
+    Bound,
     FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
@@ -77,12 +79,17 @@ class ImageOptions:
     label: str = "label"
 
 
+OwnData = Annotated[
+    str, Bound("a function of your own, package.module:function", lambda name: re.fullmatch(r"[\w.]+:\w+", name))
+]
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """Which data set is trained on, and how it is loaded.
 
     Args:
-        name: the data set, or the kind of files in `root`.
+        name: the data set, or the kind of files in `root`, or package.module:function, which returns your own.
         batch_size: examples per batch and process.
         root: folder or file of the data; None: digits come with scikit-learn, and texts are Python's own documentation.
         num_workers: loader processes per training process; 0 loads in the training process itself.
@@ -92,9 +99,23 @@ class DataOptions:
         text: columns and tokenizer of texts.
     """
 
-    name: Literal[
-        "digits", "folder", "cifar10", "cifar100", "imagenet", "wds", "hfds", "characters", "text_classification", "masked_lm"
-    ]
+    name: (
+        Literal[
+            "digits",
+            "folder",
+            "cifar10",
+            "cifar100",
+            "mnist",
+            "fashion_mnist",
+            "imagenet",
+            "wds",
+            "hfds",
+            "characters",
+            "text_classification",
+            "masked_lm",
+        ]
+        | OwnData
+    )
     batch_size: PositiveInt
     root: str | None = None
     num_workers: NonNegativeInt = 0

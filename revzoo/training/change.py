@@ -22,6 +22,7 @@ _CHANGEABLE = (
     "mixup",
     "model.exact",
     "model.schedule",
+    "train.class_weights",
     "train.clip_grad",
     "train.compile",
     "train.epochs",
@@ -30,10 +31,12 @@ _CHANGEABLE = (
     "train.mixed_precision",
     "train.offload",
     "train.optimizer_in_backward",
+    "train.patience",
     "train.save_every",
     "train.shard",
     "train.tensor_parallel",
     "train.timeout_seconds",
+    "train.track",
 )
 _PLANNED = (
     "memory",

@@ -283,8 +283,11 @@ def _train_epochs(run: Run) -> Summary:
         run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
     in_backward = run.recipe.train.optimizer_in_backward  # from here on: what runs before must not change the weights
     updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
-    with run.display, StopSignal(run.accelerator) as stop, updates, run.upload.complete():
+    tracked = run.tracking.open(progress.epoch)
+    with run.display, StopSignal(run.accelerator) as stop, updates, tracked, run.upload.complete():
         for epoch in range(progress.epoch, run.recipe.train.epochs):
+            if _has_lost_patience(run):
+                break
             run.data.start_epoch(epoch, skip=progress.examples)
             run.display.start_epoch(epoch, progress.batch)
             signum = _train_epoch(run, epoch, stop) or _finish_epoch(run, epoch, stop)
@@ -293,10 +296,20 @@ def _train_epochs(run: Run) -> Summary:
                 run.upload.wait()
                 _save_curves(run)
                 raise Interrupted(run.folder.path, signum)
-    _save_curves(run)
+        run.upload.wait()
+        _save_curves(run)
     summary = Summary(run.folder.path, progress.top1, progress.best_top1, progress.best_epoch)
     run.display.console.print(str(summary))
     return summary
+
+
+def _has_lost_patience(run: Run) -> bool:
+    """Return, and say, whether training ends early because top-1 has not become better for so many epochs."""
+    patience, progress = run.recipe.train.patience, run.progress
+    if patience is None or progress.epoch - progress.best_epoch < patience:
+        return False
+    run.display.console.print(f"Stopping early: no better top-1 in the last {progress.epoch - progress.best_epoch} epochs.")
+    return True
 
 
 def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
@@ -306,22 +319,11 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     before, began, signum = progress.seconds, time.perf_counter(), 0
     run.wrapped.train()
     for batch, labels in run.train_loader:
-        key = options.seed, epoch, progress.batch
-        with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))), _say_when(run):
-            batch, targets = run.mix(batch, labels, *key)
-            reseed(*key, run.share)
-            if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
-                run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
-            loss = run.loss(_call(run, batch), targets)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients and options.clip_grad is not None:
-                clip = accelerator.clip_grad_norm_ if run.mesh is None else clip_gradients_
-                clip(run.wrapped.parameters(), options.clip_grad)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+        with _say_when(run):
+            loss = train_batch(run, batch, labels, (options.seed, epoch, progress.batch))
         progress.batch += 1
         progress.examples += len(batch) * run.shares
-        losses += loss.detach() * len(batch)
+        losses += loss * len(batch)
         if not accelerator.sync_gradients:
             continue
         progress.updates += 1
@@ -342,6 +344,30 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
             save_state(run)
     progress.seconds = before + time.perf_counter() - began
     return signum
+
+
+def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
+    """Run a batch forward and backward, update the weights where a whole update is reached, and return the loss.
+
+    Args:
+        run: the run.
+        batch, labels: as the loader yields them.
+        key: determines all random numbers, together with this process's share.
+    """
+    accelerator, clip_grad = run.accelerator, run.recipe.train.clip_grad
+    with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))):
+        batch, targets = run.mix(batch, labels, *key)
+        reseed(*key, run.share)
+        if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
+            run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
+        loss: torch.Tensor = run.loss(_call(run, batch), targets)
+        accelerator.backward(loss)
+        if accelerator.sync_gradients and clip_grad is not None:
+            clip = accelerator.clip_grad_norm_ if run.mesh is None else clip_gradients_
+            clip(run.wrapped.parameters(), clip_grad)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return loss.detach()
 
 
 def _call(run: Run, batch: torch.Tensor) -> torch.Tensor:
@@ -419,6 +445,7 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
 def _append_record(run: Run, record: dict[str, Any]) -> None:
     with saving(run.folder):
         run.folder.append_record(record)
+    run.tracking.log(record)
 
 
 def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:
@@ -442,3 +469,4 @@ def _save_curves(run: Run) -> None:
     if run.accelerator.is_main_process and records:
         with saving(run.folder):
             write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
+        run.tracking.show(run.folder.curves, run.progress.epoch)

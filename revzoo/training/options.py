@@ -40,6 +40,8 @@ def _is_budget(size: int | float | str) -> bool:
 Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a share such as '60%', or 'auto'", _is_budget)]
 
 
+Tracker = Literal["tensorboard", "mlflow", "wandb", "comet_ml", "aim"]  # names that Accelerate gives them
+
 ModelName = Annotated[str, Bound("the name of a model or its folder, such as model=runs/images", bool)]
 
 
@@ -141,11 +143,15 @@ class TrainOptions:
         accumulate: batches per optimizer update.
         clip_grad: largest norm of the gradient; None: no clipping.
         label_smoothing: probability mass that is spread over all classes.
+        class_weights: by how much the loss of each class's examples counts: a list with a number for each class, or "balanced",
+            in inverse proportion to how many training examples a class has; None: all the same. Scores are not weighted.
+        patience: epochs without a better top-1 after which training ends; None: it trains all epochs.
         mixed_precision: autocast dtype of the steps; "no" is float32.
         seed: of initialisation, order, augmentation and dropout.
         freeze: modules of the model that are not trained, such as stem or stages.0.
         compile: compile the reversible steps with `torch.compile`.
         save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
+        track: tools that get settings, metrics and pictures: tensorboard, mlflow, wandb, comet_ml, aim.
         save_async: train on while a state is written, from a copy on the host; None: where training is on a GPU.
         keep_states: how many of the newest states are kept; the older ones are for when a newer one is damaged.
         optimizer_in_backward: update each parameter in backward, as soon as its gradient is complete, and free the gradient.
@@ -160,12 +166,15 @@ class TrainOptions:
     accumulate: PositiveInt = 1
     clip_grad: PositiveFloat | None = None
     label_smoothing: Rate = 0.0
+    class_weights: Literal["balanced"] | tuple[PositiveFloat, ...] | None = None
+    patience: PositiveInt | None = None
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     seed: NonNegativeInt = 0
     freeze: tuple[str, ...] = ()
     compile: bool = False
     save_every: PositiveInt | None = None
     save_async: bool | None = None
+    track: tuple[Tracker, ...] = ()
     keep_states: PositiveInt = 2
     optimizer_in_backward: bool = False
     timeout_seconds: PositiveFloat | None = None

@@ -6,6 +6,7 @@ classes.json       names of the classes, in order, where the labels are classes
 tokenizer.json     copy of the tokenizer, for a model that classifies texts
 last.safetensors   weights after the last epoch    best.safetensors   weights with the best top-1
 plan.json          the plan, for a recipe with a memory budget
+tracking.json      what each tracker calls the run     tensorboard/        events of TensorBoard
 state/EPOCH-BATCH/ everything needed to resume from there
 state/lock         names the process that works in the folder
 state/origin.json  what the run was begun with; every state has its own
@@ -33,7 +34,7 @@ from revzoo.training.seal import find_damage, seal
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
     r"\.tmp[A-Za-z0-9]{6}|"
-    r"(config\.yaml|spec\.yaml|classes\.json|tokenizer\.json|metrics\.jsonl|plan\.json|curves\.png|"
+    r"(config\.yaml|spec\.yaml|classes\.json|tokenizer\.json|metrics\.jsonl|plan\.json|tracking\.json|curves\.png|"
     r"[\w-]+\.safetensors(\.index\.json)?)\.partial"
 )
 _DRAWN = {"epoch", "train_loss", "loss", "top1"}  # what the curves need of every record

@@ -27,6 +27,7 @@ from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.network import Model
 from revzoo.spec.names import TOKENIZER
 from revzoo.spec.schema import TextInput
+from revzoo.training.class_weights import weigh_classes
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.divided_update import updates_divided
 from revzoo.training.in_backward import updates_each_alone
@@ -40,27 +41,37 @@ from revzoo.training.processes import count_sharing, describe_shares, make_run_m
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.restart import form_group_anew
 from revzoo.training.run_folder import Progress, RunFolder
+from revzoo.training.tracking import Tracking, require_trackers
 from revzoo.training.upload import Upload
 
 
 class Loss(nn.Module):
-    """Mean cross-entropy over the labels of a batch that are not IGNORED.
+    """Mean cross-entropy over the labels of a batch that are not IGNORED, each weighted by its class.
 
-    The gradient of an update is the mean of its batches' gradients, however many labels each batch has.
+    The gradient of an update is the mean of its batches' gradients, however many labels each batch has. Weights are not divided
+    by their sum in the batch, as PyTorch does: so it does not matter how processes share one.
 
     Shapes: logits (B, C), targets (B,) or (B, C) of probabilities; or (B, N, C) and (B, N).
     Args:
         smoothing: label smoothing, in [0, 1); 0 where the targets are smoothed already.
+        weights: weight of each class (C,); None: all are 1.
     """
 
-    def __init__(self, smoothing: float):
+    weights: Tensor | None
+
+    def __init__(self, smoothing: float, weights: Tensor | None = None):
         super().__init__()
         self.smoothing = smoothing
+        self.register_buffer("weights", weights)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         if logits.dim() == 3:
             logits, targets = logits.flatten(0, 1), targets.flatten()
-        return nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=self.smoothing)
+        arguments: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": self.smoothing}
+        if self.weights is None:
+            return nn.functional.cross_entropy(logits, targets, **arguments)
+        total = nn.functional.cross_entropy(logits, targets, self.weights, reduction="sum", **arguments)
+        return total / len(targets)
 
 
 @dataclass
@@ -91,6 +102,7 @@ class Run:
         progress: how far the run has come.
         display: what is printed.
         upload: the state that is being written.
+        tracking: the tools that get the metrics, too.
         origin: what the run is made of; every state says what the run was started with.
         notes: remarks on the model for the reader.
     """
@@ -114,6 +126,7 @@ class Run:
     progress: Progress
     display: TrainingDisplay
     upload: Upload
+    tracking: Tracking
     origin: Origin
     notes: list[str]
 
@@ -192,6 +205,7 @@ def build_run(
     options = recipe.train
     accelerator = accelerator or make_accelerator(recipe)
     require_same_recipe(recipe)
+    require_trackers(recipe)
     mesh = make_run_mesh(recipe, accelerator, begun=resumed or begun_with is not None)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
@@ -248,7 +262,7 @@ def build_run(
         scheduler=_make_scheduler(recipe, optimizer, updates_per_epoch),
         ema=ema,
         mix=_make_mixup(recipe, model.num_outputs, share),
-        loss=Loss(smoothing),
+        loss=Loss(smoothing, weigh_classes(recipe, data, model.num_outputs)).to(accelerator.device),
         coupling=coupling,
         batch_size=batch_size,
         progress=progress,
@@ -256,6 +270,7 @@ def build_run(
             accelerator.is_main_process, options.epochs, len(train_loader), whole_batch, data.example_noun, data.label_noun
         ),
         upload=Upload(accelerator, run_folder, options),
+        tracking=Tracking(recipe, folder, accelerator.is_main_process),
         origin=origin,
         notes=notes,
     )

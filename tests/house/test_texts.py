@@ -72,7 +72,7 @@ def own_registries(monkeypatch):
 @pytest.mark.usefixtures("own_accelerator")
 @pytest.mark.parametrize("document", list(map(slow_if_long, DOCUMENTS)), ids=lambda path: path.name)
 def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
-    """Blocks run in order and share names; YAML is written under the name in its first line; text is the output before it."""
+    """Blocks run in order and share names; YAML and modules are written under the name in their first line; text is output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REVZOO", str(ROOT))
     write_photos()
@@ -80,6 +80,8 @@ def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
     for language, body in fences(document):
         if language == "yaml":
             Path(re.match(r"# (\S+\.yaml)\n", body)[1]).write_text(body)
+        elif language == "python" and (module := re.match(r"# (\w+\.py)\b", body)):
+            Path(module[1]).write_text(body)
         elif language == "python":
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(compile(body, document.name, "exec"), names)

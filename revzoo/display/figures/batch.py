@@ -100,6 +100,9 @@ def _draw_best(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         best = min(planned, key=lambda row: row["planned"] / row["batch"])
         x, y = best["batch"], best["planned"] / best["batch"]
         axes.plot(x, y, "o", ms=10, mfc="none", mec=INK, mew=1.5)
-        last = x == rows[-1]["batch"]
-        style: dict[str, Any] = {"fontsize": 9, "color": INK, "va": "top", "textcoords": "offset points"}
-        axes.annotate(f"best: {x}", (x, y), (6 if last else 0, -10), ha="right" if last else "center", **style)
+        last = x == rows[-1]["batch"] and len(rows) > 1
+        is_low = y < 0.2 * axes.get_ylim()[1]  # the axis is below
+        style: dict[str, Any] = {"fontsize": 9, "color": INK, "textcoords": "offset points"}
+        style |= {"va": "bottom" if is_low else "top", "xytext": (6 if last else 0, 9 if is_low else -9)}
+        behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # where a curve passes
+        axes.annotate(f"best: {x}", (x, y), ha="right" if last else "center", bbox=behind, **style)

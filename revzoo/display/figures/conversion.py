@@ -3,8 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.ticker import MaxNLocator
+
 from revzoo.display.figures.base import new_figure, save
 from revzoo.display.style import BLUE, INK, LIGHT_GREY, ORANGE
+
+_THICK, _LEAST_ROWS = 0.6, 5  # of a bar, in rows, and for how many there is room at least
 
 
 def plot_conversion(
@@ -24,7 +28,11 @@ def plot_conversion(
     figure.suptitle(title, color=INK, fontsize=12)
     bars, *plots = figure.subplots(1, count, squeeze=False)[0]
     largest_last = sorted(counts.items(), key=lambda item: item[1])
-    bars.barh([action for action, _ in largest_last], [tensors for _, tensors in largest_last], color=BLUE)
+    drawn = bars.barh([action for action, _ in largest_last], [tensors for _, tensors in largest_last], _THICK, color=BLUE)
+    bars.bar_label(drawn, padding=3, fontsize=9, color=INK)
+    bars.set_ylim(len(counts) - max(len(counts), _LEAST_ROWS) - 0.6, len(counts) - 0.4)  # a bar alone is no block
+    bars.margins(x=0.15)
+    bars.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     bars.set_xlabel("tensors", fontsize=9, color=INK)
     for axes, (name, pairs) in zip(plots, logits.items(), strict=True):
         original, converted = zip(*pairs, strict=True)

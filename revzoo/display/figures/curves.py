@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from revzoo.display.figures.base import new_figure, save, simplify_axes
 from revzoo.display.style import BLUE, ORANGE, PALE
 
+_FEW = 20  # epochs up to which each is a point: one alone is no line
 _COUPLING = ("kept_bits", "m", "alpha", "beta")  # keys of a record, where training moves the coupling
 
 
@@ -22,21 +23,26 @@ def plot_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
     figure.set_layout_engine("constrained")
     losses, accuracy = figure.subplots(1, 2)
     epochs = [record["epoch"] for record in records]
+    style: dict[str, Any] = {"marker": "o", "ms": 4} if len(epochs) <= _FEW else {}
     curves = (("train_loss", "training (with its regularisation)", BLUE), ("loss", "test", ORANGE))
     for key, label, color in curves:
-        losses.plot(epochs, [record[key] for record in records], label=label, color=color)
+        losses.plot(epochs, [record[key] for record in records], label=label, color=color, **style)
     losses.set(xlabel="epoch", ylabel="cross-entropy")
     losses.legend(frameon=False)
-    accuracy.plot(epochs, [record["top1"] for record in records], color=BLUE)
+    accuracy.plot(epochs, [record["top1"] for record in records], color=BLUE, **style)
     accuracy.set(xlabel="epoch", ylabel="test top-1 [%]")
     for axes in (losses, accuracy):
         simplify_axes(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_locator(FixedLocator(epochs) if len(epochs) <= 8 else MaxNLocator(8, integer=True, min_n_ticks=1))
+        if len(epochs) == 1:
+            axes.set_xlim(epochs[0] - 1, epochs[0] + 1)
     if moving := [key for key in _COUPLING if key in records[0]]:
         couplings = accuracy.twinx()
         for key in moving:
-            couplings.step(epochs, [record[key] for record in records], "--", where="post", color=PALE, label=key)
+            couplings.step(epochs, [record[key] for record in records], "--", where="post", color=PALE, label=key, **style)
         simplify_axes(couplings)
         couplings.grid(False)  # its ticks are not those of top-1
-        couplings.legend(loc="lower right", frameon=False)
+        couplings.legend(frameon=False)
+        if moving == ["kept_bits"]:
+            couplings.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     save(figure, path)

@@ -94,14 +94,16 @@ def _box_lines(part: PartReport) -> list[str]:
 
 
 def _wrap(text: str, most: int) -> list[str]:
-    """Break a text at spaces and after underscores into lines of at most this many characters, if possible."""
+    """Break a text at spaces into lines of at most this many characters, and longer words after an underscore."""
     lines = [""]
-    for word in text.replace("_", "_ ").split(" "):
-        join = "" if lines[-1].endswith("_") or not lines[-1] else " "
-        if len(lines[-1] + join + word) <= most:
-            lines[-1] += join + word
-        else:
-            lines.append(word)
+    for word in text.split(" "):
+        blank = " " if lines[-1] else ""
+        for piece in [word] if len(word) <= most else word.replace("_", "_ ").split(" "):
+            if len(lines[-1] + blank + piece) <= most:
+                lines[-1] += blank + piece
+            else:
+                lines.append(piece)
+            blank = ""
     return [line for line in lines if line]
 
 

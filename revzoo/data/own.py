@@ -1,0 +1,109 @@
+"""Data sets of the user's own: what a function returns that the recipe names as `data.name=package.module:function`."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from revzoo.data.options import DataOptions
+from revzoo.data.random import seeded
+from revzoo.errors import DataError
+from revzoo.spec.schema import ImageInput, Input
+
+
+class OwnExamples(Dataset[tuple[Tensor, Any]]):
+    """A data set of the user's own, whose random choices are a function of the seed, the epoch and the example.
+
+    Args:
+        source: a map-style data set of (tensor, label). Its attribute `classes` has the names of the classes, as those of
+            torchvision have; without it, data for a model of texts are a language model's, whose labels are ids (N,).
+        name: the function that returned it.
+        input: what the model takes.
+        seed: determines the random choices.
+    """
+
+    def __init__(self, source: Any, name: str, input: Input, seed: int):
+        self.source, self.name, self.seed, self.epoch = source, name, seed, 0
+        classes = getattr(source, "classes", None)
+        self.class_names = None if classes is None else [str(each) for each in classes]
+        self.num_classes = None if classes is None else len(classes)
+        of_texts = "tokens" if classes is None else "texts"
+        self.label_noun = "images" if isinstance(input, ImageInput) else of_texts
+        self.labels = getattr(source, "targets", None)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Choose the epoch, which determines the random choices."""
+        self.epoch = epoch
+
+    def list_contents(self) -> list[bytes]:
+        """Return the function, the number of examples, and their labels where the data set lists them."""
+        labels = b"" if self.labels is None else torch.as_tensor(self.labels).numpy().tobytes()
+        return [self.name.encode(), str(len(self)).encode(), labels]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        with seeded(self.seed, self.epoch, index):
+            example, label = self.source[index]
+        return example, label
+
+
+def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples, OwnExamples]:
+    """Call the function that the recipe names with its options and the model's input; return training and test examples.
+
+    Raises:
+        DataError: there is no such function, or it does not return two data sets that the model takes.
+    """
+    returned = _find_function(options.name)(options, input)
+    if not (isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_data_set, returned))):
+        raise DataError(
+            f"{options.name} has to return two data sets, for training and for testing, that have a length and examples by "
+            f"number. Received: {type(returned).__name__}."
+        )
+    train, test = (OwnExamples(source, options.name, input, seed) for source in returned)
+    if isinstance(input, ImageInput) and train.class_names is None:
+        raise DataError(
+            f"The training data of {options.name} need an attribute `classes`: a list with the names of the classes."
+        )
+    for examples in (train, test):
+        _require_fitting_example(examples, input)
+    return train, test
+
+
+def _find_function(name: str) -> Callable[[DataOptions, Input], Any]:
+    module, _, attribute = name.partition(":")
+    if (here := os.getcwd()) not in sys.path:  # where `python -m` looks, too
+        sys.path.append(here)
+    try:
+        function: Callable[[DataOptions, Input], Any] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise DataError(
+            f"data.name={name} cannot be imported: {error}. Write it as package.module:function, and run the command where "
+            f"python -c 'import {module}' works."
+        ) from error
+    if not callable(function):
+        raise DataError(f"data.name={name} should be a function. Received: {type(function).__name__}.")
+    return function
+
+
+def _is_data_set(source: Any) -> bool:
+    return hasattr(source, "__len__") and hasattr(source, "__getitem__")
+
+
+def _require_fitting_example(examples: OwnExamples, input: Input) -> None:
+    if not len(examples):
+        raise DataError(f"{examples.name} returned a data set without examples.")
+    example = examples[0][0]
+    if isinstance(input, ImageInput):
+        shape, wanted = (input.channels, *input.size), "images of the shape (channels, height, width)"
+    else:
+        shape, wanted = (input.length,), "ids of the shape (length,)"
+    if not isinstance(example, Tensor) or tuple(example.shape) != shape:
+        received = tuple(example.shape) if isinstance(example, Tensor) else type(example).__name__
+        raise DataError(f"{examples.name}: the model takes tensors, {wanted} = {shape}. Received: {received}.")

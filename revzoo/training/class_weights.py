@@ -1,0 +1,42 @@
+"""How much each class counts in the loss."""
+
+import torch
+from torch import Tensor
+
+from revzoo.data.base import Data
+from revzoo.errors import SpecError, SpecProblem
+from revzoo.training.options import Recipe
+
+
+def weigh_classes(recipe: Recipe, data: Data, outputs: int) -> Tensor | None:
+    """Return the weight of every output, as `train.class_weights` says; None where it says nothing.
+
+    Balanced weights are scikit-learn's: n / (k n_c) for the n_c of n examples that are of class c, of k classes. Over the
+    training examples their mean is 1. Outputs without a class have the weight 1.
+
+    Shapes: returns (outputs,).
+    Raises:
+        SpecError: the data have no classes, other ones than are weighted, or one of them has no example.
+    """
+    chosen = recipe.train.class_weights
+    if chosen is None:
+        return None
+    classes = data.num_classes
+    if classes is None:
+        raise _refuse(recipe, "null for a language model, whose labels are not classes")
+    if isinstance(chosen, tuple):
+        if len(chosen) != classes:
+            raise _refuse(recipe, f"a list of {classes} numbers, one for each class of the data, or balanced")
+        weights = torch.tensor(chosen)
+    else:
+        if data.train_labels is None:
+            raise _refuse(recipe, "a list of numbers: these data do not list their labels (attribute `targets`)")
+        counts = torch.bincount(torch.as_tensor(data.train_labels), minlength=classes)
+        if missing := (counts == 0).nonzero().flatten().tolist():
+            raise _refuse(recipe, f"a list of numbers: there are no training examples of class {missing[0]}")
+        weights = counts.sum() / (classes * counts)
+    return torch.cat([weights, torch.ones(outputs - classes)])
+
+
+def _refuse(recipe: Recipe, allowed: str) -> SpecError:
+    return SpecError([SpecProblem(recipe.file, "train.class_weights", str(recipe.train.class_weights), allowed)])

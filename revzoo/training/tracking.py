@@ -1,0 +1,138 @@
+"""Write what a run measures to TensorBoard, MLflow, Weights & Biases, Comet or Aim, by Accelerate's trackers.
+
+Every tool gets the settings of the recipe as parameters and the metrics of every epoch, under the names of metrics.jsonl.
+TensorBoard, MLflow and Weights & Biases get recipe, spec and plan as texts and the curves as a picture, too.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from PIL import Image
+
+from revzoo.errors import SpecError, SpecProblem
+from revzoo.file import write_atomically
+from revzoo.spec.parsing import to_plain
+from revzoo.spec.tree import walk_leaves
+from revzoo.training.options import Recipe
+
+_TEXTS = ("config.yaml", "spec.yaml", "plan.json")  # files of a run's folder
+_PROJECT = "revzoo"  # what tools that gather runs call the group of them
+
+
+def require_trackers(recipe: Recipe) -> None:
+    """Check that the packages of the recipe's trackers are installed.
+
+    Raises:
+        SpecError: one is missing.
+    """
+    installed = {str(name) for name in get_available_trackers()}
+    missing = [name for name in recipe.train.track if name not in installed]
+    if missing:
+        allowed = f"trackers whose package is installed: python -m pip install {' '.join(missing).replace('_', '-')}"
+        raise SpecError([SpecProblem(recipe.file, "train.track", str(list(recipe.train.track)), allowed)])
+
+
+class Tracking:
+    """The trackers of a run, in the main process; without any, and in other processes, nothing is done.
+
+    A resumed run goes on in the same run of MLflow and Weights & Biases, and in the same folder of TensorBoard, where what a
+    killed run wrote after its newest state is hidden.
+
+    Args:
+        recipe: the recipe, whose `train.track` names the trackers.
+        folder: folder of the run.
+        shown: whether this is the main process.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, shown: bool):
+        self._recipe, self._folder = recipe, folder
+        self._names = recipe.train.track if shown else ()
+        self._trackers: list[GeneralTracker] = []
+
+    @contextmanager
+    def open(self, epoch: int) -> Iterator[None]:
+        """Keep the trackers open inside the block; so many epochs are done, and later ones will be written."""
+        ids = self._read_ids()
+        self._trackers = [self._make(name, epoch, ids.get(name)) for name in self._names]
+        try:
+            for tracker in self._trackers:
+                tracker.start()
+                if tracker.name not in ids:
+                    tracker.store_init_configuration(_flatten(self._recipe))
+                    self._send_texts(tracker)
+            if self._trackers:
+                ids = {tracker.name: _identify(tracker) for tracker in self._trackers}
+                write_atomically(self._file, lambda path: path.write_text(json.dumps(ids)))
+            yield
+        finally:
+            for tracker in self._trackers:
+                tracker.finish()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write the metrics of an epoch."""
+        for tracker in self._trackers:
+            tracker.log(record, step=record["epoch"])
+
+    def show(self, picture: Path, epoch: int) -> None:
+        """Write a picture, at the end of an epoch."""
+        for tracker in self._trackers:
+            _send_picture(tracker, picture, epoch)
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / "tracking.json"
+
+    def _read_ids(self) -> dict[str, str]:
+        """Return what each tool calls the run, by the tool's name; empty for a run that is new to them."""
+        ids: dict[str, str] = json.loads(self._file.read_text()) if self._names and self._file.is_file() else {}
+        return ids
+
+    def _send_texts(self, tracker: GeneralTracker) -> None:
+        """Send what describes the run, at its beginning."""
+        files = [file for name in _TEXTS if (file := self._folder / name).is_file()]
+        if tracker.name == "mlflow":
+            for file in files:
+                tracker.log_artifact(str(file))
+        elif tracker.name in ("tensorboard", "wandb"):
+            indent = "    " if tracker.name == "tensorboard" else ""  # which shows Markdown: indented text is code
+            tracker.log({file.name: textwrap.indent(file.read_text(), indent) for file in files}, step=0)
+
+    def _make(self, name: str, epoch: int, id: str | None) -> GeneralTracker:
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        if name == "tensorboard":
+            return kind("tensorboard", self._folder, purge_step=epoch + 1)
+        if name == "mlflow":
+            return kind(_PROJECT, run_id=id, run_name=self._folder.name)
+        if name == "wandb":
+            return kind(_PROJECT, id=id, resume="allow", name=self._folder.name, dir=str(self._folder))
+        return kind(_PROJECT)
+
+
+def _flatten(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of a recipe by their dotted paths; what tools do not take as a value, as text."""
+    leaves = walk_leaves(to_plain(recipe))
+    return {path: value if isinstance(value, bool | int | float) else str(value) for path, value in leaves}
+
+
+def _identify(tracker: GeneralTracker) -> str:
+    """Return what a tool calls the run; empty for one that cannot go on with a run, or needs no name for it."""
+    if tracker.name == "mlflow":
+        return str(tracker.active_run.info.run_id)
+    return str(tracker.run.id) if tracker.name == "wandb" else ""
+
+
+def _send_picture(tracker: GeneralTracker, picture: Path, epoch: int) -> None:
+    if tracker.name == "mlflow":
+        tracker.log_artifact(str(picture))
+    elif tracker.name == "tensorboard":
+        with Image.open(picture) as image:
+            pixels = np.asarray(image.convert("RGB"))[None]
+        tracker.log_images({picture.stem: pixels}, step=epoch, dataformats="NHWC")
+    elif tracker.name == "wandb":
+        tracker.log_images({picture.stem: [str(picture)]}, step=epoch)

@@ -1,0 +1,67 @@
+"""What trackers get of a run: settings, metrics, texts and pictures, once for every epoch although it was resumed."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from revzoo.display.figures.curves import plot_curves
+from revzoo.errors import SpecError
+from revzoo.training import loop
+from revzoo.training.loop import resume, train
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> None:
+    monkeypatch.setattr(loop, "plot_curves", plot_curves)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own code
+def test_tensorboard(recipe, tmp_path, drawn, read_records):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    train(recipe("train.track=[tensorboard]", "train.epochs=1", "schedule.sched=constant"), run)
+    resume(run, ["train.epochs=2"])
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    records = read_records(run)
+    assert len(records) == 2
+    for name in records[0]:
+        points = [(event.step, event.value) for event in events.Scalars(name)]
+        assert points == [(record["epoch"], pytest.approx(record[name])) for record in records]
+    assert {"seconds", "images_per_second", "memory_bytes"} < set(events.Tags()["scalars"])
+    assert [picture.step for picture in events.Images("curves")] == [1, 2]
+    (spec,) = events.Tensors("spec.yaml/text_summary")
+    assert b"    name: rev_vit_digits" in spec.tensor_proto.string_val[0]
+    (settings,) = run.glob("tensorboard/*/hparams.yml")
+    assert "optimizer.lr: 0.003" in settings.read_text()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="MLflow is not installed")
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own code
+def test_mlflow_on_a_local_folder(recipe, tmp_path, drawn, read_records, monkeypatch):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    train(recipe("train.track=[mlflow]", "train.epochs=1", "schedule.sched=constant"), tmp_path / "run")
+    resume(tmp_path / "run", ["train.epochs=2"])
+    client = mlflow.MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'revzoo'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params["optimizer.lr"]) == ("run", "FINISHED", "0.003")
+    points = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "top1")]
+    assert points == [(record["epoch"], record["top1"]) for record in read_records(tmp_path / "run")]
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
+        "config.yaml",
+        "curves.png",
+        "spec.yaml",
+    }
+
+
+def test_a_tracker_that_is_not_installed(recipe, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("revzoo.training.tracking.get_available_trackers", list)
+    with pytest.raises(SpecError, match=r"train.track: found \['comet_ml'\]; .* python -m pip install comet-ml"):
+        train(recipe("train.track=[comet_ml]"), tmp_path / "run")
