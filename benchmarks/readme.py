@@ -242,7 +242,7 @@ def describe_fits(results: dict[str, Any]) -> Iterator[str]:
     """Yield the table of the largest batches on cards, and of what communication would take."""
     assumed, card = results["assumed"], "80 GB"
     cards = list(results["rows"][0]["largest"]["store"])
-    yield f"| model | weights | cards | {' | '.join(cards)} | sent in a step | of a step on {card} |"
+    yield f"| model | weights | cards | {' | '.join(cards)} | sent in a step | communication on {card} |"
     yield "|---" * (5 + len(cards)) + "|"
     for row in results["rows"]:
         batches = [" → ".join(str(points[size]["batch"] or "-") for points in row["largest"].values()) for size in cards]
@@ -255,15 +255,16 @@ def describe_fits(results: dict[str, Any]) -> Iterator[str]:
     yield ""
     link, version = assumed["network"] / assumed["node"] * 8, results["torch"].partition("+")[0]
     yield from wrap(
-        "Largest batch of each card, everything stored → steps inverted and nodes recomputed, for "
-        f"{100 * assumed['share']:.0f} % of its memory (-: not even one example); float32 weights and AdamW, bfloat16 "
-        f"autocast, shard=full, nodes of {assumed['node']} cards. All of this is computed, none of it was run on a card: the "
-        "bytes are counted from a training step of the first rank without values (`python benchmarks/distributed.py`, torch "
-        f"{version}), and the last column is what communication would take of these steps if nothing of it were hidden "
-        f"behind computing. It assumes {assumed['flops'] / 1e12:.0f} TFLOP/s (two fifths of an H100's 989, data sheet), NVLink "
-        f"with {assumed['nvlink'] / 1e9:.0f} GB/s each way (the same), {link / 1e9:.0f} Gb/s between nodes for each card (DGX "
-        f"H100, data sheet), and {assumed['nvlink_seconds'] * 1e6:.1f} and {assumed['network_seconds'] * 1e6:.0f} µs for each "
-        "hop of a ring (NCCL's `tuning.cc`). FSDP2 hides what it can: it fetches the next step while one is computed."
+        "Below each size of card: the largest batch of one card with everything stored → with steps inverted and nodes "
+        f"recomputed, in {100 * assumed['share']:.0f} % of its memory (-: not even one example); float32 weights and AdamW, "
+        f"bfloat16 autocast, shard=full, nodes of {assumed['node']} cards. All of this is computed, and none of it was run on "
+        "a card: the bytes are counted from a training step of the first rank without values (`python "
+        f"benchmarks/distributed.py`, torch {version}). The last column is the share of a step that communication would take "
+        f"if none of it overlapped with computing. It assumes {assumed['flops'] / 1e12:.0f} TFLOP/s (two fifths of an H100's "
+        f"989, data sheet), NVLink with {assumed['nvlink'] / 1e9:.0f} GB/s each way (the same), {link / 1e9:.0f} Gb/s between "
+        f"nodes for each card (DGX H100, data sheet), and {assumed['nvlink_seconds'] * 1e6:.1f} and "
+        f"{assumed['network_seconds'] * 1e6:.0f} µs for each hop of a ring (NCCL's `tuning.cc`). FSDP2 overlaps what it can: it "
+        "prefetches the next step while one is computed."
     )
 
 
