@@ -320,10 +320,9 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     run.wrapped.train()
     for batch, labels in run.train_loader:
         with _say_when(run):
-            loss = train_batch(run, batch, labels, (options.seed, epoch, progress.batch))
+            losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
         progress.batch += 1
         progress.examples += len(batch) * run.shares
-        losses += loss * len(batch)
         if not accelerator.sync_gradients:
             continue
         progress.updates += 1
@@ -360,14 +359,14 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
         reseed(*key, run.share)
         if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
             run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
-        loss: torch.Tensor = run.loss(_call(run, batch), targets)
-        accelerator.backward(loss)
+        run.last_loss = run.loss(_call(run, batch), targets)  # which a plan counts until there is a next one
+        accelerator.backward(run.last_loss)
         if accelerator.sync_gradients and clip_grad is not None:
             clip = accelerator.clip_grad_norm_ if run.mesh is None else clip_gradients_
             clip(run.wrapped.parameters(), clip_grad)
         run.optimizer.step()
         run.optimizer.zero_grad()
-    return loss.detach()
+    return run.last_loss
 
 
 def _call(run: Run, batch: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,7 @@ class Run:
         tracking: the tools that get the metrics, too.
         origin: what the run is made of; every state says what the run was started with.
         notes: remarks on the model for the reader.
+        last_loss: loss of the last batch of this process; None before the first.
     """
 
     recipe: Recipe
@@ -129,6 +130,7 @@ class Run:
     tracking: Tracking
     origin: Origin
     notes: list[str]
+    last_loss: Tensor | None = None
 
     @property
     def evaluated(self) -> Model:

@@ -84,7 +84,7 @@ MODELS = ", ".join(list_models()[:3])
         ),
         (
             "train --ot=runs",
-            "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --accept-changes, --dry-run, --help, ",
+            "Unknown option of revzoo train '--ot'. Did you mean '--out'? Allowed: --accept-changes, --dry-run, ",
         ),
         (f"train --out {__file__}/run", f"The run folder {__file__}/run cannot be made: {__file__} is a file."),
         ("train train-epochs=3", "1 problem found:\n  override: 'train-epochs=3': found no PATH=VALUE; allowed: a dotted path"),

@@ -209,7 +209,7 @@ def test_features_only(name):
             "rev_vit_s",
             {"drop_path": 0.1},
             InputError,
-            "rev_vit_s has no 'drop_path'. Did you mean 'drop_path_rate'? It takes: img_size, in",
+            "rev_vit_s has no 'drop_path'. Did you mean 'drop_path_rate'? It takes: in",
         ),
         ("rev_vit_s", {"global_pool": "avgmax"}, InputError, "global_pool of rev_vit_s is 'avg', 'max', 'token', ''. Received"),
         ("rev_vit_s.tag", {}, InputError, "rev_vit_s has no weights tagged 'tag'. Use 'rev_vit_s' alone."),

@@ -138,14 +138,14 @@ def test_one_process_goes_on_with_a_run_of_two(recipe, tmp_path, monkeypatch, wh
 
 
 def test_a_batch_that_cannot_be_shared(recipe):
-    assert _share_batch(24, 3, 1, recipe()) == 8
+    assert _share_batch(24, 3, recipe()) == 8
     with pytest.raises(
         InputError, match=r"has 24 examples, .*5 processes cannot share equally. .*with 1, 2, 3, 4, 6, 8, 12, 24 "
     ):
-        _share_batch(24, 5, 1, recipe())
-    assert _share_batch(24, 8, 1, recipe()) == 3
+        _share_batch(24, 5, recipe())
+    assert _share_batch(24, 8, recipe()) == 3
     with pytest.raises(InputError, match=r"has 24 examples, 12 pairs for mixup, .*Resume it with 1, 2, 3, 4, 6, 12 processes"):
-        _share_batch(24, 8, 1, recipe("mixup={mixup_alpha: 0.8}"))
+        _share_batch(24, 8, recipe("mixup={mixup_alpha: 0.8}"))
 
 
 def test_states_of_earlier_versions_are_refused(copied):
