@@ -23,8 +23,8 @@ class MemoryTable:
     current: str | None = None
 
     def __rich__(self) -> Table:
-        caption = "The mode changes the memory of activations only."
-        table = Table(title="Memory of a training step", caption=caption if len(self.reports) > 1 else None)
+        caption = "Counted: every tensor. The mode changes the memory of activations only."
+        table = Table(title="Memory of a training step", caption=caption if len(self.reports) > 1 else "Counted: every tensor.")
         table.add_column("")
         for mode in self.reports:
             table.add_column(f"{mode} *" if mode == self.current else mode, justify="right")
