@@ -30,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     # Threads that spin while they wait make small models ten times slower where something else uses the cores as well.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "_ARGCOMPLETE" in os.environ:
+        from revzoo.commands.completion import complete
+
+        complete({name: load_command(name) for name in COMMANDS})
     try:
         if name == "help" and rest:
             return main([rest[0], "--help"])

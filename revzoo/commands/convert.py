@@ -56,20 +56,23 @@ def declare(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert a network and print the report."""
-    from revzoo.conversion.convert import convert
+    from revzoo.display.console import show_status
 
-    floating = arguments.m is not None or arguments.beta is not None
-    report = convert(
-        arguments.source,
-        arguments.weights,
-        coupling=arguments.coupling,
-        kept_bits=None if floating else arguments.kept_bits,
-        m=arguments.m,
-        beta=arguments.beta,
-        out=arguments.out,
-        strict=not arguments.no_strict,
-        num_outputs=arguments.outputs,
-    )
+    with show_status("converting, and comparing both networks"):
+        from revzoo.conversion.convert import convert
+
+        floating = arguments.m is not None or arguments.beta is not None
+        report = convert(
+            arguments.source,
+            arguments.weights,
+            coupling=arguments.coupling,
+            kept_bits=None if floating else arguments.kept_bits,
+            m=arguments.m,
+            beta=arguments.beta,
+            out=arguments.out,
+            strict=not arguments.no_strict,
+            num_outputs=arguments.outputs,
+        )
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

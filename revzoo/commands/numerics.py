@@ -53,17 +53,20 @@ def run(arguments: argparse.Namespace) -> int:
     name, overrides = read_name(arguments.name)
     if arguments.plot is not None:
         require_png(arguments.plot)
-    import torch
+    from revzoo.display.console import print_renderable, show_status
 
-    from revzoo.analysis.numerics import measure_numerics
-    from revzoo.model.create import create
+    with show_status("measuring rounding errors"):
+        import torch
 
-    torch.manual_seed(0)
-    model = create(name, overrides=overrides, dtype=getattr(torch, arguments.dtype), exact=arguments.exact)
-    autocast = arguments.autocast
-    with nullcontext() if autocast is None else torch.autocast("cpu", getattr(torch, autocast)):
-        report = measure_numerics(model, model.example_input(arguments.batch))
-        training = [] if arguments.updates is None else _train(model, arguments.updates)
+        from revzoo.analysis.numerics import measure_numerics
+        from revzoo.model.create import create
+
+        torch.manual_seed(0)
+        model = create(name, overrides=overrides, dtype=getattr(torch, arguments.dtype), exact=arguments.exact)
+        autocast = arguments.autocast
+        with nullcontext() if autocast is None else torch.autocast("cpu", getattr(torch, autocast)):
+            report = measure_numerics(model, model.example_input(arguments.batch))
+            training = [] if arguments.updates is None else _train(model, arguments.updates)
     arithmetic = arguments.dtype + f", autocast {autocast}" * (autocast is not None) + ", exact" * arguments.exact
     title = f"{model.spec.name}, batch of {arguments.batch}, {arithmetic}"
     if arguments.plot is not None:
@@ -74,7 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
         about = {"model": model.spec.name, "batch": arguments.batch, "arithmetic": arithmetic}
         print(json.dumps(about | report.to_dict() | {"training": [point.to_dict() for point in training]}, indent=2))
     else:
-        from revzoo.display.console import print_renderable
         from revzoo.display.tables.numerics import tabulate_numerics
 
         print_renderable(tabulate_numerics(title, report, training))

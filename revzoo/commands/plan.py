@@ -123,6 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequence[str]) -> int:
     """Plan a module that is not the zoo's; print, draw and save the plan."""
+    from revzoo.display.console import show_status
     from revzoo.planning.reforwarding.planner import plan_in_detail
 
     given = {"--estimate": arguments.estimate or None, "--device": arguments.device}
@@ -140,9 +141,10 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
     torch.manual_seed(0)
     module, batch = create_any_module(name, arguments.batch)
     optimizer = create_optimizer(arguments.optimizer, module)
-    plan, details = plan_in_detail(
-        module, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer, profile=arguments.profile
-    )
+    with show_status("planning"):
+        plan, details = plan_in_detail(
+            module, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer, profile=arguments.profile
+        )
     if arguments.plot is not None:
         from revzoo.display.figures.module_plan import plot_module_plan
 
@@ -163,19 +165,21 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
 
 def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
     """Plan one batch size; print and draw the plan."""
+    from revzoo.display.console import show_status
     from revzoo.planning.planner import profile_and_plan
 
     batch, optimizer = create_batch(model, arguments.batch), create_optimizer(arguments.optimizer, model)
-    profile, plan = profile_and_plan(
-        model,
-        batch,
-        arguments.budget,
-        solver=arguments.solver,
-        optimizer=optimizer,
-        loss=create_loss(arguments.loss, model),
-        lookahead=_LOOKAHEADS[arguments.lookahead],
-        estimate=arguments.estimate,
-    )
+    with show_status("planning"):
+        profile, plan = profile_and_plan(
+            model,
+            batch,
+            arguments.budget,
+            solver=arguments.solver,
+            optimizer=optimizer,
+            loss=create_loss(arguments.loss, model),
+            lookahead=_LOOKAHEADS[arguments.lookahead],
+            estimate=arguments.estimate,
+        )
     _show(arguments, model, profile, plan)
     return plan
 
@@ -198,25 +202,27 @@ def _require_counting(arguments: argparse.Namespace) -> None:
 
 def _plan_ranks(arguments: argparse.Namespace, model: "Model") -> "Plan":
     """Plan for one of many ranks; print and draw the plan."""
+    from revzoo.display.console import show_status
     from revzoo.planning.ranks.division import Division
     from revzoo.planning.ranks.rank_plan import plan_ranks
 
-    result, profile = plan_ranks(
-        model,
-        create_batch(model, arguments.batch),
-        arguments.budget,
-        Division(
-            arguments.ranks,
-            arguments.shard or "full",
-            1 if arguments.nodes is None else arguments.nodes,
-            arguments.offload,
-            1 if arguments.tensor_parallel is None else arguments.tensor_parallel,
-        ),
-        solver=arguments.solver,
-        optimizer=create_optimizer(arguments.optimizer, model),
-        loss=create_loss(arguments.loss, model),
-        accumulate=arguments.accumulate,
-    )
+    with show_status("planning"):
+        result, profile = plan_ranks(
+            model,
+            create_batch(model, arguments.batch),
+            arguments.budget,
+            Division(
+                arguments.ranks,
+                arguments.shard or "full",
+                1 if arguments.nodes is None else arguments.nodes,
+                arguments.offload,
+                1 if arguments.tensor_parallel is None else arguments.tensor_parallel,
+            ),
+            solver=arguments.solver,
+            optimizer=create_optimizer(arguments.optimizer, model),
+            loss=create_loss(arguments.loss, model),
+            accumulate=arguments.accumulate,
+        )
     _show(arguments, model, profile, result.plan, result)
     return result.plan
 
@@ -225,10 +231,12 @@ def _show(
     arguments: argparse.Namespace, model: "Model", profile: "Profile", plan: "Plan", ranks: "RankPlan | None" = None
 ) -> None:
     """Draw a plan, and print it beside other schedules, or everything as JSON."""
+    from revzoo.display.console import show_status
     from revzoo.planning.comparison import evaluate_budgets, evaluate_uniform_schedules
 
-    beside, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
-    budgets = evaluate_budgets(profile) if arguments.plot is not None or arguments.json else []
+    with show_status("planning other budgets"):
+        beside, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
+        budgets = evaluate_budgets(profile) if arguments.plot is not None or arguments.json else []
     if arguments.plot is not None:
         from revzoo.display.figures.plan import plot_plan
 
@@ -250,20 +258,22 @@ def _show(
 
 def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
     """Find the batch size with the most samples per second; print and draw its plan, and the other sizes."""
+    from revzoo.display.console import show_status
     from revzoo.planning.batch import find_best_batch
 
     if arguments.estimate:
         raise InputError("Received: --estimate and a range of batch sizes, whose times are measured. Leave one out.")
     optimizer = create_optimizer(arguments.optimizer, model)
-    best = find_best_batch(
-        model,
-        arguments.budget,
-        *arguments.batch,
-        solver=arguments.solver,
-        optimizer=optimizer,
-        loss=create_loss(arguments.loss, model),
-        lookahead=_LOOKAHEADS[arguments.lookahead],
-    )
+    with show_status("planning every batch size"):
+        best = find_best_batch(
+            model,
+            arguments.budget,
+            *arguments.batch,
+            solver=arguments.solver,
+            optimizer=optimizer,
+            loss=create_loss(arguments.loss, model),
+            lookahead=_LOOKAHEADS[arguments.lookahead],
+        )
     if arguments.plot is not None:
         from revzoo.display.figures.batch import plot_schedules, plot_times
         from revzoo.display.figures.plan import plot_plan

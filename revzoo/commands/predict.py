@@ -54,10 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.csv:
         _write_csv(predictions)
     else:
-        from revzoo.display.console import print_renderable
+        from revzoo.display.console import print_renderable, show_status
         from revzoo.display.tables.prediction import tabulate_predictions
 
-        print_renderable(tabulate_predictions([each.to_dict() for each in predictions]))
+        with show_status("predicting"):
+            rows = [each.to_dict() for each in predictions]
+        print_renderable(tabulate_predictions(rows))
     return 0
 
 

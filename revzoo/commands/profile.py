@@ -18,15 +18,17 @@ def declare(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Profile a model and print the result."""
-    from revzoo.planning.profiling.profile import profile
+    from revzoo.display.console import print_renderable, show_status
 
-    model = create_model(arguments)
-    batch = create_batch(model, arguments.batch)
-    result = profile(model, batch, create_optimizer(arguments.optimizer, model), estimate=arguments.estimate)
+    with show_status("counting and timing every unit"):
+        from revzoo.planning.profiling.profile import profile
+
+        model = create_model(arguments)
+        batch = create_batch(model, arguments.batch)
+        result = profile(model, batch, create_optimizer(arguments.optimizer, model), estimate=arguments.estimate)
     if arguments.json:
         print(json.dumps(asdict(result), indent=2))
     else:
-        from revzoo.display.console import print_renderable
         from revzoo.display.tables.profile import tabulate_profile
 
         print_renderable(tabulate_profile(result))

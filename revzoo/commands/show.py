@@ -28,10 +28,13 @@ def run(arguments: argparse.Namespace) -> int:
     name, overrides = read_name(arguments.name)
     if arguments.plot is not None:
         require_png(arguments.plot)
-    from revzoo.analysis.report import report_model
-    from revzoo.model.create import create
+    from revzoo.display.console import print_renderable, show_status
 
-    report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch)
+    with show_status("counting memory and FLOPs"):
+        from revzoo.analysis.report import report_model
+        from revzoo.model.create import create
+
+        report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch)
     if arguments.plot is not None:
         from revzoo.display.figures.model import plot_model
 
@@ -39,7 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        from revzoo.display.console import print_renderable
         from revzoo.display.tables.model import tabulate_model
 
         print_renderable(tabulate_model(report))

@@ -20,15 +20,18 @@ def declare(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Verify a model, new or with the weights of its folder, and print the report; 1 if it is not safe to train."""
     name, overrides = read_name(arguments.name)
-    import torch
+    from revzoo.display.console import show_status
 
-    from revzoo.analysis.verify import verify
-    from revzoo.model.create import create
+    with show_status("comparing gradients"):
+        import torch
 
-    torch.manual_seed(0)
-    model = create(
-        name, overrides=overrides, device=arguments.device, dtype=getattr(torch, arguments.dtype), exact=arguments.exact
-    )
-    report = verify(model, model.example_input(arguments.batch))
+        from revzoo.analysis.verify import verify
+        from revzoo.model.create import create
+
+        torch.manual_seed(0)
+        model = create(
+            name, overrides=overrides, device=arguments.device, dtype=getattr(torch, arguments.dtype), exact=arguments.exact
+        )
+        report = verify(model, model.example_input(arguments.batch))
     print(report)
     return 0 if report.ok else 1

@@ -18,10 +18,14 @@ def print_renderable(renderable: RenderableType) -> None:
 
 
 @contextmanager
-def show_status() -> Iterator[Callable[[str], object]]:
-    """Yield a function that shows what is being done; where the standard error is no terminal, it shows nothing."""
+def show_status(what: str = "") -> Iterator[Callable[[str], object]]:
+    """Show what is being done in a line that vanishes at the end of the block; yield a function that shows something else.
+
+    Where the standard error is no terminal, nothing is shown. Print results behind the block: inside they would go to the
+    standard error.
+    """
     if not sys.stderr.isatty():
         yield lambda what: None
         return
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True).status(escape(what)) as status:
         yield lambda what: status.update(escape(what))

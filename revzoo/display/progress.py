@@ -19,12 +19,15 @@ class TrainingDisplay:
         batch_size: examples of one batch over all processes.
         example_noun: what the examples are: "images" or "texts".
         label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
+        memory_noun: which memory is shown beside the counted one of the tables, such as "process".
     """
 
-    def __init__(self, shown: bool, epochs: int, batches: int, batch_size: int, example_noun: str, label_noun: str):
+    def __init__(
+        self, shown: bool, epochs: int, batches: int, batch_size: int, example_noun: str, label_noun: str, memory_noun: str
+    ):
         self.console = Console(quiet=not shown, highlight=False, soft_wrap=True)
         self.epochs, self.batches, self.batch_size = epochs, batches, batch_size
-        self.example_noun, self.label_noun = example_noun, label_noun
+        self.example_noun, self.label_noun, self.memory_noun = example_noun, label_noun, memory_noun
         self.top1 = "-"
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -65,7 +68,7 @@ class TrainingDisplay:
             memory_bytes: memory in use.
         """
         rate = (done - self._first) * self.batch_size / (time.perf_counter() - self._began)
-        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} {self.example_noun}/s {format_bytes(memory_bytes)}"
+        numbers = f"loss {loss:.4f} top-1 {self.top1} {rate:.0f} {self.example_noun}/s {self._describe(memory_bytes)}"
         self._bar.update(self._task, completed=done, numbers=numbers)
 
     def end_epoch(self, record: dict[str, Any], best: float) -> None:
@@ -81,5 +84,8 @@ class TrainingDisplay:
         self.console.print(
             f"epoch {record['epoch']:>{len(str(self.epochs))}}/{self.epochs}  train loss {record['train_loss']:.4f}  "
             f"test loss {loss}  top-1 {self.top1} (best {best:.2f})  "
-            f"{rate}  {format_bytes(record['memory_bytes'])}  {record['seconds']:.1f} s"
+            f"{rate}  {self._describe(record['memory_bytes'])}  {record['seconds']:.1f} s"
         )
+
+    def _describe(self, memory_bytes: int) -> str:
+        return f"{self.memory_noun} {format_bytes(memory_bytes)}"

@@ -269,7 +269,13 @@ def build_run(
         batch_size=batch_size,
         progress=progress,
         display=TrainingDisplay(
-            accelerator.is_main_process, options.epochs, len(train_loader), whole_batch, data.example_noun, data.label_noun
+            accelerator.is_main_process,
+            options.epochs,
+            len(train_loader),
+            whole_batch,
+            data.example_noun,
+            data.label_noun,
+            "CUDA peak" if torch.cuda.is_available() else "process",
         ),
         upload=Upload(accelerator, run_folder, options),
         tracking=Tracking(recipe, folder, accelerator.is_main_process),

@@ -58,12 +58,13 @@ class Tracking:
     @contextmanager
     def open(self, epoch: int) -> Iterator[None]:
         """Keep the trackers open inside the block; so many epochs are done, and later ones will be written."""
-        ids = self._read_ids()
-        self._trackers = [self._make(name, epoch, ids.get(name)) for name in self._names]
+        ids, self._trackers = self._read_ids(), []
         try:
-            for tracker in self._trackers:
+            for name in self._names:
+                tracker = self._make(name, epoch, ids.get(name))
                 tracker.start()
-                if tracker.name not in ids:
+                self._trackers.append(tracker)
+                if name not in ids:
                     tracker.store_init_configuration(_flatten(self._recipe))
                     self._send_texts(tracker)
             if self._trackers:

@@ -38,8 +38,9 @@ def plot_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
             axes.set_xlim(epochs[0] - 1, epochs[0] + 1)
     if moving := [key for key in _COUPLING if key in records[0]]:
         couplings = accuracy.twinx()
+        around = style | {"marker": "s", "ms": 8, "mfc": "none"} if style else {}  # a point of top-1 may be in the same place
         for key in moving:
-            couplings.step(epochs, [record[key] for record in records], "--", where="post", color=PALE, label=key, **style)
+            couplings.step(epochs, [record[key] for record in records], "--", where="post", color=PALE, label=key, **around)
         simplify_axes(couplings)
         couplings.grid(False)  # its ticks are not those of top-1
         couplings.legend(frameon=False)

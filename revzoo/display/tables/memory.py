@@ -27,8 +27,10 @@ class MemoryTable:
         return Fitted(self._tabulate)
 
     def _tabulate(self, narrow: bool) -> Table:
-        caption = "The mode changes the memory of activations only."
-        table = make_table(narrow, title="Memory of a training step", caption=caption if len(self.reports) > 1 else None)
+        caption = "Counted: every tensor."
+        if len(self.reports) > 1:
+            caption += " The mode changes the memory of activations only."
+        table = make_table(narrow, title="Memory of a training step", caption=caption)
         table.add_column("", min_width=None if narrow else max(map(len, LABELS.values())))
         for mode in self.reports:
             heading = DottedName(f"{mode} *" if mode == self.current else mode, "right")
