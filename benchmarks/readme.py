@@ -263,8 +263,8 @@ def describe_fits(results: dict[str, Any]) -> Iterator[str]:
         f"if none of it overlapped with computing. It assumes {assumed['flops'] / 1e12:.0f} TFLOP/s (two fifths of an H100's "
         f"989, data sheet), NVLink with {assumed['nvlink'] / 1e9:.0f} GB/s each way (the same), {link / 1e9:.0f} Gb/s between "
         f"nodes for each card (DGX H100, data sheet), and {assumed['nvlink_seconds'] * 1e6:.1f} and "
-        f"{assumed['network_seconds'] * 1e6:.0f} µs for each hop of a ring (NCCL's `tuning.cc`). FSDP2 overlaps what it can: it "
-        "prefetches the next step while one is computed."
+        f"{assumed['network_seconds'] * 1e6:.0f} µs for each hop of a ring (NCCL's `tuning.cc`). FSDP2 overlaps what it can: "
+        "it prefetches the next step while one is computed."
     )
 
 

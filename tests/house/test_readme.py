@@ -64,7 +64,7 @@ def test_batches_stand_beside_each_other_and_what_does_not_fit_is_a_dash(readme)
     largest = {"store": {"24 GB": point(0), "80 GB": point(3)}, "stage_inputs": {"24 GB": point(4), "80 GB": point(40)}}
     row = {"model": "rev", "ranks": 8, "parameter_bytes": 25e8, "sent_bytes": 1e9, "largest": largest}
     head, _, line, _, *text = readme.describe_fits({"torch": "2.15.0+cpu", "assumed": assumed, "rows": [row]})
-    assert head == "| model | weights | cards | 24 GB | 80 GB | sent in a step | of a step on 80 GB |"
+    assert head == "| model | weights | cards | 24 GB | 80 GB | sent in a step | communication on 80 GB |"
     assert line == "| rev | 2.50 GB | 8 | - → 4 | 3 → 40 | 1.00 GB | 25.0 → 25.0 % |"
     assert "for 90 % of its memory" in " ".join(text)
     assert "400 Gb/s between nodes" in " ".join(text)
