@@ -71,15 +71,14 @@ def open_dataset(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
     splits = _read_splits(root)
     for rows, source in splits:
         _require_columns(rows, source, {"image.column": options.column, "image.label": options.label})
-    known = getattr(splits[0][0].features[options.label], "names", None)
+    known = _read_class_names(splits[0][0], options.label)
     labels = [_read_labels(rows, options.label, source) for rows, source in splits]
-    names = list(known) if known else name_classes(labels[0], splits[0][1])
+    names = known or name_classes(labels[0], splits[0][1])
     images, notes = [], list[str]()
     for (rows, source), own in zip(splits, labels, strict=True):
         numbers = number_labels(own, names, (f"in row {row} of {source}" for row in range(1, len(own) + 1)))
-        images.append(
-            DatasetImages(_leave_undecoded(rows, options.column, source), options.column, numbers, mode, source, root)
-        )
+        undecoded = _leave_undecoded(rows, options.column, source)
+        images.append(DatasetImages(undecoded, options.column, numbers, mode, source, root))
         notes += describe_missing(numbers, names, source)
     train, test = images
     return ImageSplits(train, test, names, notes)
@@ -101,8 +100,7 @@ def read_dataset(root: Path, options: TextOptions) -> tuple[Texts, Texts, list[s
         columns = rows.select_columns([options.column, options.label])[:]
         columns[options.label] = [_name_class(rows, options.label, value) for value in columns[options.label]]
         texts.append(check_columns(source, columns, options.column, options.label))
-    known = getattr(splits[0][0].features[options.label], "names", None)
-    return texts[0], texts[1], None if known is None else list(known)
+    return texts[0], texts[1], _read_class_names(splits[0][0], options.label)
 
 
 def _read_splits(root: Path) -> list[tuple[Any, str]]:
@@ -113,10 +111,10 @@ def _read_splits(root: Path) -> list[tuple[Any, str]]:
     try:
         with quiet(datasets):
             # A relative name might be that of a data set on the hub.
-            found = (datasets.load_from_disk if saved else datasets.load_dataset)(str(root.absolute()))
+            loaded = (datasets.load_from_disk if saved else datasets.load_dataset)(str(root.absolute()))
     except Exception as error:  # each format has its own exceptions
         raise DataError(f"{root} cannot be read as a data set of Hugging Face ({_shorten(error)}).") from error
-    splits = found if isinstance(found, dict) else {"without a split": found}
+    splits = loaded if isinstance(loaded, dict) else {"without a split": loaded}
     names = {split: next((name for name in SPLITS[split] if name in splits), None) for split in SPLITS}
     for split, name in names.items():
         if name is None:
@@ -159,6 +157,12 @@ def _read_labels(rows: Any, column: str, source: str) -> list[str]:
             )
         labels.append(label)
     return labels
+
+
+def _read_class_names(rows: Any, column: str) -> list[str] | None:
+    """Return the names of the classes of a ClassLabel; None for a column of another kind."""
+    names = getattr(rows.features[column], "names", None)
+    return None if names is None else list(names)
 
 
 def _name_class(rows: Any, column: str, value: Any) -> Any:

@@ -35,6 +35,16 @@ def make_mesh(
     return init_device_mesh(device_type, tuple(shape), mesh_dim_names=tuple(names))
 
 
+def read_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the dimensions of a mesh that `make_mesh` has made, by name."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+def leave_out_tensor(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a mesh that FSDP2 divides over, which is all but the dimension "tensor"."""
+    return mesh[tuple(name for name in read_sizes(mesh) if name != "tensor")]
+
+
 def count_shards(processes: int, shard: Literal["full", "hybrid"], tensor_parallel: int = 1, nodes: int = 1) -> int:
     """Return over how many processes a parameter is divided beside tensor parallelism. Arguments and errors: `make_mesh`."""
     if shard == "hybrid" and nodes == 1:

@@ -7,7 +7,7 @@ Source: `torch.distributed.fsdp.fully_shard`; Zhao et al. 2023, "PyTorch FSDP".
 """
 
 from collections import Counter
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from revzoo.model.network import Model
+from revzoo.sharding.mesh import leave_out_tensor, read_sizes
 from revzoo.sharding.tensor_parallel import divide_layers_
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -52,10 +53,9 @@ def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offlo
             gathered as they are: autocast rounds what it must, and norms see the weights that they see in one process.
         offload: keep shards, their gradients and with them the optimizer's state on the host.
     """
-    names = cast(tuple[str, ...], mesh.mesh_dim_names)
-    if "tensor" in names:
+    if "tensor" in read_sizes(mesh):
         divide_layers_(model, mesh["tensor"])
-    data = mesh[tuple(name for name in names if name != "tensor")]
+    data = leave_out_tensor(mesh)
     host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     for unit in list_units(model):
         fully_shard(unit, mesh=data, offload_policy=host, reshard_after_forward=True)

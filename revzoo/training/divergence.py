@@ -1,7 +1,6 @@
 """Training that diverges: what is not finite is noticed before it is saved, so the newest state is always a good one."""
 
 import math
-from contextlib import suppress
 
 from accelerate.utils import gather_object
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ def add_losses(run: Run, losses: Tensor) -> None:
     Raises:
         DivergedError: one of them is not finite; raised in every process.
     """
-    total = math.fsum(gather_object([losses.item()])) / run.sharing
+    total = math.fsum(gather_object([losses.item()])) / run.shares.holders
     losses.zero_()
     if not math.isfinite(total):
         raise _explain(run, f"The training loss is {total}")
@@ -55,8 +54,7 @@ def _find_own_not_finite(model: nn.Module) -> list[str]:
 
 def _explain(run: Run, what: str) -> DivergedError:
     recipe, progress = run.recipe, run.progress
-    with suppress(RevzooError):  # of saving
-        run.upload.wait()
+    run.upload.settle()
     states = run.folder.list_states()
     kept = f"nothing was saved since {states[-1]}" if states else "nothing was saved"
     return DivergedError(

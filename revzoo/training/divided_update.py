@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from revzoo.analysis.optimizer_step import copy_optimizer
 from revzoo.checkpoint.slices import copy_whole_, gather_whole
+from revzoo.sharding.mesh import leave_out_tensor, read_sizes
 
 _SHAPES = ((33,), (32, 48), (24, 20, 3, 3))  # the first is not divided evenly; some optimizers treat small matrices apart
 _STEPS = 3
@@ -56,19 +57,17 @@ def _make_parameters(mesh: DeviceMesh) -> nn.Module:
     with torch.device(mesh.device_type):
         module = nn.Module()
         module.parts = nn.ParameterList([torch.randn(shape) for shape in _SHAPES])
-        if "tensor" in (mesh.mesh_dim_names or ()):
-            size = mesh["tensor"].size()
+        if size := read_sizes(mesh).get("tensor"):
             module.columns, module.rows = nn.Linear(32, 24 * size), nn.Linear(24 * size, 32)
     return module
 
 
 def _divide(module: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     """Divide a module as a network is divided; return its parameters."""
-    names = mesh.mesh_dim_names or ()
-    if "tensor" in names:
+    if "tensor" in read_sizes(mesh):
         plan = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
         parallelize_module(module, mesh["tensor"], plan, src_data_rank=None)
-    fully_shard(module, mesh=mesh[tuple(name for name in names if name != "tensor")])
+    fully_shard(module, mesh=leave_out_tensor(mesh))
     return list(module.parameters())
 
 

@@ -28,7 +28,7 @@ from revzoo.checkpoint import files
 from revzoo.data.random import reseed
 from revzoo.display.figures.curves import plot_curves
 from revzoo.display.tables.memory import MemoryTable
-from revzoo.errors import RecoveryError, RevzooError
+from revzoo.errors import RecoveryError
 from revzoo.file import sync, write_atomically
 from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.plan import Plan
@@ -322,7 +322,7 @@ def _train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
         with _say_when(run):
             losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
         progress.batch += 1
-        progress.examples += len(batch) * run.shares
+        progress.examples += len(batch) * run.shares.count
         if not accelerator.sync_gradients:
             continue
         progress.updates += 1
@@ -356,7 +356,7 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
     accelerator, clip_grad = run.accelerator, run.recipe.train.clip_grad
     with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))):
         batch, targets = run.mix(batch, labels, *key)
-        reseed(*key, run.share)
+        reseed(*key, run.shares.own)
         if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
             run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
         run.last_loss = run.loss(_call(run, batch), targets)  # which a plan counts until there is a next one
@@ -383,8 +383,7 @@ def _say_when(run: Run) -> Iterator[None]:
         yield
     except RecoveryError as error:
         progress = run.progress
-        with suppress(RevzooError):  # of saving
-            run.upload.wait()
+        run.upload.settle()
         raise RecoveryError(
             f"{error} This was in epoch {progress.epoch + 1}, update {progress.updates + 1}. The newest state is "
             f"{run.folder.find_state()}; train.save_every=N saves one every N updates."
@@ -398,7 +397,7 @@ def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
     check_weights(run)
     try:
         batches = stop.watch(run.test_loader)
-        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, run.sharing)
+        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, run.shares.holders)
     except StopRequested as caught:
         return caught.signum
     check_test_loss(run, scores.loss)

@@ -20,11 +20,11 @@ class SharedMixup:
 
     Args:
         mixup: timm's object with its options.
-        process: number of this process's share of the batch.
+        share: number of this process's share of the batch.
     """
 
-    def __init__(self, mixup: Mixup, process: int):
-        self._mixup, self._process = mixup, process
+    def __init__(self, mixup: Mixup, share: int):
+        self._mixup, self._share = mixup, share
 
     def __call__(self, images: Tensor, labels: Tensor, *key: int) -> tuple[Tensor, Tensor]:
         """Return mixed images (B, C, H, W) and probabilities (B, classes); NumPy's global generator is seeded by the key."""
@@ -33,7 +33,7 @@ class SharedMixup:
         targets, half = [], len(images) // 2
         for k in range(half):  # timm's `elem` and `pair` of two images are those of a pair in a larger batch
             pair = [k, len(images) - 1 - k]
-            images[pair], probabilities = self._mix(images[pair], labels[pair], *key, self._process * half + k)
+            images[pair], probabilities = self._mix(images[pair], labels[pair], *key, self._share * half + k)
             targets.append(probabilities)
         first, second = torch.stack(targets, 1)
         return images, torch.cat([first, second.flip(0)])

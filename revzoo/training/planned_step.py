@@ -157,9 +157,8 @@ class DividedStep(PlannedStep):
     def plan(self, limit: int) -> Plan:
         solver = self._run.recipe.memory.solver
         with self._run.accelerator.autocast():
-            return plan_ranks(self._whole, self._batch, limit, solver=solver, setting=self.setting, **self._circumstances)[
-                0
-            ].plan
+            made, _ = plan_ranks(self._whole, self._batch, limit, solver=solver, setting=self.setting, **self._circumstances)
+        return made.plan
 
     def count_peak(self, plan: Plan) -> int:
         with self._run.accelerator.autocast():

@@ -7,7 +7,7 @@ Accelerate's configuration of FSDP2 means what `train.shard=full` means: its set
 """
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from revzoo.errors import InputError, SpecError, SpecProblem
-from revzoo.sharding.mesh import make_mesh
+from revzoo.sharding.mesh import make_mesh, read_sizes
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import YamlNode
 from revzoo.training.options import Recipe
@@ -90,16 +90,31 @@ def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, begun: bool) -> D
     return make_mesh(processes, options.shard, options.tensor_parallel, nodes, accelerator.device.type)
 
 
-def describe_shares(mesh: DeviceMesh) -> str:
+def describe_division(mesh: DeviceMesh) -> str:
     """Return in words over which processes a network is divided."""
-    names = mesh.mesh_dim_names or ()
-    sizes = dict(zip(names, mesh.shape, strict=True))
+    sizes = read_sizes(mesh)
     repeated = f", repeated on {sizes['replicate']} nodes" if "replicate" in sizes else ""
     tensor = sizes.get("tensor", 1)
     layers = f", each layer over {tensor} of them" if tensor > 1 else ""
     return f"divided over {sizes['shard'] * tensor} processes{layers}{repeated}"
 
 
-def count_sharing(mesh: DeviceMesh | None) -> int:
-    """Return how many processes, neighbours in rank, have the same examples, because they divide each layer."""
-    return 1 if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)).get("tensor", 1)
+@dataclass(frozen=True)
+class Shares:
+    """How the processes share each batch.
+
+    Args:
+        count: number of shares.
+        own: number of this process's share, from 0.
+        holders: how many processes, neighbours in rank, have the same share, because they divide each layer.
+    """
+
+    count: int
+    own: int
+    holders: int
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, mesh: DeviceMesh | None) -> "Shares":
+        """Return the shares of the processes of a run; without a mesh each has its own."""
+        holders = 1 if mesh is None else read_sizes(mesh).get("tensor", 1)
+        return cls(accelerator.num_processes // holders, accelerator.process_index // holders, holders)

@@ -37,7 +37,7 @@ from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin, require_same_recipe
-from revzoo.training.processes import count_sharing, describe_shares, make_run_mesh, open_accelerator
+from revzoo.training.processes import Shares, describe_division, make_run_mesh, open_accelerator
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.restart import form_group_anew
 from revzoo.training.run_folder import Progress, RunFolder
@@ -91,6 +91,7 @@ class Run:
         model: the bare model.
         wrapped: the model as it is called in training: inside DistributedDataParallel, or divided over processes.
         mesh: the processes that divide the network among them; None where each has all of it.
+        shares: how the processes share each batch.
         optimizer: the optimizer, prepared by Accelerate.
         scheduler: the learning-rate schedule, stepped once per update.
         ema: running average of the weights over updates; None where the recipe has none.
@@ -117,6 +118,7 @@ class Run:
     model: Model
     wrapped: nn.Module
     mesh: DeviceMesh | None
+    shares: Shares
     optimizer: Any
     scheduler: Any
     ema: ModelEmaV3 | None
@@ -136,23 +138,6 @@ class Run:
     def evaluated(self) -> Model:
         """The model whose weights are evaluated and saved: the running average where there is one."""
         return self.model if self.ema is None else self.ema.module
-
-    @property
-    def sharing(self) -> int:
-        """How many processes, neighbours in rank, have the same share of a batch, because they divide each layer."""
-        return count_sharing(self.mesh)
-
-    @property
-    def shares(self) -> int:
-        """How many shares a batch has."""
-        shares: int = self.accelerator.num_processes // self.sharing
-        return shares
-
-    @property
-    def share(self) -> int:
-        """Number of this process's share."""
-        share: int = self.accelerator.process_index // self.sharing
-        return share
 
     def set_coupling(self, update: int) -> None:
         """Give the model and its running average the coupling of an update."""
@@ -174,7 +159,7 @@ class Run:
         parameters, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
         frozen = "" if trained == parameters else f" ({trained:,} of them trained)"
         data, console = self.data, self.display.console
-        divided = "" if self.mesh is None else f", {describe_shares(self.mesh)}"
+        divided = "" if self.mesh is None else f", {describe_division(self.mesh)}"
         classes = "" if data.num_classes is None else f", {data.num_classes} classes"
         console.print(
             f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}{divided}; "
@@ -211,12 +196,11 @@ def build_run(
     mesh = make_run_mesh(recipe, accelerator, begun=resumed or begun_with is not None)
     run_folder = RunFolder(folder)
     progress = call_on_all(accelerator, run_folder.read_progress) if resumed else Progress()
-    sharing = count_sharing(mesh)
-    shares, share = accelerator.num_processes // sharing, accelerator.process_index // sharing
-    whole_batch = begun_with or recipe.data.batch_size * shares
+    shares = Shares.of(accelerator, mesh)
+    whole_batch = begun_with or recipe.data.batch_size * shares.count
     if resumed:  # by any number of processes: they share the batches that the run began with
         whole_batch = call_on_all(accelerator, lambda: read_origin(run_folder)).batch_size
-    batch_size = _share_batch(whole_batch, shares, recipe, sharing)
+    batch_size = _share_batch(whole_batch, shares, recipe)
     reseed(options.seed)
     model_options = recipe.model
     if resumed:  # the weights come from the state
@@ -226,7 +210,7 @@ def build_run(
     if recipe.mixup is not None and isinstance(spec.input, TextInput):  # hfds may be either
         raise SpecError([SpecProblem(recipe.file, "mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")])
     data_options = replace(recipe.data, batch_size=batch_size)
-    data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, shares))
+    data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, shares.count))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
         model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
     model, ema, notes = call_on_all(
@@ -243,7 +227,8 @@ def build_run(
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
     prepared = accelerator.prepare_optimizer(optimizer)
     train_loader, test_loader = (
-        prepare_data_loader(loader, accelerator.device, shares, share, put_on_device=True) for loader in (data.train, data.test)
+        prepare_data_loader(loader, accelerator.device, shares.count, shares.own, put_on_device=True)
+        for loader in (data.train, data.test)
     )
     updates_per_epoch = math.ceil(len(train_loader) / options.accumulate)  # the last one may take fewer batches
     coupling = make_coupling_schedule(recipe, model, options.epochs * updates_per_epoch)
@@ -260,10 +245,11 @@ def build_run(
         model=model,
         wrapped=wrapped,
         mesh=mesh,
+        shares=shares,
         optimizer=prepared,
         scheduler=_make_scheduler(recipe, optimizer, updates_per_epoch),
         ema=ema,
-        mix=_make_mixup(recipe, model.num_outputs, share),
+        mix=_make_mixup(recipe, model.num_outputs, shares.own),
         loss=Loss(smoothing, weigh_classes(recipe, data, model.num_outputs)).to(accelerator.device),
         coupling=coupling,
         batch_size=batch_size,
@@ -306,17 +292,17 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     return open_accelerator(options.mixed_precision, gradient_accumulation_steps=options.accumulate, kwargs_handlers=handlers)
 
 
-def _share_batch(whole: int, shares: int, recipe: Recipe, sharing: int = 1) -> int:
-    """Return how many examples of a batch each process takes, of which so many neighbours have the same."""
+def _share_batch(whole: int, shares: Shares, recipe: Recipe) -> int:
+    """Return how many examples of a batch each process takes."""
     parts = whole // 2 if recipe.mixup else whole  # mixup's pairs stay together
-    if parts % shares:
-        possible = [str(number * sharing) for number in range(1, whole + 1) if parts % number == 0]
+    if parts % shares.count:
+        possible = [str(number * shares.holders) for number in range(1, whole + 1) if parts % number == 0]
         pairs = f", {parts} pairs for mixup" if recipe.mixup else ""
         raise InputError(
-            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares * sharing} processes cannot "
-            f"share equally. Resume it with {join_names(possible, most=8)} processes."
+            f"A batch of this run has {whole} examples{pairs}, as it was started, which {shares.count * shares.holders} "
+            f"processes cannot share equally. Resume it with {join_names(possible, most=8)} processes."
         )
-    return whole // shares
+    return whole // shares.count
 
 
 def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:
@@ -374,7 +360,7 @@ def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_pe
     return scheduler
 
 
-def _make_mixup(recipe: Recipe, outputs: int, process: int) -> Callable[..., tuple[Tensor, Tensor]]:
+def _make_mixup(recipe: Recipe, outputs: int, share: int) -> Callable[..., tuple[Tensor, Tensor]]:
     options = recipe.mixup
     if options is None:
         return lambda images, labels, *key: (images, labels)
@@ -387,4 +373,4 @@ def _make_mixup(recipe: Recipe, outputs: int, process: int) -> Callable[..., tup
         label_smoothing=recipe.train.label_smoothing,
         num_classes=outputs,
     )
-    return SharedMixup(mixup, process)
+    return SharedMixup(mixup, share)

@@ -38,7 +38,7 @@ def list_contents(modules: Mapping[str, nn.Module], optimizer: Optimizer, settin
         optimizer: the optimizer.
         settings: anything else that is needed to go on.
     """
-    tensors = {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in _list_tensors(module).items()}
+    tensors = _list_tensors(modules)
     own, rest = _read_optimizer(modules["model"], optimizer)
     contents = dict(restore_rows({**tensors, **own}, _find_orders(modules, {**tensors, **own})))
     return {**contents, _SETTINGS: {**settings, "optimizer": rest}}
@@ -58,18 +58,14 @@ def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Opti
     """
     with as_ordinary_errors():
         saved = FileSystemReader(folder).read_metadata()
-        tensors = {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in _list_tensors(module).items()}
+        tensors = _list_tensors(modules)
         _require_fit(saved, tensors)
         state = _make_state(saved, modules["model"])
         orders = _find_orders(modules, {**tensors, **state})
         dealt = {path: tensor for path, tensor in {**tensors, **state}.items() if path in orders}
         ordinary = {path: torch.empty_like(tensor) for path, tensor in dealt.items()}
         contents: dict[str, Any] = {**tensors, **state, **ordinary, _SETTINGS: None}
-        load(
-            contents,
-            storage_reader=FileSystemReader(folder),
-            planner=DefaultLoadPlanner(**AS_IT_IS),
-        )
+        load(contents, storage_reader=FileSystemReader(folder), planner=DefaultLoadPlanner(**AS_IT_IS))
     for path, tensor in dealt.items():
         copy_whole_(tensor, gather_whole(ordinary[path]), orders[path])
     settings: dict[str, Any] = contents[_SETTINGS]
@@ -77,18 +73,24 @@ def read_tensors(folder: Path, modules: Mapping[str, nn.Module], optimizer: Opti
     return settings
 
 
-def _list_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by key, each tied one once."""
+def _list_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return parameters and buffers of all modules by name, each tied one once."""
     first: dict[int, str] = {}
-    tensors = module.state_dict(keep_vars=True)
-    return {key: t.detach() for key, t in tensors.items() if first.setdefault(id(t), key) == key}
+    tensors = {f"{name}.{key}": t for name, module in modules.items() for key, t in module.state_dict(keep_vars=True).items()}
+    return {name: t.detach() for name, t in tensors.items() if first.setdefault(id(t), name) == name}
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Return the parameter and the key of a tensor of an optimizer's state, whose name is `optimizer.PARAMETER.KEY`."""
+    parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+    return parameter, key
 
 
 def _find_orders(modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> dict[str, RowOrder]:
     """Return the order of the tensors whose rows have been dealt out, by name: parameters, and state of their shape."""
     orders = {f"{name}.{key}": order for name, module in modules.items() for key, order in find_row_orders(module).items()}
     for path, tensor in tensors.items():
-        parameter = f"model.{path.removeprefix('optimizer.').rpartition('.')[0]}"
+        parameter = f"model.{_split_name(path)[0]}"
         if path.startswith("optimizer.") and parameter in orders and tensor.shape == tensors[parameter].shape:
             orders[path] = orders[parameter]
     return orders
@@ -114,7 +116,7 @@ def _make_state(saved: Metadata, model: nn.Module) -> dict[str, Tensor]:
     parameters, state = dict(model.named_parameters()), {}
     for path, facts in saved.state_dict_metadata.items():
         if path.startswith("optimizer.") and isinstance(facts, TensorStorageMetadata):
-            p = parameters[path.removeprefix("optimizer.").rpartition(".")[0]]
+            p = parameters[_split_name(path)[0]]
             like = p.detach() if facts.size == p.shape != () else torch.empty(facts.size)
             state[path] = torch.empty_like(like, dtype=facts.properties.dtype)
     return state
@@ -128,7 +130,7 @@ def _load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, T
     numbers = {name: number for number, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {}
     for path, tensor in tensors.items():
-        name, _, key = path.removeprefix("optimizer.").rpartition(".")
+        name, key = _split_name(path)
         state.setdefault(numbers[name], {})[key] = tensor
     for (name, key), value in rest["others"].items():
         state.setdefault(numbers[name], {})[key] = value

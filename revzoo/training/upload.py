@@ -77,6 +77,11 @@ class Upload:
             with saving(self._folder), as_ordinary_errors():
                 written.result()
 
+    def settle(self) -> None:
+        """Wait until no state is being written, where another error is about to be raised: that of the state is not."""
+        with suppress(RevzooError):
+            self.wait()
+
     def collect(self) -> None:
         """Raise the error of a state, if there was one and all processes know it by now; all of them call this together."""
         if self._written is not None and all(gather_object([self._written.done()])):
@@ -89,8 +94,7 @@ class Upload:
             yield
         except BaseException as error:
             if not (isinstance(error, Exception) and has_lost_others(error)):
-                with suppress(RevzooError):  # the first error counts
-                    self.wait()
+                self.settle()
             raise
         self.wait()
 

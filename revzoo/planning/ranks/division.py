@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from revzoo.analysis.optimizer_step import OptimizerBytes, copy_optimizer, count_optimizer
 from revzoo.errors import InputError, UnknownNameError
 from revzoo.model.network import Model
-from revzoo.sharding.mesh import Shard, count_shards
+from revzoo.sharding.mesh import Shard, count_shards, read_sizes
 from revzoo.sharding.shard import list_units
 from revzoo.sharding.tensor_parallel import choose_parts
 
@@ -64,7 +64,7 @@ class Division:
     @classmethod
     def of(cls, mesh: DeviceMesh, *, offload: bool) -> "Division":
         """Return the division of ranks that `make_mesh` has arranged. On a CPU the host is the device, offload or not."""
-        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        sizes = read_sizes(mesh)
         nodes = sizes.get("replicate")
         on_host = offload and mesh.device_type != "cpu"
         return cls(mesh.size(), "full" if nodes is None else "hybrid", nodes or 1, on_host, sizes.get("tensor", 1))
