@@ -80,12 +80,12 @@ function update() {
     Object.entries(methods).map(([label, method]) => describeRow(label, method, setting, stored)).join("");
   fits.querySelector(".summary").textContent =
     `${name}: ${parameters.toLocaleString("en")} parameters, input ${input}. ` +
-    `${formatBytes(setting.limit)} of ${form.elements.card.value} GB are used.`;
+    `Of ${form.elements.card.value} GB, ${formatBytes(setting.limit)} may be taken.`;
   const curves = Object.entries(methods).filter(([, method]) => method).map(([label, method]) => {
     const state = method.optimizers[setting.optimizer][0];
     const lines = method[setting.dtype];
     const points = listBytes(lines, setting.batch).map((bytes, i) => [lines.at[i], bytes + state]);
-    return { label, color: CURVES[label], points };
+    return { label, color: CURVES[label], points, dashed: label === "planned" };
   });
   drawTimeline(fits.querySelector("svg"), curves, setting.limit);
   history.replaceState(null, "", `#${new URLSearchParams(new FormData(form))}`);
@@ -99,6 +99,7 @@ function begin() {
   form.elements.card.append(...CARDS.map((size) => new Option(`${size} GB`, size)));
   form.elements.optimizer.value = "AdamW";
   form.elements.card.value = "24";
+  if ("rev_vit_b" in ZOO) form.elements.model.value = "rev_vit_b";
   for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
     if (form.elements[key]) form.elements[key].value = value;
   form.addEventListener("input", update);

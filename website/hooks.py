@@ -86,7 +86,10 @@ def _write_zoo(table: dict[str, Any]) -> str:
     options = "".join(f"<option>{family}</option>" for family in families)
     heads = ("model", "family", "input", "parameters", "FLOPs", "stored", "inverted", "twin", "weights")
     rows = "".join(f"<tr>{''.join(_list_cells(name, row))}</tr>\n" for name, row in table.items())
-    return f"""# The zoo
+    return f"""---
+hide: [toc]
+---
+# The zoo
 
 Click a heading to sort. FLOPs are those of a forward of one example, where a multiply-add counts once. Memory is the peak of
 all activations in a training step in float32, for 32 images or 8 texts; [What fits my card?](fits.md) counts everything.

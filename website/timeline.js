@@ -17,7 +17,7 @@ function addShape(parent, name, attributes, text = "") {
   parent.append(shape);
 }
 
-// curves: [{ label, color, points: [[time in thousandths, bytes], ...] }]; limit: bytes of the card.
+// curves: [{ label, color, dashed, points: [[time in thousandths, bytes], ...] }]; limit: bytes of the card.
 function drawTimeline(svg, curves, limit) {
   svg.replaceChildren();
   const most = Math.max(...curves.flatMap((curve) => curve.points.map((point) => point[1]))) * 1.05;
@@ -27,9 +27,9 @@ function drawTimeline(svg, curves, limit) {
     addShape(svg, "line", { x1: BOX.left, x2: BOX.right, y1: y(share * most), y2: y(share * most), opacity: 0.35 });
     addShape(svg, "text", { x: BOX.left - 6, y: y(share * most) + 4, "text-anchor": "end" }, formatBytes(share * most));
   }
-  for (const { color, points } of curves) {
+  for (const { color, points, dashed } of curves) {
     const path = points.map(([time, bytes], i) => `${i ? "L" : "M"}${x(time).toFixed(1)} ${y(bytes).toFixed(1)}`).join("");
-    addShape(svg, "path", { d: path, stroke: color });
+    addShape(svg, "path", { d: path, stroke: color, "stroke-dasharray": dashed ? "7 5" : "none" });
   }
   if (limit <= most) {
     addShape(svg, "line", { class: "limit", x1: BOX.left, x2: BOX.right, y1: y(limit), y2: y(limit) });
