@@ -1,6 +1,7 @@
 """The table of all models in the documentation: docs/zoo.json holds what is measured, docs/zoo.md is made from it."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -44,14 +45,14 @@ def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[
     """
     file, specs = folder / TABLE, load_shipped_specs()
     table = {name: row for name, row in read_table(file).items() if name in specs}
-    _write(file, table)  # fails here, before anything is measured, if it cannot be written
+    write_table(file, table)  # fails here, before anything is measured, if it cannot be written
     for name in specs if names is None else names:
         if _reason_to_measure(table.get(name), specs[name]):
             announce(name)
             table[name] = _measure(name)
-            _write(file, table)
+            write_table(file, table)
     table = {name: row | describe_spec(specs[name]) for name, row in table.items()}
-    _write(file, table)
+    write_table(file, table)
     (folder / "zoo.md").write_text(format_page(table), encoding="utf-8")
 
 
@@ -147,5 +148,7 @@ def _describe_twin(spec: Spec) -> Row | None:
     return None if spec.twin is None else {key: value for key, value in spec.twin.items() if key != "parameters"}
 
 
-def _write(file: Path, table: Mapping[str, Row]) -> None:
-    file.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8")
+def write_table(file: Path, table: Mapping[str, Row]) -> None:
+    """Write the rows of a zoo.json, each list of numbers in a line."""
+    text = json.dumps(dict(sorted(table.items())), indent=1)
+    file.write_text(re.sub(r"\[[-\d,\s]+\]", lambda found: "".join(found[0].split()), text) + "\n", encoding="utf-8")

@@ -42,8 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(names))
     else:
         from revzoo.analysis.zoo import update
+        from revzoo.planning.card import update as update_cards
 
         update(arguments.docs, names)
+        update_cards(arguments.docs, names)
     return 0
 
 

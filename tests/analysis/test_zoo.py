@@ -62,7 +62,7 @@ def test_the_page_is_what_the_rows_say(table):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_measuring_again_gives_the_same_row(name, table):
-    assert zoo._measure(name) == table[name], COMMAND
+    assert zoo._measure(name) == {key: value for key, value in table[name].items() if key != "card"}, COMMAND
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_only_what_is_outdated_is_measured(rows, measured, tmp_path):
     changed["revnet_digits"]["digest"] = "0"
     changed["revnet_38"]["source"] = "hearsay"
     changed["revnet_9"] = changed.pop("rev_vit_digits")
-    zoo._write(tmp_path / "zoo.json", changed)
+    zoo.write_table(tmp_path / "zoo.json", changed)
     announced = []
     zoo.update(tmp_path, ["rev_vit_digits", "revnet_38", "revnet_digits"], announced.append)
     assert measured == announced == ["rev_vit_digits", "revnet_digits"]

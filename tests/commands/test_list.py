@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from revzoo.analysis import zoo
+from revzoo.planning import card
 from revzoo.spec import load_spec
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,8 +44,11 @@ def test_docs_are_updated_for_the_models_that_match(run, refused, tmp_path, monk
         return rows[name]
 
     monkeypatch.setattr(zoo, "_measure", measure)
+    monkeypatch.setattr(card, "count_card", lambda name: {"methods": [name]})
     specs = {name: load_spec(name) for name in ("irevnet_digits", "revnet_digits", "rev_vit_digits")}
     monkeypatch.setattr(zoo, "load_shipped_specs", lambda: specs)  # all of them take seconds
     assert run("list", "*net_digits", "--docs", tmp_path).split() == names == ["irevnet_digits", "revnet_digits"]
-    assert sorted(zoo.read_table(tmp_path / "zoo.json")) == names
+    table = zoo.read_table(tmp_path / "zoo.json")
+    assert sorted(table) == names
+    assert all("card" in row for row in table.values())
     assert refused("list", "--docs", tmp_path / "nowhere").endswith("nowhere/zoo.json: No such file or directory\n")

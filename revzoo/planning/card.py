@@ -1,0 +1,183 @@
+"""Bytes of a training step as functions of the batch size: what the page "What fits my card?" computes with.
+
+Every allocation of a step grows evenly with the batch, so a step counted in two batch sizes tells the bytes of all others: at
+each time `fixed + each * size`. The page needs few of these lines. Those that are the highest for some size give the peak, to
+the byte; the highest in each of a few dozen sections of the step draw its timeline.
+
+A row of `docs/zoo.json` gets a key `card`:
+
+    methods     the model stored, inverted and by plans of the planner, and its ordinary twin with a checkpoint at every block:
+                how many units are in each mode, FLOPs of a step for an example, and a timeline in each dtype.
+    optimizers  bytes of the state, and what an update takes beside it; `twin_optimizers` are those of the twin.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from revzoo.analysis import zoo
+from revzoo.analysis.chains import preserve_schedules
+from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss
+from revzoo.analysis.flops import FlopCounter
+from revzoo.analysis.optimizer_step import count_optimizer
+from revzoo.analysis.twin import build_twin
+from revzoo.model.create import create
+from revzoo.model.network import Model
+from revzoo.planning.planner import solve
+from revzoo.planning.profiling.profile import profile
+from revzoo.runtime.drift import ignore_error_growth
+from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.runtime.schedule import Mode
+
+Changes = NDArray[numpy.int64]
+Timeline = dict[str, list[int]]
+Method = dict[str, Any]
+
+DTYPES = ("float32", "bfloat16")  # the second is autocast: weights, gradients and optimizer state stay in float32
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+}
+_SIZES = (4, 8)  # batches that are counted; plans are made for the second
+_SHARES = (0.0, 0.2, 0.5)  # of the way from the smallest peak to that of storing: the budgets that are planned for
+_SECTIONS, _DRAWN_SIZE = 24, 32  # of a timeline, and the batch whose highest point of each is kept
+
+
+def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[[str], object] = print) -> None:
+    """Count the models whose row in zoo.json has no card, and write each row as soon as it is counted.
+
+    A row that is measured again begins without one.
+
+    Args:
+        folder: where zoo.json is; `revzoo.analysis.zoo.update` writes it.
+        names: models to count; None is all.
+        announce: called with the name of each model before it is counted.
+    """
+    file = folder / "zoo.json"
+    table = zoo.read_table(file)
+    for name in table if names is None else names:
+        if "card" not in table[name]:
+            announce(name)
+            table[name]["card"] = count_card(name)
+            zoo.write_table(file, table)
+
+
+def count_card(name: str) -> dict[str, Any]:
+    """Return what a training step of a model takes, for the key `card` of its row."""
+    model = create(name, device="meta").train()
+    methods = [count_method(model, model, label, schedule) for label, schedule in _choose_schedules(model).items()]
+    card = {"methods": methods, "optimizers": _count_optimizers(model)}
+    if (twin := build_checkpointed_twin(model)) is not None:
+        methods.append(count_method(twin, model, "twin"))
+        card["twin_optimizers"] = _count_optimizers(twin)
+    return card
+
+
+def _choose_schedules(model: Model) -> dict[str, list[Mode]]:
+    """Return schedules by name: stored, inverted, and plans for a few budgets, the fastest first."""
+    measured = profile(model, model.example_input(_SIZES[1]))
+    stored = solve(measured, 2**50)
+    between = stored.no_recompute_peak_bytes - stored.min_peak_bytes
+    plans = [list(solve(measured, stored.min_peak_bytes + int(share * between)).schedule) for share in _SHARES]
+    schedules: dict[str, list[Mode]] = {"store": list(stored.schedule)}
+    with preserve_schedules(model):
+        model.schedule = "invert"
+        schedules["invert"] = list(model.schedule)
+    for plan in plans:
+        if plan not in schedules.values():
+            schedules[f"plan {len(schedules) - 1}"] = plan
+    return schedules
+
+
+def build_checkpointed_twin(model: Model) -> nn.Module | None:
+    """Return the ordinary network with its library's checkpoints; None if it has none, or takes another input."""
+    twin: Any = build_twin(model.spec)
+    for name in ("set_grad_checkpointing", "gradient_checkpointing_enable"):  # of timm and of Transformers
+        if hasattr(twin, name):
+            getattr(twin, name)()
+            with suppress(Exception):  # a library's network with the spec's arguments may raise anything
+                count_step(twin.train(), model.example_input(1), "float32")
+                return twin  # type: ignore[no-any-return]
+    return None
+
+
+def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence[Mode] | None = None) -> Method:
+    """Return a method's modes, its FLOPs for an example, and its timeline in each dtype.
+
+    Args:
+        network: the model, or its twin.
+        model: whose example inputs the network gets.
+        name: of the method.
+        schedule: of the model; None for the twin.
+    """
+    batches = [model.example_input(size) for size in _SIZES]
+    with preserve_schedules(model):
+        if schedule is not None:
+            model.schedule = schedule
+        steps = {dtype: [count_step(network, batch, dtype) for batch in batches] for dtype in DTYPES}
+    flops = steps["float32"][0][1] // _SIZES[0]
+    timelines = {dtype: _fit_timeline([changes for changes, _ in counted]) for dtype, counted in steps.items()}
+    return {"name": name, "modes": Counter(schedule or ()), "flops": flops} | timelines
+
+
+def count_step(network: nn.Module, batch: torch.Tensor, dtype: str) -> tuple[Changes, int]:
+    """Count a forward and backward as `measure_memory` does; return every change of live bytes, and the FLOPs."""
+    live, flops = LiveBytes(), FlopCounter()
+    with autocast(dtype), isolated(network, batch, fake=True) as inputs, ignore_error_growth():
+        live.watch([*network.parameters(), *network.buffers(), inputs])
+        start = sum(change for _, change in live.log)
+        live.log.clear()
+        with flops, live:
+            loss = linear_loss(call(network, inputs))
+            with leave_autocast():
+                loss.backward()
+        changes = numpy.array([start, *(change for _, change in live.log)], dtype=numpy.int64)
+    return changes, flops.forward + flops.backward
+
+
+def autocast(dtype: str) -> torch.autocast:
+    """Return the context of a step in one of `DTYPES`."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def _fit_timeline(steps: Sequence[Changes]) -> Timeline:
+    """Return the lines of a step that was counted in both sizes.
+
+    `at` is a time in thousandths of the step; then `fixed + each * size` bytes are alive. The last line is that of its end.
+    """
+    # Autocast frees its casts in any order, so the steps are compared where they have just allocated something.
+    grown = steps[0] > 0
+    assert numpy.array_equal(grown, steps[1] > 0), "the batch sizes allocate differently"
+    grown[-1] = True
+    small, large = (changes.cumsum()[grown] for changes in steps)
+    each = (large - small) // (_SIZES[1] - _SIZES[0])
+    fixed = small - each * _SIZES[0]
+    sections = numpy.array_split(numpy.arange(len(each)), min(_SECTIONS, len(each)))
+    drawn = {int(section[(fixed + each * _DRAWN_SIZE)[section].argmax()]) for section in sections}
+    kept = sorted(drawn | set(_find_highest(fixed, each)) | {len(each) - 1})
+    at = numpy.flatnonzero(grown)[kept] * 1000 // len(grown)
+    return {"at": at.tolist(), "fixed": fixed[kept].tolist(), "each": each[kept].tolist()}
+
+
+def _find_highest(fixed: Changes, each: Changes) -> Iterator[int]:
+    """Yield the lines that are the highest of all for some size from 1 on, the flattest first."""
+    line = int((fixed + each).argmax())
+    yield line
+    while len(steeper := numpy.flatnonzero(each > each[line])):
+        crossings = (fixed[line] - fixed[steeper]) / (each[steeper] - each[line])
+        line = int(steeper[crossings.argmin()])
+        yield line
+
+
+def _count_optimizers(network: nn.Module) -> dict[str, list[int]]:
+    """Return the bytes of the state and of an update for every optimizer."""
+    taken = {name: count_optimizer(network, make(network.parameters())) for name, make in OPTIMIZERS.items()}
+    return {name: [each.state, each.update] for name, each in taken.items()}

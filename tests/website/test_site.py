@@ -1,0 +1,116 @@
+"""The site as a reader has it: files without a server and without network, their links, and its pages in a browser."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import revzoo
+from revzoo.format import format_bytes
+
+pytestmark = pytest.mark.slow  # building takes half a minute
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class Page(HTMLParser):
+    """What a page links to, what it loads, and what can be linked to in it."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.anchors |= {values[key] for key in ("id", "name") if values.get(key)}
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"])
+        if tag in ("script", "img", "iframe", "source") and values.get("src"):
+            self.loads.append(values["src"])
+        if tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload"):
+            self.loads.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[Path, Page]:
+    return {file: Page(file) for file in sorted(site.rglob("*.html")) if file.name != "404.html"}
+
+
+def test_every_link_leads_to_a_file_and_a_place_in_it(site, pages):
+    assert len(pages) > 80
+    broken = []
+    for file, page in pages.items():
+        for link in page.links + page.loads:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+            if not target.is_file() or (parts.fragment and parts.fragment not in pages[target].anchors | {"__top"}):
+                broken.append(f"{file.relative_to(site)}: {link}")
+    assert broken == []
+
+
+def test_nothing_is_loaded_from_the_network(site, pages):
+    loads = {load for page in pages.values() for load in page.loads}
+    assert [load for load in loads if urlsplit(load).netloc or load.startswith("/")] == []
+    styles = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
+    assert re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^)'\"]*", styles) == []
+
+
+def test_every_model_has_a_page_and_every_public_name_an_entry(site, pages):
+    assert {file.stem for file in (site / "models").glob("*.html")} == set(revzoo.list_models())
+    anchors = pages[site / "api.html"].anchors
+    assert {name for name in revzoo.__all__ if not any(anchor.endswith(f".{name}") for anchor in anchors)} == set()
+
+
+@pytest.fixture(scope="module")
+def browse(site, tmp_path_factory):
+    """Return a function that opens a page, lets its scripts run, and returns its body as text."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+
+    def browse(page: str) -> str:
+        sandbox = ["--no-sandbox"] if os.getuid() == 0 else []
+        folder = tmp_path_factory.mktemp("chromium")
+        command = [CHROMIUM, "--headless", *sandbox, "--disable-gpu", f"--user-data-dir={folder}", "--dump-dom"]
+        address = f"{site.as_uri()}/{page}"
+        shown = subprocess.run([*command, "--virtual-time-budget=2000", address], capture_output=True, text=True, timeout=120)
+        assert shown.returncode == 0, shown.stderr
+        return shown.stdout
+
+    return browse
+
+
+@pytest.mark.parametrize(("card", "batch", "optimizer"), [(8, 64, "AdamW"), (192, 3, "SGD with momentum")])
+def test_the_page_computes_what_the_lines_say(browse, site, card, batch, optimizer):
+    data = json.loads((site / "assets/data.js").read_text().removeprefix("const ZOO = ").rstrip(";\n"))
+    name = "rev_vit_s"
+    shown = browse(f"fits.html#model={name}&batch={batch}&dtype=bfloat16&optimizer={optimizer.replace(' ', '+')}&card={card}")
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>\s*<td class=\"(\w+)\">", shown)
+    peaks = {}
+    for method in data[name]["card"]["methods"]:
+        lines = method["bfloat16"]
+        alive = [fixed + each * batch for fixed, each in zip(lines["fixed"], lines["each"], strict=True)]
+        kind = "twin_optimizers" if method["name"] == "twin" else "optimizers"
+        state, update = data[name]["card"][kind][optimizer]
+        peaks[method["name"]] = max(*alive, alive[-1] + update) + state
+    expected = {"stored": peaks["store"], "checkpointed twin": peaks["twin"], "inverted": peaks["invert"]}
+    fits = {label: "fits" if size <= 0.9e9 * card else "exceeds" for label, size in expected.items()}
+    assert [row for row in rows if row[0] in expected] == [
+        (label, format_bytes(size), fits[label]) for label, size in expected.items()
+    ]
+    assert shown.count('<path d="M') >= 4
+
+
+def test_the_table_shows_every_model_and_can_be_sorted(browse):
+    shown = browse("zoo.html")
+    assert f"{len(revzoo.list_models())} of {len(revzoo.list_models())} models" in shown
+    assert shown.count('<button type="button">') == 9
