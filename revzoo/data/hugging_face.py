@@ -71,9 +71,9 @@ def open_dataset(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
     splits = _read_splits(root)
     for rows, source in splits:
         _require_columns(rows, source, {"image.column": options.column, "image.label": options.label})
-    known = getattr(splits[0][0].features[options.label], "names", None)
+    known = _list_names(splits[0][0], options.label)
     labels = [_read_labels(rows, options.label, source) for rows, source in splits]
-    names = list(known) if known else name_classes(labels[0], splits[0][1])
+    names = known or name_classes(labels[0], splits[0][1])
     images, notes = [], list[str]()
     for (rows, source), own in zip(splits, labels, strict=True):
         numbers = number_labels(own, names, (f"in row {row} of {source}" for row in range(1, len(own) + 1)))
@@ -101,8 +101,7 @@ def read_dataset(root: Path, options: TextOptions) -> tuple[Texts, Texts, list[s
         columns = rows.select_columns([options.column, options.label])[:]
         columns[options.label] = [_name_class(rows, options.label, value) for value in columns[options.label]]
         texts.append(check_columns(source, columns, options.column, options.label))
-    known = getattr(splits[0][0].features[options.label], "names", None)
-    return texts[0], texts[1], None if known is None else list(known)
+    return texts[0], texts[1], _list_names(splits[0][0], options.label)
 
 
 def _read_splits(root: Path) -> list[tuple[Any, str]]:
@@ -150,8 +149,9 @@ def _require_columns(rows: Any, source: str, columns: dict[str, str]) -> None:
 
 def _read_labels(rows: Any, column: str, source: str) -> list[str]:
     labels = []
+    read = read_label if _list_names(rows, column) is None else (lambda name: name)  # names stay as they are: "007"
     for row, value in enumerate(rows.select_columns([column])[:][column], 1):
-        label = read_label(_name_class(rows, column, value))
+        label = read(_name_class(rows, column, value))
         if label is None:
             raise DataError(
                 f"Row {row} of {source} has no label: {column!r} is {value!r}, neither a word nor a number from 0. Correct or "
@@ -161,9 +161,15 @@ def _read_labels(rows: Any, column: str, source: str) -> list[str]:
     return labels
 
 
+def _list_names(rows: Any, column: str) -> list[str] | None:
+    """Return the names of the classes where a column is a `ClassLabel`."""
+    names = getattr(rows.features[column], "names", None)
+    return None if names is None else list(names)
+
+
 def _name_class(rows: Any, column: str, value: Any) -> Any:
     """Return the name of a class that is stored as a number, None for a number below 0, and any other label unchanged."""
-    names = getattr(rows.features[column], "names", None)
+    names = _list_names(rows, column)
     if names is None or not isinstance(value, int):
         return value
     return names[value] if value >= 0 else None
