@@ -148,8 +148,9 @@ def _require_columns(rows: Any, source: str, columns: dict[str, str]) -> None:
 
 def _read_labels(rows: Any, column: str, source: str) -> list[str]:
     labels = []
+    read = read_label if _read_class_names(rows, column) is None else (lambda name: name)  # names stay as they are: "007"
     for row, value in enumerate(rows.select_columns([column])[:][column], 1):
-        label = read_label(_name_class(rows, column, value))
+        label = read(_name_class(rows, column, value))
         if label is None:
             raise DataError(
                 f"Row {row} of {source} has no label: {column!r} is {value!r}, neither a word nor a number from 0. Correct or "
@@ -167,7 +168,7 @@ def _read_class_names(rows: Any, column: str) -> list[str] | None:
 
 def _name_class(rows: Any, column: str, value: Any) -> Any:
     """Return the name of a class that is stored as a number, None for a number below 0, and any other label unchanged."""
-    names = getattr(rows.features[column], "names", None)
+    names = _read_class_names(rows, column)
     if names is None or not isinstance(value, int):
         return value
     return names[value] if value >= 0 else None

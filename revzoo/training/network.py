@@ -133,7 +133,25 @@ def _make_divided(
 
 def _average(model: nn.Module, options: EmaOptions, *, divided: bool) -> ModelEmaV3:
     # One tensor at a time where parameters are divided and buffers are not.
-    return ModelEmaV3(model, options.decay, use_warmup=options.use_warmup, foreach=not divided)
+    return _Average(model, options.decay, use_warmup=options.use_warmup, foreach=not divided)
+
+
+class _Average(ModelEmaV3):  # type: ignore[misc]  # timm has no types
+    """timm's running average, in which a tensor that has two names, as tied weights have, moves once and not twice."""
+
+    @torch.no_grad()
+    def apply_update_(self, model: nn.Module, decay: float) -> None:
+        """Move every tensor by 1 - decay of its way to the model's; integers are copied."""
+        own, others = (each.state_dict(keep_vars=True).values() for each in (self.module, model))
+        pairs = {id(average): (average, value) for average, value in zip(own, others, strict=True)}.values()
+        moved = [pair for pair in pairs if pair[0].is_floating_point()]
+        if self.foreach:
+            torch._foreach_lerp_(*map(list, zip(*moved, strict=True)), weight=1 - decay)
+        for average, value in pairs:
+            if not average.is_floating_point():
+                average.copy_(value)
+            elif not self.foreach:
+                average.lerp_(value, 1 - decay)
 
 
 def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Data, recipe: Recipe) -> dict[str, Any]:

@@ -123,6 +123,17 @@ def test_each_split_has_its_own_numbers_for_the_classes(saved_dataset, tmp_path)
     assert same(load(tmp_path / "turned").test, load(saved_dataset).test)
 
 
+def test_names_of_classes_that_look_like_numbers_stay_as_they_are(saved_dataset, tmp_path):
+    """As those of class folders do."""
+    rows, names = datasets.load_from_disk(str(saved_dataset)), datasets.ClassLabel(names=["00007", "-1 "])
+    for split in rows:
+        rows[split] = rows[split].cast(datasets.Features(rows[split].features | {"label": names}))
+    rows.save_to_disk(tmp_path / "numbers")
+    data, expected = load(tmp_path / "numbers"), load(saved_dataset)
+    assert data.class_names == names.names
+    assert data._examples.source.labels.tolist() == expected._examples.source.labels.tolist()
+
+
 LABELS = [
     ([0, None], "Row 2 of {root} (train) has no label: 'label' is None, "),
     ([-1, 0], "Row 1 of {root} (train) has no label: 'label' is -1, "),

@@ -32,6 +32,19 @@ def test_labels_are_smoothed_once(recipe, tmp_path, mixup):
     torch.testing.assert_close(run.loss(logits, labels if mixup == "null" else targets), expected)
 
 
+def test_every_tensor_is_averaged_once(tmp_path):
+    """Also the embedding, which is the weight of the head, too."""
+    run = build_run(load_recipe("text_roberta", ["ema={decay: 0.9}"]), tmp_path / "run", resumed=False)
+    run.ema.update(run.model, 1)  # which copies
+    before = {key: tensor.clone() for key, tensor in run.model.state_dict().items()}
+    for number, tensor in enumerate({id(t): t for t in run.model.state_dict(keep_vars=True).values()}.values(), 1):
+        tensor.detach().add_(number)
+    run.ema.update(run.model, 2)
+    after = run.model.state_dict()
+    expected = {key: tensor.lerp(after[key], 0.1) for key, tensor in before.items()}
+    torch.testing.assert_close(dict(run.evaluated.state_dict()), expected)
+
+
 def test_the_loss_of_a_language_model_is_that_of_its_tokens():
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, -100, 4], [-100, 0, 2]])
     kept = labels != -100
