@@ -28,6 +28,7 @@ from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
+from revzoo.analysis.zoo_table import read_table
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.planning.planner import solve
@@ -62,7 +63,7 @@ def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[
         announce: called with the name of each model before it is counted.
     """
     file = folder / "zoo.json"
-    table = zoo.read_table(file)
+    table = read_table(file)
     for name in table if names is None else names:
         if "card" not in table[name]:
             announce(name)
