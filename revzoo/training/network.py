@@ -136,7 +136,7 @@ def _average(model: nn.Module, options: EmaOptions, *, divided: bool) -> ModelEm
     return _Average(model, options.decay, use_warmup=options.use_warmup, foreach=not divided)
 
 
-class _Average(ModelEmaV3):  # type: ignore[misc]  # timm has no types
+class _Average(ModelEmaV3):
     """timm's running average, in which a tensor that has two names, as tied weights have, moves once and not twice."""
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class _Average(ModelEmaV3):  # type: ignore[misc]  # timm has no types
         pairs = {id(average): (average, value) for average, value in zip(own, others, strict=True)}.values()
         moved = [pair for pair in pairs if pair[0].is_floating_point()]
         if self.foreach:
-            torch._foreach_lerp_(*map(list, zip(*moved, strict=True)), weight=1 - decay)
+            torch._foreach_lerp_([average for average, _ in moved], [value for _, value in moved], weight=1 - decay)
         for average, value in pairs:
             if not average.is_floating_point():
                 average.copy_(value)
