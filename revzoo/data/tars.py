@@ -92,6 +92,12 @@ def open_tars(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
     """
     info = _read_info(root)
     indices = [_index_split(root, split, info, options.label) for split in SPLITS]
+    train_paths, test_paths = ({tar.path for tar in tars} for tars in indices)
+    if both := sorted(path.name for path in train_paths & test_paths):
+        raise DataError(
+            f"A tar is for training or for validation. Received in {root}: {join_names(both)}, for both. Rename what the name "
+            "says otherwise, or list the tars of each split in _info.json."
+        )
     names = name_classes([label for tar in indices[0] for label in tar.labels], f"{root} (train)")
     train, test = (_gather_images(tars, names, mode) for tars in indices)
     notes = describe_missing(train.labels, names, f"{root} (train)")

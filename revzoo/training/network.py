@@ -146,8 +146,7 @@ class _Average(ModelEmaV3):
         pairs = {id(average): (average, value) for average, value in zip(own, others, strict=True)}.values()
         moved = [pair for pair in pairs if pair[0].is_floating_point()]
         if self.foreach:
-            averages, values = zip(*moved, strict=True)
-            torch._foreach_lerp_(averages, values, weight=1 - decay)
+            torch._foreach_lerp_([average for average, _ in moved], [value for _, value in moved], weight=1 - decay)
         for average, value in pairs:
             if not average.is_floating_point():
                 average.copy_(value)

@@ -200,6 +200,13 @@ def test_missing_tars_are_refused(tmp_path, write_tar):
     assert refusal(tmp_path / "missing") == f"There is no folder {tmp_path}/missing. Set data.root to where the data are."
 
 
+def test_a_tar_for_both_splits_is_refused(tmp_path, write_tar):
+    write_tar(tmp_path / "train-val-0.tar", {"0.png": b"", "0.cls": b"0", "1.png": b"", "1.cls": b"1"})
+    assert refusal(tmp_path).startswith(
+        f"A tar is for training or for validation. Received in {tmp_path}: train-val-0.tar, for both."
+    )
+
+
 def test_the_label_of_json_files_has_a_name(tmp_path, image_folder, write_tar):
     for split in ("train", "val"):
         files = {
