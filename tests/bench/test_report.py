@@ -61,6 +61,7 @@ def test_json_holds_everything(report):
 
 def test_table(report, monkeypatch, capsys):
     monkeypatch.setattr(tables, "NETS", SMALL_NETS)
+    monkeypatch.setenv("COLUMNS", "160")  # where it is narrower, there are two tables
     print_renderable(tables.tabulate_bench(report))
     printed = capsys.readouterr().out
     cells = next(line for line in printed.splitlines() if "revzoo invert" in line).split("│")

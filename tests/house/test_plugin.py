@@ -25,6 +25,7 @@ print(revzoo.list_models("template*"), type(model.stages[0].blocks[0].f).__name_
 """
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_parts_and_specs(tmp_path):
     source, site = tmp_path / "source", tmp_path / "site"
     shutil.copytree(TEMPLATE, source)

@@ -28,7 +28,7 @@ NOT_RUN = (
     "revzoo bench",
 )
 # They train and plan, as tests of these packages do with less.
-LONG = {"README.md", "convert.md", "planning.md", "sweeps.md", "training.md"}
+LONG = {"README.md", "convert.md", "distributed.md", "planning.md", "sweeps.md", "training.md"}
 NEEDED = {"sweeps.md": "optuna"}  # what a page shows that is not among the extras
 SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=1]")
 
