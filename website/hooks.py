@@ -73,7 +73,7 @@ def _move_to_docs(text: str) -> str:
 def _list_cards(table: dict[str, Any]) -> dict[str, Any]:
     """Return what the page computes with, of the models that are counted."""
     facts = ("card", "input", "parameters")
-    return {name: {fact: row[fact] for fact in facts} for name, row in table.items() if "card" in row}
+    return {name: {fact: row[fact] for fact in facts} for name, row in table.items() if row.get("card")}
 
 
 def _write_api() -> str:
@@ -122,7 +122,7 @@ def _list_cells(name: str, row: dict[str, Any]) -> Iterator[str]:
 
 def _write_model(spec: Spec, row: dict[str, Any]) -> str:
     sources = "".join(f"- {source['of']}: {source['cite']}\n" for source in spec.sources)
-    fits = "[What fits my card?](../fits.md) counts it on your card.\n\n" if "card" in row else ""
+    fits = "[What fits my card?](../fits.md) counts it on your card.\n\n" if row.get("card") else ""
     peaks = ", ".join(f"{format_bytes(size)} {mode}" for mode, size in row["activation_bytes"].items())
     file = next((ROOT / "specs/models").rglob(f"{spec.name}.yaml"))
     return f"""# {spec.name}

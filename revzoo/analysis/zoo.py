@@ -149,6 +149,6 @@ def _describe_twin(spec: Spec) -> Row | None:
 
 
 def write_table(file: Path, table: Mapping[str, Row]) -> None:
-    """Write the rows of a zoo.json, each list of numbers in a line."""
+    """Write the rows of a zoo.json, each list of numbers in a line; strings in JSON have no line breaks."""
     text = json.dumps(dict(sorted(table.items())), indent=1)
-    file.write_text(re.sub(r"\[[-\d,\s]+\]", lambda found: "".join(found[0].split()), text) + "\n", encoding="utf-8")
+    file.write_text(re.sub(r"\[\n[-\d,\s]+\]", lambda found: "".join(found[0].split()), text) + "\n", encoding="utf-8")

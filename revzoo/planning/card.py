@@ -9,6 +9,8 @@ A row of `docs/zoo.json` gets a key `card`:
     methods     the model stored, inverted and by plans of the planner, and its ordinary twin with a checkpoint at every block:
                 how many units are in each mode, FLOPs of a step for an example, and a timeline in each dtype.
     optimizers  bytes of the state, and what an update takes beside it; `twin_optimizers` are those of the twin.
+
+It is null for a model whose step allocates otherwise in another batch.
 """
 
 from collections import Counter
@@ -52,6 +54,10 @@ _SHARES = (0.0, 0.2, 0.5)  # of the way from the smallest peak to that of storin
 _SECTIONS, _DRAWN_SIZE = 24, 32  # of a timeline, and the batch whose highest point of each is kept
 
 
+class UnevenStepError(Exception):
+    """A step allocates otherwise in another batch, so that two batches do not tell the bytes of a third."""
+
+
 def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[[str], object] = print) -> None:
     """Count the models whose row in zoo.json has no card, and write each row as soon as it is counted.
 
@@ -67,7 +73,11 @@ def update(folder: Path, names: Iterable[str] | None = None, announce: Callable[
     for name in table if names is None else names:
         if "card" not in table[name]:
             announce(name)
-            table[name]["card"] = count_card(name)
+            try:
+                table[name]["card"] = count_card(name)
+            except UnevenStepError as error:
+                announce(f"{name}: {error}")
+                table[name]["card"] = None
             zoo.write_table(file, table)
 
 
@@ -156,7 +166,8 @@ def _fit_timeline(steps: Sequence[Changes]) -> Timeline:
     """
     # Autocast frees its casts in any order, so the steps are compared where they have just allocated something.
     grown = steps[0] > 0
-    assert numpy.array_equal(grown, steps[1] > 0), "the batch sizes allocate differently"
+    if not numpy.array_equal(grown, steps[1] > 0):
+        raise UnevenStepError(f"batches of {_SIZES[0]} and {_SIZES[1]} allocate differently")
     grown[-1] = True
     small, large = (changes.cumsum()[grown] for changes in steps)
     each = (large - small) // (_SIZES[1] - _SIZES[0])

@@ -28,5 +28,16 @@ def test_the_runtime_imports_neither_the_compiler_nor_dtensor_nor_the_rest_of_re
     for name in ("torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter", "timm", "rich", "yaml"):
         assert not [module for module in modules if f"{module}.".startswith(f"{name}.")]
     others = [module for module in modules if module.startswith("revzoo.") and not module.startswith("revzoo.runtime")]
-    names = ("activation", "after_import", "bijection", "bounds", "errors", "inplace_abn", "invertible", "noise", "plugin", "registry")
+    names = (
+        "activation",
+        "after_import",
+        "bijection",
+        "bounds",
+        "errors",
+        "inplace_abn",
+        "invertible",
+        "noise",
+        "plugin",
+        "registry",
+    )
     assert others == [f"revzoo.{name}" for name in names]
