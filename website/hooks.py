@@ -67,6 +67,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def _move_to_docs(text: str) -> str:
     """Return a text of the root with links as from docs/; those to files that are no page become the file's name."""
     text = re.sub(r"\]\(docs/", "](", text)
+    for source, page in TEXTS.items():
+        text = text.replace(f"]({source}", f"]({page}")
     return re.sub(r"\[([^]]+)\]\((?!https?:|#|\w+\.md|\w+\.png|benchmarks/results/)[^)]*\)", r"\1", text)
 
 

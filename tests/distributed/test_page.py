@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "distributed.md").read_text()
-COMMANDS = re.findall(r"^(?:torchrun|accelerate launch) (?!.*\.\.\.).*?(?=  #|$)", PAGE, flags=re.M)  # "..." is for the reader
+BLOCKS = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, flags=re.M | re.S))
+# Without those in which "..." is for the reader to fill in.
+COMMANDS = re.findall(r"^(?:torchrun|accelerate launch) (?!.*\.\.\.).*?(?=  #|$)", BLOCKS, flags=re.M)
 # A launcher as a module, with a port that nobody else has.
 LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--standalone"],

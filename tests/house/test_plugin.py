@@ -5,8 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
-from importlib.util import find_spec
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 
 import pytest
@@ -29,8 +28,9 @@ print(revzoo.list_models("template*"), type(model.stages[0].blocks[0].f).__name_
 def test_an_installed_package_adds_parts_and_specs(tmp_path):
     source, site = tmp_path / "source", tmp_path / "site"
     shutil.copytree(TEMPLATE, source)
-    pip = [sys.executable, "-m", "pip"] if find_spec("pip") else ["uv", "pip"]
-    own = [] if find_spec("pip") else ["--python", sys.executable]
+    has_pip = any(package.name == "pip" for package in distributions())  # looking for its module would import setuptools' hack
+    pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "pip"]
+    own = [] if has_pip else ["--python", sys.executable]
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(site)]
     subprocess.run([*pip, "install", *own, *options, str(source)], check=True)
     path = os.pathsep.join([str(site), str(ROOT)])

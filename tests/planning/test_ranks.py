@@ -34,20 +34,31 @@ def send(model: revzoo.Model, **settings: str) -> dict[str, Collective]:
     [
         ("rev_vit_digits", Division(3)),
         ("rev_vit_digits", Division(6, tensor_parallel=2)),
-        pytest.param("rev_vit_digits", Division(4, "hybrid", 2, offload=True), marks=pytest.mark.slow),
+        pytest.param("rev_vit_digits", Division(4, "hybrid", 2), marks=pytest.mark.slow),
         pytest.param("revnet_digits", Division(8, "hybrid", 2), marks=pytest.mark.slow),
         pytest.param("rev_swin_digits", Division(4), marks=pytest.mark.slow),
         pytest.param("reformer_mini", Division(4), marks=pytest.mark.slow),
     ],
 )
 def test_any_schedule_takes_what_is_predicted(name, division, schedules):
+    for predicted, counted in list_peaks(name, division, schedules):
+        assert predicted == counted
+
+
+@pytest.mark.slow
+def test_with_shards_on_the_host_no_schedule_takes_more_than_is_predicted(schedules):
+    for predicted, counted in list_peaks("rev_vit_digits", Division(4, offload=True), schedules):
+        assert 0.99 * predicted <= counted <= predicted
+
+
+def list_peaks(name, division, schedules):
+    """Return the predicted and the counted peak of some schedules."""
     model = revzoo.create(name, device="meta", overrides=["stages.0.depth=1"])
     batch = model.example_input(BATCH)
     with divide_copy(model, division) as (divided, _), accumulated_gradients(divided):
         count_peak(divided, batch, ["store"] * len(model.units))  # DTensor tries out every operation once, which counts
         problem = count(divided, batch)
-        for modes in schedules(divided, 4):
-            assert peak(problem, modes) == count_peak(divided, batch, modes)
+        return [(peak(problem, modes), count_peak(divided, batch, modes)) for modes in schedules(divided, 4)]
 
 
 def test_shards_are_counted_with_what_fills_them_up():
