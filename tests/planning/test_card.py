@@ -72,7 +72,7 @@ def test_cards_hold_for_other_batches(table):
     """The schedule, the dtype and the batch change from model to model, so that each model is run three times only."""
     counted = [name for name in table if table[name].get("card")]
     assert len(counted) >= COUNTED
-    for i, name in enumerate(counted[:30]):
+    for i, name in enumerate(counted[::4]):  # `counted` takes minutes
         model = revzoo.create(name, device="meta").train()
         methods = [method for method in table[name]["card"]["methods"] if method["name"] in ("store", "invert", "twin")]
         for k, size in enumerate(BATCHES):

@@ -14,7 +14,7 @@ from revzoo.planning.reforwarding.capture import capture
 from revzoo.planning.reforwarding.front import find_front
 from revzoo.planning.reforwarding.record import count_step, record
 
-BUDGETS = 4
+BUDGETS = 3
 
 
 def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
