@@ -7,10 +7,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from torch._subclasses.fake_tensor import FakeTensor
 
-import revzoo
 from revzoo.data import digits  # noqa: F401  what the processes share
 from revzoo.planning import budget
 from revzoo.planning.plan import Plan
@@ -148,44 +146,15 @@ def work(rank: int, processes: int, folder: Path, cases: dict[str, Case]) -> Non
     dist.destroy_process_group()
 
 
-def fork(folder: Path, processes: int, cases: dict[str, Case]) -> int:
-    """Run the processes; return 0 if all of them have ended well. They share what this one has imported."""
-    children = []
-    for rank in range(processes):
-        if not (child := os.fork()):
-            try:
-                work(rank, processes, folder, cases)
-            except BaseException as error:
-                print(f"process {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    return max(os.waitpid(child, 0)[1] for child in children) and 1
-
-
 if __name__ == "__main__":
+    from conftest import fork
+
     torch.set_num_threads(1)
-    sys.exit(fork(Path(sys.argv[1]), 2, QUICK) if sys.argv[2] == "quick" else fork(Path(sys.argv[1]), 4, SLOW))
+    processes, cases = (2, QUICK) if sys.argv[2] == "quick" else (4, SLOW)
+    sys.exit(fork(processes, lambda rank: work(rank, processes, Path(sys.argv[1]), cases)))
 
 
 # --- the tests
-
-
-@pytest.fixture(scope="module")
-def run_all(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
-    """Return a function that runs the quick or the slow cases, once, and returns the folder of their runs."""
-
-    @cache
-    def run(quick: bool) -> Path:
-        folder = tmp_path_factory.mktemp("budget")
-        environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", __file__, str(folder), "quick" if quick else "slow"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-        assert done.returncode == 0, done.stderr
-        (folder / "output").write_text(done.stdout)
-        return folder
-
-    return run
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

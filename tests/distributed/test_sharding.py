@@ -5,7 +5,6 @@ This file is also the program of the processes: it forks them, and each writes w
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -150,44 +149,16 @@ def work(rank: int, processes: int, folder: Path, quick: bool) -> None:
     dist.destroy_process_group()
 
 
-def fork(folder: Path, quick: bool) -> int:
-    """Run the processes; return 0 if all of them have ended well. They share what this one has imported."""
-    processes = 2 if quick else 4
-    children = []
-    for rank in range(processes):
-        if not (child := os.fork()):
-            try:
-                work(rank, processes, folder, quick)
-            except BaseException as error:
-                print(f"process {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    return max(os.waitpid(child, 0)[1] for child in children) and 1
-
-
 if __name__ == "__main__":
+    from conftest import fork
+
     torch.set_num_threads(1)
-    sys.exit(fork(Path(sys.argv[1]), quick=sys.argv[2] == "quick"))
+    quick = sys.argv[2] == "quick"
+    processes = 2 if quick else 4
+    sys.exit(fork(processes, lambda rank: work(rank, processes, Path(sys.argv[1]), quick)))
 
 
 # --- the tests
-
-
-@pytest.fixture(scope="module")
-def run_all(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
-    """Return a function that runs the quick or the slow cases, once, and returns the folder of their runs."""
-
-    @cache
-    def run(quick: bool) -> Path:
-        folder = tmp_path_factory.mktemp("sharding")
-        environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", __file__, str(folder), "quick" if quick else "slow"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-        assert done.returncode == 0, done.stderr
-        return folder
-
-    return run
 
 
 @pytest.fixture(scope="module")
