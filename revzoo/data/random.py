@@ -23,7 +23,10 @@ def reseed(*key: int) -> None:
     seed = derive_seed(*key)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # for every kind of device that is not there, torch.manual_seed formats a stack trace: as long as a small layer takes
+        torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

@@ -19,8 +19,8 @@ import numpy as np
 from revzoo.display.figures.learning_rate import plot_learning_rates
 from revzoo.errors import InputError, RevzooError
 from revzoo.file import write_atomically
+from revzoo.training.epochs import train_batch
 from revzoo.training.in_backward import update_in_backward
-from revzoo.training.loop import train_batch
 from revzoo.training.options import Recipe
 from revzoo.training.setup import Run, build_run, make_accelerator
 

@@ -25,7 +25,7 @@ from revzoo.planning import budget
 from revzoo.planning.plan import Plan
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.nested import tensors_in
-from revzoo.training import loop
+from revzoo.training import epochs, loop
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
@@ -115,7 +115,7 @@ def count_epoch(run: Run, train: Callable[[], int]) -> tuple[int, int]:
 
 def train_counted(train: Callable[[], Any], updates: int) -> tuple[int, int]:
     """Train until a signal after some updates; return what `count_epoch` does."""
-    taken, train_epoch, signals = [], loop._train_epoch, iter([0] * (updates - 1) + [signal.SIGTERM])
+    taken, train_epoch, signals = [], epochs.train_epoch, iter([0] * (updates - 1) + [signal.SIGTERM])
 
     def train_and_count(run: Run, *rest: Any) -> int:
         signums = []
@@ -124,7 +124,7 @@ def train_counted(train: Callable[[], Any], updates: int) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StopSignal, "poll", lambda self: next(signals))
-        patch.setattr(loop, "_train_epoch", train_and_count)
+        patch.setattr(epochs, "train_epoch", train_and_count)
         with pytest.raises(Interrupted):
             train()
     return taken[0]

@@ -26,7 +26,7 @@ from revzoo.sharding.create import create_sharded
 from revzoo.sharding.mesh import make_mesh
 from revzoo.sharding.shard import shard_
 from revzoo.sharding.tensor_parallel import choose_parts
-from revzoo.training import loop
+from revzoo.training import epochs, loop
 from revzoo.training.clipping import clip_gradients_
 from revzoo.training.divided_update import updates_divided
 from revzoo.training.evaluation import evaluate_checkpoint
@@ -204,7 +204,7 @@ def train_in_parts(processes: int, folder: Path) -> None:
     """Train with 4 and with 2 processes; and begin with 4, go on with 2, and end alone."""
     loop.measure_modes = lambda *_, **__: ({}, None)
     loop.describe_gradients = lambda run: ""
-    loop.plot_curves = lambda records, path: path.write_bytes(b"")
+    epochs.plot_curves = lambda records, path: path.write_bytes(b"")
     if processes > 1:
         loop.train(load(processes // 2, *SHARED), folder / f"whole-{processes}")
     poll = StopSignal.poll

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from revzoo.training import loop
+from revzoo.training import epochs, loop
 from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
 
@@ -25,7 +25,10 @@ FAST = ["data.batch_size=320", "train.epochs=2", "schedule.warmup_epochs=1", f"m
 # Everything that draws random numbers, two updates an epoch.
 RANDOM = ["mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.accumulate=2", "train.epochs=3"]
 _MEASURED = {"seconds", "images_per_second", "texts_per_second", "memory_bytes"}  # different in every run
-_SHOWN = {name: getattr(loop, name) for name in ("measure_modes", "plot_curves", "describe_gradients")}
+_SHOWN = [
+    (module, name, getattr(module, name))
+    for module, name in ((loop, "measure_modes"), (loop, "describe_gradients"), (epochs, "plot_curves"))
+]
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +45,15 @@ def _nothing_shown() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "measure_modes", lambda model, batch, optimizer, in_backward: ({}, None))
         patch.setattr(loop, "describe_gradients", lambda run: "")
-        patch.setattr(loop, "plot_curves", lambda records, path: path.write_bytes(b""))
+        patch.setattr(epochs, "plot_curves", lambda records, path: path.write_bytes(b""))
         yield
 
 
 @pytest.fixture
 def shown(monkeypatch) -> None:
     """Show everything, as outside of the tests."""
-    for name, function in _SHOWN.items():
-        monkeypatch.setattr(loop, name, function)
+    for module, name, function in _SHOWN:
+        monkeypatch.setattr(module, name, function)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from revzoo.errors import BudgetError, PlanError, SpecError
 from revzoo.planning import planner
 from revzoo.planning.plan import Plan
 from revzoo.runtime.live_bytes import LiveBytes
-from revzoo.training import loop
+from revzoo.training import epochs, loop
 from revzoo.training.budget import apply_plan
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.options import Recipe
@@ -62,7 +62,7 @@ def unmeasured(monkeypatch) -> None:
 @pytest.fixture
 def counted(monkeypatch) -> list[tuple[int, int, int]]:
     """Count the bytes of training and evaluation; get a triple an epoch: most in a step, in all of training, in evaluation."""
-    epochs, train_epoch = [], loop._train_epoch
+    counts, train_epoch = [], epochs.train_epoch
 
     def count(run: Run, epoch: int, stop: StopSignal) -> int:
         live, steps = LiveBytes(), []
@@ -85,14 +85,14 @@ def counted(monkeypatch) -> list[tuple[int, int, int]]:
         hook.remove()
         trained = live.now()
         with live:
-            loop.evaluate(run.evaluated, islice(run.test_loader, 1), run.accelerator)
+            epochs.evaluate(run.evaluated, islice(run.test_loader, 1), run.accelerator)
         bytes_ = list(accumulate(0 if storage in examples else change for storage, change in live.log))
         highest = max(max(bytes_[start : end + 1]) for start, end in steps)
-        epochs.append((highest, max(bytes_[:trained]), max(bytes_[trained:])))
+        counts.append((highest, max(bytes_[:trained]), max(bytes_[trained:])))
         return signum
 
-    monkeypatch.setattr(loop, "_train_epoch", count)
-    return epochs
+    monkeypatch.setattr(epochs, "train_epoch", count)
+    return counts
 
 
 def test_the_update_may_be_the_peak(tmp_path, counted, unmeasured):

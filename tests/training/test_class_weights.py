@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from revzoo.errors import SpecError
-from revzoo.training import loop
+from revzoo.training import epochs
 from revzoo.training.loop import resume, train
 from revzoo.training.setup import Loss, build_run
 
@@ -40,8 +40,8 @@ def test_a_weight_is_that_of_an_example_wherever_its_batch_is_cut(smoothing):
 
 def test_training_ends_when_patience_does(recipe, tmp_path, read_records, monkeypatch, capsys):
     tops = iter([50.0, 40.0, 50.0, 60.0])
-    evaluate = loop.evaluate
-    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: replace(evaluate(*a, **k), top1=next(tops)))
+    evaluate = epochs.evaluate
+    monkeypatch.setattr(epochs, "evaluate", lambda *a, **k: replace(evaluate(*a, **k), top1=next(tops)))
     run = tmp_path / "run"
     constant = ["train.patience=2", "train.epochs=9", "schedule.sched=constant", "train.class_weights=balanced"]
     summary = train(recipe(*constant), run)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import revzoo
-from revzoo.training import loop
+from revzoo.training import epochs
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.loop import resume, train
 from tests.runtime.test_compile import needs_compiler
@@ -22,7 +22,7 @@ SAID = "The 4 steps are compiled, each kind of step when it first runs."
 def test_a_compiled_run_resumes(backend, tmp_path, monkeypatch, recipe, capsys):
     torch.compiler.reset()
     compiled = []
-    monkeypatch.setattr(loop, "compile_steps", lambda model: compiled.append(model) or compile_steps(model))
+    monkeypatch.setattr(epochs, "compile_steps", lambda model: compiled.append(model) or compile_steps(model))
     compile_steps = partial(revzoo.compile_steps, backend=backend)
     options = recipe("train.compile=true", "model.schedule=[store,selective,invert,recompute,invert,store,store]")
     assert recipe().train.compile is False

@@ -13,7 +13,7 @@ import revzoo
 from revzoo.analysis.memory_report import measure_modes
 from revzoo.errors import InputError, SpecError
 from revzoo.runtime.schedule import MODES
-from revzoo.training import loop
+from revzoo.training import epochs, loop
 from revzoo.training.in_backward import update_in_backward, updates_each_alone
 from revzoo.training.optimizer import make_optimizer
 from revzoo.training.options import Recipe
@@ -78,7 +78,7 @@ def test_training_is_the_same_whatever_is_set(recipe, overrides, settings, tmp_p
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_training_is_the_same_with_compiled_steps(tmp_path, monkeypatch, assert_same_run):
-    monkeypatch.setattr(loop, "compile_steps", partial(revzoo.compile_steps, backend="aot_eager"))
+    monkeypatch.setattr(epochs, "compile_steps", partial(revzoo.compile_steps, backend="aot_eager"))
     modes = "model.schedule=[store,selective,invert,recompute,invert,store,store]"
     for name, more in (("ordinary", []), ("inside", [INSIDE])):
         torch.compiler.reset()

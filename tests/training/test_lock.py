@@ -105,7 +105,7 @@ def test_a_run_holds_the_lock_of_its_folder(tmp_path, monkeypatch, recipe):
         held.append(json.loads(run.folder.lock.read_text())["pid"])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "_train_epochs", look)
+    monkeypatch.setattr(loop, "train_epochs", look)
     with pytest.raises(KeyboardInterrupt):
         train(recipe(), tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 import revzoo
 from revzoo.errors import CheckpointError, InputError, RecoveryError
-from revzoo.training import loop
+from revzoo.training import epochs, loop
 from revzoo.training.divergence import DivergedError
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.lock import hold_lock
@@ -52,7 +52,7 @@ def test_an_interrupted_run_resumes_to_the_same_end(
 # What is called when the process dies, in which call, and how many epochs are in the metrics by then.
 KILLS = {
     "within the second epoch": (StopSignal, "poll", 6, 1),  # after two updates, two test batches and one update
-    "after its metrics": (loop, "save_state", 3, 2),  # the first call is before the first epoch
+    "after its metrics": (epochs, "save_state", 2, 2),
     "after its state, not yet renamed": (RunFolder, "publish_state", 3, 2),
 }
 
@@ -170,16 +170,16 @@ def test_weights_that_are_not_finite_are_not_saved(
         scores = loop_evaluate(model, *arguments, **options)
         return replace(scores, loss=math.nan) if next(calls) == 2 else scores
 
-    finish_epoch, loop_evaluate, calls = loop._finish_epoch, loop.evaluate, count(1)
+    finish_epoch, loop_evaluate, calls = epochs._finish_epoch, epochs.evaluate, count(1)
     message = {
         "model": r"NaN in the weights \(stem",
         "ema": r"NaN in the weights \(the running average of stem",
         "test loss": "The test loss is nan",
     }[where]
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_finish_epoch", spoil)
+        patch.setattr(epochs, "_finish_epoch", spoil)
         if where == "test loss":
-            patch.setattr(loop, "evaluate", evaluate)
+            patch.setattr(epochs, "evaluate", evaluate)
         with pytest.raises(
             DivergedError, match=f"{message}.* in epoch 2, by update 4; nothing was saved since .*00001-0000000"
         ):

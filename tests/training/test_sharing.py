@@ -15,7 +15,7 @@ from timm.data import Mixup
 from revzoo.data.base import EpochSampler
 from revzoo.data.random import derive_seed
 from revzoo.errors import CheckpointError, InputError
-from revzoo.training import loop
+from revzoo.training import epochs, loop
 from revzoo.training.loop import resume, train
 from revzoo.training.mixup import SharedMixup
 from revzoo.training.processes import Shares
@@ -119,15 +119,15 @@ def pretend_two_processes(run: Path) -> None:
 
 
 def test_one_process_goes_on_with_a_run_of_two(recipe, tmp_path, monkeypatch, whole, random_settings, capsys, assert_same_run):
-    calls, save_state = count(1), loop.save_state
+    calls, save_state = count(1), epochs.save_state
 
     def kill(run):
-        if next(calls) == 3:
+        if next(calls) == 2:
             raise Killed
         save_state(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save_state", kill)
+        patch.setattr(epochs, "save_state", kill)
         with pytest.raises(Killed):
             train(recipe(*random_settings), tmp_path / "run")
     pretend_two_processes(tmp_path / "run")
@@ -166,15 +166,16 @@ def test_a_restarted_job_goes_on_in_its_folder(
     """The command is the same; another job is refused, or gets a folder of its own, also if it has the same id."""
     monkeypatch.chdir(tmp_path)
     start_job(monkeypatch, "first", 0)
-    calls, save_state = count(1), loop.save_state
+    module, killed_at = (loop, 1) if when == "before its first state" else (epochs, 2)
+    calls, save_state = count(1), module.save_state
 
     def kill(run):
-        if next(calls) == (1 if when == "before its first state" else 3):
+        if next(calls) == killed_at:
             raise Killed
         save_state(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save_state", kill)
+        patch.setattr(module, "save_state", kill)
         with pytest.raises(Killed):
             train(recipe(*random_settings), out)
     folder = out or Path("runs/digits")

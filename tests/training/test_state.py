@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import revzoo
 from revzoo.errors import CheckpointError, RevzooError, SpecError
-from revzoo.training import loop
+from revzoo.training import epochs, loop
 from revzoo.training.loop import resume, train
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder
@@ -257,7 +257,7 @@ def test_a_full_disk_when_the_curves_are_drawn(recipe, tmp_path, monkeypatch):
     def draw(records, path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(loop, "plot_curves", draw)
+    monkeypatch.setattr(epochs, "plot_curves", draw)
     with pytest.raises(RevzooError, match=f"No space left.*resume with revzoo train --resume {tmp_path}/run"):
         loop.train(recipe("train.epochs=1"), tmp_path / "run")
     assert RunFolder(tmp_path / "run").read_progress().epoch == 1

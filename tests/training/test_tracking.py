@@ -7,13 +7,13 @@ import pytest
 
 from revzoo.display.figures.curves import plot_curves
 from revzoo.errors import SpecError
-from revzoo.training import loop
+from revzoo.training import epochs
 from revzoo.training.loop import resume, train
 
 
 @pytest.fixture
 def drawn(monkeypatch) -> None:
-    monkeypatch.setattr(loop, "plot_curves", plot_curves)
+    monkeypatch.setattr(epochs, "plot_curves", plot_curves)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own code

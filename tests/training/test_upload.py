@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from revzoo.errors import RevzooError
-from revzoo.training import loop
+from revzoo.training import epochs
 from revzoo.training.divergence import DivergedError, add_losses
 from revzoo.training.loop import resume, train
 from revzoo.training.run_folder import RunFolder
@@ -75,7 +75,7 @@ def test_what_a_kill_leaves_resumes_to_the_same_end(recipe, settings, tmp_path, 
 def test_training_goes_on_while_a_state_is_written(recipe, tmp_path, monkeypatch):
     """The thread waits for the last batch; the results of the epoch wait for the state, and the end for the next one."""
     trained, order = Event(), []
-    publish, append, step = RunFolder.publish_state, RunFolder.append_record, loop._call
+    publish, append, step = RunFolder.publish_state, RunFolder.append_record, epochs._call
 
     def publish_late(self, *arguments):
         assert trained.wait(60)
@@ -94,7 +94,7 @@ def test_training_goes_on_while_a_state_is_written(recipe, tmp_path, monkeypatch
 
     monkeypatch.setattr(RunFolder, "publish_state", publish_late)
     monkeypatch.setattr(RunFolder, "append_record", append_record)
-    monkeypatch.setattr(loop, "_call", call)
+    monkeypatch.setattr(epochs, "_call", call)
     train(recipe("train.epochs=1", BEHIND), tmp_path / "run")
     assert order == ["state", "results", "state"]
 
@@ -132,6 +132,6 @@ def test_an_error_of_training_leaves_the_state_that_was_being_written(recipe, tm
         add_losses(run, losses * math.nan)
 
     monkeypatch.setattr(RunFolder, "publish_state", publish_late)
-    monkeypatch.setattr(loop, "add_losses", diverge)
+    monkeypatch.setattr(epochs, "add_losses", diverge)
     with pytest.raises(DivergedError, match="nothing was saved since .*run/state/00000-0000000"):
         train(recipe(BEHIND), tmp_path / "run")

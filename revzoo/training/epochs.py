@@ -1,0 +1,255 @@
+"""The epochs of a run: its updates, its evaluations, and what is written of them."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from revzoo.checkpoint import files
+from revzoo.data.random import reseed
+from revzoo.display.figures.curves import plot_curves
+from revzoo.errors import RecoveryError
+from revzoo.file import write_atomically
+from revzoo.model.compile_steps import compile_steps
+from revzoo.training.clipping import clip_gradients_
+from revzoo.training.divergence import add_losses, check_test_loss, check_weights
+from revzoo.training.evaluation import evaluate
+from revzoo.training.in_backward import update_in_backward
+from revzoo.training.interrupt import Interrupted, StopRequested, StopSignal
+from revzoo.training.main_process import call_on_main
+from revzoo.training.setup import Run
+from revzoo.training.state import save_state
+from revzoo.training.statistics import share_statistics
+from revzoo.training.upload import saving
+
+_CHECK_EVERY = 10  # updates between two checks of the loss, each of which makes the host wait for the GPU
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended.
+
+    Args:
+        folder: folder of the run.
+        top1: top-1 after the last epoch [%].
+        best_top1: best top-1 of all epochs [%].
+        best_epoch: first epoch that reached it, from 1.
+    """
+
+    folder: Path
+    top1: float
+    best_top1: float
+    best_epoch: int
+
+    def __str__(self) -> str:
+        return (
+            f"top-1 {self.top1:.2f} % after the last epoch, {self.best_top1:.2f} % after epoch {self.best_epoch}: {self.folder}"
+        )
+
+
+def train_epochs(run: Run) -> Summary:
+    """Train from where the run is to its last epoch, and return how it ended.
+
+    Raises:
+        DivergedError: the loss or the weights are not finite; the newest state is from before.
+        Interrupted: stopped by a signal, after everything was saved.
+        RecoveryError: states of the network could not be recovered.
+        RevzooError: nothing more can be saved.
+    """
+    progress = run.progress
+    if run.recipe.train.compile:  # after planning and measuring: what compiled code keeps cannot be counted
+        compile_steps(run.model)
+        run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
+    in_backward = run.recipe.train.optimizer_in_backward  # from here on: what runs before must not change the weights
+    updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
+    tracked = run.tracking.open(progress.epoch)
+    with run.display, StopSignal(run.accelerator) as stop, updates, tracked, run.upload.complete():
+        for epoch in range(progress.epoch, run.recipe.train.epochs):
+            if _has_lost_patience(run):
+                break
+            run.data.start_epoch(epoch, skip=progress.examples)
+            run.display.start_epoch(epoch, progress.batch)
+            signum = train_epoch(run, epoch, stop) or _finish_epoch(run, epoch, stop)
+            if signum:
+                save_state(run)
+                run.upload.wait()
+                _save_curves(run)
+                raise Interrupted(run.folder.path, signum)
+        run.upload.wait()
+        _save_curves(run)
+    summary = Summary(run.folder.path, progress.top1, progress.best_top1, progress.best_epoch)
+    run.display.console.print(str(summary))
+    return summary
+
+
+def _has_lost_patience(run: Run) -> bool:
+    """Return, and say, whether training ends early because top-1 has not become better for so many epochs."""
+    patience, progress = run.recipe.train.patience, run.progress
+    if patience is None or progress.epoch - progress.best_epoch < patience:
+        return False
+    run.display.console.print(f"Stopping early: no better top-1 in the last {progress.epoch - progress.best_epoch} epochs.")
+    return True
+
+
+def train_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
+    """Train until the end of the epoch or until a signal; return the signal, or 0."""
+    options, accelerator, progress = run.recipe.train, run.accelerator, run.progress
+    losses = torch.zeros((), dtype=torch.float64, device=accelerator.device)  # of batches that are not yet in the epoch's sum
+    before, began, signum = progress.seconds, time.perf_counter(), 0
+    run.wrapped.train()
+    for batch, labels in run.train_loader:
+        with _say_when(run):
+            losses += train_batch(run, batch, labels, (options.seed, epoch, progress.batch)).detach() * len(batch)
+        progress.batch += 1
+        progress.examples += len(batch) * run.shares.count
+        if not accelerator.sync_gradients:
+            continue
+        progress.updates += 1
+        run.set_coupling(progress.updates)
+        run.scheduler.step_update(progress.updates)
+        if run.ema is not None:
+            run.ema.update(run.model, progress.updates)
+        signum = stop.poll()
+        if signum or progress.updates % _CHECK_EVERY == 0 or progress.batch == len(run.train_loader):
+            add_losses(run, losses)
+            run.upload.collect()
+            run.display.step(progress.batch, progress.loss_sum / progress.examples, _read_memory_bytes())
+        if signum:
+            break
+        if options.save_every and progress.updates % options.save_every == 0 and progress.batch < len(run.train_loader):
+            progress.seconds = before + time.perf_counter() - began
+            add_losses(run, losses)
+            save_state(run)
+    progress.seconds = before + time.perf_counter() - began
+    return signum
+
+
+def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[int, int, int]) -> torch.Tensor:
+    """Run a batch forward and backward, update the weights where a whole update is reached, and return the loss.
+
+    Args:
+        run: the run.
+        batch, labels: as the loader yields them.
+        key: determines all random numbers, together with this process's share.
+    """
+    accelerator, clip_grad = run.accelerator, run.recipe.train.clip_grad
+    with accelerator.accumulate(*(() if run.mesh is not None else (run.wrapped,))):
+        batch, targets = run.mix(batch, labels, *key)
+        reseed(*key, run.shares.own)
+        if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
+            run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
+        run.last_loss = run.loss(_call(run, batch), targets)  # which a plan counts until there is a next one
+        accelerator.backward(run.last_loss)
+        if accelerator.sync_gradients and clip_grad is not None:
+            clip = accelerator.clip_grad_norm_ if run.mesh is None else clip_gradients_
+            clip(run.wrapped.parameters(), clip_grad)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run.last_loss
+
+
+def _call(run: Run, batch: torch.Tensor) -> torch.Tensor:
+    """Return the network's outputs; Accelerate calls autocast for all networks but divided ones."""
+    with run.accelerator.autocast():
+        outputs: torch.Tensor = run.wrapped(batch)
+        return outputs
+
+
+@contextmanager
+def _say_when(run: Run) -> Iterator[None]:
+    """Add update and newest state to an error of the runtime, such as states that leave the range of exact arithmetic."""
+    try:
+        yield
+    except RecoveryError as error:
+        progress = run.progress
+        run.upload.settle()
+        raise RecoveryError(
+            f"{error} This was in epoch {progress.epoch + 1}, update {progress.updates + 1}. The newest state is "
+            f"{run.folder.find_state()}; train.save_every=N saves one every N updates."
+        ) from error
+
+
+def _finish_epoch(run: Run, epoch: int, stop: StopSignal) -> int:
+    """Evaluate the model, write the metrics, save weights and state; return the signal that ended the evaluation, or 0."""
+    accelerator, progress = run.accelerator, run.progress
+    share_statistics(run)
+    check_weights(run)
+    try:
+        batches = stop.watch(run.test_loader)
+        scores = evaluate(run.evaluated, batches, accelerator, run.data.label_noun, run.shares.holders)
+    except StopRequested as caught:
+        return caught.signum
+    check_test_loss(run, scores.loss)
+    record = {
+        "epoch": epoch + 1,
+        "updates": progress.updates,
+        "lr": max(group["lr"] for group in run.optimizer.param_groups),  # of the next update
+        "train_loss": progress.loss_sum / progress.examples,
+        "loss": scores.loss,
+        "top1": scores.top1,
+        "top5": scores.top5,
+        "seconds": progress.seconds,
+        f"{run.data.example_noun}_per_second": progress.examples / progress.seconds,
+        "memory_bytes": _read_memory_bytes(),
+    }
+    if run.coupling is not None:
+        record |= run.coupling.at(progress.updates)
+    run.upload.wait()
+    improved = scores.top1 > progress.best_top1
+    progress.top1 = scores.top1
+    if improved:
+        progress.best_top1, progress.best_epoch = scores.top1, epoch + 1
+    _write_epoch(run, record, improved)
+    progress.epoch, progress.batch, progress.examples = epoch + 1, 0, 0
+    progress.loss_sum, progress.seconds = 0.0, 0.0
+    save_state(run)
+    run.display.end_epoch(record, progress.best_top1)
+    return 0
+
+
+def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
+    """Write the metrics and weights of an epoch."""
+    metadata = {
+        "revzoo.recipe": run.recipe.to_yaml(),
+        "revzoo.epoch": str(record["epoch"]),
+        "revzoo.top1": repr(record["top1"]),
+    }
+    call_on_main(run.accelerator, lambda: _append_record(run, record))
+    for file in (run.folder.last, run.folder.best) if improved else (run.folder.last,):
+        _save_weights(run, file, metadata)
+
+
+def _append_record(run: Run, record: dict[str, Any]) -> None:
+    with saving(run.folder):
+        run.folder.append_record(record)
+    run.tracking.log(record)
+
+
+def _save_weights(run: Run, file: Path, metadata: dict[str, str]) -> None:
+    def save() -> None:
+        with saving(run.folder):
+            files.save_weights(run.evaluated, file, metadata)
+
+    if run.mesh is None:
+        call_on_main(run.accelerator, save)
+    else:  # every process has a share
+        save()
+
+
+def _read_memory_bytes() -> int:
+    """Return the peak of allocated CUDA memory; without CUDA, the current resident memory of the process."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
+
+
+def _save_curves(run: Run) -> None:
+    records = run.folder.read_records()
+    if run.accelerator.is_main_process and records:
+        with saving(run.folder):
+            write_atomically(run.folder.curves, lambda path: plot_curves(records, path))
+        run.tracking.show(run.folder.curves, run.progress.epoch)
