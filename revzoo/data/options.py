@@ -28,7 +28,20 @@ class AugmentOptions:
 
     Args:
         padding: pad the image by this many pixels on each side and crop it at random; None: timm's random resized crop.
+        scale: least and largest share of the image's area that a random resized crop takes; None: timm's, 0.08 to 1.
+        ratio: least and largest width of such a crop over its height; None: timm's, 3/4 to 4/3.
+        hflip: probability that left and right are exchanged.
+        vflip: probability that top and bottom are exchanged.
+        color_jitter: by how much brightness, contrast and saturation change at most, as a share; None, or with most policies of
+            `auto_augment`: not at all.
+        auto_augment: timm's name of a policy, such as rand-m9-mstd0.5-inc1, original or augmix-m3-w3; None: none.
+        interpolation: how images are resized in training; "random": bilinear or bicubic.
         cutout: side of a square that is erased at a random place, after normalisation [pixels]; None: nothing is.
+        re_prob: probability that a rectangle of random size is erased (random erasing).
+        re_mode: what it is filled with: 0, a random colour, or random pixels.
+        re_count: largest number of such rectangles in an image.
+        crop_pct: side of the model's images over that to which images are resized in evaluation, before their middle is cut
+            out; None: 1 for CIFAR and MNIST, else 0.875.
         mean: subtracted from each channel; None: that of the data set where known, else ImageNet's.
         std: each channel is divided by it; None: as for `mean`.
     """
