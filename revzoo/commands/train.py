@@ -24,18 +24,19 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--find-lr", action="store_true", help="train 100 updates with a rising learning rate, draw the loss, and suggest one"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"with --find-lr: the picture (default: {_PICTURE})")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
-    parser.add_argument(
+    instead.add_argument(
         "--print-config", action="store_true", help="print the recipe with all settings, and what each is, instead of training"
     )
-    parser.add_argument(
+    instead.add_argument(
         "--dry-run", action="store_true", help="stop before the first step: after data, model, memory, plan and gradients"
     )
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
+    instead.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"with --find-lr: the picture (default: {_PICTURE})")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
     parser.add_argument(
         "--accept-changes", action="store_true", help="with --resume: go on although recipe or place of the data have changed"
     )
@@ -71,13 +72,11 @@ def _leave_group() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     recipes, overrides = split_overrides(arguments.recipe)
-    if arguments.find_lr and (arguments.resume is not None or arguments.out is not None):
-        raise InputError(
-            "--find-lr keeps nothing but a picture. Received: --resume or --out. Use --plot FILE.png for its name."
-        )
+    if arguments.out is not None and arguments.find_lr:
+        raise InputError("--find-lr keeps nothing but a picture. Received: --out. Use --plot FILE.png for its name.")
+    if arguments.out is not None and (arguments.print_config or arguments.dry_run):
+        raise InputError("Only training writes a folder. Received: --out with --print-config or --dry-run. Leave one out.")
     if arguments.resume is not None:
-        if arguments.print_config or arguments.dry_run:
-            raise InputError("--print-config and --dry-run are for runs that begin. Received: --resume. Leave one out.")
         if recipes or arguments.out is not None:
             raise InputError(
                 "A resumed run keeps its recipe and its folder. Received: --resume with a recipe or --out. Use revzoo train "
