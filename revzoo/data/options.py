@@ -35,14 +35,18 @@ class AugmentOptions:
         color_jitter: by how much brightness, contrast and saturation change at most, as a share; None, or with most policies of
             `auto_augment`: not at all.
         auto_augment: timm's name of a policy, such as rand-m9-mstd0.5-inc1, original or augmix-m3-w3; None: none.
-        interpolation: how images are resized in training; "random": bilinear or bicubic.
+        interpolation: how images are resized; "random": bilinear or bicubic in training, and bicubic in evaluation. None: as
+            those of the starting weights, else bicubic.
         cutout: side of a square that is erased at a random place, after normalisation [pixels]; None: nothing is.
         re_prob: probability that a rectangle of random size is erased (random erasing).
         re_mode: what it is filled with: 0, a random colour, or random pixels.
         re_count: largest number of such rectangles in an image.
         crop_pct: side of the model's images over that to which images are resized in evaluation, before their middle is cut
-            out; None: 1 for CIFAR and MNIST, else 0.875.
-        mean: subtracted from each channel; None: that of the data set where known, else ImageNet's.
+            out; None: that of the starting weights, else 1 for CIFAR and MNIST and 0.875 for others.
+        crop_mode: what evaluation does with images that are not square: "center" cuts out the middle, "squash" makes them square,
+            "border" fits them in and fills the rest. None: that of the starting weights, else center.
+        mean: subtracted from each channel; None: that of the starting weights, else of the data set where known, else
+            ImageNet's.
         std: each channel is divided by it; None: as for `mean`.
     """
 
@@ -53,12 +57,13 @@ class AugmentOptions:
     vflip: Probability = 0.0
     color_jitter: NonNegativeFloat | None = 0.4
     auto_augment: str | None = None
-    interpolation: Literal["random", "nearest", "bilinear", "bicubic"] = "bicubic"
+    interpolation: Literal["random", "nearest", "bilinear", "bicubic"] | None = None
     cutout: PositiveInt | None = None
     re_prob: Probability = 0.0
     re_mode: Literal["const", "rand", "pixel"] = "pixel"
     re_count: PositiveInt = 1
     crop_pct: UnitInterval | None = None
+    crop_mode: Literal["center", "squash", "border"] | None = None
     mean: tuple[FiniteFloat, ...] | None = None
     std: tuple[PositiveFloat, ...] | None = None
 

@@ -30,7 +30,9 @@ def _list_lines(options: Any, indent: str) -> Iterator[str]:
             continue
         value = getattr(options, field.name)
         meaning = read_summary(type(value)) if is_dataclass(value) else _explain(meanings[field.name], types[field.name])
-        yield from textwrap.wrap(_write_as_yaml(meaning), _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   ")
+        yield from textwrap.wrap(
+            _write_as_yaml(meaning), _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   "
+        )
         if is_dataclass(value):
             yield f"{indent}{field.name}:"
             yield from _list_lines(value, f"{indent}  ")

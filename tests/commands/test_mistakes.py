@@ -107,7 +107,10 @@ MODELS = ", ".join(list_models()[:3])
             "train --print-config --find-lr",
             "Argument --find-lr: not allowed with argument --print-config. See revzoo train --help.",
         ),
-        ("train digits --dry-run --out runs/1", "Only training writes a folder. Received: --out with --print-config or --dry-run. "),
+        (
+            "train digits --dry-run --out runs/1",
+            "Only training writes a folder. Received: --out with --print-config or --dry-run. ",
+        ),
         ("train digts", "Unknown recipe 'digts'. Did you mean 'digits'? Allowed: digits, digits_"),
         ("train digits more", "One run has one recipe. Received: digits, more. Overrides look like train.epochs=3."),
         (

@@ -12,7 +12,10 @@ from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_text import read_arguments, write_recipe
 
 # What a recipe leaves to be set; those of texts take the texts of Python.
-NEEDED = {"finetune": ["model=rev_vit_digits"], **dict.fromkeys(["text_bert", "text_roberta", "text_reformer"], ["data.root=null"])}
+NEEDED = {
+    "finetune": ["model=rev_vit_digits"],
+    **dict.fromkeys(["text_bert", "text_roberta", "text_reformer"], ["data.root=null"]),
+}
 
 
 @pytest.mark.parametrize("name", list_recipes())
