@@ -43,7 +43,7 @@ class AugmentOptions:
         re_count: largest number of such rectangles in an image.
         crop_pct: side of the model's images over that to which images are resized in evaluation, before their middle is cut
             out; None: that of the starting weights, else 1 for CIFAR and MNIST and 0.875 for others.
-        crop_mode: what evaluation does with images that are not square: "center" cuts out the middle, "squash" makes them square,
+        crop_mode: what evaluation does with images of another shape: "center" cuts out the middle, "squash" changes the shape,
             "border" fits them in and fills the rest. None: that of the starting weights, else center.
         mean: subtracted from each channel; None: that of the starting weights, else of the data set where known, else
             ImageNet's.
