@@ -8,10 +8,10 @@ from typing import Any
 
 from revzoo.errors import SpecError, SpecProblem
 from revzoo.hub import find_source
-from revzoo.spec.statement import drop_null, end_statements, merge_specs
 from revzoo.spec.names import SPEC_FILE, model_files, refuse_source
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
+from revzoo.spec.statement import drop_null, end_statements, merge_specs
 from revzoo.spec.synonym import translate_timm
 from revzoo.spec.tree import OVERRIDE, YamlNode, apply_overrides, load_tree, merge
 

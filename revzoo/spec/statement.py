@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.errors import join_names
-from revzoo.spec.tree import OVERRIDE, YamlNode, find_differences, merge
+from revzoo.spec.tree import YamlNode, find_differences, merge
 
 _STATEMENTS = {"name", "family", "sources", "twin", "expect"}  # they build nothing
 _ADAPTED = {"input": {"channels", "size", "length"}, "head": {"outputs"}}  # what a twin that is built takes from the spec
