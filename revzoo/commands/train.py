@@ -1,6 +1,8 @@
 """`revzoo train`: train a model by a recipe, or resume a run."""
 
 import argparse
+import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from revzoo.commands.parser import Parser, declare_import, require_png, split_overrides
@@ -62,6 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _show_status(what: str) -> AbstractContextManager[object]:
+    """Say what is being done, in the first of several processes."""
+    from revzoo.display.console import show_status
+
+    return show_status(what, shown=os.environ.get("RANK", "0") == "0")
+
+
 def _leave_group() -> None:
     """End the connections to other processes; a process that exits with them open may be aborted when another has gone."""
     from torch import distributed
@@ -82,7 +91,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 "A resumed run keeps its recipe and its folder. Received: --resume with a recipe or --out. Use revzoo train "
                 "--resume DIR, with overrides such as train.epochs=20 if it is to train longer."
             )
-        from revzoo.training.loop import resume
+        with _show_status("loading the libraries"):
+            from revzoo.training.loop import resume
 
         resume(arguments.resume, overrides, accept_changes=arguments.accept_changes, release_lock=arguments.release_lock)
         return 0
@@ -90,11 +100,13 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError("--release-lock and --accept-changes are for runs that go on. Received: no --resume DIR.")
     if len(recipes) > 1:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
-    from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
+    with _show_status("reading the recipe"):
+        from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
-    recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)  # refused before the loop is imported
+        recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)  # refused before the loop is imported
     if arguments.find_lr:
-        from revzoo.training.learning_rate import find_learning_rate
+        with _show_status("loading the libraries"):
+            from revzoo.training.learning_rate import find_learning_rate
 
         picture = arguments.plot or _PICTURE
         require_png(picture)
@@ -105,11 +117,13 @@ def _run(arguments: argparse.Namespace) -> int:
             "--plot is the picture of --find-lr. Received: --plot without it. A run draws curves.png in its folder."
         )
     if arguments.print_config:
-        from revzoo.training.recipe_text import write_recipe
+        with _show_status("reading the recipe"):
+            from revzoo.training.recipe_text import write_recipe
 
         print(write_recipe(recipe), end="")
         return 0
-    from revzoo.training.loop import preview, train
+    with _show_status("loading the libraries"):
+        from revzoo.training.loop import preview, train
 
     if arguments.dry_run:
         preview(recipe)
