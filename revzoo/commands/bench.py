@@ -30,15 +30,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the comparison and print it."""
     if arguments.plot is not None:
         require_png(arguments.plot)
-    from revzoo.bench.report import FULL, QUICK, compare_methods
     from revzoo.display.console import print_renderable, show_status
 
-    with show_status() as announce:
+    with show_status("preparing the comparison") as announce:
+        from revzoo.bench.report import FULL, QUICK, compare_methods
+
         report = compare_methods(FULL if arguments.full else QUICK, announce)
     if arguments.plot is not None:
-        from revzoo.display.figures.bench import plot_bench
+        with show_status("drawing"):
+            from revzoo.display.figures.bench import plot_bench
 
-        plot_bench(report, arguments.plot)
+            plot_bench(report, arguments.plot)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

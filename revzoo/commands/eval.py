@@ -31,23 +31,25 @@ def run(arguments: argparse.Namespace) -> int:
     targets, overrides = split_overrides(arguments.target)
     if len(targets) + (arguments.pretrained is not None) != 1:
         raise InputError("Name one thing to evaluate: the folder of a run, a checkpoint in it, or --pretrained NAME.")
-    from revzoo.checkpoint.index import read_index
     from revzoo.display.console import show_status
-    from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
 
-    if targets and targets[0] in read_index() and not Path(targets[0]).exists():
-        arguments.pretrained = targets.pop()
-    if targets:
-        with show_status("evaluating"):
-            scores = evaluate_checkpoint(Path(targets[0]), overrides)
-        _print_scores(targets[0], scores)
+    with show_status("evaluating"):
+        from revzoo.checkpoint.index import read_index
+        from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
+
+        shipped = arguments.pretrained
+        if targets and targets[0] in read_index() and not Path(targets[0]).exists():
+            shipped = targets[0]
+        if shipped is None:
+            scores, entry = evaluate_checkpoint(Path(targets[0]), overrides), None
+        else:
+            scores, entry = evaluate_pretrained(shipped, overrides)
+    _print_scores(shipped or targets[0], scores)
+    if entry is None:
         if not math.isfinite(scores.loss):
             print("revzoo: the loss is not finite: the model returns infinities or NaN.", file=sys.stderr)
             return 1
         return 0
-    with show_status("evaluating"):
-        scores, entry = evaluate_pretrained(arguments.pretrained, overrides)
-    _print_scores(arguments.pretrained, scores)
     same = abs(scores.top1 - entry.metric["top1"]) < 0.005  # the index has two decimals
     print(f"The index says top-1 {entry.metric['top1']:.2f} %: {'the same' if same else 'NOT the same'}.")
     return 0 if same else 1

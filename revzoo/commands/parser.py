@@ -21,15 +21,14 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **settings: Any):
-        self.options: list[str] = []
         self.hints: dict[str, str] = {}
         self.list_settings: Callable[[], list[str]] | None = None
         super().__init__(allow_abbrev=False, **settings)
 
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        """Add an argument, and remember the names of its option."""
-        self.options += [name for name in names if name.startswith("-")]
-        return super().add_argument(*names, **settings)
+    @property
+    def options(self) -> list[str]:
+        """The names of all options, those in groups, too."""
+        return list(self._option_string_actions)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the parsed arguments; positional ones may stand anywhere among the options."""

@@ -90,9 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
         require_png(arguments.plot)
     if arguments.out is not None:
         require_writable(arguments.out)
-    from revzoo.analysis.dry_run import accumulated_gradients
-    from revzoo.planning.budget import parse_budget
-
     name, overrides = read_name(arguments.name)
     if is_any_module(name):
         return _plan_any_module(arguments, name, overrides)
@@ -108,8 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
             "--shard, --nodes, --offload and --tensor-parallel say how ranks divide a network. Received: no --ranks. Add "
             "--ranks N."
         )
-    model = create_model(arguments)
-    parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
+    from revzoo.display.console import show_status
+
+    with show_status("loading the model"):
+        from revzoo.analysis.dry_run import accumulated_gradients
+        from revzoo.planning.budget import parse_budget
+
+        model = create_model(arguments)
+        parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled
     make_plan = _plan_ranks if arguments.ranks is not None else _plan_batch
     make_plan = _plan_batches if isinstance(arguments.batch, tuple) else make_plan
     with accumulated_gradients(model) if arguments.accumulate and arguments.ranks is None else nullcontext():
@@ -124,7 +127,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequence[str]) -> int:
     """Plan a module that is not the zoo's; print, draw and save the plan."""
     from revzoo.display.console import show_status
-    from revzoo.planning.reforwarding.planner import plan_in_detail
 
     given = {"--estimate": arguments.estimate or None, "--device": arguments.device}
     given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
@@ -136,19 +138,22 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
         raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {name}.")
     if isinstance(arguments.batch, tuple):
         raise InputError(f"A range of batch sizes is for models of the zoo. Received: {name}. Give one size.")
-    import torch
-
-    torch.manual_seed(0)
-    module, batch = create_any_module(name, arguments.batch)
-    optimizer = create_optimizer(arguments.optimizer, module)
     with show_status("planning"):
+        import torch
+
+        from revzoo.planning.reforwarding.planner import plan_in_detail
+
+        torch.manual_seed(0)
+        module, batch = create_any_module(name, arguments.batch)
+        optimizer = create_optimizer(arguments.optimizer, module)
         plan, details = plan_in_detail(
             module, batch, arguments.budget, solver=arguments.solver, optimizer=optimizer, profile=arguments.profile
         )
     if arguments.plot is not None:
-        from revzoo.display.figures.module_plan import plot_module_plan
+        with show_status("drawing"):
+            from revzoo.display.figures.module_plan import plot_module_plan
 
-        plot_module_plan(plan, details, arguments.plot)
+            plot_module_plan(plan, details, arguments.plot)
     if arguments.out is not None:
         plan.save(arguments.out)
     if arguments.json:
@@ -166,10 +171,11 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
 def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
     """Plan one batch size; print and draw the plan."""
     from revzoo.display.console import show_status
-    from revzoo.planning.planner import profile_and_plan
 
-    batch, optimizer = create_batch(model, arguments.batch), create_optimizer(arguments.optimizer, model)
     with show_status("planning"):
+        from revzoo.planning.planner import profile_and_plan
+
+        batch, optimizer = create_batch(model, arguments.batch), create_optimizer(arguments.optimizer, model)
         profile, plan = profile_and_plan(
             model,
             batch,
@@ -238,9 +244,10 @@ def _show(
         beside, fixed_bytes = evaluate_uniform_schedules(model, profile), profile.memory.fixed_bytes
         budgets = evaluate_budgets(profile) if arguments.plot is not None or arguments.json else []
     if arguments.plot is not None:
-        from revzoo.display.figures.plan import plot_plan
+        with show_status("drawing"):
+            from revzoo.display.figures.plan import plot_plan
 
-        plot_plan(plan, arguments.plot, budgets, beside, fixed_bytes)
+            plot_plan(plan, arguments.plot, budgets, beside, fixed_bytes)
     if arguments.json:
         data = {"plan": asdict(plan), "others": beside, "front": budgets, "fixed_bytes": fixed_bytes}
         if ranks is not None:
@@ -275,13 +282,14 @@ def _plan_batches(arguments: argparse.Namespace, model: "Model") -> "Plan":
             lookahead=_LOOKAHEADS[arguments.lookahead],
         )
     if arguments.plot is not None:
-        from revzoo.display.figures.batch import plot_schedules, plot_times
-        from revzoo.display.figures.plan import plot_plan
+        with show_status("drawing"):
+            from revzoo.display.figures.batch import plot_schedules, plot_times
+            from revzoo.display.figures.plan import plot_plan
 
-        rows = [asdict(row) for row in best.rows]
-        plot_plan(best.plan, arguments.plot)
-        plot_times(rows, arguments.plot.with_stem(f"{arguments.plot.stem}-times"))
-        plot_schedules(rows, best.plan.units, arguments.plot.with_stem(f"{arguments.plot.stem}-schedules"))
+            rows = [asdict(row) for row in best.rows]
+            plot_plan(best.plan, arguments.plot)
+            plot_times(rows, arguments.plot.with_stem(f"{arguments.plot.stem}-times"))
+            plot_schedules(rows, best.plan.units, arguments.plot.with_stem(f"{arguments.plot.stem}-schedules"))
     if arguments.json:
         print(json.dumps(best.to_dict(), indent=2))
     else:

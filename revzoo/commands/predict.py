@@ -40,13 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Predict and print."""
     if arguments.csv and arguments.json:
         raise InputError("Predictions are printed in one form. Received: --csv and --json. Leave one of them out.")
-    import torch
+    from revzoo.display.console import print_renderable, show_status
 
-    from revzoo.training.prediction import list_inputs, load_classifier, predict
+    with show_status("loading the model"):
+        import torch
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_classifier(arguments.model, device)
-    inputs = list_inputs(model, arguments.files, arguments.column)
+        from revzoo.training.prediction import list_inputs, load_classifier, predict
+
+        device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_classifier(arguments.model, device)
+        inputs = list_inputs(model, arguments.files, arguments.column)
     predictions = predict(model, inputs, top=arguments.top, batch_size=arguments.batch)
     if arguments.json:
         for prediction in predictions:
@@ -54,7 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.csv:
         _write_csv(predictions)
     else:
-        from revzoo.display.console import print_renderable, show_status
         from revzoo.display.tables.prediction import tabulate_predictions
 
         with show_status("predicting"):

@@ -36,9 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch)
     if arguments.plot is not None:
-        from revzoo.display.figures.model import plot_model
+        with show_status("drawing"):
+            from revzoo.display.figures.model import plot_model
 
-        plot_model(report, arguments.plot)
+            plot_model(report, arguments.plot)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:

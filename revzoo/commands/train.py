@@ -1,6 +1,8 @@
 """`revzoo train`: train a model by a recipe, or resume a run."""
 
 import argparse
+import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from revzoo.commands.parser import Parser, declare_import, require_png, split_overrides
@@ -24,18 +26,19 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--find-lr", action="store_true", help="train 100 updates with a rising learning rate, draw the loss, and suggest one"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"with --find-lr: the picture (default: {_PICTURE})")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
-    parser.add_argument(
+    instead.add_argument(
         "--print-config", action="store_true", help="print the recipe with all settings, and what each is, instead of training"
     )
-    parser.add_argument(
+    instead.add_argument(
         "--dry-run", action="store_true", help="stop before the first step: after data, model, memory, plan and gradients"
     )
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
+    instead.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this folder")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"with --find-lr: the picture (default: {_PICTURE})")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one under runs/)")
     parser.add_argument(
         "--accept-changes", action="store_true", help="with --resume: go on although recipe or place of the data have changed"
     )
@@ -61,6 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _show_status(what: str) -> AbstractContextManager[object]:
+    """Say what is being done, in the first of several processes."""
+    from revzoo.display.console import show_status
+
+    return show_status(what, shown=os.environ.get("RANK", "0") == "0")
+
+
 def _leave_group() -> None:
     """End the connections to other processes; a process that exits with them open may be aborted when another has gone."""
     from torch import distributed
@@ -71,19 +81,18 @@ def _leave_group() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     recipes, overrides = split_overrides(arguments.recipe)
-    if arguments.find_lr and (arguments.resume is not None or arguments.out is not None):
-        raise InputError(
-            "--find-lr keeps nothing but a picture. Received: --resume or --out. Use --plot FILE.png for its name."
-        )
+    if arguments.out is not None and arguments.find_lr:
+        raise InputError("--find-lr keeps nothing but a picture. Received: --out. Use --plot FILE.png for its name.")
+    if arguments.out is not None and (arguments.print_config or arguments.dry_run):
+        raise InputError("Only training writes a folder. Received: --out with --print-config or --dry-run. Leave one out.")
     if arguments.resume is not None:
-        if arguments.print_config or arguments.dry_run:
-            raise InputError("--print-config and --dry-run are for runs that begin. Received: --resume. Leave one out.")
         if recipes or arguments.out is not None:
             raise InputError(
                 "A resumed run keeps its recipe and its folder. Received: --resume with a recipe or --out. Use revzoo train "
                 "--resume DIR, with overrides such as train.epochs=20 if it is to train longer."
             )
-        from revzoo.training.loop import resume
+        with _show_status("loading the libraries"):
+            from revzoo.training.loop import resume
 
         resume(arguments.resume, overrides, accept_changes=arguments.accept_changes, release_lock=arguments.release_lock)
         return 0
@@ -91,11 +100,13 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError("--release-lock and --accept-changes are for runs that go on. Received: no --resume DIR.")
     if len(recipes) > 1:
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
-    from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
+    with _show_status("reading the recipe"):
+        from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
-    recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)  # refused before the loop is imported
+        recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)  # refused before the loop is imported
     if arguments.find_lr:
-        from revzoo.training.learning_rate import find_learning_rate
+        with _show_status("loading the libraries"):
+            from revzoo.training.learning_rate import find_learning_rate
 
         picture = arguments.plot or _PICTURE
         require_png(picture)
@@ -106,11 +117,13 @@ def _run(arguments: argparse.Namespace) -> int:
             "--plot is the picture of --find-lr. Received: --plot without it. A run draws curves.png in its folder."
         )
     if arguments.print_config:
-        from revzoo.training.recipe_text import write_recipe
+        with _show_status("reading the recipe"):
+            from revzoo.training.recipe_text import write_recipe
 
         print(write_recipe(recipe), end="")
         return 0
-    from revzoo.training.loop import preview, train
+    with _show_status("loading the libraries"):
+        from revzoo.training.loop import preview, train
 
     if arguments.dry_run:
         preview(recipe)

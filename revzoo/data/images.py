@@ -24,6 +24,7 @@ from revzoo.data.tars import open_tars
 from revzoo.errors import DataError, join_names
 from revzoo.spec.schema import ImageInput
 
+_INTERPOLATION = "bicubic"  # where nothing says which
 _MUCH = 4  # a side of an image that is so many times longer or shorter than the model's is worth a remark
 _CIFAR_SITE = "Unpack the archive of the Python version from https://www.cs.toronto.edu/~kriz/cifar.html there"
 _MNIST_CALL = "Let torchvision download it there (torchvision.datasets.{}(root, download=True))"
@@ -125,7 +126,13 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
         )
     train.transform = _make_train_transform(options.augment, (height, width), mean, std)
     crop_pct = options.augment.crop_pct or (1.0 if options.name in _TORCHVISION else 0.875)
-    plain: dict[str, Any] = {"interpolation": "bicubic", "crop_pct": crop_pct, "mean": mean, "std": std}
+    plain: dict[str, Any] = {
+        "interpolation": _INTERPOLATION if options.augment.interpolation in (None, "random") else options.augment.interpolation,
+        "crop_pct": crop_pct,
+        "crop_mode": options.augment.crop_mode or "center",
+        "mean": mean,
+        "std": std,
+    }
     test.transform = create_transform((height, width), **plain)
     if is_grey and input.channels == 3:
         for images in (train, test):
@@ -167,8 +174,9 @@ def _make_train_transform(
     augment: AugmentOptions, size: tuple[int, int], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> transforms.Compose:
     """Return timm's training transform; with `padding`, its random resized crop is replaced by a crop of the padded image."""
-    arguments = {f.name: getattr(augment, f.name) for f in fields(augment) if f.name not in ("padding", "crop_pct", "cutout")}
-    arguments |= {"mean": mean, "std": std}
+    others = ("padding", "crop_pct", "crop_mode", "cutout")
+    arguments = {f.name: getattr(augment, f.name) for f in fields(augment) if f.name not in others}
+    arguments |= {"mean": mean, "std": std, "interpolation": augment.interpolation or _INTERPOLATION}
     shape, policy, final = create_transform(size, is_training=True, separate=True, **arguments)
     if augment.padding is not None:
         crop = transforms.RandomCrop(size, padding=augment.padding)

@@ -28,8 +28,25 @@ class AugmentOptions:
 
     Args:
         padding: pad the image by this many pixels on each side and crop it at random; None: timm's random resized crop.
+        scale: least and largest share of the image's area that a random resized crop takes; None: timm's, 0.08 to 1.
+        ratio: least and largest width of such a crop over its height; None: timm's, 3/4 to 4/3.
+        hflip: probability that left and right are exchanged.
+        vflip: probability that top and bottom are exchanged.
+        color_jitter: by how much brightness, contrast and saturation change at most, as a share; None, or with most policies of
+            `auto_augment`: not at all.
+        auto_augment: timm's name of a policy, such as rand-m9-mstd0.5-inc1, original or augmix-m3-w3; None: none.
+        interpolation: how images are resized; "random": bilinear or bicubic in training, and bicubic in evaluation. None: as
+            those of the starting weights, else bicubic.
         cutout: side of a square that is erased at a random place, after normalisation [pixels]; None: nothing is.
-        mean: subtracted from each channel; None: that of the data set where known, else ImageNet's.
+        re_prob: probability that a rectangle of random size is erased (random erasing).
+        re_mode: what it is filled with: 0, a random colour, or random pixels.
+        re_count: largest number of such rectangles in an image.
+        crop_pct: side of the model's images over that to which images are resized in evaluation, before their middle is cut
+            out; None: that of the starting weights, else 1 for CIFAR and MNIST and 0.875 for others.
+        crop_mode: what evaluation does with images of another shape: "center" cuts out the middle, "squash" changes the shape,
+            "border" fits them in and fills the rest. None: that of the starting weights, else center.
+        mean: subtracted from each channel; None: that of the starting weights, else of the data set where known, else
+            ImageNet's.
         std: each channel is divided by it; None: as for `mean`.
     """
 
@@ -40,12 +57,13 @@ class AugmentOptions:
     vflip: Probability = 0.0
     color_jitter: NonNegativeFloat | None = 0.4
     auto_augment: str | None = None
-    interpolation: Literal["random", "nearest", "bilinear", "bicubic"] = "bicubic"
+    interpolation: Literal["random", "nearest", "bilinear", "bicubic"] | None = None
     cutout: PositiveInt | None = None
     re_prob: Probability = 0.0
     re_mode: Literal["const", "rand", "pixel"] = "pixel"
     re_count: PositiveInt = 1
     crop_pct: UnitInterval | None = None
+    crop_mode: Literal["center", "squash", "border"] | None = None
     mean: tuple[FiniteFloat, ...] | None = None
     std: tuple[PositiveFloat, ...] | None = None
 

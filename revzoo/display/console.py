@@ -18,13 +18,13 @@ def print_renderable(renderable: RenderableType) -> None:
 
 
 @contextmanager
-def show_status(what: str = "") -> Iterator[Callable[[str], object]]:
+def show_status(what: str = "", *, shown: bool = True) -> Iterator[Callable[[str], object]]:
     """Show what is being done in a line that vanishes at the end of the block; yield a function that shows something else.
 
-    Where the standard error is no terminal, nothing is shown. Print results behind the block: inside they would go to the
-    standard error.
+    Where the standard error is no terminal, or not `shown`, nothing is. Print results behind the block: inside they would go to
+    the standard error.
     """
-    if not sys.stderr.isatty():
+    if not (shown and sys.stderr.isatty()):
         yield lambda what: None
         return
     with Console(stderr=True).status(escape(what)) as status:

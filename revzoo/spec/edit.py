@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 from revzoo.errors import InputError, did_you_mean, join_names
 from revzoo.registry import couplings
-from revzoo.spec.parsing import check_value
-from revzoo.spec.schema import Spec
+from revzoo.spec.parsing import check_value, to_plain
+from revzoo.spec.schema import Expect, Spec, Twin
+from revzoo.spec.statement import is_about_same
 
 
 def with_coupling(spec: Spec, arguments: Mapping[str, object]) -> Spec:
@@ -32,8 +34,19 @@ def with_coupling(spec: Spec, arguments: Mapping[str, object]) -> Spec:
 
 
 def with_head(spec: Spec, arguments: Mapping[str, object]) -> Spec:
-    """Return a copy of the spec whose head has these arguments instead of its own."""
-    return replace(spec, head=replace(spec.head, arguments={**spec.head.arguments, **arguments}))
+    """Return a copy of the spec whose head has these arguments instead of its own, and that states nothing of the former."""
+    changed = replace(spec, head=replace(spec.head, arguments={**spec.head.arguments, **arguments}))
+    return changed if changed == spec else _end_statements(spec, changed)
+
+
+def _end_statements(before: Spec, now: Spec) -> Spec:
+    """Return a spec without the expectations, and what is said of the twin, that a change has ended."""
+    old, new = to_plain(before), to_plain(now)
+    expect = {key: value for key, value in now.expect.items() if is_about_same(key, old, new)}
+    twin = now.twin if is_about_same("twin", old, new) else None
+    if twin is not None:
+        twin = cast(Twin, {key: value for key, value in twin.items() if key != "parameters"})
+    return replace(now, expect=cast(Expect, expect), twin=twin)
 
 
 def with_outputs(spec: Spec, num_outputs: int) -> Spec:

@@ -8,10 +8,10 @@ from typing import Any
 
 from revzoo.errors import SpecError, SpecProblem
 from revzoo.hub import find_source
-from revzoo.spec.expectation import drop_null, end_expectations, merge_specs
 from revzoo.spec.names import SPEC_FILE, model_files, refuse_source
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
+from revzoo.spec.statement import drop_null, end_statements, merge_specs
 from revzoo.spec.synonym import translate_timm
 from revzoo.spec.tree import OVERRIDE, YamlNode, apply_overrides, load_tree, merge
 
@@ -41,7 +41,7 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
     translated = map(translate_timm, [overrides] if isinstance(overrides, str) else overrides)
     tree = load_tree(path, models, merge_specs)
     changed, problems = apply_overrides(tree, translated)
-    return _check(end_expectations(tree, changed), problems, str(path))
+    return _check(end_statements(tree, changed), problems, str(path))
 
 
 def parse_spec(mapping: Mapping[str, Any], file: str) -> Spec:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from revzoo.display.console import show_status
 from revzoo.display.figures.learning_rate import plot_learning_rates
 from revzoo.errors import InputError, RevzooError
 from revzoo.file import write_atomically
@@ -72,7 +73,8 @@ def find_learning_rate(recipe: Recipe, picture: Path) -> float:
             "without a launcher, with data.batch_size of all of them together."
         )
     with TemporaryDirectory() as folder:
-        run = build_run(recipe, Path(folder), resumed=False, accelerator=accelerator)
+        with show_status("loading data and model"):
+            run = build_run(recipe, Path(folder), resumed=False, accelerator=accelerator)
         run.print_start()
         result = _run_test(run)
     suggestion = result.suggest()
@@ -89,9 +91,9 @@ def _run_test(run: Run) -> RangeTest:
     in_backward = run.recipe.train.optimizer_in_backward
     updates = update_in_backward(run.optimizer.optimizer) if in_backward else nullcontext()
     run.wrapped.train()
-    with run.display, updates:
-        run.display.start_epoch(0, 0)
+    with show_status() as announce, updates:
         for number, (batch, labels) in enumerate(_repeat(run)):
+            announce(f"update {len(lrs) + 1} of {_UPDATES}")
             lr = _LOW * (_HIGH / _LOW) ** (len(lrs) / (_UPDATES - 1))
             for group in run.optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from revzoo.analysis.memory_report import measure_modes
+from revzoo.display.console import show_status
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.file import sync
 from revzoo.planning.plan import Plan
@@ -62,9 +63,9 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
         call_on_main(accelerator, lambda: sign_folder(own, agents))  # those that are new, too
         return resume(own.path, release_lock=True)  # torchrun has ended the processes that held it
     with _claim_folder(recipe, out if own is None else own.path, accelerator) as folder:  # too small a budget leaves none
-        run = build_run(recipe, folder.path, resumed=False, accelerator=accelerator)
+        run = _build_run(recipe, folder.path, accelerator)
         run.print_start()
-        plan = apply_plan(run)
+        plan = _apply_plan(run)
     with _hold_folder(folder, accelerator):
         call_on_main(accelerator, lambda: sign_folder(folder, agents))
         call_on_main(accelerator, lambda: _create(run))
@@ -85,10 +86,20 @@ def preview(recipe: Recipe) -> None:
     """
     recipe = follow_launcher(recipe)
     with tempfile.TemporaryDirectory() as folder:
-        run = build_run(recipe, Path(folder), resumed=False, accelerator=make_accelerator(recipe))
+        run = _build_run(recipe, Path(folder), make_accelerator(recipe))
         run.print_start()
-        _print_setting(run, apply_plan(run))
+        _print_setting(run, _apply_plan(run))
         run.display.console.print("Dry run: nothing was trained, and nothing is written.")
+
+
+def _build_run(recipe: Recipe, folder: Path, accelerator: Accelerator, **options: Any) -> Run:
+    with show_status("loading data and model", shown=accelerator.is_main_process):
+        return build_run(recipe, folder, accelerator=accelerator, **{"resumed": False, **options})
+
+
+def _apply_plan(run: Run, **options: bool) -> Plan | None:
+    with show_status("planning", shown=run.accelerator.is_main_process):
+        return apply_plan(run, **options)
 
 
 @contextmanager
@@ -146,7 +157,9 @@ def _print_setting(run: Run, plan: Plan | None) -> None:
     if run.accelerator.is_main_process and run.mesh is None:
         batch = run.model.example_input(run.batch_size)
         in_backward = run.recipe.train.optimizer_in_backward
-        run.display.console.print(MemoryTable(*measure_modes(run.model, batch, run.optimizer, in_backward=in_backward)))
+        with show_status("counting the memory of every mode"):
+            modes = measure_modes(run.model, batch, run.optimizer, in_backward=in_backward)
+        run.display.console.print(MemoryTable(*modes))
     _print_plan(run, plan)
     _verify_gradients(run)
 
@@ -177,7 +190,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         if call_on_main(accelerator, run_folder.is_untouched):
             return _begin_again(recipe, run_folder, accelerator, typed)
         damage = call_on_main(accelerator, run_folder.set_damaged_states_aside)
-        run = build_run(recipe, folder, resumed=True, accelerator=accelerator)
+        run = _build_run(recipe, folder, accelerator, resumed=True)
         for line in damage:
             run.display.console.print(line, markup=False)
         changes = check_changes(run, typed, accept_changes)
@@ -190,10 +203,10 @@ def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator, ty
     batch = recipe.data.batch_size * accelerator.num_processes
     if begun is not None and "data.batch_size" not in typed:
         batch = begun.batch_size
-    run = build_run(recipe, folder.path, resumed=False, begun_with=batch, accelerator=accelerator)
+    run = _build_run(recipe, folder.path, accelerator, begun_with=batch)
     run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
     run.print_start()
-    plan = apply_plan(run, anew=needs_new_plan(typed))
+    plan = _apply_plan(run, anew=needs_new_plan(typed))
     call_on_main(accelerator, lambda: _describe(run))
     return _begin(run, plan)
 
@@ -204,7 +217,7 @@ def _go_on(run: Run, changes: dict[str, str]) -> Summary:
     run.print_start()
     processes = run.progress.processes, run.accelerator.num_processes
     shared_anew = len(set(processes)) > 1  # each process has another part of the batch
-    plan = apply_plan(run, anew=shared_anew or needs_new_plan(changes))
+    plan = _apply_plan(run, anew=shared_anew or needs_new_plan(changes))
     save_plan(run, plan)
     call_on_main(run.accelerator, lambda: run.folder.drop_records_after(run.progress.epoch))
     done = f"{run.progress.epoch} epochs and {run.progress.batch} batches"
@@ -222,7 +235,8 @@ def _go_on(run: Run, changes: dict[str, str]) -> Summary:
 
 
 def _verify_gradients(run: Run) -> None:
-    line = call_on_main(run.accelerator, lambda: describe_gradients(run)) if run.mesh is None else describe_gradients(run)
+    with show_status("comparing gradients", shown=run.accelerator.is_main_process):
+        line = call_on_main(run.accelerator, lambda: describe_gradients(run)) if run.mesh is None else describe_gradients(run)
     if line:
         run.display.console.print(line, markup=False)
 

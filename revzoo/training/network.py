@@ -6,6 +6,7 @@ process ever holds the whole.
 
 from copy import deepcopy
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from revzoo.checkpoint.index import find_folder_weights
+from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
 from revzoo.checkpoint.slices import get_own_part, is_sharded
 from revzoo.data.base import Data
 from revzoo.data.requirement import count_required_outputs
@@ -93,14 +94,21 @@ def _renew_head(model: Model, options: ModelOptions, spec: Spec, is_open: bool, 
         model.reset_head(model.num_outputs)
         return [f"the head is new, with random weights: its classes are {now}, and were {before}"]
     outputs = spec.head.arguments.get("outputs")
-    if is_open or not _has_weights(options) or outputs in (None, model.num_outputs):
+    if is_open or find_starting_weights(options) is None or outputs in (None, model.num_outputs):
         return []
     return [f"the head is new, with random weights: it has {model.num_outputs} outputs, and had {outputs}"]
 
 
-def _has_weights(options: ModelOptions) -> bool:
-    """Return whether a model does not start from random weights."""
-    return options.pretrained or options.checkpoint is not None or find_folder_weights(options.name) is not None
+def find_starting_weights(options: ModelOptions) -> Path | None:
+    """Return the file of the weights that a model starts from; None: random ones.
+
+    Raises:
+        UnknownNameError, CheckpointError: there are none where the options say.
+    """
+    if options.checkpoint is not None:
+        return Path(options.checkpoint)
+    file = find_folder_weights(options.name)
+    return find_shipped_weights(options.name) if file is None and options.pretrained else file
 
 
 def _make_divided(
@@ -165,7 +173,9 @@ def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Da
         outputs = outputs or needed
         # Pretrained weights may have another head, which is replaced after loading. Without them the head is built with the
         # right size, so that it has the initialisation that the spec asks for.
-        overrides = overrides if _has_weights(options) and not is_open else (*overrides, f"head.outputs={outputs}")
+        overrides = (
+            overrides if find_starting_weights(options) is not None and not is_open else (*overrides, f"head.outputs={outputs}")
+        )
     return {
         "source": options.name,
         "pretrained": options.pretrained,

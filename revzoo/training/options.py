@@ -77,8 +77,15 @@ class OptimizerOptions:
     """Arguments of timm's `create_optimizer_v2`; None: the optimizer's default.
 
     Args:
+        opt: timm's name of the optimizer, such as sgd, adamw or muon.
+        lr: learning rate at the end of the warm-up.
+        weight_decay: strength of the weight decay.
         weight_decay_of: what is decayed: weights (without biases, norms and tables of positions), these and the positions, or
             all parameters.
+        momentum: of sgd and its like.
+        betas: decay of the running averages of adam and its like.
+        eps: what adam and its like add to the denominator.
+        layer_decay: factor by which the learning rate falls from each layer to the one before it.
         foreach: update all parameters together, which takes copies of them; False: one after the other. None: PyTorch's choice,
             together on a GPU.
         fused: one kernel for the whole update, which takes no copies.
@@ -103,6 +110,16 @@ class ScheduleOptions:
     `linear` falls in a straight line from the end of the warm-up to `min_lr`. With `warmup_prefix` the other schedules begin at
     the end of the warm-up too, and milestones count from there; without it the warm-up hides their first epochs. All of them
     end with the last epoch.
+
+    Args:
+        sched: how the learning rate falls after the warm-up.
+        warmup_epochs: epochs in which it rises in a straight line from `warmup_lr`.
+        warmup_lr: learning rate of the first update of a warm-up.
+        warmup_prefix: begin to fall at the end of the warm-up, and not behind it.
+        min_lr: learning rate at which it ends; not for step and multistep.
+        decay_milestones: for multistep: the epochs after which it falls.
+        decay_epochs: for step: number of epochs after which it falls, each time.
+        decay_rate: factor by which it falls at each step; for poly, the power. None: timm's, 0.1.
     """
 
     sched: Literal["cosine", "linear", "multistep", "step", "poly", "constant"] = "cosine"
@@ -117,7 +134,15 @@ class ScheduleOptions:
 
 @dataclass(frozen=True)
 class MixupOptions:
-    """Arguments of timm's `Mixup`."""
+    """Mixup and cutmix: arguments of timm's `Mixup`.
+
+    Args:
+        mixup_alpha: images are mixed in shares of the distribution Beta(alpha, alpha); 0: they are not.
+        cutmix_alpha: rectangles are exchanged whose shares of the image are distributed likewise; 0: they are not.
+        prob: probability that a batch, a pair or an element is mixed at all.
+        switch_prob: probability of cutmix where both are possible.
+        mode: what has a share of its own: the batch, each pair of images, or each image.
+    """
 
     mixup_alpha: NonNegativeFloat = 0.0
     cutmix_alpha: NonNegativeFloat = 0.0
@@ -128,7 +153,12 @@ class MixupOptions:
 
 @dataclass(frozen=True)
 class EmaOptions:
-    """A running average of the weights, which is what is evaluated and saved: arguments of timm's `ModelEmaV3`."""
+    """A running average of the weights, which is what is evaluated and saved: arguments of timm's `ModelEmaV3`.
+
+    Args:
+        decay: share of the average that an update leaves.
+        use_warmup: begin with a smaller decay, which rises with the number of updates.
+    """
 
     decay: Rate
     use_warmup: bool = False

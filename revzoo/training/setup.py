@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
 from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin, require_same_recipe
+from revzoo.training.preprocessing import adopt_preprocessing
 from revzoo.training.processes import Shares, describe_division, make_run_mesh, open_accelerator
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.restart import form_group_anew
@@ -209,6 +211,9 @@ def build_run(
     spec, is_open = call_on_all(accelerator, lambda: load_model_spec(model_options))
     if recipe.mixup is not None and isinstance(spec.input, TextInput):  # hfds may be either
         raise SpecError([SpecProblem(recipe.file, "mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")])
+    prepared_as: list[str] = []
+    if not resumed:  # the recipe in the folder of a run has it
+        recipe, prepared_as = call_on_all(accelerator, partial(adopt_preprocessing, recipe, spec))
     data_options = replace(recipe.data, batch_size=batch_size)
     data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, shares.count))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
@@ -266,7 +271,7 @@ def build_run(
         upload=Upload(accelerator, run_folder, options),
         tracking=Tracking(recipe, folder, accelerator.is_main_process),
         origin=origin,
-        notes=notes,
+        notes=[*prepared_as, *notes],
     )
     run.set_coupling(progress.updates)
     return run

@@ -101,7 +101,15 @@ MODELS = ", ".join(list_models()[:3])
         ("verify nothing", f"Unknown model or spec file 'nothing'. Allowed: {MODELS}"),
         (
             "train --resume runs/1 --dry-run",
-            "--print-config and --dry-run are for runs that begin. Received: --resume. Leave one out.",
+            "Argument --dry-run: not allowed with argument --resume. See revzoo train --help.",
+        ),
+        (
+            "train --print-config --find-lr",
+            "Argument --find-lr: not allowed with argument --print-config. See revzoo train --help.",
+        ),
+        (
+            "train digits --dry-run --out runs/1",
+            "Only training writes a folder. Received: --out with --print-config or --dry-run. ",
         ),
         ("train digts", "Unknown recipe 'digts'. Did you mean 'digits'? Allowed: digits, digits_"),
         ("train digits more", "One run has one recipe. Received: digits, more. Overrides look like train.epochs=3."),
