@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from revzoo.data.base import Data, Examples, example_noun
+from revzoo.data.base import Data, Examples
 from revzoo.data.options import TEXTS, DataOptions
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput, Input, TextInput
@@ -48,7 +48,7 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     if processes and (most := len(train) // processes) < options.batch_size:
         places = f" in each of {processes} processes" if processes > 1 else ""
         raise DataError(
-            f"The {len(train)} training {example_noun(train)} are too few for one batch{places}. Received: "
+            f"The {len(train)} training {train.noun} are too few for one batch{places}. Received: "
             f"data.batch_size={options.batch_size}. Use {f'data.batch_size={most} or less' if most else 'fewer processes'}."
         )
     return Data(train, test, options, seed, processes or 1)
