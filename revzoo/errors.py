@@ -5,6 +5,7 @@ Every error says what was received, where, what is allowed and what to type inst
 """
 
 import difflib
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,30 @@ def put_name_in_front(name: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
+
+
+@contextmanager
+def explain_missing(package: str, users: str, install: str = "") -> Iterator[None]:
+    """Turn an ImportError inside the block into an error that names the package to install.
+
+    Args:
+        package: the one that is imported; what is missing may also be a dependency of it, such as pyarrow.
+        users: what needs it, in the plural.
+        install: arguments of `pip install`; empty: the name of what is missing.
+
+    Raises:
+        RevzooError: something is missing, or cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        # An ImportError that a package raises itself has no name, such as that of a module built against another NumPy.
+        names = [e.name for e in (error, error.__cause__, error.__context__) if isinstance(e, ImportError) and e.name]
+        missing = names[0].partition(".")[0] if names else package
+        reason = "" if names else f", which cannot be imported ({textwrap.shorten(str(error), 200)})"
+        raise RevzooError(
+            f"{users} need the package {missing}{reason}. Install it: pip install {install or missing}"
+        ) from error
 
 
 class ScheduleError(RevzooError, ValueError):
