@@ -1,7 +1,7 @@
 """Errors that are addressed to the user: something in the input, not in the program, has to change.
 
 Every error says what was received, where, what is allowed and what to type instead. The command line prints any
-`RevzooError` without a traceback and exits with status 2.
+`RevzooError` without a traceback and exits with its status.
 """
 
 import difflib
@@ -14,6 +14,8 @@ from typing import Any
 
 class RevzooError(Exception):
     """Base of every error that is addressed to the user."""
+
+    exit_status = 2  # of the command line
 
     def __reduce__(self) -> tuple[Any, ...]:  # the message is there already, wherever else the error is raised again
         return _copy_error, (type(self), self.args, self.__dict__)
