@@ -26,7 +26,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, 1 for a comparison that failed, 2 for a mistake, 128 + signal when stopped."""
+    """Run one command; return 0, 1 for a failed comparison, 2 for a mistake, 3 for diverged training, or 128 + signal."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     # Threads that spin while they wait make small models ten times slower where something else uses the cores as well.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return command.run(arguments)
     except RevzooError as error:
         print(f"revzoo: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status
     except OSError as error:
         print(f"revzoo: cannot read or write {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 2

@@ -1,10 +1,11 @@
 """Errors that are addressed to the user: something in the input, not in the program, has to change.
 
 Every error says what was received, where, what is allowed and what to type instead. The command line prints any
-`RevzooError` without a traceback and exits with status 2.
+`RevzooError` without a traceback and exits with its status.
 """
 
 import difflib
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 
 class RevzooError(Exception):
     """Base of every error that is addressed to the user."""
+
+    exit_status = 2  # of the command line
 
     def __reduce__(self) -> tuple[Any, ...]:  # the message is there already, wherever else the error is raised again
         return _copy_error, (type(self), self.args, self.__dict__)
@@ -114,6 +117,30 @@ def put_name_in_front(name: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
+
+
+@contextmanager
+def explain_missing(package: str, users: str, install: str = "") -> Iterator[None]:
+    """Turn an ImportError inside the block into an error that names the package to install.
+
+    Args:
+        package: the one that is imported; what is missing may also be a dependency of it, such as pyarrow.
+        users: what needs it, in the plural.
+        install: arguments of `pip install`; empty: the name of what is missing.
+
+    Raises:
+        RevzooError: something is missing, or cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        # An ImportError that a package raises itself has no name, such as that of a module built against another NumPy.
+        names = [e.name for e in (error, error.__cause__, error.__context__) if isinstance(e, ImportError) and e.name]
+        missing = names[0].partition(".")[0] if names else package
+        reason = "" if names else f", which cannot be imported ({textwrap.shorten(str(error), 200)})"
+        raise RevzooError(
+            f"{users} need the package {missing}{reason}. Install it: pip install {install or missing}"
+        ) from error
 
 
 class ScheduleError(RevzooError, ValueError):

@@ -17,8 +17,8 @@ from revzoo.spec.names import TOKENIZER
 CLASSES, DATA_CONFIG = "revzoo.classes", "revzoo.data_config"  # keys of the metadata
 
 
-def describe_examples(model: nn.Module) -> dict[str, str]:
-    """Return the facts as metadata; what the model does not say is left out."""
+def collect_facts(model: nn.Module) -> dict[str, str]:
+    """Return the facts of a model as metadata; what it does not say is left out."""
     names, config = getattr(model, "class_names", None), dict(getattr(model, "data_config", {}))
     if names is None and not config:
         return {}

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from yaml import YAMLError
 
-from revzoo.checkpoint.facts import describe_examples, restore_facts
+from revzoo.checkpoint.facts import collect_facts, restore_facts
 from revzoo.checkpoint.slices import find_own_slice, find_row_orders, get_own_part, is_sharded
 from revzoo.checkpoint.writing import SHARD_BYTES, write_weights
 from revzoo.errors import CheckpointError, SpecError, join_names
@@ -48,7 +48,7 @@ def save_weights(
         shard_bytes: weights of more bytes are written to several files and an index, NAME.safetensors.index.json, which is
             read wherever NAME.safetensors is named.
     """
-    facts = {**describe_spec(cast(Spec, model.spec)), **describe_examples(model), **(metadata or {})}
+    facts = {**describe_spec(cast(Spec, model.spec)), **collect_facts(model), **(metadata or {})}
     tied = _find_tied(model)
     tensors = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
     write_weights(Path(path), tensors, facts, shard_bytes, find_row_orders(model))

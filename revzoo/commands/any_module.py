@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from revzoo.errors import InputError, UnknownNameError
+from revzoo.errors import InputError, UnknownNameError, explain_missing
 from revzoo.plugin import import_from_here
 
 if TYPE_CHECKING:
@@ -49,10 +49,8 @@ def _create_timm(name: str, size: int) -> "tuple[nn.Module, Any]":
 def _create_transformers(folder: Path, size: int) -> "tuple[nn.Module, Any]":
     import torch
 
-    try:
+    with explain_missing("transformers", "Folders with a config.json"):
         import transformers
-    except ImportError as error:
-        raise InputError(f"A folder with a config.json needs the package transformers. Received: {folder}.") from error
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     model = transformers.AutoModel.from_config(config) if architecture is None else architecture(config)

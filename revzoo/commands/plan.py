@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
 _LOOKAHEADS: dict[str, "LookaheadOption"] = {"0": 0, "1": 1, "auto": "auto"}
+_OF_RANKS = ("--shard", "--nodes", "--offload", "--tensor-parallel")
+_OF_THE_ZOO = ("--estimate", "--device", "--lookahead", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
+_OF_RUNNING = ("--device", "--estimate", "--lookahead")
 
 
 def declare(parser: Parser) -> None:
@@ -100,11 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None:
         _require_counting(arguments)
         arguments.meta = True
-    elif arguments.offload or any(each is not None for each in (arguments.shard, arguments.nodes, arguments.tensor_parallel)):
-        raise InputError(
-            "--shard, --nodes, --offload and --tensor-parallel say how ranks divide a network. Received: no --ranks. Add "
-            "--ranks N."
-        )
+    elif unused := _list_given(arguments, _OF_RANKS):
+        raise InputError(f"Only ranks take {join_names(unused)}. Received: no --ranks. Add --ranks N.")
     from revzoo.display.console import show_status
 
     with show_status("loading the model"):
@@ -128,13 +128,9 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
     """Plan a module that is not the zoo's; print, draw and save the plan."""
     from revzoo.display.console import show_status
 
-    given = {"--estimate": arguments.estimate or None, "--device": arguments.device}
-    given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None, "--meta": arguments.meta or None}
-    given |= {"overrides": " ".join(overrides) or None, "--loss": arguments.loss, "--accumulate": arguments.accumulate or None}
-    given |= {"--ranks": arguments.ranks, "--shard": arguments.shard, "--nodes": arguments.nodes}
-    given |= {"--offload": arguments.offload or None, "--tensor-parallel": arguments.tensor_parallel}
-    given |= {"--solver knapsack": arguments.solver if arguments.solver == "knapsack" else None}
-    if unused := [option for option, value in given.items() if value is not None]:
+    unused = _list_given(arguments, _OF_THE_ZOO) + ["overrides"] * bool(overrides)
+    unused += ["--solver knapsack"] * (arguments.solver == "knapsack")
+    if unused:
         raise InputError(f"Only models of the zoo take {join_names(unused)}. Received: {name}.")
     if isinstance(arguments.batch, tuple):
         raise InputError(f"A range of batch sizes is for models of the zoo. Received: {name}. Give one size.")
@@ -168,6 +164,12 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
     return 0
 
 
+def _list_given(arguments: argparse.Namespace, options: Iterable[str]) -> list[str]:
+    """Return those of the options that have another value than by default, which is none, False or "0"."""
+    values = {option: getattr(arguments, option.strip("-").replace("-", "_")) for option in options}
+    return [option for option, value in values.items() if value is not None and value is not False and value != "0"]
+
+
 def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
     """Plan one batch size; print and draw the plan."""
     from revzoo.display.console import show_status
@@ -192,13 +194,7 @@ def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":
 
 def _require_counting(arguments: argparse.Namespace) -> None:
     """Raise InputError for options that need the model to be run, which many ranks are not."""
-    given = {
-        "--device": arguments.device,
-        "--estimate": arguments.estimate or None,
-    }
-    given |= {"--lookahead": arguments.lookahead if arguments.lookahead != "0" else None}
-    given |= {"a range of batch sizes": arguments.batch if isinstance(arguments.batch, tuple) else None}
-    if unused := [option for option, value in given.items() if value is not None]:
+    if unused := _list_given(arguments, _OF_RUNNING) + ["a range of batch sizes"] * isinstance(arguments.batch, tuple):
         raise InputError(f"Many ranks are counted and not run. Received: --ranks and {join_names(unused)}. Leave one out.")
     if arguments.budget == "auto" or "%" in arguments.budget:  # of the machine that plans, which is none of the ranks
         raise InputError(

@@ -6,37 +6,69 @@ processes that train share each batch; which examples are in it does not depend 
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from revzoo.data.options import DataOptions
 from revzoo.data.random import make_generator
+from revzoo.errors import DataError
 
 IGNORED = -100  # the label of a token that is not to be predicted: the default `ignore_index` of torch's cross-entropy
 
 
-class Examples(Protocol):
-    """A map-style data set; `start_epoch` chooses the augmentation of an epoch.
+class BrokenExampleError(DataError):
+    """An example that cannot be used.
 
-    That method is not called `set_epoch`: Accelerate calls that with a count of its own, which starts at 0 in a resumed run.
+    A loader process passes the error on with its traceback inside the message; only the message proper is kept.
     """
+
+    def __init__(self, message: str):
+        super().__init__(message.rpartition("BrokenExampleError: ")[2].strip())
+
+
+class Examples(Dataset[tuple[Tensor, Any]], ABC):
+    """A map-style data set, and what it says about itself.
+
+    Attributes:
+        label_noun: what one label belongs to: "images", "texts", "tokens" or "bytes".
+        class_names: names of the classes in order; None for a language model, whose labels are ids of the text.
+        labels: class of each example in order; None where it is not known before the example is read.
+        notes: remarks for the reader.
+        data_config: how an example is preprocessed for evaluation, as a model's `data_config`.
+    """
+
+    label_noun: str
+    class_names: Sequence[str] | None = None
+    labels: Any = None
+    notes: Sequence[str] = ()
+    data_config: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes; None for a language model's data, whose labels are ids of the text."""
+        """Number of classes; None for a language model's data."""
+        return None if self.class_names is None else len(self.class_names)
 
     @property
-    def label_noun(self) -> str:
-        """What one label belongs to: "images", "texts", "tokens" or "bytes"."""
+    def noun(self) -> str:
+        """What the examples are called: "images" or "texts"."""
+        return "images" if self.label_noun == "images" else "texts"
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def start_epoch(self, epoch: int) -> None: ...
+    def start_epoch(self, epoch: int) -> None:
+        """Choose the augmentation of an epoch, if there is one.
 
+        It is not called `set_epoch`: Accelerate calls that with a count of its own, which starts at 0 in a resumed run.
+        """
+
+    @abstractmethod
     def list_contents(self) -> Iterable[bytes]:
         """Return what tells these examples from others, in their order: names of files, or the examples themselves."""
 
@@ -45,10 +77,8 @@ class Data:
     """Loaders of (images, labels) or (ids, labels), `train` for training and `test` for evaluation.
 
     Labels are classes (B,), or for a language model the ids (B, N) to predict, IGNORED at positions where there is none.
-    `example_noun` and `label_noun` say what an example and what the owner of a label is called; `num_classes` is None for a
-    language model; `class_names` is None where the data set does not name its classes. `notes` are remarks for the reader, and
-    `data_config` says how an example is preprocessed for evaluation, as a model's `data_config`. `train_labels` are the classes
-    of the training examples in their order, None where they are not known before the examples are read.
+    What `Examples` say of themselves is here, too: `notes` of both, `data_config` of the test examples, and the rest of the
+    training examples (their `noun` as `example_noun`, their `labels` as `train_labels`).
 
     Args:
         train: examples for training; an incomplete last batch of all processes is left out.
@@ -59,15 +89,13 @@ class Data:
     """
 
     def __init__(self, train: Examples, test: Examples, options: DataOptions, seed: int, processes: int = 1):
-        self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, example_noun(train)
-        names = getattr(train, "class_names", None)
-        self.class_names: list[str] | None = None if names is None else list(names)
-        self.data_config: dict[str, Any] = dict(getattr(test, "data_config", {}))
-        self.notes = [*getattr(train, "notes", ()), *getattr(test, "notes", ())]
+        self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, train.noun
+        self.class_names = None if train.class_names is None else list(train.class_names)
+        self.train_labels = train.labels
+        self.data_config = dict(test.data_config)
+        self.notes = [*train.notes, *test.notes]
         self.num_train, self.num_test = len(train), len(test)
         self._examples, self._test_examples = train, test
-        source = getattr(train, "source", train)  # torchvision's data sets call them targets
-        self.train_labels: Any = getattr(source, "targets", getattr(source, "labels", None))
         self._sampler = EpochSampler(len(train), seed, options.batch_size, processes)
         self.train = _make_loader(train, options, sampler=self._sampler, drop_last=True)
         self.test = _make_loader(test, options)
@@ -125,11 +153,6 @@ def _hash(contents: Iterable[bytes]) -> str:
     for content in contents:
         digest.update(len(content).to_bytes(8, "big") + content)
     return digest.hexdigest()
-
-
-def example_noun(examples: Examples) -> str:
-    """Return what the examples of a data set are called: "images" or "texts"."""
-    return "images" if examples.label_noun == "images" else "texts"
 
 
 def _make_loader(examples: Any, options: DataOptions, **order: Any) -> DataLoader[tuple[Tensor, Tensor]]:

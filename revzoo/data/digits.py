@@ -4,14 +4,12 @@ The split is fixed: every fifth image of each class, in scikit-learn's order, is
 1442 are for training. Pixels are normalised by the mean and standard deviation of the training images.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from sklearn import datasets
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
+from revzoo.data.base import Examples
 from revzoo.data.options import DataOptions
 from revzoo.data.random import make_generator
 from revzoo.errors import DataError
@@ -20,19 +18,18 @@ from revzoo.spec.schema import ImageInput
 _WHITE = 16  # the largest value of a pixel
 
 
-class Digits(Dataset[tuple[Tensor, Tensor]]):
+class Digits(Examples):
     """Digits shifted by up to `shift` pixels in each direction, anew in every epoch; returned a whole batch at a time.
 
     Shapes: images (n, 1, 8, 8), labels (n,).
     """
 
-    num_classes, label_noun = 10, "images"
+    label_noun = "images"
     class_names = tuple("0123456789")
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int, seed: int):
         self.labels, self.shift, self.seed = labels, shift, seed
         self.padded = nn.functional.pad(images, [shift] * 4, value=float(images.min()))
-        self.data_config: dict[str, Any] = {}
         self.start_epoch(0)
 
     def __len__(self) -> int:

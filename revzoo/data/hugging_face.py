@@ -17,8 +17,8 @@ from revzoo.data.corpus import Texts
 from revzoo.data.labels import describe_missing, name_classes, number_labels, read_label
 from revzoo.data.options import SPLITS, ImageOptions, TextOptions
 from revzoo.data.stored_images import ImageSplits, StoredImages
-from revzoo.data.table import check_columns, explain_missing, quiet
-from revzoo.errors import DataError, did_you_mean, join_names
+from revzoo.data.table import check_columns, quiet
+from revzoo.errors import DataError, did_you_mean, explain_missing, join_names
 
 _BATCH = 1000  # rows that are listed together
 

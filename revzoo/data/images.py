@@ -12,9 +12,9 @@ from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_transform
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision import transforms
 
+from revzoo.data.base import Examples
 from revzoo.data.folders import ClassFolders, FolderImages, find_classes
 from revzoo.data.hugging_face import open_dataset
 from revzoo.data.options import SPLITS, AugmentOptions, DataOptions
@@ -37,7 +37,7 @@ _TORCHVISION: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], in
 }
 
 
-class Images(Dataset[tuple[Tensor, int]]):
+class Images(Examples):
     """Images whose augmentation is a function of the seed, the epoch and the image.
 
     Args:
@@ -59,13 +59,9 @@ class Images(Dataset[tuple[Tensor, int]]):
         data_config: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.source, self.class_names, self.seed, self.notes = source, class_names, seed, notes
+        self.labels = source.labels if isinstance(source, StoredImages) else source.targets  # as torchvision calls them
         self.data_config = data_config
         self.epoch = 0
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.class_names)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from revzoo.data.base import Data, Examples, example_noun
-from revzoo.data.options import TEXTS, DataOptions
+from revzoo.data.base import Data, Examples
+from revzoo.data.options import BUNDLED, TEXTS, DataOptions, is_own
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput, Input, TextInput
 
@@ -23,13 +23,12 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     """
     train: Examples
     test: Examples
-    is_own = ":" in options.name
-    if not is_own:
+    if not is_own(options.name):
         _require_fitting_input(options.name, input)
-    if not is_own and options.name not in (*TEXTS, "digits") and not (root := Path(options.root or "")).is_dir():
-        raise DataError(f"There is no folder {root}. Set data.root to where the data are.")
+        if options.name not in BUNDLED and not (root := Path(options.root or "")).is_dir():
+            raise DataError(f"There is no folder {root}. Set data.root to where the data are.")
     # Imported here, because each kind of data brings libraries that the others do not need.
-    if is_own:
+    if is_own(options.name):
         from revzoo.data.own import load_own
 
         train, test = load_own(options, input, seed)
@@ -48,7 +47,7 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     if processes and (most := len(train) // processes) < options.batch_size:
         places = f" in each of {processes} processes" if processes > 1 else ""
         raise DataError(
-            f"The {len(train)} training {example_noun(train)} are too few for one batch{places}. Received: "
+            f"The {len(train)} training {train.noun} are too few for one batch{places}. Received: "
             f"data.batch_size={options.batch_size}. Use {f'data.batch_size={most} or less' if most else 'fewer processes'}."
         )
     return Data(train, test, options, seed, processes or 1)

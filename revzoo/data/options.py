@@ -17,9 +17,10 @@ from revzoo.bounds import (
 
 BYTES = "bytes"  # the tokenizer that needs no file
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
-# Names of splits, in the order in which they are looked for. timm has the same, but where it finds none it takes the whole
+BUNDLED = ("digits", *TEXTS)  # those that need no root
+# Names of splits, in the order in which they are looked for. timm has all but `dev`, and where it finds none it takes the whole
 # folder for both splits.
-SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation", "eval", "evaluation", "test")}
+SPLITS = {"train": ("train", "training"), "validation": ("val", "valid", "validation", "dev", "eval", "evaluation", "test")}
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class ImageOptions:
 OwnData = Annotated[
     str, Bound("a function of your own, package.module:function", lambda name: re.fullmatch(r"[\w.]+:\w+", name))
 ]
+
+
+def is_own(name: str) -> bool:
+    """Return whether `data.name` is a function of the user's own."""
+    return ":" in name
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Data sets of the user's own: what a function returns that the recipe names as `data.name=package.module:function`."""
 
 import importlib
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -8,31 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from revzoo.data.base import BrokenExampleError, Examples
 from revzoo.data.options import DataOptions
 from revzoo.data.random import seeded
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput, Input
 
 
-class OwnExamples(Dataset[tuple[Tensor, Any]]):
+class OwnExamples(Examples):
     """A data set of the user's own, whose random choices are a function of the seed, the epoch and the example.
 
     Args:
-        source: a map-style data set of (tensor, label). Its attribute `classes` has the names of the classes, as those of
-            torchvision have; without it, data for a model of texts are a language model's, whose labels are ids (N,).
+        source: a map-style data set of (tensor, label); its attribute `targets`, if there is one, lists the labels.
         name: the function that returned it.
+        class_names: names of the classes, whose numbers are the labels; None: the labels are ids (N,), for a language model.
         input: what the model takes.
         seed: determines the random choices.
     """
 
-    def __init__(self, source: Any, name: str, input: Input, seed: int):
-        self.source, self.name, self.seed, self.epoch = source, name, seed, 0
-        classes = getattr(source, "classes", None)
-        self.class_names = None if classes is None else [str(each) for each in classes]
-        self.num_classes = None if classes is None else len(classes)
-        of_texts = "tokens" if classes is None else "texts"
+    def __init__(self, source: Any, name: str, class_names: list[str] | None, input: Input, seed: int):
+        self.source, self.name, self.class_names, self.seed, self.epoch = source, name, class_names, seed, 0
+        of_texts = "tokens" if class_names is None else "texts"
         self.label_noun = "images" if isinstance(input, ImageInput) else of_texts
         self.labels = getattr(source, "targets", None)
 
@@ -51,6 +49,11 @@ class OwnExamples(Dataset[tuple[Tensor, Any]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         with seeded(self.seed, self.epoch, index):
             example, label = self.source[index]
+        if self.num_classes is not None and not _is_class(label, self.num_classes):
+            raise BrokenExampleError(
+                f"{self.name}: example {index} has the label {label!r}. Labels are integers from 0 to {self.num_classes - 1}, "
+                "the numbers of the names in `classes`."
+            )
         return example, label
 
 
@@ -66,8 +69,10 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
             f"{options.name} has to return two data sets, for training and for testing, that have a length and examples by "
             f"number. Received: {type(returned).__name__}."
         )
-    train, test = (OwnExamples(source, options.name, input, seed) for source in returned)
-    if isinstance(input, ImageInput) and train.class_names is None:
+    classes = getattr(returned[0], "classes", None)  # as torchvision's data sets have it
+    class_names = None if classes is None else [str(each) for each in classes]
+    train, test = (OwnExamples(source, options.name, class_names, input, seed) for source in returned)
+    if isinstance(input, ImageInput) and class_names is None:
         raise DataError(
             f"The training data of {options.name} need an attribute `classes`: a list with the names of the classes."
         )
@@ -90,6 +95,13 @@ def _find_function(name: str) -> Callable[[DataOptions, Input], Any]:
     if not callable(function):
         raise DataError(f"data.name={name} should be a function. Received: {type(function).__name__}.")
     return function
+
+
+def _is_class(label: Any, count: int) -> bool:
+    try:
+        return 0 <= operator.index(label) < count
+    except TypeError:
+        return False
 
 
 def _is_data_set(source: Any) -> bool:

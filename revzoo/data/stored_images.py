@@ -10,20 +10,10 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
-from revzoo.errors import DataError
+from revzoo.data.base import BrokenExampleError
 
 _FORMATS = {"BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"}  # names that Pillow gives them
 _INSPECTED = 16  # images whose header is read for a remark on their kind
-
-
-class BrokenImageError(DataError):
-    """An image that cannot be decoded.
-
-    A loader process passes the error on with its traceback inside the message; only the message proper is kept.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(message.rpartition("BrokenImageError: ")[2].strip())
 
 
 class StoredImages(Dataset[tuple[Any, int]]):
@@ -94,12 +84,12 @@ def explain_broken(name: Callable[[], str]) -> Iterator[None]:
     """Say which image it is that cannot be read inside the block.
 
     Raises:
-        BrokenImageError: whatever its decoder raised.
+        BrokenExampleError: whatever its decoder raised.
     """
     try:
         yield
     except Exception as error:  # decoders raise all kinds of exceptions for damaged bytes
-        raise BrokenImageError(f"The image {name()} cannot be read ({error}). Replace or remove it.") from error
+        raise BrokenExampleError(f"The image {name()} cannot be read ({error}). Replace or remove it.") from error
 
 
 def list_suffixes() -> list[str]:

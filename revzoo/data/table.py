@@ -14,18 +14,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from revzoo.data.corpus import Texts, read_utf8
-from revzoo.errors import DataError, RevzooError, did_you_mean, join_names
+from revzoo.data.options import SPLITS
+from revzoo.errors import DataError, did_you_mean, explain_missing, join_names
 
 FORMATS = {".csv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_SPLITS = {"training": ("train", "training"), "test": ("test", "validation", "valid", "val", "dev")}
 
 
 def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts]:
-    """Return the texts for training and those for testing.
+    """Return the texts for training and those for validation.
 
     Args:
-        root: a folder with train.csv (or .jsonl, .json, .parquet) and test.csv (or validation, valid, val, dev); or one file,
-            of which every tenth row of each label is for testing.
+        root: a folder with train.csv (or .jsonl, .json, .parquet) and val.csv (or another of the names in `SPLITS`); or one
+            file, of which every tenth row of each label is for validation.
         column: name of the column that holds the texts.
         label: name of the column that holds the labels; None: read no labels.
 
@@ -34,8 +34,8 @@ def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts
     """
     if not root.is_dir():
         return read_table(root, column, label).split()
-    train, test = (_find_split(root, split) for split in _SPLITS)
-    return read_table(train, column, label), read_table(test, column, label)
+    train, validation = (_find_split(root, split) for split in SPLITS)
+    return read_table(train, column, label), read_table(validation, column, label)
 
 
 def read_table(file: Path, column: str, label: str | None) -> Texts:
@@ -77,12 +77,12 @@ def check_columns(source: str, table: dict[str, list[Any]], column: str, label: 
 
 
 def _find_split(root: Path, split: str) -> Path:
-    names = [name + suffix for name in _SPLITS[split] for suffix in FORMATS]
+    names = [name + suffix for name in SPLITS[split] for suffix in FORMATS]
     for name in names:
         if (root / name).is_file():
             return root / name
     raise DataError(
-        f"No {split} texts in {root}: looked for {' or '.join(_SPLITS[split])} with the ending {' or '.join(FORMATS)}. "
+        f"No {split} texts in {root}: looked for {' or '.join(SPLITS[split])} with the ending {' or '.join(FORMATS)}. "
         f"Received: {join_names(sorted(path.name for path in root.iterdir()))}."
     )
 
@@ -133,7 +133,7 @@ def _long_fields() -> Iterator[None]:
 
 def _read_dataset(file: Path, content: str) -> dict[str, list[Any]]:
     """Return the columns of a table read by Hugging Face's datasets, whose cache is deleted afterwards."""
-    with explain_missing("datasets"):
+    with explain_missing("datasets", "Tables of texts"):
         import datasets
     try:
         with TemporaryDirectory() as cache, quiet(datasets):
@@ -169,21 +169,3 @@ def quiet(datasets: Any) -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if not shown:
             datasets.enable_progress_bars()
-
-
-@contextmanager
-def explain_missing(package: str, users: str = "Tables and tokenizers of texts") -> Iterator[None]:
-    """Turn an ImportError inside the block into an error that names the package to install.
-
-    Args:
-        package: the one that is imported; what is missing may also be a dependency of it, such as pyarrow.
-        users: what needs it.
-    """
-    try:
-        yield
-    except ImportError as error:
-        # An ImportError that a package raises itself has no name, such as that of a module built against another NumPy.
-        names = [e.name for e in (error, error.__cause__, error.__context__) if isinstance(e, ImportError) and e.name]
-        missing = names[0].partition(".")[0] if names else package
-        reason = "" if names else f", which cannot be imported ({textwrap.shorten(str(error), 200)})"
-        raise RevzooError(f"{users} need the package {missing}{reason}. Install it: pip install {missing}") from error

@@ -7,12 +7,10 @@ B texts, N ids.
 
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 
 from revzoo.data.base import IGNORED, Examples
 from revzoo.data.corpus import Texts, read_files, read_standard_text, read_standard_texts
@@ -27,7 +25,7 @@ from revzoo.spec.schema import TextInput
 _TO_PREDICT, _AS_MASK, _AS_OTHER = 0.15, 0.8, 0.1
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
+class Windows(Examples):
     """Windows of a text; the label of each byte is the byte that follows it.
 
     In training they begin at random places, drawn anew in every epoch; there are as many as fit into the text side by side.
@@ -40,7 +38,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         seed: determines where windows begin; None for testing.
     """
 
-    num_classes, label_noun = None, "bytes"
+    label_noun = "bytes"
 
     def __init__(self, text: Tensor, length: int, seed: int | None):
         self.text, self.length, self.seed = text, length, seed
@@ -71,7 +69,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return window[:, :-1].contiguous(), labels
 
 
-class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
+class LabelledTexts(Examples):
     """Texts and their classes.
 
     Shapes: ids (B, N), labels (B,).
@@ -86,8 +84,7 @@ class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer, length: int, class_names: list[str]):
         self.ids, self.padding = _encode(texts, tokenizer, length), tokenizer.padding
-        self.class_names, self.num_classes = class_names, len(class_names)
-        self.data_config: dict[str, Any] = {}
+        self.class_names = class_names
         classes = {label: i for i, label in enumerate(class_names)}
         for row, label in zip(texts.rows, texts.labels or (), strict=True):
             if label not in classes:
@@ -100,9 +97,6 @@ class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def start_epoch(self, epoch: int) -> None:
-        """Do nothing: texts are the same in every epoch."""
-
     def list_contents(self) -> list[bytes]:
         """Return the labels and the ids of every text."""
         return [self.labels.numpy().tobytes(), *(ids.numpy().tobytes() for ids in self.ids)]
@@ -111,7 +105,7 @@ class LabelledTexts(Dataset[tuple[Tensor, Tensor]]):
         return _pad([self.ids[i] for i in indices], self.padding), self.labels[indices]
 
 
-class MaskedTexts(Dataset[tuple[Tensor, Tensor]]):
+class MaskedTexts(Examples):
     """Texts in which 15 % of the tokens, at least one, are to be predicted: 80 % of these are masked, 10 % replaced by others.
 
     Which tokens these are depends on seed, epoch and text; in testing they are always the same.
@@ -123,8 +117,6 @@ class MaskedTexts(Dataset[tuple[Tensor, Tensor]]):
         length: largest N.
         seed: determines which tokens are masked; None for testing.
     """
-
-    num_classes = None
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer, length: int, seed: int | None):
         if tokenizer.mask is None:

@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol
 
 from revzoo.data.corpus import read_utf8
 from revzoo.data.options import BYTES
-from revzoo.data.table import FORMATS, explain_missing, read_table
-from revzoo.errors import DataError, InputError, join_names
+from revzoo.data.table import FORMATS, read_table
+from revzoo.errors import DataError, InputError, explain_missing, join_names
 from revzoo.spec.schema import TextInput
 
 Kind = Literal["bytes", "wordpiece"]
@@ -83,7 +83,7 @@ class TokenizerFile:
     def __init__(self, file: Path):
         if not file.is_file():
             raise DataError(f"There is no tokenizer {file}. Make it with revzoo tokenizer FILES... --out {file}.")
-        with explain_missing("tokenizers"):
+        with explain_missing("tokenizers", "Tokenizers"):
             import tokenizers
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -174,7 +174,7 @@ def train_tokenizer(
     if missing := [str(file) for file in files if not file.is_file()]:
         raise InputError(f"No such text files or tables: {join_names(missing)}. For all files of a folder use FOLDER/*.txt.")
     texts = [text for file in files for text in _read_lines(file, column)]
-    with explain_missing("tokenizers"):
+    with explain_missing("tokenizers", "Tokenizers"):
         import tokenizers
         from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
     special = _SPECIAL[kind]

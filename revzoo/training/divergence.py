@@ -14,6 +14,8 @@ from revzoo.training.setup import Run
 class DivergedError(RevzooError, ArithmeticError):
     """The loss or the weights are infinite or not a number."""
 
+    exit_status = 3  # a sweep goes on with other settings, and ends for a mistake
+
 
 def add_losses(run: Run, losses: Tensor) -> None:
     """Add the training losses of every process to the sum of this epoch, and set them to 0; all processes call this together.

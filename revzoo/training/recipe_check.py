@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from revzoo.checkpoint.index import read_index
-from revzoo.data.options import TEXTS
+from revzoo.data.options import BUNDLED, TEXTS, is_own
 from revzoo.errors import SpecProblem, did_you_mean, join_names
 from revzoo.spec.names import model_files
 from revzoo.spec.tree import MISSING, OVERRIDE, YamlNode, apply_overrides
@@ -39,7 +39,7 @@ def find_ineffective_settings(recipe: Recipe) -> list[str]:
     warm = {"warmup_prefix"} if recipe.schedule.sched in ("linear", "constant") or not recipe.schedule.warmup_epochs else set()
     decay = {"decay_milestones", "decay_epochs", "decay_rate", "min_lr"} - _READ_BY_SCHEDULE[recipe.schedule.sched]
     ruled_out = {
-        ("data", recipe.data.name): _UNREAD_BY_DATA.get(recipe.data.name, {"shift", "text", "image"}),
+        ("data", recipe.data.name): _find_unread(recipe.data.name),
         ("data.text", recipe.data.name): {"label"} if recipe.data.name == "masked_lm" else set(),
         ("data.image", recipe.data.name): {"column"} if recipe.data.name == "wds" else set(),
         ("optimizer", recipe.optimizer.opt): {"momentum", "betas", "eps"} - find_accepted_options(recipe.optimizer.opt),
@@ -61,8 +61,26 @@ def find_ineffective_settings(recipe: Recipe) -> list[str]:
     return lines
 
 
+def _find_unread(name: str) -> set[str]:
+    """Return the options of `data` that a data set does not read; a function of the user's own may read all."""
+    return set() if is_own(name) else _UNREAD_BY_DATA.get(name, {"shift", "text", "image"})
+
+
 def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     """Yield the problems of values that are each of the right type but do not go together, or that only timm knows."""
+    yield from _find_optimizer_problems(tree)
+    if _value(tree, "train.optimizer_in_backward") is True:
+        yield from _find_needs_of_all_gradients(tree)
+    yield from _find_needs_of_shards(tree)
+    yield from _find_data_problems(tree)
+    yield from _find_model_problems(tree)
+    yield from _find_schedule_problems(tree)
+    yield from _find_mixup_problems(tree)
+    if isinstance(_value(tree, "coupling"), dict):
+        yield from _find_coupling_problems(tree)
+
+
+def _find_optimizer_problems(tree: YamlNode) -> Iterator[SpecProblem]:
     from timm.optim import get_optimizer_info, list_optimizers
 
     opt, optimizers = _node(tree, "optimizer.opt"), [str(name) for name in list_optimizers()]
@@ -73,30 +91,36 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
         yield opt.problem("a first-order optimizer: this one needs the computation graph of the gradient")
     elif isinstance(opt.value, str):
         yield from _find_unsupported_updates(tree, opt.value)
-    if _value(tree, "train.optimizer_in_backward") is True:
-        yield from _find_needs_of_all_gradients(tree)
-    yield from _find_needs_of_shards(tree)
-    name = _value(tree, "data.name")
-    if name in ("folder", "cifar10", "cifar100", "imagenet", "wds", "hfds") and _value(tree, "data.root") is None:
+    if _value(tree, "optimizer.weight_decay_of") == "all" and _value(tree, "optimizer.layer_decay") is not None:
+        yield _node(tree, "optimizer.layer_decay").problem("null with weight_decay_of: all")
+
+
+def _find_data_problems(tree: YamlNode) -> Iterator[SpecProblem]:
+    name, root = _value(tree, "data.name"), _value(tree, "data.root")
+    if isinstance(name, str) and name not in BUNDLED and not is_own(name) and root is None:
         yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}")
-    if name in ("text_classification", "masked_lm") and _value(tree, "data.root") and not _value(tree, "data.text.tokenizer"):
+    if name in ("text_classification", "masked_lm") and root and not _value(tree, "data.text.tokenizer"):
         allowed = "bytes, or a tokenizer file, for texts of your own: revzoo tokenizer FILES... --out tokenizer.json makes one"
         yield _node(tree, "data.text.tokenizer").problem(allowed)
-    if name in TEXTS and isinstance(_value(tree, "mixup"), dict):
-        yield _node(tree, "mixup").problem(f"null, for name: {name}: ids cannot be mixed")
     policy = _value(tree, "data.augment.auto_augment")
     if isinstance(policy, str) and not _is_policy(policy):
         yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
+    for key in ("scale", "ratio"):
+        match _value(tree, f"data.augment.{key}"):
+            case [int() | float() as low, int() | float() as high] if low > high:
+                yield _node(tree, f"data.augment.{key}").problem("the smaller number first")
+
+
+def _find_model_problems(tree: YamlNode) -> Iterator[SpecProblem]:
     if _value(tree, "model.pretrained") is True:
         yield from _find_missing_weights(tree)
     overrides = _value(tree, "model.overrides")
     fresh = not (_value(tree, "model.pretrained") or _value(tree, "model.checkpoint"))  # a checkpoint may need its own head
     if fresh and isinstance(overrides, list) and _sets_outputs(overrides):
         yield _node(tree, "model.overrides").problem("no head.outputs: use model.num_outputs")
-    for key in ("scale", "ratio"):
-        match _value(tree, f"data.augment.{key}"):
-            case [int() | float() as low, int() | float() as high] if low > high:
-                yield _node(tree, f"data.augment.{key}").problem("the smaller number first")
+
+
+def _find_schedule_problems(tree: YamlNode) -> Iterator[SpecProblem]:
     sched = _value(tree, "schedule.sched")
     for needed, key in (("multistep", "decay_milestones"), ("step", "decay_epochs")):
         if sched == needed and not _value(tree, f"schedule.{key}"):
@@ -105,25 +129,32 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     starts_after_it = sched == "linear" or _value(tree, "schedule.warmup_prefix") is True
     if starts_after_it and isinstance(warm_up, int) and isinstance(epochs, int) and warm_up >= epochs > 0:
         yield _node(tree, "schedule.warmup_epochs").problem(f"fewer than the {epochs} of train.epochs: the decay follows it")
-    if _value(tree, "optimizer.weight_decay_of") == "all" and _value(tree, "optimizer.layer_decay") is not None:
-        yield _node(tree, "optimizer.layer_decay").problem("null with weight_decay_of: all")
-    batch_size = _value(tree, "data.batch_size")
-    if isinstance(_value(tree, "mixup"), dict) and isinstance(batch_size, int) and batch_size % 2:
+
+
+def _find_mixup_problems(tree: YamlNode) -> Iterator[SpecProblem]:
+    name, mixup, batch_size = (_value(tree, path) for path in ("data.name", "mixup", "data.batch_size"))
+    if not isinstance(mixup, dict):
+        return
+    if name in TEXTS:
+        yield _node(tree, "mixup").problem(f"null, for name: {name}: ids cannot be mixed")
+    if isinstance(batch_size, int) and batch_size % 2:
         yield _node(tree, "data.batch_size").problem("an even number: mixup pairs the images of a batch")
-    moving = [key for key in ("m", "alpha", "beta") if _value(tree, f"coupling.{key}") is not None]
-    bits = _value(tree, "coupling.kept_bits")
-    if isinstance(_value(tree, "coupling"), dict) and bits is None and not moving:
-        yield _node(tree, "coupling").problem("kept_bits, or m, alpha or beta, or null for a coupling that stays")
-    if isinstance(bits, list) and _value(tree, "memory.budget") is not None and bits != sorted(bits, reverse=True):
-        yield _node(tree, "coupling.kept_bits").problem(
-            "the larger number first with memory.budget: the plan is made for the first"
-        )
-    if moving and _value(tree, "coupling.kept_bits") is not None:
-        yield _node(tree, f"coupling.{moving[0]}").problem("null beside coupling.kept_bits, which determines it")
-    if moving and _value(tree, "memory.budget") is not None:
-        yield _node(tree, f"coupling.{moving[0]}").problem("null with memory.budget: the plan would have to change with it")
-    if isinstance(_value(tree, "mixup"), dict) and not any(_value(tree, f"mixup.{a}_alpha") for a in ("mixup", "cutmix")):
+    if not any(_value(tree, f"mixup.{a}_alpha") for a in ("mixup", "cutmix")):
         yield _node(tree, "mixup").problem("mixup_alpha or cutmix_alpha above 0, or null for neither")
+
+
+def _find_coupling_problems(tree: YamlNode) -> Iterator[SpecProblem]:
+    moving = [key for key in ("m", "alpha", "beta") if _value(tree, f"coupling.{key}") is not None]
+    bits, has_budget = _value(tree, "coupling.kept_bits"), _value(tree, "memory.budget") is not None
+    if bits is None and not moving:
+        yield _node(tree, "coupling").problem("kept_bits, or m, alpha or beta, or null for a coupling that stays")
+    if isinstance(bits, list) and has_budget and bits != sorted(bits, reverse=True):
+        allowed = "the larger number first with memory.budget: the plan is made for the first"
+        yield _node(tree, "coupling.kept_bits").problem(allowed)
+    if moving and bits is not None:
+        yield _node(tree, f"coupling.{moving[0]}").problem("null beside coupling.kept_bits, which determines it")
+    if moving and has_budget:
+        yield _node(tree, f"coupling.{moving[0]}").problem("null with memory.budget: the plan would have to change with it")
 
 
 def _find_missing_weights(tree: YamlNode) -> Iterator[SpecProblem]:

@@ -55,7 +55,7 @@ def has_lost_others(error: Exception) -> bool:
 def _describe(error: Exception) -> tuple[str, int]:
     """Return in a line why the process ends, and its exit status; an error of the program is printed whole."""
     if isinstance(error, RevzooError):
-        return str(error), 2
+        return str(error), error.exit_status
     if has_lost_others(error):
         if _rank() > 0:
             traceback.print_exception(error)

@@ -5,10 +5,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import revzoo
 import zoo_cli
+from revzoo.conversion.onnx_file import export_onnx
+from revzoo.errors import ConversionError
 
 
 @pytest.fixture
@@ -106,6 +109,17 @@ def test_onnxruntime_computes_the_same(trained, tmp_path, run, capsys, kind):
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])
     names = json.loads(session.get_modelmeta().custom_metadata_map["revzoo.classes"])
     assert names == (list("0123456789") if kind == "run" else ["cat", "dog"])
+
+
+@pytest.mark.slow
+def test_a_file_that_computes_something_else_is_not_left(tmp_path):
+    pytest.importorskip("onnxruntime")
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"]).eval()
+    torch.nn.init.constant_(model.head.linear.bias, torch.nan)
+    (tmp_path / "a.onnx").write_text("of before")
+    with pytest.raises(ConversionError, match="onnxruntime computes something else than rev_vit_digits: off by nan"):
+        export_onnx(model, tmp_path / "a.onnx")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.onnx", "of before")]
 
 
 def test_what_cannot_be_exported(refused, trained, tmp_path):

@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 
+from revzoo.data.base import BrokenExampleError
 from revzoo.data.loading import load_data
 from revzoo.data.options import DataOptions, ImageOptions, TextOptions
-from revzoo.data.stored_images import BrokenImageError
 from revzoo.errors import DataError, RevzooError
 from revzoo.spec.schema import ImageInput, TextInput
 
@@ -171,7 +171,7 @@ def test_broken_images_are_named_with_their_row(tmp_path, image):
     features = datasets.Features(image=datasets.Image(decode=False), label=datasets.Value("int64"))
     rows = {"image": [image, image], "label": [0, 1]}
     root = save(tmp_path / "data", rows, rows, features)
-    with pytest.raises(BrokenImageError, match=rf"^The image in row \d of {root} \(train\) cannot be read \("):
+    with pytest.raises(BrokenExampleError, match=rf"^The image in row \d of {root} \(train\) cannot be read \("):
         epoch(load(root, batch_size=2), 0)
 
 
@@ -179,7 +179,7 @@ def test_a_file_that_is_gone_is_named_with_its_row(image_folder):
     data = load(image_folder, batch_size=8)
     (image_folder / "train" / "cat" / "2.png").unlink()
     with pytest.raises(
-        BrokenImageError, match=rf"^The image in row 3 of {image_folder} \(train\) cannot be read \(\[Errno 2\]"
+        BrokenExampleError, match=rf"^The image in row 3 of {image_folder} \(train\) cannot be read \(\[Errno 2\]"
     ):
         epoch(data, 0)
 

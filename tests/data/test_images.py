@@ -190,8 +190,8 @@ def test_refusals_of_folders(tmp_path, image_folder):
     assert refusal(images(empty)) == f"The class folders in {empty}/train hold no images: looked for {SUFFIXES}."
     (image_folder / "val").rename(image_folder / "elsewhere")
     assert refusal(DataOptions("imagenet", 4, str(image_folder))) == (
-        f"No validation images in {image_folder}: looked for a folder called val or valid or validation or eval or evaluation "
-        "or test with one folder of images per class. Received: elsewhere, train."
+        f"No validation images in {image_folder}: looked for a folder called val or valid or validation or dev or eval or "
+        "evaluation or test with one folder of images per class. Received: elsewhere, train."
     )
     (image_folder / "elsewhere" / "dog").rename(image_folder / "elsewhere" / "wolf")
     (image_folder / "elsewhere").rename(image_folder / "val")

@@ -38,6 +38,11 @@ def birds(options, input):
 def large(options, input):
     return Birds(8, (3, 99, 99)), Birds(3, (3, 99, 99))
 
+def unnamed(options, input):
+    birds = Birds(8, (3, 4, 4))
+    birds.targets[0] = 2
+    return Birds(8, (3, 4, 4)), birds
+
 def one(options, input):
     return Birds(8, (3, 4, 4))
 
@@ -79,6 +84,10 @@ def test_own_data(own):
     ("function", "message"),
     [
         ("large", r"large: the model takes tensors, images .* = \(3, 4, 4\). Received: \(3, 99, 99\)"),
+        (
+            "unnamed",
+            r"unnamed: example 0 has the label 2. Labels are integers from 0 to 1, the numbers",
+        ),
         ("one", "one has to return two data sets, .* Received: Birds"),
         ("words", "need an attribute `classes`"),
         ("nothing", "should be a function. Received: NoneType"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from revzoo.data.loading import load_data
-from revzoo.data.table import explain_missing, read_table
-from revzoo.errors import RevzooError
+from revzoo.data.table import read_table
+from revzoo.errors import RevzooError, explain_missing
 from revzoo.spec.schema import TextInput
 
 SUBWORDS = TextInput("text", 48, 280, 1)
@@ -90,7 +90,7 @@ PYARROW = ModuleNotFoundError("No module named 'pyarrow.lib'", name="pyarrow.lib
     ],
 )
 def test_a_missing_dependency_is_named(error, message):
-    with pytest.raises(RevzooError, match=f"^Tables and tokenizers of texts need {message}"), explain_missing("datasets"):
+    with pytest.raises(RevzooError, match=f"^Tables of texts need {message}"), explain_missing("datasets", "Tables of texts"):
         raise error
 
 
@@ -147,7 +147,7 @@ def test_a_missing_dependency_is_named(error, message):
         (
             "test.jsonl",
             None,
-            "No test texts in {}: looked for test or validation or valid or val or dev with the ending .csv or",
+            "No validation texts in {}: looked for val or valid or validation or dev or eval or evaluation or test with the ",
         ),
     ],
 )

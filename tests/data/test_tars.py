@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from revzoo.data.base import BrokenExampleError
 from revzoo.data.loading import load_data
 from revzoo.data.options import DataOptions, ImageOptions
-from revzoo.data.stored_images import BrokenImageError
 from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 
@@ -222,12 +222,12 @@ def test_the_label_of_json_files_has_a_name(tmp_path, image_folder, write_tar):
 def test_broken_images_are_named_with_their_tar(tar_folder, image_folder, write_tar, content):
     tar = tar_folder / "animals-train-0001.tar"
     write_tar(tar, {"cat/3.png": content, "cat/3.cls": b"cat", "dog/0.png": picture(image_folder), "dog/0.cls": b"dog"})
-    with pytest.raises(BrokenImageError, match=rf"^The image cat/3 of {tar} cannot be read \(cannot identify image file"):
+    with pytest.raises(BrokenExampleError, match=rf"^The image cat/3 of {tar} cannot be read \(cannot identify image file"):
         epoch(load(tar_folder, batch_size=7), 0)
 
 
 def test_a_tar_that_is_gone_is_named(tar_folder):
     data, tar = load(tar_folder, batch_size=8), tar_folder / "animals-train-0001.tar"
     tar.unlink()
-    with pytest.raises(BrokenImageError, match=rf"^The image \w+/\d of {tar} cannot be read \(\[Errno 2\]"):
+    with pytest.raises(BrokenExampleError, match=rf"^The image \w+/\d of {tar} cannot be read \(\[Errno 2\]"):
         epoch(data, 0)

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import revzoo
+import zoo_cli
 from revzoo.training.divergence import DivergedError
 from revzoo.training.loop import train
 from revzoo.training.setup import build_run
@@ -121,7 +122,8 @@ def test_fine_tuning_with_another_head(recipe, image_folder, tmp_path):
     assert revzoo.create(tmp_path / "tuned", checkpoint=tmp_path / "tuned" / "best.safetensors").num_outputs == 2
 
 
-def test_divergence_is_explained(recipe, tmp_path):
-    with pytest.raises(DivergedError, match=r"loss is nan in epoch 1, by update 4; .*smaller optimizer.lr \(it is 1e\+30\)"):
-        train(recipe("optimizer.opt=sgd", "optimizer.lr=1e30", "schedule.warmup_epochs=0"), tmp_path / "run")
+def test_divergence_is_explained_and_has_a_status_of_its_own(fast, tmp_path, capsys):
+    far = ["optimizer.opt=sgd", "optimizer.lr=1e30", "schedule.warmup_epochs=0"]
+    assert zoo_cli.main(["train", "digits", *fast, *far, "--out", str(tmp_path / "run")]) == DivergedError.exit_status == 3
+    assert re.search(r"loss is nan in epoch 1, by update 4; .*smaller optimizer.lr \(it is 1e\+30\)", capsys.readouterr().err)
     assert (tmp_path / "run" / "state" / "00000-0000000").is_dir()

@@ -90,6 +90,18 @@ def test_root_is_absolute(tmp_path, monkeypatch):
     assert load_recipe("revnet_cifar", ["data.root=images"]).data.root == str(tmp_path / "images")
 
 
+def test_data_from_files_need_a_place(recipe):
+    for name in ("folder", "imagenet", "cifar10", "cifar100", "mnist", "fashion_mnist", "wds", "hfds"):
+        with pytest.raises(SpecError, match=f"data.root: found nothing; allowed: the folder of the data, for name: {name}"):
+            recipe(f"data.name={name}")
+    assert recipe("data.name=package:function").data.root is None
+
+
+def test_a_function_of_ones_own_may_read_every_option(recipe):
+    own = recipe("data.name=package:function", "data.shift=2", "data.image.label=kind")
+    assert find_ineffective_settings(own) == []
+
+
 def test_all_problems_at_once():
     wrong = [
         "optimzer.lr=1",
