@@ -13,7 +13,7 @@ HUB_PREFIX = "hf-hub:"
 # Nothing else of a repository is fetched: what is not a spec or safetensors is never read.
 _REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 _OF_RUNS = ("best.safetensors", "best-*-of-*.safetensors", "best.safetensors.index.json")
-_FETCHED = ("spec.yaml", *_REPLACED, *_OF_RUNS)
+_FETCHED = ("spec.yaml", "tokenizer.json", *_REPLACED, *_OF_RUNS)
 _CARD = "README.md"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import nn
 
 from revzoo.errors import CheckpointError
-from revzoo.spec.names import TOKENIZER
+from revzoo.spec.names import BYTES, TOKENIZER
 
 CLASSES, DATA_CONFIG = "revzoo.classes", "revzoo.data_config"  # keys of the metadata
 
@@ -27,7 +27,7 @@ def collect_facts(model: nn.Module) -> dict[str, str]:
 
 
 def restore_facts(model: nn.Module, metadata: Mapping[str, str], file: Path, *, has_new_head: bool) -> None:
-    """Give a model the facts that the metadata of a file holds; a tokenizer beside the file goes before the one it names.
+    """Give a model the facts that the metadata of a file holds; a tokenizer beside it goes before the file that it names.
 
     Args:
         model: the model, which has its weights.
@@ -36,7 +36,7 @@ def restore_facts(model: nn.Module, metadata: Mapping[str, str], file: Path, *, 
         has_new_head: whether the head is not the file's, so that its classes are others.
     """
     names, config = read_class_names(metadata, file), read_data_config(metadata, file)
-    if (tokenizer := file.parent / TOKENIZER).is_file():
+    if (tokenizer := file.parent / TOKENIZER).is_file() and config.get("tokenizer") != BYTES:
         config["tokenizer"] = str(tokenizer.absolute())
     if names is not None and not has_new_head:
         cast(Any, model).class_names = names

@@ -1,4 +1,4 @@
-"""Write the folder of a model: its spec.yaml and its weights, in one file or in several with an index.
+"""Write the folder of a model: its spec.yaml, its weights, in one file or in several with an index, and its tokenizer.
 
 `revzoo.create` reads it. Converted networks are in folders of this kind, too.
 """
@@ -13,12 +13,12 @@ from revzoo.checkpoint.files import find_weights, save_weights
 from revzoo.checkpoint.writing import SHARD_BYTES, call_once
 from revzoo.errors import InputError
 from revzoo.file import write_atomically
-from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS
+from revzoo.spec.names import BEST_WEIGHTS, BYTES, CONVERTED_WEIGHTS, TOKENIZER
 from revzoo.spec.schema import Spec
 
 
 def save_folder(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write spec.yaml and the weights into a folder. Weights that were written there before are replaced.
+    """Write spec.yaml, the weights and the tokenizer's file into a folder. What was written there before is replaced.
 
     Args:
         model: the model, whose `spec` is written.
@@ -30,6 +30,7 @@ def save_folder(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYTES) 
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise InputError("A model on the meta device has no values to save. Create it on another device.")
     call_once(partial(_begin, folder, cast(Spec, model.spec)), model.parameters())
+    call_once(partial(_copy_tokenizer, model, folder), model.parameters())
     save_weights(model, folder / CONVERTED_WEIGHTS, shard_bytes=shard_bytes)
 
 
@@ -42,3 +43,12 @@ def _begin(folder: Path, spec: Spec) -> None:
     if find_weights(folder / BEST_WEIGHTS).exists():
         raise InputError(f"{folder} is the folder of a run, which keeps its own spec and weights. Name another.")
     write_atomically(folder / "spec.yaml", partial(Path.write_text, data=spec.to_yaml()))
+
+
+def _copy_tokenizer(model: nn.Module, folder: Path) -> None:
+    """Write the model's tokenizer into the folder, so that the model can be used elsewhere, if it is a file that is there."""
+    source = Path(getattr(model, "data_config", {}).get("tokenizer", BYTES))
+    target = folder / TOKENIZER
+    if source.is_file() and not (target.exists() and target.samefile(source)):
+        text = source.read_text(encoding="utf-8")
+        write_atomically(target, lambda path: path.write_text(text, encoding="utf-8"))

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from timm.utils.misc import natural_key
-
+from revzoo.data.natural_order import natural_key
 from revzoo.data.stored_images import StoredImages, list_suffixes
 from revzoo.errors import DataError, join_names
 

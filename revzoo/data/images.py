@@ -240,15 +240,32 @@ def _describe_folders(train: ClassFolders, validation: ClassFolders) -> list[str
     missing = [name for name in train.files if name not in validation.files]
     place = "validation" if train.path == validation.path else validation.path
     without = [f"{place} has no images of {join_names(missing)}"] if missing else []
-    notes = [*train.describe_skipped(), *validation.describe_skipped(), *without]
+    notes = [*train.describe_skipped(), *validation.describe_skipped(), *without, *_describe_lookalikes(train)]
     if train.path != validation.path:
         return notes
     held_out = sum(map(len, validation.files.values()))
     return [f"{train.path} has no images for validation: every fifth of each class is held out, {held_out:,} in all", *notes]
 
 
+def _describe_lookalikes(folders: ClassFolders) -> list[str]:
+    """Return a line if the classes look like splits: folders alone are in each of them, of the same names."""
+    inside = {
+        frozenset(file.relative_to(folders.path / name).parts[0] for file in files) for name, files in folders.files.items()
+    }
+    [names, *others] = inside
+    if others or len(names) < 2 or not all((folders.path / name / each).is_dir() for name in folders.files for each in names):
+        return []
+    classes, within = join_names(list(folders.files), most=4), join_names(sorted(names), most=4)
+    return [
+        f"the classes are {classes}, and each holds the folders {within}. If they are splits, call them train and val; if not, "
+        "all is well"
+    ]
+
+
 def _find_split(root: Path, split: str) -> Path | None:
-    return next((root / name for name in SPLITS[split] if (root / name).is_dir()), None)
+    """Return the folder of a split, whose name may have capitals: Train."""
+    folders = {path.name.lower(): path for path in sorted(root.iterdir()) if path.is_dir()}  # train goes before Train
+    return next((folders[name] for name in SPLITS[split] if name in folders), None)
 
 
 def _explain_missing(root: Path, split: str) -> DataError:

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import SupportsInt
 
-from timm.utils.misc import natural_key
-
+from revzoo.data.natural_order import natural_key
 from revzoo.errors import DataError, join_names
 
 _MOST_CLASSES = 1 << 20  # a network has an output for each

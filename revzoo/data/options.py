@@ -15,7 +15,6 @@ from revzoo.bounds import (
     UnitInterval,
 )
 
-BYTES = "bytes"  # the tokenizer that needs no file
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
 BUNDLED = ("digits", *TEXTS)  # those that need no root
 # Names of splits, in the order in which they are looked for. timm has all but `dev`, and where it finds none it takes the whole

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from timm.utils.misc import natural_key
 
 from revzoo.data.labels import describe_missing, name_classes, number_labels, read_label
+from revzoo.data.natural_order import natural_key
 from revzoo.data.options import SPLITS, ImageOptions
 from revzoo.data.stored_images import ImageSplits, StoredImages, list_suffixes
 from revzoo.errors import DataError, join_names

@@ -14,11 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from revzoo.data.base import IGNORED, Examples
 from revzoo.data.corpus import Texts, read_files, read_standard_text, read_standard_texts
-from revzoo.data.options import BYTES, DataOptions
+from revzoo.data.options import DataOptions
 from revzoo.data.random import make_generator
 from revzoo.data.table import read_texts
 from revzoo.data.tokenizer import Tokenizer, open_tokenizer
 from revzoo.errors import DataError, join_names
+from revzoo.spec.names import BYTES
 from revzoo.spec.schema import TextInput
 
 # Share of the tokens to predict; of these, the shares that become the mask token and any other token. The rest stays (BERT).

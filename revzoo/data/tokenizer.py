@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from revzoo.data.corpus import read_utf8
-from revzoo.data.options import BYTES
 from revzoo.data.table import FORMATS, read_table
 from revzoo.errors import DataError, InputError, explain_missing, join_names
+from revzoo.spec.names import BYTES
 from revzoo.spec.schema import TextInput
 
 Kind = Literal["bytes", "wordpiece"]

@@ -16,6 +16,7 @@ WEIGHTS_INDEX = CONVERTED_WEIGHTS + INDEX_SUFFIX
 UNUSED_WEIGHTS = "unused.safetensors"  # of a converted network: tensors of the original that it has no place for
 BEST_WEIGHTS = "best.safetensors"  # beside spec.yaml in the folder of a run
 TOKENIZER = "tokenizer.json"  # beside the weights of a model for texts
+BYTES = "bytes"  # the tokenizer that needs no file
 
 
 def data_root() -> Path:

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from revzoo.data.options import BYTES
 from revzoo.errors import SpecError, SpecProblem, UnknownNameError
-from revzoo.spec.names import model_files, recipe_files, refuse_source
+from revzoo.spec.names import BYTES, model_files, recipe_files, refuse_source
 from revzoo.spec.parsing import parse, to_plain
 from revzoo.spec.schema import Spec
 from revzoo.spec.synonym import TIMM

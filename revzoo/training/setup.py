@@ -21,12 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from revzoo.data.base import IGNORED, Data
 from revzoo.data.loading import load_data
-from revzoo.data.options import BYTES
 from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.network import Model
-from revzoo.spec.names import TOKENIZER
+from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.schema import TextInput
 from revzoo.training.class_weights import weigh_classes
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule

@@ -148,6 +148,29 @@ def test_classes_are_in_natural_order_and_have_the_images_of_nested_folders(imag
     assert list(found.files) == ["class2", "class10"]
 
 
+def test_names_of_splits_may_have_capitals(image_folder):
+    """Otherwise Train and Val would be the classes, and what is in them their images."""
+    plain = load(image_folder)
+    (image_folder / "train").rename(image_folder / "Train")
+    (image_folder / "val").rename(image_folder / "VAL")
+    assert load(image_folder).describe_examples() == plain.describe_examples()
+
+
+@pytest.mark.parametrize("in_both", [True, False])
+def test_classes_that_look_like_splits_are_remarked(image_folder, in_both):
+    (image_folder / "train").rename(image_folder / "training_set")
+    (image_folder / "val").rename(image_folder / "test_set")
+    if not in_both:
+        (image_folder / "test_set" / "cat").rename(image_folder / "test_set" / "bird")
+    data = load(image_folder)
+    assert data.class_names == ["test_set", "training_set"]
+    remark = (
+        "the classes are test_set, training_set, and each holds the folders cat, dog. If they are splits, call them train and "
+        "val; if not, all is well"
+    )
+    assert (remark in data.notes) is in_both
+
+
 def test_a_class_without_validation_images_is_named(image_folder):
     shutil.rmtree(image_folder / "val" / "cat")
     assert load(image_folder).notes == [f"{image_folder}/val has no images of cat"]

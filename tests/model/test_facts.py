@@ -66,6 +66,36 @@ def test_damaged_ones_are_named(tmp_path, key, text):
         revzoo.create("rev_vit_digits", overrides=SMALL, checkpoint=tmp_path / "a.safetensors")
 
 
+@pytest.fixture
+def of_texts(tmp_path):
+    """Return a model for texts whose tokenizer is a file."""
+    (tmp_path / "made.json").write_text("{the tokenizer}")
+    model = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
+    model.data_config = {"tokenizer": str(tmp_path / "made.json")}
+    return model
+
+
+def test_a_saved_folder_has_the_tokenizer_and_needs_no_other_file(of_texts, tmp_path):
+    of_texts.save_pretrained(tmp_path / "saved")
+    (tmp_path / "made.json").unlink()
+    (tmp_path / "saved").rename(tmp_path / "moved")
+    model = revzoo.create(tmp_path / "moved")
+    assert model.data_config == {"tokenizer": str(tmp_path / "moved" / "tokenizer.json")}
+    assert (tmp_path / "moved" / "tokenizer.json").read_text() == "{the tokenizer}"
+    model.save_pretrained(tmp_path / "moved")  # where its tokenizer is already
+    assert revzoo.create(tmp_path / "moved").data_config == model.data_config
+
+
+def test_a_tokenizer_that_was_there_is_replaced_or_is_not_that_of_bytes(of_texts, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{of another model}")
+    bytewise = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
+    bytewise.data_config = {"tokenizer": "bytes"}
+    bytewise.save_pretrained(tmp_path)
+    assert revzoo.create(tmp_path).data_config == {"tokenizer": "bytes"}
+    of_texts.save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{the tokenizer}"
+
+
 def test_shipped_weights_know_their_digits():
     model = revzoo.create("rev_vit_digits", pretrained=True)
     assert model.class_names == tuple("0123456789")

@@ -230,6 +230,16 @@ def test_a_pushed_model_is_created_from_the_hub(fake_hub):
     assert revzoo.load_spec("hf-hub:me/digits").digest == model.spec.digest
 
 
+def test_a_pushed_tokenizer_is_fetched(fake_hub, tmp_path):
+    model = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
+    (tmp_path / "made.json").write_text("{the tokenizer}")
+    model.data_config = {"tokenizer": str(tmp_path / "made.json")}
+    model.push_to_hub("me/texts")
+    fetched = revzoo.create("hf-hub:me/texts").data_config["tokenizer"]
+    assert fetched == str(fake_hub.root / "cache" / "me" / "texts" / "main" / "tokenizer.json")
+    assert Path(fetched).read_text() == "{the tokenizer}"
+
+
 def test_from_pretrained_passes_on_what_the_hub_needs(fake_hub, tmp_path):
     model = revzoo.create("rev_vit_digits")
     model.push_to_hub("me/digits")
