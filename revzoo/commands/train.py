@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from revzoo.commands.parser import Parser, declare_import, require_png, split_overrides
+from revzoo.commands.parser import DEVICE_HINT, Parser, declare_import, require_png, split_overrides
 from revzoo.errors import InputError
 
 SUMMARY = "Train a model by a recipe."
@@ -20,6 +20,7 @@ def declare(parser: Parser) -> None:
         "train ...; a network divided over them: torchrun --nproc-per-node N -m zoo_cli train ... train.shard=full"
     )
     declare_import(parser)
+    parser.hints |= dict.fromkeys(("--device", "--gpus", "--gpu", "--cpu"), DEVICE_HINT)
     parser.list_settings = _list_settings
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
@@ -71,6 +72,8 @@ def _leave_group() -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     recipes, overrides = split_overrides(arguments.recipe)
+    if arguments.find_lr + arguments.print_config + arguments.dry_run > 1:
+        raise InputError("One of --find-lr, --print-config and --dry-run is done at a time. Received more. Leave one out.")
     if arguments.find_lr and (arguments.resume is not None or arguments.out is not None):
         raise InputError(
             "--find-lr keeps nothing but a picture. Received: --resume or --out. Use --plot FILE.png for its name."
@@ -90,7 +93,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.release_lock or arguments.accept_changes:
         raise InputError("--release-lock and --accept-changes are for runs that go on. Received: no --resume DIR.")
     if len(recipes) > 1:
-        raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
+        words = [word for word in recipes[1:] if Path(word).exists()]
+        example = f"data.root={words[0]}" if words else "train.epochs=3"
+        raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like {example}.")
     from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
     recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)  # refused before the loop is imported

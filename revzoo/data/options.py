@@ -16,6 +16,7 @@ from revzoo.bounds import (
 )
 
 BYTES = "bytes"  # the tokenizer that needs no file
+TABLES = (".csv", ".jsonl", ".json", ".parquet")  # endings of files with texts in rows
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
 # Names of splits, in the order in which they are looked for. timm has the same, but where it finds none it takes the whole
 # folder for both splits.

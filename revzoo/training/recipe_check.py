@@ -78,7 +78,7 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     yield from _find_needs_of_shards(tree)
     name = _value(tree, "data.name")
     if name in ("folder", "cifar10", "cifar100", "imagenet", "wds", "hfds") and _value(tree, "data.root") is None:
-        yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}")
+        yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}", hint=" Add data.root=DIR.")
     if name in ("text_classification", "masked_lm") and _value(tree, "data.root") and not _value(tree, "data.text.tokenizer"):
         allowed = "bytes, or a tokenizer file, for texts of your own: revzoo tokenizer FILES... --out tokenizer.json makes one"
         yield _node(tree, "data.text.tokenizer").problem(allowed)
