@@ -1,5 +1,6 @@
 """The command line: parses arguments and calls the command, which is the file of its name in `revzoo/commands/`."""
 
+import errno
 import os
 import signal
 import sys
@@ -49,16 +50,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _end_by_exception():
             arguments = parser.parse(rest)
             _import_packages(getattr(arguments, "imports", ()))
-            return command.run(arguments)
+            code = command.run(arguments)
+            sys.stdout.flush()  # while a pipe that was closed can still be noticed
+            return code
     except RevzooError as error:
         print(f"revzoo: {error}", file=sys.stderr)
         return error.exit_status
+    except BrokenPipeError:  # whoever reads the output, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it exits
+        return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"revzoo: cannot read or write {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        print(f"revzoo: {_explain(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print(f"\nrevzoo: {stopped if stopped.args else 'stopped'}", file=sys.stderr)
         return 128 + getattr(stopped, "signum", 2)
+
+
+def _explain(error: OSError) -> str:
+    """Return what the system could not do, and what to change."""
+    path = str(error.filename or "a file")
+    remedy = {
+        errno.EACCES: "Change its permissions, or name another place",
+        errno.EPERM: "Change its permissions, or name another place",
+        errno.EROFS: "Name another place",
+        errno.ENOTDIR: "Name another place: a folder in it is a file",
+        errno.ENAMETOOLONG: "Name a shorter one",
+        errno.ENOSPC: "Make room, or name another place",
+    }.get(error.errno or 0, "Check that it is there")
+    folder = os.path.dirname(path)
+    if error.errno == errno.ENOENT and folder and not os.path.isdir(folder):
+        remedy = f"There is no folder {folder}: make it first"
+    return f"cannot read or write {path[:300]}: {error.strerror or error}. {remedy}."
 
 
 def _import_packages(names: Sequence[str]) -> None:

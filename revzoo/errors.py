@@ -5,11 +5,14 @@ Every error says what was received, where, what is allowed and what to type inst
 """
 
 import difflib
+import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+_LONGEST_NAME, _LONGEST_PATH = 80, 300  # characters that a message repeats
 
 
 class RevzooError(Exception):
@@ -40,8 +43,8 @@ class UnknownNameError(RevzooError, LookupError):
 
     def __init__(self, kind: str, received: str, allowed: Iterable[str], hint: str = ""):
         allowed = sorted(allowed)
-        hint = hint or did_you_mean(str(received), allowed)
-        super().__init__(f"Unknown {kind} {received!r}.{hint} Allowed: {join_names(allowed)}.")
+        hint = hint or did_you_mean(str(received), allowed, 0.6)
+        super().__init__(f"Unknown {kind} {str(received)[:_LONGEST_NAME]!r}.{hint} Allowed: {join_names(allowed)}.")
 
 
 class MissingFileError(UnknownNameError):
@@ -55,8 +58,9 @@ class MissingFileError(UnknownNameError):
     """
 
     def __init__(self, path: str, wanted: str, hint: str = "", missing: str = ""):
-        there = f"There is no {missing} in the folder {path}, which would be" if missing else f"There is no file {path}, to be"
-        Exception.__init__(self, f"{there} {wanted}.{hint}")
+        kind = "file" if os.path.splitext(path)[1] else "file or folder"
+        there = f"no {missing} in the folder {path}, which would be" if missing else f"no {kind} {path[:_LONGEST_PATH]}, to be"
+        Exception.__init__(self, f"There is {there} {wanted}.{hint}")
 
 
 @dataclass(frozen=True)
@@ -172,13 +176,14 @@ class DataError(RevzooError, ValueError):
 
 
 def find_nearest(received: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Return the allowed name that is spelled most like `received`, or None if none is similar (to `cutoff`, at most 1)."""
-    return next(iter(difflib.get_close_matches(received, list(allowed), n=1, cutoff=cutoff)), None)
+    """Return the allowed name that is spelled most like `received`, in capitals or not; None if none is similar to `cutoff`."""
+    names = {name.lower(): name for name in allowed}
+    return next((names[key] for key in difflib.get_close_matches(received.lower(), list(names), n=1, cutoff=cutoff)), None)
 
 
-def did_you_mean(received: str, allowed: Iterable[str]) -> str:
+def did_you_mean(received: str, allowed: Iterable[str], cutoff: float = 0.5) -> str:
     """Return " Did you mean 'x'?" (with the leading blank) for the nearest name, or an empty string if none is similar."""
-    match = find_nearest(received, allowed)
+    match = find_nearest(received, allowed, cutoff)
     return f" Did you mean {match!r}?" if match else ""
 
 

@@ -3,6 +3,7 @@
 huggingface_hub keeps what it fetched (`HF_HOME`), and knows who is logged in (`hf auth login`, or `HF_TOKEN`).
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,13 @@ def find_source(source: str | Path) -> str | Path:
 
     Raises:
         CheckpointError: the model cannot be fetched.
-        InputError: the name is not of that form.
+        InputError: the name is not of that form, or the source is neither text nor a path.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise InputError(
+            f"A model is a name (revzoo.list_models()), a spec file or a folder. Received: {source!r}. "
+            "Use 'rev_vit_s', for example."
+        )
     if not isinstance(source, str) or not source.startswith(HUB_PREFIX):
         return source
     repository, revision = split_name(source)

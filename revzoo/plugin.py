@@ -7,6 +7,7 @@ folder `specs` in the package holds models and recipes. So do the folders in the
 import logging
 import os
 import sys
+import traceback
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -14,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from revzoo.errors import InputError
+from revzoo.errors import InputError, RevzooError
 
 GROUP = "revzoo.plugins"
 VARIABLE = "REVZOO_SPECS"
@@ -44,13 +45,31 @@ def import_from_here(name: str) -> ModuleType:
     sys.path.insert(0, "")
     try:
         return import_module(name)
-    except (ImportError, ValueError) as error:
-        raise InputError(
-            f"{name} cannot be imported ({error}). It is a module that is installed, or seen from the present folder: my_parts "
-            "for my_parts.py or my_parts/__init__.py."
-        ) from error
+    except Exception as error:  # of a module of others, which may raise anything
+        raise InputError(f"{name} cannot be imported ({describe_failure(error)}). {_suggest_remedy(name, error)}") from error
     finally:
         sys.path.remove("")
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return what code of a user raised, and in which line of it."""
+    if isinstance(error, ImportError | RevzooError | SyntaxError):  # which say it themselves
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(__file__).parent not in Path(frame.filename).parents and "<" not in frame.filename]
+    place = f", in line {own[-1].lineno} of {own[-1].filename}" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _suggest_remedy(name: str, error: Exception) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and not f"{name}.".startswith(f"{missing}."):
+        return f"Install {missing.partition('.')[0]}, or remove its import."
+    if missing is None and all(part.isidentifier() for part in name.split(".")):
+        return "Correct it there."
+    return (
+        "It is a module that is installed, or seen from the present folder: my_parts for my_parts.py or my_parts/__init__.py."
+    )
 
 
 @cache

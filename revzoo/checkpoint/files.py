@@ -24,7 +24,7 @@ from revzoo.checkpoint.slices import find_own_slice, find_row_orders, get_own_pa
 from revzoo.checkpoint.writing import SHARD_BYTES, write_weights
 from revzoo.errors import CheckpointError, SpecError, join_names
 from revzoo.spec.loading import parse_spec
-from revzoo.spec.names import INDEX_SUFFIX
+from revzoo.spec.names import INDEX_SUFFIX, find_beside
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.schema import STATEMENTS, Spec
 from revzoo.spec.tree import find_differences
@@ -92,10 +92,14 @@ def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | No
         "of other values": [f"{key}, which is {tied[key]} in this model" for key in untied],
     }
     if any(problems.values()):
-        rows = [f"\n  {len(keys)} {problem}: {join_names(keys, most=1000)}" for problem, keys in problems.items() if keys]
+        other = len(problems["missing"]) == len(own)  # it is of another network, whose tensors nobody wants to read
+        rows = [
+            f"\n  {len(keys)} {problem}: {join_names(keys, 4 if other else 1000)}" for problem, keys in problems.items() if keys
+        ]
         raise CheckpointError(
             f"{path} does not fit {spec.name}, which has {len(own)} tensors; nothing was loaded.{''.join(rows)}\n"
-            "Create the model it was saved from (a run's folder holds its spec.yaml), or pass the same overrides."
+            "Create the model it was saved from (a run's folder holds its spec.yaml), or pass the same overrides. Weights of "
+            "timm and Transformers are converted: revzoo convert NAME --weights FILE --out DIR."
         )
     if metadata.get("revzoo.digest", spec.digest) != spec.digest:
         differing = join_names(compare_specs(metadata.get("revzoo.spec", ""), spec))
@@ -209,28 +213,38 @@ def find_weights(path: Path) -> Path:
 def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors and metadata. A file that is not safetensors is read as a pickle, whatever its name."""
     if not os.path.isfile(path):  # unlike pathlib's, it does not raise for a name that no file can have
-        raise CheckpointError(f"No weights file at {str(path)[:300]}.")
+        raise CheckpointError(f"No weights file at {str(path)[:300]}.{find_beside(str(path)) or ' Name one that is there.'}")
     with suppress(SafetensorError), _CPU:
         return load_file(path), read_metadata(path)
     try:
         with path.open("rb") as stream:  # torch would judge a path by its suffix
             state = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make it raise anything, KeyError included
+        remedy = "Copy it again, or take another, such as last.safetensors of a run"
+        if path.suffix != ".safetensors":
+            remedy = "Save its state dict as safetensors: safetensors.torch.save_file(model.state_dict(), FILE)"
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, not a weights file, or a pickle that holds more than tensors, which is "
-            f"never executed. Received: {type(error).__name__}. Save it again as safetensors."
+            f"never executed. {remedy}."
         ) from error
     for wrapper in ("state_dict", "model", "model_state", "state_dict_ema", "model_ema", "module", "net", "params"):
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(t, Tensor) for k, t in state.items()):
-        raise CheckpointError(f"{path} holds no state dict (names to tensors). Received: {type(state).__name__}.")
+        raise CheckpointError(
+            f"{path} holds no state dict (names to tensors). Received: {_describe_contents(state)}. Save the model again: "
+            "torch.save(model.state_dict(), FILE)."
+        )
     if strange := [f"{key} ({kind})" for key, tensor in state.items() if (kind := _name_storage(tensor))]:
         raise CheckpointError(
             f"{path} holds {len(strange)} tensors without plain values; nothing was loaded: {join_names(strange)}. Save them "
             "again after .to_dense(), .dequantize(), or from a model that has values."
         )
     return state, {}
+
+
+def _describe_contents(state: object) -> str:
+    return f"a dict of {join_names([str(key)[:30] for key in state], 4)}" if isinstance(state, dict) else type(state).__name__
 
 
 def _read_places(index: Path) -> dict[str, str]:

@@ -50,7 +50,8 @@ def find_shipped_weights(name: str) -> Path:
     """
     rows = read_index()
     if name not in rows:
-        raise UnknownNameError("shipped weights", name, rows)
+        hint = f" {name} is a folder: leave --pretrained out." if os.path.isdir(name) else ""
+        raise UnknownNameError("shipped weights", name, rows, hint)
     path = data_root() / "weights" / rows[name].file
     if not path.is_file():
         raise CheckpointError(f"The weights index names {path}, which is missing. Install revzoo again.")

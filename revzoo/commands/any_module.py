@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from revzoo.errors import InputError, UnknownNameError, explain_missing
-from revzoo.plugin import import_from_here
+from revzoo.errors import InputError, UnknownNameError, did_you_mean, explain_missing, join_names
+from revzoo.plugin import describe_failure, import_from_here
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,12 +68,19 @@ def _call_function(name: str, size: int | None) -> "tuple[nn.Module, Any]":
     module_name, function_name = name.rsplit(":", 1)
     if size is not None:
         raise InputError(f"{name} makes its own batch. Received: --batch {size}. Leave it out.")
-    try:
-        made = getattr(import_from_here(module_name), function_name)()
-    except (ImportError, AttributeError, InputError) as error:
+    module = import_from_here(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise InputError(
-            f"{name} cannot be called ({error}). It is package.module:function, seen from the present folder."
+            f"{module_name} has no function {function_name!r}.{did_you_mean(function_name, own)} It has: {join_names(own)}."
+        )
+    try:
+        made = function()
+    except Exception as error:  # of a function of the user's
+        raise InputError(
+            f"{name} cannot be called ({describe_failure(error)}). It takes no arguments, and returns a module and a batch."
         ) from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise InputError(f"{name} returns a module and a batch. Received: {type(made).__name__}.")
+        raise InputError(f"{name} has to return a module and a batch. Received: {type(made).__name__}.")
     return made

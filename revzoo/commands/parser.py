@@ -11,6 +11,10 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
 NAME_HELP = "a model name, a spec file, a folder with spec.yaml, or hf-hub:OWNER/NAME"
 JSON_HELP = "print everything as JSON instead"
+DEVICE_HINT = (  # of commands whose device Accelerate chooses
+    " A GPU is used where there is one: CUDA_VISIBLE_DEVICES=0 in front of the command chooses it, "
+    "ACCELERATE_USE_CPU=true the CPU."
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,18 +36,28 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the parsed arguments; positional ones may stand anywhere among the options."""
-        parsed, rest = self.parse_known_intermixed_args(arguments)
+        parsed, rest = self.parse_known_intermixed_args(self._join_negative_values(arguments))
         if rest and rest[0].startswith("-"):
             raise self._unknown_option(rest[0], arguments)
         if rest:
             self.error(f"unexpected argument {rest[0]!r}")
         return parsed
 
+    def _join_negative_values(self, arguments: Sequence[str]) -> list[str]:
+        """Write `--budget -8MiB` as `--budget=-8MiB`: the value is what is wrong, and not that there is none."""
+        joined: list[str] = []
+        for argument in arguments:
+            if joined and joined[-1] in self.options and argument[:1] == "-" and argument[1:2].isdecimal():
+                joined[-1] += f"={argument}"
+            else:
+                joined.append(argument)
+        return joined
+
     def _unknown_option(self, received: str, arguments: Sequence[str]) -> UnknownNameError:
         """Return the error of an option, with the override that sets what it was to set."""
         option, _, value = received.partition("=")
         hint = self.hints.get(option, "")
-        if not hint and self.list_settings is not None and find_nearest(option, self.options, cutoff=0.8) is None:
+        if not hint and self.list_settings is not None and find_nearest(option, self.options, cutoff=0.75) is None:
             from revzoo.spec.synonym import find_settings, find_similar_settings
 
             path, known = option.lstrip("-").replace("-", "_"), self.list_settings()

@@ -14,6 +14,7 @@ from revzoo.errors import InputError
 if TYPE_CHECKING:
     from revzoo.training.prediction import Prediction
 
+_OF_EXAMPLES = (".png", ".jpg", ".jpeg", ".webp", ".csv", ".jsonl", ".txt")  # endings of files that are no models
 SUMMARY = "Name the most probable classes of images or texts."
 
 
@@ -40,6 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Predict and print."""
     if arguments.csv and arguments.json:
         raise InputError("Predictions are printed in one form. Received: --csv and --json. Leave one of them out.")
+    if Path(arguments.model).suffix.lower() in _OF_EXAMPLES and Path(arguments.model).is_file():
+        raise InputError(
+            f"The model comes first, and then the files. Received: {arguments.model}. Type revzoo predict runs/images "
+            f"{arguments.model}, for example."
+        )
     from revzoo.display.console import print_renderable, show_status
 
     with show_status("loading the model"):

@@ -5,7 +5,7 @@ import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from revzoo.commands.parser import Parser, declare_import, require_png, split_overrides
+from revzoo.commands.parser import DEVICE_HINT, Parser, declare_import, require_png, split_overrides
 from revzoo.errors import InputError
 
 SUMMARY = "Train a model by a recipe."
@@ -22,6 +22,7 @@ def declare(parser: Parser) -> None:
         "train ...; a network divided over them: torchrun --nproc-per-node N -m zoo_cli train ... train.shard=full"
     )
     declare_import(parser)
+    parser.hints |= dict.fromkeys(("--device", "--gpus", "--gpu", "--cpu"), DEVICE_HINT)
     parser.list_settings = _list_settings
     parser.add_argument(
         "recipe", nargs="*", help="a recipe's name or .yaml file (default: digits), and overrides such as optimizer.lr=1e-3"
@@ -99,7 +100,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.release_lock or arguments.accept_changes:
         raise InputError("--release-lock and --accept-changes are for runs that go on. Received: no --resume DIR.")
     if len(recipes) > 1:
-        raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like train.epochs=3.")
+        words = [word for word in recipes[1:] if Path(word).exists()]
+        example = f"data.root={words[0]}" if words else "train.epochs=3"
+        raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like {example}.")
     with _show_status("reading the recipe"):
         from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 

@@ -43,7 +43,10 @@ def export(folder: str | Path, out: str | Path, weights: str | Path | None = Non
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         if isinstance(error, RevzooError):
             raise
-        raise ConversionError(f"{folder} is not a folder that revzoo convert wrote: {report} cannot be used.") from error
+        raise ConversionError(
+            f"{folder} is not a folder that revzoo convert wrote: {report} cannot be used. Convert again, or write any other "
+            "network with --onnx FILE.onnx."
+        ) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     contiguous = {key: tensor.clone().contiguous() for key, tensor in exported.items()}
     try:

@@ -1,6 +1,7 @@
 """Find the network that a user names by a name, a folder or a module, and its weights."""
 
 import copy
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -75,10 +76,14 @@ def find_original(source: str | Path | nn.Module, weights: str | Path | None) ->
         return Original(spec.name, source, _read_plain_weights(weights), None)
     if timm.is_model(name):
         return _from_timm(name, weights)
+    if os.path.isfile(source):
+        raise ConversionError(
+            f"Weights are converted with the name of their network. Received: {name}. Use revzoo convert NAME --weights {name}."
+        )
     known = [*timm.list_models(), *model_files()]
     raise ConversionError(
-        f"No network to convert has the name {name!r}.{did_you_mean(name, known)} Use a timm name (timm.list_models()), a "
-        "folder with a Transformers config.json, the name or spec file of a reversible model for its published checkpoints, "
+        f"No network to convert has the name {name!r}.{did_you_mean(name, known, 0.75)} Use a timm name (timm.list_models()), "
+        "a folder with a Transformers config.json, the name or spec file of a reversible model for its published checkpoints, "
         "or, from Python, a module."
     )
 

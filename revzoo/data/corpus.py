@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from revzoo.errors import DataError
+from revzoo.spec.names import find_beside
 
+_NOT_TEXT = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"PK\x03\x04", b"\x1f\x8b", b"%PDF", b"PAR1", b"BM")  # first bytes
 _HELD_OUT = 10  # one text in ten is for testing where the data have no split of their own
 # Topics of Python's documentation that differ in subject, for a classification task that needs no files.
 _SUBJECTS = {
@@ -100,14 +102,18 @@ def read_utf8(file: Path) -> bytes:
         DataError: the file does not exist, is empty or is not UTF-8.
     """
     if not file.is_file():
-        raise DataError(f"There is no file {file}. Set data.root to where the texts are.")
+        raise DataError(f"There is no file {file}.{find_beside(str(file))} Set data.root to where the texts are.")
     content = file.read_bytes()
     if not content.strip():
-        raise DataError(f"{file} is empty. Remove it, or set data.root to other texts.")
+        raise DataError(f"{file} is empty. Remove it, or name another file of texts.")
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content)
     except UnicodeDecodeError as error:
         row = content[: error.start].count(b"\n") + 1
+        if content.startswith(_NOT_TEXT):
+            raise DataError(
+                f"{file} is no text: its first bytes are those of an image or an archive. Name a text file."
+            ) from error
         wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise DataError(
             f"{file} is not UTF-8: row {row}, byte {error.start} of the file is {content[error.start : error.start + 1]!r}. "

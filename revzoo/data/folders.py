@@ -100,7 +100,9 @@ def find_classes(folder: Path) -> ClassFolders:
     if not files:
         raise DataError(f"{folder} has no classes: looked for one folder of images per class.")
     if not any(files.values()):
-        raise DataError(f"The class folders in {folder} hold no images: looked for {', '.join(sorted(suffixes))}.")
+        raise DataError(
+            f"The class folders in {folder} hold no images: looked for {', '.join(sorted(suffixes))}. Put some there."
+        )
     if empty := sorted(name for name, paths in files.items() if not paths):
         raise DataError(f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them.")
     return ClassFolders(folder, files, skipped)

@@ -218,7 +218,10 @@ def _find_folders(name: str, root: Path) -> tuple[ClassFolders, ClassFolders]:
         raise _explain_missing(root, "train" if folders[0] is None else "validation")
     train = find_classes(folders[0])
     if len(train.files) < 2:
-        raise DataError(f"{train.path} has one class: {join_names(list(train.files))}. Classification needs two or more.")
+        raise DataError(
+            f"{train.path} has one class: {join_names(list(train.files))}. Classification needs two or more: add a folder with "
+            "images of another."
+        )
     if name == "imagenet" and len(train.files) != 1000:
         raise DataError(
             f"{train.path} should hold ImageNet's 1000 class folders. Received: {len(train.files)}. "
@@ -232,7 +235,10 @@ def _find_folders(name: str, root: Path) -> tuple[ClassFolders, ClassFolders]:
         return train.split()
     validation = find_classes(folders[1])
     if unknown := sorted(set(validation.files) - set(train.files)):
-        raise DataError(f"{validation.path} has classes that {train.path} does not have: {join_names(unknown)}.")
+        raise DataError(
+            f"{validation.path} has classes that {train.path} does not have: {join_names(unknown)}. Remove them, or add "
+            "images of them for training."
+        )
     return train, validation
 
 
@@ -270,6 +276,12 @@ def _find_split(root: Path, split: str) -> Path | None:
 
 def _explain_missing(root: Path, split: str) -> DataError:
     directly = ", or for these folders themselves" if split == "train" else ""
+    inside = sorted(path for path in root.iterdir() if not path.name.startswith("."))
+    if inside and not any(path.is_dir() for path in inside):
+        return DataError(
+            f"{root} holds files and no folders. Put the images of each class into a folder of its own, such as "
+            f"{root}/cat/{inside[0].name}, or name the folder above (data.root={root.parent})."
+        )
     return DataError(
         f"No {split} images in {root}: looked for a folder called {' or '.join(SPLITS[split])} with one folder of images per "
         f"class{directly}. Received: {join_names(sorted(path.name for path in root.iterdir()))}."

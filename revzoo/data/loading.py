@@ -1,10 +1,11 @@
 """Load the data set that a recipe names, for a model's input."""
 
-from pathlib import Path
+import os
 
 from revzoo.data.base import Data, Examples
-from revzoo.data.options import BUNDLED, TEXTS, DataOptions, is_own
+from revzoo.data.options import BUNDLED, TABLES, TEXTS, DataOptions, is_own
 from revzoo.errors import DataError
+from revzoo.spec.names import find_beside
 from revzoo.spec.schema import ImageInput, Input, TextInput
 
 
@@ -25,8 +26,8 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
     test: Examples
     if not is_own(options.name):
         _require_fitting_input(options.name, input)
-        if options.name not in BUNDLED and not (root := Path(options.root or "")).is_dir():
-            raise DataError(f"There is no folder {root}. Set data.root to where the data are.")
+        if options.name not in BUNDLED and not os.path.isdir(root := options.root or ""):
+            raise _explain_missing(root)
     # Imported here, because each kind of data brings libraries that the others do not need.
     if is_own(options.name):
         from revzoo.data.own import load_own
@@ -51,6 +52,14 @@ def load_data(options: DataOptions, input: Input, seed: int, processes: int = 1)
             f"data.batch_size={options.batch_size}. Use {f'data.batch_size={most} or less' if most else 'fewer processes'}."
         )
     return Data(train, test, options, seed, processes or 1)
+
+
+def _explain_missing(root: str) -> DataError:
+    """Return the error for a folder of images that is none."""
+    if not os.path.isfile(root):
+        return DataError(f"There is no folder {root[:300]}.{find_beside(root)} Set data.root to where the data are.")
+    texts = f" Texts are trained on by revzoo train texts data.root={root}." if root.endswith(TABLES) else ""
+    return DataError(f"{root} is a file, and data.root is a folder with one folder of images per class.{texts}")
 
 
 def _require_fitting_input(name: str, input: Input) -> None:

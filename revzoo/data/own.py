@@ -13,7 +13,8 @@ from torch import Tensor
 from revzoo.data.base import BrokenExampleError, Examples
 from revzoo.data.options import DataOptions
 from revzoo.data.random import seeded
-from revzoo.errors import DataError
+from revzoo.errors import DataError, RevzooError
+from revzoo.plugin import describe_failure
 from revzoo.spec.schema import ImageInput, Input
 
 
@@ -63,11 +64,20 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
     Raises:
         DataError: there is no such function, or it does not return two data sets that the model takes.
     """
-    returned = _find_function(options.name)(options, input)
+    function = _find_function(options.name)
+    try:
+        returned = function(options, input)
+    except RevzooError:
+        raise
+    except Exception as error:  # of a function of the user's
+        raise DataError(
+            f"{options.name} raises {describe_failure(error)}. It is called with the data section of the recipe and the "
+            "model's input: correct it there."
+        ) from error
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_data_set, returned))):
         raise DataError(
             f"{options.name} has to return two data sets, for training and for testing, that have a length and examples by "
-            f"number. Received: {type(returned).__name__}."
+            f"number: return train, test. Received: {type(returned).__name__}."
         )
     classes = getattr(returned[0], "classes", None)  # as torchvision's data sets have it
     class_names = None if classes is None else [str(each) for each in classes]
@@ -110,7 +120,9 @@ def _is_data_set(source: Any) -> bool:
 
 def _require_fitting_example(examples: OwnExamples, input: Input) -> None:
     if not len(examples):
-        raise DataError(f"{examples.name} returned a data set without examples.")
+        raise DataError(
+            f"{examples.name} returned a data set without examples. Return at least one for training and for testing."
+        )
     example = examples[0][0]
     if isinstance(input, ImageInput):
         shape, wanted = (input.channels, *input.size), "images of the shape (channels, height, width)"

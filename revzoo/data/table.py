@@ -5,6 +5,7 @@ Nothing is downloaded, and no cache is left behind.
 
 import csv
 import json
+import shlex
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from revzoo.data.corpus import Texts, read_utf8
-from revzoo.data.options import SPLITS
+from revzoo.data.options import SPLITS, TABLES
 from revzoo.errors import DataError, did_you_mean, explain_missing, join_names
+from revzoo.spec.names import find_beside
 
-FORMATS = {".csv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+FORMATS = dict(zip(TABLES, ("csv", "json", "json", "parquet"), strict=True))
 
 
 def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts]:
@@ -42,7 +44,7 @@ def read_table(file: Path, column: str, label: str | None) -> Texts:
     """Return the texts of one table; arguments and errors as in `read_texts`."""
     table = _read_columns(file)
     if not any(table.values()):
-        raise DataError(f"{file} has no rows.")
+        raise DataError(f"{file} has no rows. Add some below the names of the columns.")
     return check_columns(str(file), table, column, label)
 
 
@@ -55,11 +57,13 @@ def check_columns(source: str, table: dict[str, list[Any]], column: str, label: 
         column: name of the column that holds the texts.
         label: name of the column that holds the labels; None: read no labels.
     """
-    for name, option in ((column, "column"), (label, "label")):
+    for name, option, contents in ((column, "column", "texts"), (label, "label", "labels")):
         if name is not None and name not in table:
+            other = shlex.quote(next(iter(table)))
             raise DataError(
-                f"{source} has no column {name!r}.{did_you_mean(name, table)} Received: {join_names(list(table))}. Name one "
-                f"with data.text.{option}=..."
+                f"{source} has no column {name!r}.{did_you_mean(name, table)} Received: {join_names(list(table))}. The first "
+                f"row of a table names its columns. Name that of the {contents} with data.text.{option}={other}"
+                + (f", or --column {other}." if option == "column" else ".")
             )
     texts = table[column]
     for row, text in enumerate(texts, 1):
@@ -89,11 +93,11 @@ def _find_split(root: Path, split: str) -> Path:
 
 def _read_columns(file: Path) -> dict[str, list[Any]]:
     if not file.exists():
-        raise DataError(f"There is no file or folder {file}. Set data.root to where the texts are.")
+        raise DataError(f"There is no file or folder {file}.{find_beside(str(file))} Set data.root to where the texts are.")
     if file.suffix not in FORMATS:
         raise DataError(
-            f"{file} is not a table: the name of one ends with {' or '.join(FORMATS)}. Texts without columns are for "
-            "data.name=characters."
+            f"{file} is not a table: the name of one ends with {' or '.join(FORMATS)}. Save it as CSV; texts without columns "
+            "are for data.name=characters."
         )
     content = "" if file.suffix == ".parquet" else read_utf8(file).decode(errors="replace")
     return _read_csv(file, content) if file.suffix == ".csv" else _read_dataset(file, content)
@@ -142,7 +146,7 @@ def _read_dataset(file: Path, content: str) -> dict[str, list[Any]]:
             return columns
     except Exception as error:  # a damaged file makes the reader raise all kinds of exceptions
         if "corresponds to no data" in str(error):
-            raise DataError(f"{file} has no rows.") from error
+            raise DataError(f"{file} has no rows. Add some.") from error
         reason = _find_bad_line(content) if file.suffix == ".jsonl" else ""
         reason = reason or textwrap.shorten(str(error.__cause__ or error), 200)
         raise DataError(f"{file} cannot be read: {reason}. Correct it.") from error

@@ -158,6 +158,11 @@ class MaskedTexts(Examples):
         return torch.where(chosen & (replacement >= 1 - _AS_OTHER), other, ids), labels
 
 
+def _describe_rows(texts: Texts) -> str:
+    rows = f"{len(texts.texts)} rows"
+    return f"{rows} of {len(set(texts.labels))} labels" if texts.labels else rows
+
+
 def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Examples, Examples]:
     """Return the training texts and the test texts.
 
@@ -177,14 +182,17 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
         train, test = read_texts(Path(options.root), options.text.column, options.text.label if labelled else None)
     if not test.texts:
         raise DataError(
-            f"{train.source} has {len(train.texts)} rows, too few to hold one of ten out. Add rows, or a test file."
+            f"{train.source} has {_describe_rows(train)}, too few to hold one of ten out. Add rows, or a test file: a folder "
+            "with train.csv and test.csv."
         )
     if not labelled:
         return MaskedTexts(train, tokenizer, input.length, seed), MaskedTexts(test, tokenizer, input.length, None)
     if class_names is None:
         class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
     if len(class_names) < 2:
-        raise DataError(f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more.")
+        raise DataError(
+            f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more: add texts of another."
+        )
     train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
     test_texts.data_config = {"tokenizer": options.text.tokenizer or BYTES}
     return train_texts, test_texts

@@ -88,7 +88,9 @@ class TokenizerFile:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # it raises nothing more specific
-            raise DataError(f"{file} is not a tokenizer of Hugging Face's tokenizers ({error}).") from error
+            raise DataError(
+                f"{file} is not a tokenizer of Hugging Face's tokenizers ({error}). Make one with revzoo tokenizer."
+            ) from error
         settings = self._tokenizer.padding
         padding = settings["pad_id"] if settings else self._find_id("<pad>", "[PAD]")
         if padding is None:

@@ -27,9 +27,12 @@ def transform(model: Model) -> Callable[[Any], Tensor]:
         model: the model.
 
     Raises:
-        InputError: nothing says which tokenizer a model for texts has, or the model takes other channels than images have.
+        InputError: it is no model of revzoo, nothing says which tokenizer a model for texts has, or the model takes other
+            channels than images have.
         DataError: the tokenizer is missing or does not fit the model; from the function: an image that cannot be read.
     """
+    if not isinstance(model, Model):
+        raise InputError(f"transform takes a model of revzoo.create. Received: {type(model).__name__}.")
     return _tokenize_with(model, model.spec.input) if isinstance(model.spec.input, TextInput) else _transform_images(model)
 
 

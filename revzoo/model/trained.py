@@ -31,12 +31,13 @@ def create_trained(source: str | Path, device: torch.device | str = "cpu", check
         return _create_from_file(Path(source), device)
     load_spec(source)  # raises for names that are unknown, before weights are looked for
     ships = str(source) in read_index()
-    if checkpoint is None and not ships and find_folder_weights(find_source(source)) is None:
+    own = checkpoint or (None if ships else find_folder_weights(find_source(source)))
+    if own is None and not ships:
         raise InputError(
             f"{source} has no weights. Name the folder of a run (revzoo train), or a model whose weights ship: "
             f"{join_names(sorted(read_index()))}."
         )
-    return create(source, pretrained=ships and checkpoint is None, checkpoint=checkpoint, device=device).eval()
+    return create(source, pretrained=own is None, checkpoint=own, device=device).eval()
 
 
 def _create_from_file(file: Path, device: torch.device | str) -> Model:

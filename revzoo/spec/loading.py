@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from revzoo.errors import SpecError, SpecProblem
+from revzoo.errors import InputError, SpecError, SpecProblem
 from revzoo.hub import find_source
-from revzoo.spec.names import SPEC_FILE, model_files, refuse_source
+from revzoo.spec.names import SPEC_FILE, hint_at_model, model_files, refuse_source
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
 from revzoo.spec.statement import drop_null, end_statements, merge_specs
@@ -28,6 +28,7 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
 
     Raises:
         UnknownNameError: no model, file or folder has this name; MissingFileError, which is one, if it looks like a path.
+        InputError: the source is neither text nor a path, or a file of another kind; or an override is no text.
         SpecError: the spec, a spec it inherits from, or the overrides have problems; all of them are listed.
         CheckpointError: the hub does not have the model, or cannot be reached.
     """
@@ -37,8 +38,17 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
     if os.path.isdir(path):  # unlike pathlib's, it does not raise for a name that no file can have
         path = path / SPEC_FILE
     if not os.path.isfile(path):
-        refuse_source("model or spec file", source, models, "a model's spec", SPEC_FILE, "revzoo list")
-    translated = map(translate_timm, [overrides] if isinstance(overrides, str) else overrides)
+        hint = "" if os.path.isdir(source) else hint_at_model(str(source))
+        refuse_source("model or spec file", source, models, "a model's spec", SPEC_FILE, "revzoo list", hint)
+    if path.suffix not in (".yaml", ".yml", ""):
+        raise InputError(
+            f"{source} is not a model's spec, which is a .yaml file. Weights go with the name of their model: "
+            f"model=NAME model.checkpoint={source} in training, checkpoint= in Python, --weights {source} of revzoo convert."
+        )
+    words = [overrides] if isinstance(overrides, str) else list(overrides)
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise InputError(f"overrides is a list of strings, such as ['head.outputs=10']. Received: {wrong[0]!r} in it.")
+    translated = map(translate_timm, words)
     tree = load_tree(path, models, merge_specs)
     changed, problems = apply_overrides(tree, translated)
     return _check(end_statements(tree, changed), problems, str(path))

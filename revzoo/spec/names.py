@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
-from revzoo.errors import MissingFileError, SpecError, SpecProblem, UnknownNameError, find_nearest
+from revzoo.errors import InputError, MissingFileError, SpecError, SpecProblem, UnknownNameError, find_nearest
 from revzoo.plugin import list_spec_folders
 
 SPEC_FILE = "spec.yaml"  # in the folder of a run, of a converted network, and of a model that was saved
@@ -17,6 +17,8 @@ UNUSED_WEIGHTS = "unused.safetensors"  # of a converted network: tensors of the 
 BEST_WEIGHTS = "best.safetensors"  # beside spec.yaml in the folder of a run
 TOKENIZER = "tokenizer.json"  # beside the weights of a model for texts
 BYTES = "bytes"  # the tokenizer that needs no file
+_MOST = 3  # folders that one hint names
+_ALIKE = 0.75  # how similar names of models are of which one may be a misspelling of the other; 1: equal
 
 
 def data_root() -> Path:
@@ -86,7 +88,9 @@ def recipe_file(name: str) -> Path:
     return _look_up("recipe", name, recipe_files())
 
 
-def refuse_source(kind: str, source: str | Path, known: Iterable[str], wanted: str, file: str, command: str) -> NoReturn:
+def refuse_source(
+    kind: str, source: str | Path, known: Iterable[str], wanted: str, file: str, command: str, hint: str = ""
+) -> NoReturn:
     """Raise for a source that is neither a known name nor a file: about the file, if it was meant to be one.
 
     Args:
@@ -96,21 +100,46 @@ def refuse_source(kind: str, source: str | Path, known: Iterable[str], wanted: s
         wanted: what the file would be, such as "a model's spec".
         file: its name in a folder.
         command: that lists the names.
+        hint: for a name that is unknown, or a folder: a sentence with what to type instead, with a leading blank; or empty.
 
     Raises:
+        InputError: it is a file of another kind.
         MissingFileError: it was meant to be a file or a folder.
         UnknownNameError: it was meant to be a name.
     """
-    text = str(source)
+    text, listed = str(source), f" {command} prints the names that need no file."
     folder, name = os.path.split(text)
     if os.path.isdir(text):
-        raise MissingFileError(text, wanted, f" {command} prints the names that need no file.", missing=file)
+        raise MissingFileError(text, wanted, find_inside(text, file) or hint or listed, missing=file)
+    if os.path.isfile(text):
+        raise InputError(f"{text} is not {wanted}, which is a .yaml file.{listed}")
     if not folder and not name.endswith((".yaml", ".yml")):
-        raise UnknownNameError(kind, text, known)
+        raise UnknownNameError(kind, text, known, hint)
+    raise MissingFileError(text, wanted, find_beside(text) or listed)
+
+
+def find_inside(folder: str, file: str) -> str:
+    """Return " Did you mean 'x'?" for the folders in a folder that hold a file of this name; an empty string for none."""
+    places = [str(found.parent) for found in sorted(Path(folder).glob(f"*/{file}"))]
+    return f" Did you mean {' or '.join(map(repr, places[:_MOST]))}?" if places else ""
+
+
+def find_beside(path: str) -> str:
+    """Return " Did you mean 'x'?" for what beside a missing file has the most similar name; or an empty string."""
+    folder, name = os.path.split(path)
     beside = sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
-    nearest = find_nearest(name, [other for other in beside if not other.startswith(".")])
-    hint = f" Did you mean {os.path.join(folder, nearest)!r}?" if nearest else f" {command} prints the names that need no file."
-    raise MissingFileError(text, wanted, hint)
+    nearest = find_nearest(name, [other for other in beside if not other.startswith(".")], 0.6)
+    return f" Did you mean {os.path.join(folder, nearest)!r}?" if nearest else ""
+
+
+def hint_at_model(name: str) -> str:
+    """Return what to type instead of a name that no model has, with a leading blank."""
+    if name in recipe_files():
+        return f" {name} is a recipe, which trains a model: revzoo train {name}."
+    nearest = find_nearest(name, model_files(), _ALIKE)
+    if nearest:
+        return f" Did you mean {nearest!r}?"
+    return " A network of timm or Transformers becomes reversible first: revzoo convert NAME --out DIR."
 
 
 def _sort_by_stem(paths: Iterable[Path]) -> dict[str, Path]:

@@ -210,7 +210,9 @@ def _read_union(node: YamlNode, annotation: Any, path: str, problems: list[SpecP
     if len(members) == 1:
         problems += [replace(p, allowed=f"null or {p.allowed}") if p.path == node.path else p for p in own]
     else:
-        problems.append(node.problem(describe(annotation)))
+        choices = [mark for member in members for mark in get_args(member) if _is_text(mark)]
+        hint = did_you_mean(node.value, choices) if _is_text(node.value) else ""
+        problems.append(node.problem(describe(annotation), hint=hint))
     return None
 
 
@@ -237,9 +239,18 @@ def _read_tuple(node: YamlNode, annotation: Any, path: str, problems: list[SpecP
     if isinstance(items, list) and types[-1] is Ellipsis:
         types = (types[0],) * len(items)
     if not isinstance(items, list) or len(items) != len(types):
-        problems.append(node.problem(describe(annotation)))
+        problems.append(node.problem(describe(annotation), hint=_hint_at_list(node, types)))
         return None
     return tuple(_read(items[i], item_type, join(path, i), problems) for i, item_type in enumerate(types))
+
+
+def _hint_at_list(node: YamlNode, types: tuple[Any, ...]) -> str:
+    """Return how to write a list of the one item that stands for it, if it may have one."""
+    own: list[SpecProblem] = []
+    if isinstance(node.value, str) and types[-1] is Ellipsis:
+        _read(node, types[0], "", own)
+        return "" if own else f" Write a list: [{node.value}]."
+    return ""
 
 
 def _read_mapping(node: YamlNode, cls: Any, path: str, problems: list[SpecProblem]) -> Any:

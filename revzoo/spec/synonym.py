@@ -39,11 +39,14 @@ _OURS = {
     "fp16": ("mixed_precision",),
     "workers": ("num_workers",),
     "dataset": ("data.name",),
+    "data": ("data.root",),
+    "model": ("model.name",),
     "data_dir": ("root",),
     "data_path": ("root",),
     "save_steps": ("save_every",),
     "compile_model": ("compile",),
     "scheduler": ("sched",),
+    "global_pool": ("pool",),
     "img_size": ("size",),
     "image_size": ("size",),
     "in_chans": ("channels",),
@@ -63,6 +66,7 @@ _OURS = {
     "pad_token_id": ("padding",),
 }
 _MOST = 2  # settings that one hint names
+_ALIKE = 0.7  # how similar keys are of which one may be a misspelling of the other; 1: equal
 
 
 def translate_timm(override: str) -> str:
@@ -90,7 +94,7 @@ def find_similar_settings(path: str, known: Iterable[str]) -> list[str]:
     by_key: dict[str, list[str]] = {}
     for other in known:
         by_key.setdefault(other.rpartition(".")[2], []).append(other)
-    nearest = find_nearest(path.rpartition(".")[2], by_key)
+    nearest = find_nearest(path.rpartition(".")[2], by_key, cutoff=_ALIKE)
     return [] if nearest is None else _take_closest(path, by_key[nearest])
 
 

@@ -23,6 +23,7 @@ MISSING = object()  # value of a node that stands for an absent key
 TOP = "(top level)"  # path of a whole file
 OVERRIDE = "override"  # file of values that an override sets
 _OVERRIDE = re.compile(r"(\w+(?:\.\w+|\[\w+\])*)=(.*)", re.DOTALL)
+_ALIKE = 0.75  # how similar names are of which one may be a misspelling of the other; 1: equal
 BOOLEAN_HINT = " YAML reads a bare yes, no, on or off as true or false: quote it."
 
 
@@ -151,7 +152,7 @@ def _find_base(base: YamlNode, folder: Path, known: Mapping[str, Path]) -> Path:
     elif isinstance(name, str) and name in known:
         path = known[name]
     else:
-        hint = did_you_mean(name, known) if isinstance(name, str) else ""
+        hint = did_you_mean(name, known, _ALIKE) if isinstance(name, str) else ""
         raise SpecError([base.problem(f"a path ending in .yaml, or one of {join_names(sorted(known))}", hint=hint)])
     if not os.path.isfile(path):  # unlike pathlib's, it does not raise for a name that no file can have
         received = f"{name[:200]!r}, but there is no file {str(path)[:300]}"
@@ -202,7 +203,11 @@ def _read_override(override: str) -> YamlNode:
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={match[2]}"]))
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise SpecError([SpecProblem(OVERRIDE, path, repr(match[2][:200]), "a YAML value")]) from error
+        hint = (
+            f" Quote what stands in a list and has brackets itself: {path}=['input.size=[96,96]']." if "=" in match[2] else ""
+        )
+        allowed = "a YAML value, such as 3, text, [1, 2] or {key: value}"
+        raise SpecError([SpecProblem(OVERRIDE, path, repr(match[2][:200]), allowed, hint)]) from error
     return YamlNode.from_plain(values["value"], OVERRIDE, path)
 
 
@@ -219,7 +224,9 @@ def _apply(base: YamlNode, value: YamlNode, depth: int = 0) -> YamlNode:
         return replace(base, value=items | {key: _apply(items.get(key, base.missing(key)), value, depth + 1)})
     if not isinstance(items, list):
         received, allowed = f"{key!r} inside {base.problem('').received}", f"another value for {here} as a whole"
-        raise SpecError([SpecProblem(OVERRIDE, value.path, received, allowed)])
+        rest = ".".join(keys[depth:])
+        hint = f" To have another part there: {here}={{type: NAME, {rest}: {value.to_plain()}}}." if rest == key else ""
+        raise SpecError([SpecProblem(OVERRIDE, value.path, received, allowed, hint if isinstance(items, str) else "")])
     if not key.isdecimal() or int(key) >= len(items):
         received = f"index {key} into a list of {len(items)}"
         raise SpecError([SpecProblem(OVERRIDE, value.path, received, f"0 to {len(items) - 1}" if items else "none")])

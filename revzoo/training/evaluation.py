@@ -1,5 +1,6 @@
 """Top-1, top-5 and loss on a data set. Each example counts exactly once, however many processes share the work."""
 
+import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -12,18 +13,24 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from revzoo.checkpoint.files import read_metadata, read_tensors
+from revzoo.checkpoint.files import find_weights, read_metadata, read_tensors
 from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_index
 from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
-from revzoo.errors import CheckpointError, InputError, join_names
+from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, join_names
 from revzoo.format import format_bits
 from revzoo.model.create import create
-from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX
+from revzoo.model.network import Model
+from revzoo.spec.loading import load_spec
+from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX, find_beside, find_inside, model_files
+from revzoo.spec.schema import TextInput
 from revzoo.training.options import Recipe
 from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
+from revzoo.training.recipe_check import find_ineffective_settings
+
+_NAMED = " Name one that revzoo train has written."
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,8 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
     """Evaluate a checkpoint that training has saved, on the test data of its recipe.
 
     Args:
-        path: folder of a run, whose best weights are evaluated, or a checkpoint, which holds its spec and recipe.
+        path: folder of a run, whose best weights are evaluated; a checkpoint, which holds its spec and recipe; or a folder that
+            `revzoo convert` or `save_pretrained` wrote, whose data the overrides name.
         overrides: changes to `data` and `train.mixed_precision` of the recipe, such as `data.root=/elsewhere`.
 
     Raises:
@@ -108,21 +116,70 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
     """
     overrides = _require_data_overrides(overrides)
     if any((path / name).is_file() for name in (CONVERTED_WEIGHTS, WEIGHTS_INDEX)):
-        raise CheckpointError(
-            f"{path} was converted and not trained: it does not say on which data to evaluate it. Train it first: revzoo train "
-            f"finetune model={path} data.root=IMAGES"
-        )
-    checkpoint = path / BEST_WEIGHTS if path.is_dir() else path
+        return _evaluate_saved(path, overrides)
+    checkpoint = path / BEST_WEIGHTS if os.path.isdir(path) else path
+    if not os.path.isfile(find_weights(checkpoint)):
+        raise _explain_missing(path)
     read_tensors(checkpoint)  # reports a missing or damaged file
     texts = read_metadata(checkpoint) if checkpoint.suffix == ".safetensors" else {}
     if not {"revzoo.spec", "revzoo.recipe"} <= texts.keys():
-        raise CheckpointError(f"{checkpoint} was not saved by `revzoo train`: it does not say on which data to evaluate it.")
+        raise CheckpointError(
+            f"{checkpoint} was not saved by `revzoo train`: it does not say on which data to evaluate it. Name the folder of a "
+            "run, or a checkpoint in it."
+        )
     if (tokenizer := checkpoint.parent / TOKENIZER).is_file():  # the run's own copy; an override follows it
         overrides = [f"data.text.tokenizer={tokenizer}", *overrides]
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key])
-        return _load_and_evaluate(load_recipe(folder, overrides), folder, checkpoint=checkpoint)
+        recipe = load_recipe(folder, overrides)
+        _refuse_ineffective(recipe, overrides)
+        return _load_and_evaluate(recipe, folder, checkpoint=checkpoint)
+
+
+def _explain_missing(path: Path) -> RevzooError:
+    """Return the error for a path without weights; it says what to name instead."""
+    if str(path) in model_files():
+        return CheckpointError(
+            f"No weights ship for {path}; they do for {join_names(sorted(read_index()))}. Train it (revzoo train images "
+            f"model={path} data.root=IMAGES), and evaluate the folder of the run."
+        )
+    if not os.path.isdir(path):
+        return MissingFileError(str(path), "a checkpoint or the folder of a run", find_beside(str(path)) or _NAMED)
+    return CheckpointError(
+        f"{path} is not the folder of a run with weights: there is no {BEST_WEIGHTS} in it."
+        f"{find_inside(str(path), BEST_WEIGHTS) or _NAMED}"
+    )
+
+
+def _evaluate_saved(folder: Path, overrides: list[str]) -> Scores:
+    """Evaluate what `revzoo convert` or `save_pretrained` wrote, with its preprocessing, on data that overrides name."""
+    is_text = isinstance(load_spec(folder).input, TextInput)
+    if not any(override.startswith(("data.root=", "data.name=")) for override in overrides):
+        raise CheckpointError(
+            f"{folder} does not say on which data to evaluate it. Name them: revzoo eval {folder} "
+            f"data.root={'TABLE.csv' if is_text else 'IMAGES'}."
+        )
+    model = create(folder)
+    config = model.data_config if is_text else model.pretrained_cfg
+    known = {"tokenizer": "text.tokenizer"} if is_text else {key: f"augment.{key}" for key in ("mean", "std", "crop_pct")}
+    own = [f"data.{path}={_write(config[key])}" for key, path in known.items() if config.get(key) is not None]
+    recipe = load_recipe("texts" if is_text else "images", [*own, *overrides])
+    _refuse_ineffective(recipe, overrides)
+    accelerator = open_accelerator(recipe.train.mixed_precision)
+    return _evaluate_on(recipe, model.to(accelerator.device), accelerator)
+
+
+def _write(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _refuse_ineffective(recipe: Recipe, overrides: Iterable[str]) -> None:
+    """Raise InputError for an override that changes nothing, so that nobody takes the scores for those of other data."""
+    typed = {override.partition("=")[0] for override in overrides}
+    lines = [line for line in find_ineffective_settings(recipe) if line.partition(" ")[0] in typed]
+    if lines:
+        raise InputError(f"{lines[0]}. For other data name their kind, too: data.name=folder data.root=IMAGES.")
 
 
 def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, WeightsEntry]:
@@ -151,7 +208,10 @@ def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
 
 def _load_and_evaluate(recipe: Recipe, source: str, **weights: Any) -> Scores:
     accelerator = open_accelerator(recipe.train.mixed_precision)
-    model = create(source, device=accelerator.device, **weights)
+    return _evaluate_on(recipe, create(source, device=accelerator.device, **weights), accelerator)
+
+
+def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator) -> Scores:
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
     if model.num_outputs < (needed := count_required_outputs(model.spec, data, recipe.data.name)):
         targets = f"{needed} classes" if data.num_classes else f"the {needed} ids of its vocabulary"
@@ -160,6 +220,11 @@ def _load_and_evaluate(recipe: Recipe, source: str, **weights: Any) -> Scores:
             f"data.name={recipe.data.name}, data.root={recipe.data.root}."
         )
     known = model.class_names
+    if known is None and data.class_names is not None and model.num_outputs != needed:
+        raise InputError(
+            f"{model.spec.name} has {model.num_outputs} outputs without names, and the data {needed} classes, whose order is "
+            f"another one. Fine-tune it first: revzoo train finetune model=DIR data.root={recipe.data.root}."
+        )
     if known is not None and data.class_names is not None and data.class_names != list(known):
         raise InputError(
             f"{model.spec.name} was trained on these {len(known)} classes: {join_names(known)}. Received: data of "

@@ -33,7 +33,7 @@ from revzoo.training.origin import read_begun
 from revzoo.training.processes import follow_launcher
 from revzoo.training.recipe import load_recipe
 from revzoo.training.restart import find_own_folder, name_agents, sign_folder
-from revzoo.training.run_folder import RunFolder, claim_free_folder
+from revzoo.training.run_folder import RunFolder, claim_free_folder, name_run
 from revzoo.training.setup import Run, build_run, make_accelerator
 from revzoo.training.state import load_state, save_state
 from revzoo.training.terminal import send_output_to
@@ -59,7 +59,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Summary:
     recipe = follow_launcher(recipe)
     accelerator = make_accelerator(recipe)
     agents = name_agents()
-    [own] = broadcast_object_list([find_own_folder(_RUNS, Path(recipe.file).stem, out, agents)])
+    [own] = broadcast_object_list([find_own_folder(_RUNS, name_run(recipe.file), out, agents)])
     if own is not None and own.is_begun():
         call_on_main(accelerator, lambda: sign_folder(own, agents))  # those that are new, too
         return resume(own.path, release_lock=True)  # torchrun has ended the processes that held it
@@ -115,7 +115,7 @@ def _claim_folder(recipe: Recipe, out: Path | None, accelerator: Accelerator) ->
         yield folder
         return
     made = [] if _RUNS.exists() else [_RUNS]
-    folder = call_on_main(accelerator, lambda: claim_free_folder(_RUNS, Path(recipe.file).stem))
+    folder = call_on_main(accelerator, lambda: claim_free_folder(_RUNS, name_run(recipe.file)))
     try:
         yield folder
     except BaseException:

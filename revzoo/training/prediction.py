@@ -1,5 +1,6 @@
 """The most probable classes of images and texts of one's own."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -12,11 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from revzoo.data.corpus import read_utf8
 from revzoo.data.folders import list_images
+from revzoo.data.stored_images import list_suffixes
 from revzoo.data.table import FORMATS, read_table
 from revzoo.data.transform import transform
 from revzoo.errors import InputError, join_names
 from revzoo.model.network import Model
 from revzoo.model.trained import create_trained
+from revzoo.spec.names import find_beside
 from revzoo.spec.schema import TextInput
 
 
@@ -54,7 +57,10 @@ def load_classifier(source: str, device: torch.device | str) -> Model:
     with torch.no_grad():
         outputs = model(model.example_input(1, device))
     if outputs.dim() != 2 or not model.num_classes:
-        raise InputError(f"{source} has the head {model.spec.head.type}, which predicts no classes of a whole example.")
+        raise InputError(
+            f"{source} has the head {model.spec.head.type}, which predicts no classes of a whole example. Fine-tune it on "
+            f"labelled texts first: revzoo train finetune model={source} data.name=text_classification data.root=TABLE.csv."
+        )
     return model
 
 
@@ -70,9 +76,11 @@ def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tu
         DataError: a file of texts cannot be read.
     """
     for file in files:
-        if not file.exists():
-            raise InputError(f"There is no file {file}.")
-        if isinstance(model.spec.input, TextInput):
+        is_text = isinstance(model.spec.input, TextInput)
+        if not os.path.exists(file):  # unlike pathlib's, it does not raise for a name that no file can have
+            what = "Texts are in tables or text files, a text in each line" if is_text else "Name images or folders of them"
+            raise InputError(f"There is no file {str(file)[:300]}.{find_beside(str(file))} {what}.")
+        if is_text:
             if file.is_dir():
                 raise InputError(
                     f"Texts are in tables ({join_names(list(FORMATS))}) or text files. Received: the folder {file}."
@@ -80,12 +88,14 @@ def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tu
             is_table = file.suffix in FORMATS
             lines = read_table(file, column, None).texts if is_table else read_utf8(file).decode(errors="ignore").splitlines()
             yield from ((f"{file}:{row}", text) for row, text in enumerate(lines, 1) if text.strip())
+        elif file.suffix in (*FORMATS, ".txt"):
+            raise InputError(f"{model.spec.name} takes images. Received: {file}. Name images or folders of them.")
         elif not file.is_dir():
             yield str(file), file
         elif images := list_images(file):
             yield from ((str(image), image) for image in images)
         else:
-            raise InputError(f"There are no images in {file}.")
+            raise InputError(f"There are no images in {file}: looked for {', '.join(list_suffixes())}.")
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from revzoo.errors import SpecError, SpecProblem, UnknownNameError
+from revzoo.errors import SpecError, SpecProblem, UnknownNameError, find_nearest
 from revzoo.spec.names import BYTES, model_files, recipe_files, refuse_source
 from revzoo.spec.parsing import parse, to_plain
 from revzoo.spec.schema import Spec
@@ -38,7 +38,10 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
             hint = f" {source} is a model, which a recipe trains: revzoo train {DEFAULT_RECIPE} model={source}."
             raise UnknownNameError("recipe", str(source), names, hint)
         if str(source) not in names:
-            refuse_source("recipe", source, names, "a recipe", _FILE, "revzoo list --recipes")
+            hint = "" if find_nearest(str(source), names, 0.6) else f" Your own is a .yaml file: revzoo train {source}.yaml."
+            if os.path.isdir(source):
+                hint = f" To train on the images in it: revzoo train images data.root={source}."
+            refuse_source("recipe", source, names, "a recipe", _FILE, "revzoo list --recipes", hint)
         path = names[str(source)]
     tree, problems = load_tree(path, recipe_files(), _merge_recipes), []
     for override in overrides:  # one by one: model.overrides=[...] may follow model=NAME

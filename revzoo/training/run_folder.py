@@ -28,9 +28,10 @@ from typing import Any
 from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, InputError
 from revzoo.file import sync, write_atomically
-from revzoo.spec.names import BEST_WEIGHTS
+from revzoo.spec.names import BEST_WEIGHTS, find_beside, find_inside
 from revzoo.training.seal import find_damage, seal
 
+RECIPE = "config.yaml"
 _STATE_NAME = re.compile(r"\d{5,}-\d{7,}")
 _TEMPORARY = re.compile(
     r"\.tmp[A-Za-z0-9]{6}|"
@@ -112,6 +113,7 @@ class RunFolder:
             if not (self.path / name).is_file():
                 begun = self.lock.is_file() and self.is_untouched()
                 remedy = " It was killed before anything was saved: delete the folder and start it again." if begun else ""
+                remedy = remedy or _find_run(self.path) or " Name one that revzoo train has written."
                 raise CheckpointError(f"{self.path} is not the folder of a run: there is no {name} in it.{remedy}")
 
     def is_begun(self) -> bool:
@@ -143,7 +145,9 @@ class RunFolder:
         """
         states = self.list_states()
         if not states:
-            raise CheckpointError(f"{self.path} is not the folder of a run: there is no state in {self.states}.")
+            raise CheckpointError(
+                f"{self.path} cannot be resumed: there is no state in {self.states}. Start again{self._say_from_weights()}."
+            )
         return states[-1]
 
     def read_progress(self) -> Progress:
@@ -278,6 +282,16 @@ class RunFolder:
 
 def _state_name(progress: Progress) -> str:
     return f"{progress.epoch:05d}-{progress.batch:07d}"
+
+
+def _find_run(path: Path) -> str:
+    return find_inside(str(path), RECIPE) if path.is_dir() else find_beside(str(path))
+
+
+def name_run(recipe_file: str) -> str:
+    """Return the name of a run by a recipe: that of its file, or of the folder of the run whose recipe it is."""
+    path = Path(recipe_file)
+    return (path.parent.name if path.name == RECIPE else "") or path.stem
 
 
 def claim_free_folder(parent: Path, name: str) -> RunFolder:

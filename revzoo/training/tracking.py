@@ -15,7 +15,7 @@ import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from PIL import Image
 
-from revzoo.errors import SpecError, SpecProblem
+from revzoo.errors import CheckpointError, SpecError, SpecProblem
 from revzoo.file import write_atomically
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import walk_leaves
@@ -90,8 +90,19 @@ class Tracking:
         return self._folder / "tracking.json"
 
     def _read_ids(self) -> dict[str, str]:
-        """Return what each tool calls the run, by the tool's name; empty for a run that is new to them."""
-        ids: dict[str, str] = json.loads(self._file.read_text()) if self._names and self._file.is_file() else {}
+        """Return what each tool calls the run, by the tool's name; empty for a run that is new to them.
+
+        Raises:
+            CheckpointError: the file that says it is damaged.
+        """
+        if not (self._names and self._file.is_file()):
+            return {}
+        try:
+            ids = json.loads(self._file.read_text())
+        except ValueError:
+            ids = None
+        if not isinstance(ids, dict) or not all(isinstance(id, str) for id in ids.values()):
+            raise CheckpointError(f"{self._file} is damaged. Delete it: the trackers then begin a new run.")
         return ids
 
     def _send_texts(self, tracker: GeneralTracker) -> None:

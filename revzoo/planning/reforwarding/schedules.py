@@ -40,10 +40,10 @@ def list_schedules(module: nn.Module) -> Iterator[Schedules]:
 
 def set_schedules(module: nn.Module, schedules: Schedules) -> Schedules:
     """Give the chains of a module their schedules, and return those that they had."""
-    chains = find_chains(module)
-    before = {path: chains[f"{path}."].schedule for path in schedules}
+    chains = {prefix.removesuffix("."): chain for prefix, chain in find_chains(module).items()}
+    before = {path: chains[path].schedule for path in schedules}
     for path, modes in schedules.items():
-        chains[f"{path}."].schedule = modes
+        chains[path].schedule = modes
     return before
 
 
