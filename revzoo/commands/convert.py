@@ -56,7 +56,7 @@ def declare(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert a network and print the report."""
-    from revzoo.display.console import show_status
+    from revzoo.display.console import print_text, show_status
 
     with show_status("converting, and comparing both networks"):
         from revzoo.conversion.convert import convert
@@ -76,6 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        print(report)
+        print_text(str(report))
         print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES")
     return 0

@@ -1,6 +1,8 @@
 """`revzoo list`: the names of the models, and the zoo's table in the documentation."""
 
 import argparse
+import re
+from itertools import takewhile
 from pathlib import Path
 
 from revzoo.commands.parser import Parser, declare_import
@@ -58,7 +60,18 @@ def _list_recipes(arguments: argparse.Namespace) -> int:
     names = list_recipes(arguments.pattern)
     if not names:
         raise UnknownNameError("recipe", arguments.pattern, list_recipes())
-    for name in names:
-        lines = recipe_file(name).read_text(encoding="utf-8").splitlines() if arguments.long else []
-        print(f"{name}: {lines[0].lstrip('# ')}" if lines and lines[0].startswith("#") else name)
+    if not arguments.long:
+        print("\n".join(names))
+        return 0
+    from revzoo.display.console import print_renderable
+    from revzoo.display.tables.zoo import tabulate_recipes
+
+    print_renderable(tabulate_recipes({name: _read_first_sentence(recipe_file(name)) for name in names}))
     return 0
+
+
+def _read_first_sentence(file: Path) -> str:
+    """Return the first sentence of the comment with which a file begins; nothing where there is none."""
+    lines = takewhile(lambda line: re.match("# *[^ ]", line), file.read_text(encoding="utf-8").splitlines())
+    comment = " ".join(line.lstrip("# ") for line in lines)
+    return re.split(r"(?<=\.) (?=[A-Z])", comment)[0]

@@ -20,7 +20,7 @@ def declare(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Verify a model, new or with the weights of its folder, and print the report; 1 if it is not safe to train."""
     name, overrides = read_name(arguments.name)
-    from revzoo.display.console import show_status
+    from revzoo.display.console import print_text, show_status
 
     with show_status("comparing gradients"):
         import torch
@@ -33,5 +33,5 @@ def run(arguments: argparse.Namespace) -> int:
             name, overrides=overrides, device=arguments.device, dtype=getattr(torch, arguments.dtype), exact=arguments.exact
         )
         report = verify(model, model.example_input(arguments.batch))
-    print(report)
+    print_text(str(report))
     return 0 if report.ok else 1

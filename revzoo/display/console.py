@@ -17,6 +17,14 @@ def print_renderable(renderable: RenderableType) -> None:
     Console(highlight=False, width=None if is_known else _WIDTH).print(renderable)
 
 
+def print_text(text: str) -> None:
+    """Print lines of text; a terminal gets lines that end between words."""
+    if sys.stdout.isatty():
+        Console(highlight=False).print(text, markup=False)
+    else:
+        print(text)
+
+
 @contextmanager
 def show_status(what: str = "", *, shown: bool = True) -> Iterator[Callable[[str], object]]:
     """Show what is being done in a line that vanishes at the end of the block; yield a function that shows something else.

@@ -1,17 +1,32 @@
 """Tables on terminals of 80 and 120 columns: nothing is cut, names wrap at dots."""
 
 import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console, Group
 from rich.table import Table
 
 import revzoo
+from revzoo import list_models
+from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState
 from revzoo.analysis.report import report_model
+from revzoo.analysis.zoo_table import read_shipped_table
+from revzoo.bench.report import BenchReport
 from revzoo.display.console import print_renderable
 from revzoo.display.tables.base import DottedName, Fitted, make_table
+from revzoo.display.tables.batch import tabulate_batches
+from revzoo.display.tables.bench import tabulate_bench
 from revzoo.display.tables.model import tabulate_model
+from revzoo.display.tables.numerics import tabulate_numerics
+from revzoo.display.tables.plan import tabulate_plan
+from revzoo.display.tables.prediction import tabulate_predictions
 from revzoo.display.tables.profile import tabulate_profile
+from revzoo.display.tables.zoo import tabulate_recipes, tabulate_zoo
+from revzoo.planning.batch import BatchPlan, BatchRow
 from revzoo.planning.profiling.profile import profile
 
 
@@ -21,21 +36,64 @@ def render(renderable, width: int) -> str:
     return console.file.getvalue()
 
 
+def list_words(text: str) -> set[str]:
+    """Return the words of a table, and the pieces of its names, which wrap behind dots and the like."""
+    return {piece for word in re.sub("[─-╿]", " ", text).split() for piece in re.findall(r"[^._/-]+", word)}
+
+
+def make_rows(name: str) -> dict:
+    predictions = [{"class": f"{name}_{k}", "probability": 0.25} for k in range(4)]
+    return {"input": f"photographs/2024/holidays/{name}/IMG_20240714_173055.jpeg", "predictions": predictions}
+
+
 @pytest.fixture(scope="module")
-def layouts():
+def measured():
     model = revzoo.create("revnet_digits", overrides=[f"stages.{k}.depth=1" for k in range(3)], device="meta")
-    report = report_model(model, 3)
-    names = [part.name for part in report.parts]
-    return names, {
+    return report_model(model, 3), profile(model, model.example_input(2))
+
+
+@pytest.fixture(scope="module")
+def tables(measured):
+    """One table of each kind that the commands print, with long names."""
+    report, counted = measured
+    plan = replace(revzoo.solve(counted, "1TB"), seconds=1.25)
+    beside = {"all stored": {"peak_bytes": 4 << 20, "seconds": 1.0, "extra_flops": 0}}
+    rows = tuple(BatchRow(size, 0.125, None, 0.25, 3 << 30, ("store",)) for size in (16, 1024))
+    states = (RebuiltState("stages.10.blocks.17.f", False, 3.0, 1e-12, 7e13),)
+    layers = (LayerAlpha("stages.10.blocks.17.f.layers.0", "BatchNorm2d", 1.5, None),)
+    bench = json.loads((Path(__file__).parents[2] / "benchmarks/results/cpu/peers.json").read_text())
+    return {
         "show": tabulate_model(report),
-        "profile": tabulate_profile(profile(model, model.example_input(2))),
+        "profile": tabulate_profile(counted),
+        "plan": tabulate_plan(plan, beside),
+        "batches": tabulate_batches(BatchPlan(1024, plan, 0.125, 0.125, rows)),
+        "predict": tabulate_predictions([make_rows(name) for name in ("golden_retriever", "Indian elephant")]),
+        "list": tabulate_zoo(list_models(), read_shipped_table()),
+        "recipes": tabulate_recipes({"rev_mvit_b_imagenet": "Rev-MViT-B on ImageNet with the numbers of the authors. " * 3}),
+        "numerics": tabulate_numerics("a title", NumericsReport(states, layers, 1e-5)),
+        "bench": tabulate_bench(BenchReport.from_dict(bench)),
     }
+
+
+WIDE_ONLY = {"profile": {"FLOPs:", "backward,", "extra", "their"}}  # headings, which become titles of two tables
+KINDS = ["show", "profile", "plan", "batches", "predict", "list", "recipes", "numerics", "bench"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_words_and_numbers_stay_whole(kind, tables):
+    wide = list_words(render(tables[kind], 400))
+    assert len(wide) >= 10
+    for width in (80, 120):
+        text = render(tables[kind], width)
+        assert "…" not in text
+        assert max(map(len, text.splitlines())) <= width
+        assert wide - list_words(text) <= WIDE_ONLY.get(kind, set())
 
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("command", ["show", "profile"])
-def test_nothing_is_cut(command, width, layouts):
-    names, tables = layouts
+def test_nothing_is_cut(command, width, measured, tables):
+    names = [part.name for part in measured[0].parts]
     text = render(tables[command], width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width

@@ -16,7 +16,7 @@ _ANY_WIDTH = 10_000
 
 def make_plain_table(title: str) -> Table:
     """Return an empty table of names and values, without lines."""
-    table = Table(title=title, show_header=False, box=None, title_justify="left")
+    table = Table(title=title or None, show_header=False, box=None, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     return table

@@ -9,7 +9,14 @@ from rich.table import Table
 from revzoo.bench.measure import SMALL_STEPS
 from revzoo.bench.net import NETS, Net
 from revzoo.bench.report import BenchReport
-from revzoo.display.tables.base import Fitted, make_table
+from revzoo.display.tables.base import DottedName, Fitted, make_table
+
+_TITLE = "A forward and backward of the same blocks by every method"
+_CAPTION = (
+    "Peak: most streams alive at once, besides weights, their gradients and inputs, and streams more for each block. FLOPs and "
+    "time are ratios to plain autograd. Machinery: microseconds of a step beyond its arithmetic."
+)
+_LAST = ("machinery", "checks")  # columns that belong to no network
 
 
 def tabulate_bench(report: BenchReport) -> RenderableType:
@@ -18,25 +25,27 @@ def tabulate_bench(report: BenchReport) -> RenderableType:
 
 
 def _tabulate_figures(report: BenchReport) -> Fitted:
-    """Lay out both networks in one table, or each in its own on a narrow terminal."""
-    last = ("machinery", "checks")
+    """Lay out everything in one table, or each network and what is of no network in its own on a narrow terminal."""
 
     def build(narrow: bool) -> RenderableType:
         if not narrow:
-            return _tabulate_nets(report, NETS, last)
-        return Group(*(_tabulate_nets(report, [net], last if net is NETS[-1] else (), narrow) for net in NETS))
+            return _tabulate_nets(report, NETS, _LAST, title=_TITLE, caption=_CAPTION)
+        first, *others = ([net] for net in NETS)
+        tables = [
+            _tabulate_nets(report, first, (), narrow, title=_TITLE),
+            *(_tabulate_nets(report, nets, (), narrow) for nets in others),
+            _tabulate_nets(report, (), _LAST, narrow),
+        ]
+        return Group(*tables, _CAPTION)
 
     return Fitted(build)
 
 
-def _tabulate_nets(report: BenchReport, nets: Sequence[Net], last: Sequence[str], narrow: bool = False) -> Table:
-    table = make_table(
-        narrow,
-        title="A forward and backward of the same blocks by every method",
-        caption="Peak: most streams alive at once, besides weights, their gradients and inputs, and streams more for each "
-        "block. FLOPs and time are ratios to plain autograd. Machinery: microseconds of a step beyond its arithmetic.",
-    )
-    table.add_column("")
+def _tabulate_nets(
+    report: BenchReport, nets: Sequence[Net], last: Sequence[str], narrow: bool = False, **settings: str
+) -> Table:
+    table = make_table(narrow, **settings)
+    table.add_column("", no_wrap=True)
     table.add_column("method", no_wrap=True)
     for net in nets:
         depths = " / ".join(map(str, report.find("peak", net.name, report.methods[0])))
@@ -73,14 +82,19 @@ def format_passed(report: BenchReport, name: str) -> str:
     return f"{passed} of {rows}"
 
 
-def _tabulate_checks(report: BenchReport) -> Table:
-    table = Table(title="Checks, by the number of the method: - is a check that fails on one of the nets or both")
+def _tabulate_checks(report: BenchReport) -> Fitted:
+    return Fitted(lambda narrow: _mark_checks(report, narrow))
+
+
+def _mark_checks(report: BenchReport, narrow: bool) -> Table:
+    title = "Checks, by the number of the method: - is a check that fails on one of the nets or both"
+    table = make_table(narrow, title=title)
     table.add_column("")
     shown = [(str(number), name) for number, name in enumerate(report.methods, 1) if name not in report.left_out]
     for number, _ in shown:
-        table.add_column(number, justify="right")
+        table.add_column(number, justify="right", no_wrap=True)
     for check, row in report.checks.items():
-        table.add_row(escape(check), *("-" if any(row[name].values()) else "+" for _, name in shown))
+        table.add_row(DottedName(check), *("-" if any(row[name].values()) else "+" for _, name in shown))
     return table
 
 

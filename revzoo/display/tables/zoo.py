@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.table import Table
 
-from revzoo.display.tables.base import DottedName, Fitted, make_table
+from revzoo.display.tables.base import DottedName, Fitted, make_plain_table, make_table
 from revzoo.format import format_bytes, format_flops
 
 _CAPTION = (
@@ -34,6 +35,14 @@ def tabulate_zoo(names: Iterable[str], rows: Mapping[str, Mapping[str, Any]]) ->
         return table
 
     return Fitted(build)
+
+
+def tabulate_recipes(meanings: Mapping[str, str]) -> Table:
+    """Lay out recipes with what each does."""
+    table = make_plain_table("")
+    for name, meaning in meanings.items():
+        table.add_row(name, escape(meaning))
+    return table
 
 
 def _list_cells(row: Mapping[str, Any]) -> list[str]:
