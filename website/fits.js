@@ -133,7 +133,7 @@ function begin() {
   form.elements.optimizer.value = "AdamW";
   form.elements.card.value = "24";
   if ("rev_vit_b" in ZOO) form.elements.model.value = "rev_vit_b";
-  if (UNCOUNTED.length) fits.querySelector(".uncounted").textContent = `Not counted yet: ${UNCOUNTED.join(", ")}.`;
+  if (UNCOUNTED.length) fits.querySelector(".uncounted").textContent = `Not counted: ${UNCOUNTED.join(", ")}.`;
   readAddress();
   form.addEventListener("input", update);
   form.addEventListener("submit", (event) => event.preventDefault());
