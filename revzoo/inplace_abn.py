@@ -21,6 +21,8 @@ there the scale is |weight| + eps, which changes the function of trained weights
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, Literal, cast
@@ -41,6 +43,17 @@ from revzoo.noise import compute_norm_alpha
 _PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
 _MOST_PARTS = 16  # on other devices, where every part starts kernels
 _TOLERANCE = 1e-4  # of xhat, where the dtype allows it
+
+
+@contextmanager
+def scale_parts(factor: float) -> Iterator[None]:
+    """Let every part be larger or smaller inside the block, so that two batches of different sizes have as many of them."""
+    global _PART
+    before, _PART = _PART, int(_PART * factor)
+    try:
+        yield
+    finally:
+        _PART = before
 
 
 @dataclass

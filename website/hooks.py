@@ -13,12 +13,14 @@ from mkdocs.structure.pages import Page
 
 import revzoo
 from revzoo.format import format_bytes, format_flops
-from revzoo.spec import Spec, list_models, load_spec
+from revzoo.spec import ImageInput, Spec, list_models, load_spec
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-ASSETS = ("fits.js", "timeline.js", "table.js", "site.css")
+ASSETS = ("fits.js", "timeline.js", "table.js", "iframe-worker.js", "site.css")
 TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINE = 80  # characters of code that a page shows
+_CODE = re.compile(r"^```(?:bash|python)\n.*?^```$", re.MULTILINE | re.DOTALL)
 SCRIPTS = {"fits.md": ("data.js", "timeline.js", "fits.js"), "zoo.md": ("table.js",)}
 
 
@@ -45,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         add(f"assets/{asset}", abs_src_path=str(HERE / asset))
     for picture in sorted((ROOT / "benchmarks/results").rglob("*.png")):
         add(str(picture.relative_to(ROOT)), abs_src_path=str(picture))
-    add("assets/data.js", content=f"const ZOO = {json.dumps(_list_cards(table))};\n")
+    add("assets/data.js", content=_write_data(table))
     add("api.md", content=_write_api())
     add("zoo.md", content=_write_zoo(table))
     for name in list_models():
@@ -54,8 +56,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to pictures outside of docs/ to their copies in the site."""
-    return markdown.replace("](../benchmarks/", "](benchmarks/")
+    """Lead links to pictures outside of docs/ to their copies in the site, and let code fit the width of a page."""
+    markdown = markdown.replace("](../benchmarks/", "](benchmarks/")
+    return _CODE.sub(lambda block: _lift_comments(block[0]), markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -72,10 +75,19 @@ def _move_to_docs(text: str) -> str:
     return re.sub(r"\[([^]]+)\]\((?!https?:|#|\w+\.md|\w+\.png|benchmarks/results/)[^)]*\)", r"\1", text)
 
 
-def _list_cards(table: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page computes with, of the models that are counted."""
+def _lift_comments(block: str) -> str:
+    """Return a block of code that is too wide for a page with each comment above its line."""
+    if max(map(len, block.splitlines())) <= LINE:
+        return block
+    return re.sub(r"^( *)(\S.*?) {2,}(# .*)$", r"\1\3\n\1\2", block, flags=re.MULTILINE)
+
+
+def _write_data(table: dict[str, Any]) -> str:
+    """Return what "What fits my card?" computes with, of the models that are counted, and the names of the others."""
     facts = ("card", "input", "parameters")
-    return {name: {fact: row[fact] for fact in facts} for name, row in table.items() if row.get("card")}
+    cards = {name: {fact: row[fact] for fact in facts} for name, row in table.items() if row.get("card")}
+    uncounted = [name for name in table if name not in cards]
+    return f"const ZOO = {json.dumps(cards)};\nconst UNCOUNTED = {json.dumps(uncounted)};\n"
 
 
 def _write_api() -> str:
@@ -93,10 +105,13 @@ hide: [toc]
 ---
 # The zoo
 
-Click a heading to sort. FLOPs are those of a forward of one example, where a multiply-add counts once. Memory is the peak of
-all activations in a training step in float32, for 32 images or 8 texts; [What fits my card?](fits.md) counts everything.
+Click a heading to sort. FLOPs are those of a forward of one example, where a multiply-add counts once. Stored, inverted and
+twin are the activations at the peak of a training step in float32, for 32 images or 8 texts: with everything kept, with
+reversible steps computed again in backward, and of the ordinary network. [What fits my card?](fits.md) counts weights,
+gradients and optimizer state, too.
 
 <form id="filter" class="controls">
+<label>name <input name="name" type="search"></label>
 <label>family <select name="family"><option value="">all</option>{options}</select></label>
 <label>parameters, at most, millions <input name="parameters" type="number" min="0"></label>
 <label>inverted, at most, GiB <input name="memory" type="number" min="0" step="any"></label>
@@ -124,21 +139,20 @@ def _list_cells(name: str, row: dict[str, Any]) -> Iterator[str]:
 
 def _write_model(spec: Spec, row: dict[str, Any]) -> str:
     sources = "".join(f"- {source['of']}: {source['cite']}\n" for source in spec.sources)
-    fits = "[What fits my card?](../fits.md) counts it on your card.\n\n" if row.get("card") else ""
-    peaks = ", ".join(f"{format_bytes(size)} {mode}" for mode, size in row["activation_bytes"].items())
+    head, *facts = (f"| {name} | {value} |" for name, value in _list_facts(row).items())
+    table = "\n".join((head, "|---|---|", *facts))
+    fits = f'<a href="../fits.html?model={spec.name}">What fits my card?</a> computes all of a step.' if row.get("card") else ""
     file = next((ROOT / "specs/models").rglob(f"{spec.name}.yaml"))
     return f"""# {spec.name}
 
-{draw_network(spec)}
+<div class="scroll">{draw_network(spec)}</div>
 
-Family {spec.family}, input {row["input"]}, {row["parameters"]:,} parameters, {format_flops(row["flops"])} a forward of one
-example.
-Activations at the peak of a training step, batch of {row["batch_size"]}, float32: {peaks}. {fits}
+{table}
+
+Activations are those at the peak of a training step in float32, for {row["batch_size"]} examples. {fits}
 
 ```bash
-revzoo show {spec.name}
-revzoo verify {spec.name}
-revzoo plan {spec.name} --budget 8GiB
+{chr(10).join(_list_commands(spec, row))}
 ```
 
 ## Sources
@@ -151,6 +165,45 @@ revzoo plan {spec.name} --budget 8GiB
 
 [All models](../zoo.md)
 """
+
+
+def _list_facts(row: dict[str, Any]) -> dict[str, str]:
+    sizes = row["activation_bytes"]
+    twin, twin_bytes = row["twin"], row["twin_activation_bytes"]
+    facts = {"family": row["family"], "input": row["input"], "parameters": f"{row['parameters']:,}"}
+    facts["a forward of one example"] = format_flops(row["flops"])
+    facts |= {f"activations, mode `{mode}`": format_bytes(sizes[mode]) for mode in ("store", "recompute", "invert")}
+    if twin is not None:
+        counted = "" if twin_bytes is None else f", {format_bytes(twin_bytes)} of activations"
+        facts["ordinary network"] = f"{twin['library']} {twin['name']}{counted}"
+    if row["weights"] is not None:
+        facts["weights"] = "shipped, " + ", ".join(f"{metric} {value:g}" for metric, value in row["weights"].items())
+    return facts
+
+
+def _list_commands(spec: Spec, row: dict[str, Any]) -> Iterator[str]:
+    """Yield what can be typed for a model."""
+    yield f"revzoo show {spec.name}"
+    yield f"revzoo verify {spec.name}"
+    if row.get("card"):
+        yield f"revzoo plan {spec.name} --budget {_suggest_budget(row)}"
+    if isinstance(spec.input, ImageInput):
+        yield f"revzoo train images model={spec.name} data.root=PHOTOS"
+    elif spec.head.type == "sequence_classification":
+        yield f"revzoo train texts model={spec.name} data.root=TABLE.csv"
+    if row["weights"] is not None:
+        yield f"revzoo eval --pretrained {spec.name}"
+
+
+def _suggest_budget(row: dict[str, Any]) -> str:
+    """Return a budget half-way between storing everything and the least peak."""
+    peaks = {}
+    for method in row["card"]["methods"]:
+        lines = method["float32"]
+        peaks[method["name"]] = max(map(lambda fixed, each: fixed + each * row["batch_size"], lines["fixed"], lines["each"]))
+    peaks.pop("twin", None)
+    size, unit = (peaks["store"] + min(peaks.values())) / 2 / 2**20, "MiB"
+    return f"{size:.0f}{unit}" if size < 1024 else f"{size / 1024:.1f}GiB"
 
 
 def draw_network(spec: Spec) -> str:
@@ -169,5 +222,5 @@ def draw_network(spec: Spec) -> str:
         parts += [f'<text x="{x + 55}" y="{y}">{escape(line)}</text>' for y, line in ((46, title), (64, text))]
     width = 130 * len(boxes)
     label = escape(f"{spec.name}: " + ", ".join(" ".join(box) for box in boxes))
-    size = f'viewBox="0 0 {width} 100" width="{width}"'
+    size = f'viewBox="0 0 {width} 100" width="{width}" style="min-width: min({width}px, 34rem)"'
     return f'<svg class="network" {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'

@@ -25,8 +25,9 @@ function sortBy(column) {
 }
 
 function filter() {
-  const { family, parameters, memory, weights } = form.elements;
+  const { name, family, parameters, memory, weights } = form.elements;
   const isShown = (row) =>
+    row.cells[0].textContent.includes(name.value.trim().toLowerCase()) &&
     (!family.value || valueOf(row, COLUMNS.family) === family.value) &&
     (!parameters.value || valueOf(row, COLUMNS.parameters) <= parameters.value * 1e6) &&
     (!memory.value || valueOf(row, COLUMNS.inverted) <= memory.value * 2 ** 30) &&

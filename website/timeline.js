@@ -2,8 +2,9 @@
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
-const BOX = { left: 70, right: 690, top: 24, bottom: 250 };
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+const BOX = { left: 74, top: 24, bottom: 250, margin: 10 };
+const LINES = 5; // at most, across the picture
 
 function formatBytes(bytes) {
   const power = Math.min(Math.floor(Math.log2(Math.max(bytes, 1)) / 10), UNITS.length - 1);
@@ -17,27 +18,36 @@ function addShape(parent, name, attributes, text = "") {
   parent.append(shape);
 }
 
-// curves: [{ label, color, dashed, points: [[time in thousandths, bytes], ...] }]; limit: bytes of the card.
+// Returns round numbers from 0 to below `most`: multiples of 1, 2 or 5 in its unit.
+function listTicks(most) {
+  const unit = 1024 ** Math.floor(Math.log2(most) / 10);
+  const digit = 10 ** Math.floor(Math.log10(most / unit));
+  const step = [0.2, 0.5, 1, 2, 5, 10].map((factor) => factor * digit * unit).find((size) => most / size <= LINES);
+  return Array.from({ length: Math.floor(most / step) + 1 }, (_, i) => i * step);
+}
+
+// curves: [{ color, dashed, points: [[time in thousandths, bytes], ...] }]; limit: bytes that a step may take.
 function drawTimeline(svg, curves, limit) {
+  const width = svg.clientWidth;
+  svg.setAttribute("viewBox", `0 0 ${width} ${BOX.bottom + 24}`);
   svg.replaceChildren();
   const most = Math.max(...curves.flatMap((curve) => curve.points.map((point) => point[1]))) * 1.05;
-  const x = (time) => BOX.left + ((BOX.right - BOX.left) * time) / 1000;
+  const right = width - BOX.margin;
+  const x = (time) => BOX.left + ((right - BOX.left) * time) / 1000;
   const y = (bytes) => BOX.bottom - ((BOX.bottom - BOX.top) * bytes) / most;
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
-    addShape(svg, "line", { x1: BOX.left, x2: BOX.right, y1: y(share * most), y2: y(share * most), opacity: 0.35 });
-    addShape(svg, "text", { x: BOX.left - 6, y: y(share * most) + 4, "text-anchor": "end" }, formatBytes(share * most));
+  for (const bytes of listTicks(most)) {
+    addShape(svg, "line", { x1: BOX.left, x2: right, y1: y(bytes), y2: y(bytes), opacity: 0.35 });
+    addShape(svg, "text", { x: BOX.left - 6, y: y(bytes) + 4, "text-anchor": "end" }, formatBytes(bytes));
   }
   for (const { color, points, dashed } of curves) {
     const path = points.map(([time, bytes], i) => `${i ? "L" : "M"}${x(time).toFixed(1)} ${y(bytes).toFixed(1)}`).join("");
-    addShape(svg, "path", { d: path, stroke: color, "stroke-dasharray": dashed ? "7 5" : "none" });
+    addShape(svg, "path", { d: path, style: `stroke: ${color}`, "stroke-dasharray": dashed ? "7 5" : "none" });
   }
   if (limit <= most) {
-    addShape(svg, "line", { class: "limit", x1: BOX.left, x2: BOX.right, y1: y(limit), y2: y(limit) });
-    addShape(svg, "text", { x: BOX.right, y: y(limit) - 5, "text-anchor": "end" }, `the card: ${formatBytes(limit)}`);
+    addShape(svg, "line", { class: "limit", x1: BOX.left, x2: right, y1: y(limit), y2: y(limit) });
+    addShape(svg, "text", { x: right, y: y(limit) - 5, "text-anchor": "end" }, `the card: ${formatBytes(limit)}`);
   }
-  curves.forEach(({ label, color }, i) => {
-    addShape(svg, "line", { x1: BOX.left + 155 * i, x2: BOX.left + 155 * i + 18, y1: 278, y2: 278, style: `stroke:${color};stroke-width:3` });
-    addShape(svg, "text", { x: BOX.left + 155 * i + 24, y: 282 }, label);
-  });
-  addShape(svg, "text", { x: BOX.left, y: 14 }, "bytes alive, from the start of forward to the end of backward");
+  addShape(svg, "text", { x: BOX.left, y: 14 }, "memory in use");
+  addShape(svg, "text", { x: BOX.left, y: BOX.bottom + 18 }, "start of forward");
+  addShape(svg, "text", { x: right, y: BOX.bottom + 18, "text-anchor": "end" }, "end of backward");
 }

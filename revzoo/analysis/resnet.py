@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.parts.layers.norm import build_batch_norm
@@ -62,11 +63,16 @@ class ResNet(nn.Module):
                 width = out_width
         self.norm = build_batch_norm(width, momentum=0.01)
         self.linear = nn.Linear(width, outputs)
+        self._checkpoints = False
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the input of every block for backward, as timm's networks do; running statistics move twice in a step."""
+        self._checkpoints = enable
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self._checkpoints else block(x)
         logits: Tensor = self.linear(self.norm(x).mean((2, 3)))
         return logits
 

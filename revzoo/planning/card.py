@@ -31,6 +31,7 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
 from revzoo.analysis.zoo_table import read_table
+from revzoo.inplace_abn import scale_parts
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.planning.planner import solve
@@ -44,10 +45,11 @@ Timeline = dict[str, list[int]]
 Method = dict[str, Any]
 
 DTYPES = ("float32", "bfloat16")  # the second is autocast: weights, gradients and optimizer state stay in float32
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "AdamW": torch.optim.AdamW,
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # foreach is what PyTorch takes on GPUs unless told otherwise
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
 }
 _SIZES = (4, 8)  # batches that are counted; plans are made for the second
 _SHARES = (0.0, 0.2, 0.5)  # of the way from the smallest peak to that of storing: the budgets that are planned for
@@ -142,7 +144,8 @@ def count_method(network: nn.Module, model: Model, name: str, schedule: Sequence
 def count_step(network: nn.Module, batch: torch.Tensor, dtype: str) -> tuple[Changes, int]:
     """Count a forward and backward as `measure_memory` does; return every change of live bytes, and the FLOPs."""
     live, flops = LiveBytes(), FlopCounter()
-    with autocast(dtype), isolated(network, batch, fake=True) as inputs, ignore_error_growth():
+    same_parts = scale_parts(len(batch) / _SIZES[1])
+    with autocast(dtype), isolated(network, batch, fake=True) as inputs, ignore_error_growth(), same_parts:
         live.watch([*network.parameters(), *network.buffers(), inputs])
         start = sum(change for _, change in live.log)
         live.log.clear()

@@ -119,3 +119,16 @@ def test_resnet_is_the_formula():
     norm = model.norm
     pooled = F.relu(F.batch_norm(expected, None, None, norm.weight, norm.bias, True, eps=1e-3)).mean((2, 3))
     torch.testing.assert_close(model(x), model.linear(pooled))
+
+
+def test_a_checkpointed_resnet_keeps_less_and_has_the_same_gradients():
+    torch.manual_seed(0)
+    model = ResNet(RESNETS["resnet_32"]._replace(depths=(2, 1, 1)), 3, (8, 8), 5)
+    x = torch.randn(2, 3, 8, 8)
+    gradients, kept = [], []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        kept.append(revzoo.measure_memory(model, x).activation_bytes)
+        gradients.append(torch.autograd.grad(model(x).sum(), model.parameters()))
+    assert all(map(torch.equal, *gradients))
+    assert kept[1] < 0.7 * kept[0]

@@ -14,6 +14,8 @@ import pytest
 import revzoo
 from revzoo.format import format_bytes
 
+ROOT = Path(__file__).parents[2]
+
 pytestmark = pytest.mark.slow  # building takes half a minute
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -91,10 +93,10 @@ def browse(site, tmp_path_factory):
 
 @pytest.mark.parametrize(("card", "batch", "optimizer"), [(8, 64, "AdamW"), (192, 3, "SGD with momentum")])
 def test_the_page_computes_what_the_lines_say(browse, site, card, batch, optimizer):
-    data = json.loads((site / "assets/data.js").read_text().removeprefix("const ZOO = ").rstrip(";\n"))
+    data = json.loads((site / "assets/data.js").read_text().splitlines()[0].removeprefix("const ZOO = ").rstrip(";"))
     name = "rev_vit_s"
     shown = browse(f"fits.html#model={name}&batch={batch}&dtype=bfloat16&optimizer={optimizer.replace(' ', '+')}&card={card}")
-    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td>\s*<td class=\"(\w+)\">", shown)
+    rows = re.findall(r"</i>([a-z ]+)</td><td>(.*?)</td>\s*<td class=\"(\w+)\">", shown)
     peaks = {}
     for method in data[name]["card"]["methods"]:
         lines = method["bfloat16"]
@@ -108,6 +110,36 @@ def test_the_page_computes_what_the_lines_say(browse, site, card, batch, optimiz
         (label, format_bytes(size), fits[label]) for label, size in expected.items()
     ]
     assert shown.count('<path d="M') >= 4
+
+
+def test_the_page_says_which_models_are_not_counted(browse, site):
+    table = json.loads((ROOT / "docs/zoo.json").read_text())
+    uncounted = [name for name, row in table.items() if not row.get("card")]
+    shown = browse("fits.html?model=revnet_56")
+    assert shown.count("Not counted: ") == bool(uncounted)
+    assert all(name in shown.split("Not counted: ")[1] for name in uncounted)
+    assert "revnet_56: " in shown
+
+
+def test_search_works_from_a_file(browse):
+    shown = browse("index.html?q=checkpointed+twin")
+    assert re.search(r"md-search-result__meta\">\d+ matching documents?<", shown)
+    assert "<h1>What fits my card?</h1>" in shown
+
+
+def test_sections_of_docstrings_are_tables(site):
+    api = (site / "api.html").read_text(encoding="utf-8")
+    assert not re.findall(r"<p>(?:Args|Raises|Returns):", api)
+    assert re.search(r"<strong>Cost:</strong> time of two training steps", api)
+
+
+def test_a_model_has_picture_facts_sources_and_commands(site):
+    page = (site / "models/rev_vit_digits.html").read_text(encoding="utf-8")
+    text = re.sub(r"<[^>]+>", "", page)
+    assert '<svg class="network"' in page
+    assert "302,794" in text.split("Sources")[0]
+    commands = re.findall(r"^revzoo \w+ .*rev_vit_digits.*$", text, re.MULTILINE)
+    assert [command.split()[1] for command in commands] == ["show", "verify", "plan", "train", "eval"]
 
 
 def test_the_table_shows_every_model_and_can_be_sorted(browse):
