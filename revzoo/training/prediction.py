@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from revzoo.data.corpus import read_utf8
 from revzoo.data.folders import list_images
-from revzoo.data.table import FORMATS, read_table
+from revzoo.data.table import FORMATS, read_lines
 from revzoo.data.transform import transform
 from revzoo.errors import InputError, join_names
 from revzoo.model.network import Model
@@ -77,9 +76,7 @@ def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tu
                 raise InputError(
                     f"Texts are in tables ({join_names(list(FORMATS))}) or text files. Received: the folder {file}."
                 )
-            is_table = file.suffix in FORMATS
-            lines = read_table(file, column, None).texts if is_table else read_utf8(file).decode(errors="ignore").splitlines()
-            yield from ((f"{file}:{row}", text) for row, text in enumerate(lines, 1) if text.strip())
+            yield from ((f"{file}:{row}", text) for row, text in enumerate(read_lines(file, column), 1) if text.strip())
         elif not file.is_dir():
             yield str(file), file
         elif images := list_images(file):
