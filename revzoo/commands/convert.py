@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from revzoo.bounds import MOST_KEPT_BITS
-from revzoo.commands.parser import Parser, positive_count
+from revzoo.commands.parser import Parser, declare_import, positive_count
 
 SUMMARY = "Make a pretrained network reversible."
 
@@ -22,6 +22,7 @@ def declare(parser: Parser) -> None:
         help="a timm name, a folder with a Transformers config.json, or a zoo model's name or spec file, if FILE is its "
         "published checkpoint",
     )
+    declare_import(parser)
     parser.add_argument("--weights", metavar="FILE", help="safetensors, .pth, .bin, or an index of shards (default: the hub's)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write, new or empty")
     parser.add_argument(

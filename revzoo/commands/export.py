@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from revzoo.commands.parser import Parser
+from revzoo.commands.parser import Parser, declare_import
 from revzoo.errors import InputError
 
 SUMMARY = "Write a trained model as ONNX, or a converted network under the original's names."
@@ -14,6 +14,7 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "model", help="the folder of a run or of a saved model, or a model whose weights ship; for --out one that convert wrote"
     )
+    declare_import(parser)
     parser.add_argument("--weights", type=Path, metavar="FILE", help="other weights of the model (default: its own)")
     parser.add_argument("--onnx", type=Path, metavar="FILE.onnx", help="write the network for ONNX, checked with onnxruntime")
     parser.add_argument(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.commands.parser import Parser, positive_count
+from revzoo.commands.parser import Parser, declare_import, positive_count
 from revzoo.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def declare(parser: Parser) -> None:
         type=Path,
         help="images and folders of images; or tables of texts and text files, a text in each line",
     )
+    declare_import(parser)
     parser.add_argument("--top", type=positive_count, default=5, metavar="N", help="classes of each (default: 5)")
     parser.add_argument("--batch", type=positive_count, default=32, metavar="N", help="computed together (default: 32)")
     parser.add_argument("--device", metavar="D", help="where to run (default: cuda if available, else cpu)")

@@ -14,7 +14,7 @@ def declare(parser: Parser) -> None:
         "bytes is byte-level BPE with RoBERTa's special tokens. wordpiece is BERT's, uncased; it numbers its tokens "
         "differently each time: keep the file."
     )
-    parser.add_argument("files", nargs="+", type=Path, help="text files, or tables (.csv, .jsonl, .json, .parquet)")
+    parser.add_argument("files", nargs="+", type=Path, help="text files, or tables (.csv, .tsv, .jsonl, .json, .parquet)")
     parser.add_argument(
         "--vocabulary", type=positive_count, required=True, metavar="N", help="number of tokens at most, such as 8000"
     )

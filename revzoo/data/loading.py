@@ -58,7 +58,7 @@ def _explain_missing(root: str) -> DataError:
     """Return the error for a folder of images that is none."""
     if not os.path.isfile(root):
         return DataError(f"There is no folder {root[:300]}.{find_beside(root)} Set data.root to where the data are.")
-    texts = f" Texts are trained on by revzoo train texts data.root={root}." if root.endswith(TABLES) else ""
+    texts = f" Texts are trained on by revzoo train texts data.root={root}." if root.lower().endswith(tuple(TABLES)) else ""
     return DataError(f"{root} is a file, and data.root is a folder with one folder of images per class.{texts}")
 
 

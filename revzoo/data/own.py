@@ -22,7 +22,8 @@ class OwnExamples(Examples):
     """A data set of the user's own, whose random choices are a function of the seed, the epoch and the example.
 
     Args:
-        source: a map-style data set of (tensor, label); its attribute `targets`, if there is one, lists the labels.
+        source: a map-style data set of (tensor, label). Its attribute `targets`, if there is one, lists the labels, and
+            `data_config` says how examples are prepared, as a model's does.
         name: the function that returned it.
         class_names: names of the classes, whose numbers are the labels; None: the labels are ids (N,), for a language model.
         input: what the model takes.
@@ -34,6 +35,7 @@ class OwnExamples(Examples):
         of_texts = "tokens" if class_names is None else "texts"
         self.label_noun = "images" if isinstance(input, ImageInput) else of_texts
         self.labels = getattr(source, "targets", None)
+        self.data_config: dict[str, Any] = dict(getattr(source, "data_config", {}))
 
     def __len__(self) -> int:
         return len(self.source)

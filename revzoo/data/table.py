@@ -1,4 +1,4 @@
-"""Tables of texts on this machine: CSV, JSON lines and parquet. What cannot be read is named, with its row.
+"""Tables of texts on this machine: CSV, TSV, JSON lines and parquet. What cannot be read is named, with its row.
 
 Nothing is downloaded, and no cache is left behind.
 """
@@ -19,15 +19,15 @@ from revzoo.data.options import SPLITS, TABLES
 from revzoo.errors import DataError, did_you_mean, explain_missing, join_names
 from revzoo.spec.names import find_beside
 
-FORMATS = dict(zip(TABLES, ("csv", "json", "json", "parquet"), strict=True))
+_DELIMITERS = {".csv": (",", "comma"), ".tsv": ("\t", "tab")}  # and what they are called
 
 
 def read_texts(root: Path, column: str, label: str | None) -> tuple[Texts, Texts]:
     """Return the texts for training and those for validation.
 
     Args:
-        root: a folder with train.csv (or .jsonl, .json, .parquet) and val.csv (or another of the names in `SPLITS`); or one
-            file, of which every tenth row of each label is for validation.
+        root: a folder with train.csv (or .tsv, .jsonl, .json, .parquet) and val.csv (or another of the names in `SPLITS`); or
+            one file, of which every tenth row of each label is for validation.
         column: name of the column that holds the texts.
         label: name of the column that holds the labels; None: read no labels.
 
@@ -46,6 +46,14 @@ def read_table(file: Path, column: str, label: str | None) -> Texts:
     if not any(table.values()):
         raise DataError(f"{file} has no rows. Add some below the names of the columns.")
     return check_columns(str(file), table, column, label)
+
+
+def read_lines(file: Path, column: str) -> list[str]:
+    """Return the texts in the column of a table, or the lines of any other file; arguments and errors as in `read_texts`."""
+    if file.suffix.lower() in TABLES:
+        return read_table(file, column, None).texts
+    text = read_utf8(file).decode(errors="ignore").removeprefix("\ufeff")
+    return list(StringIO(text.removesuffix("\n"), newline=None).read().split("\n"))
 
 
 def check_columns(source: str, table: dict[str, list[Any]], column: str, label: str | None) -> Texts:
@@ -81,12 +89,12 @@ def check_columns(source: str, table: dict[str, list[Any]], column: str, label: 
 
 
 def _find_split(root: Path, split: str) -> Path:
-    names = [name + suffix for name in SPLITS[split] for suffix in FORMATS]
+    names = [name + suffix for name in SPLITS[split] for suffix in TABLES]
     for name in names:
         if (root / name).is_file():
             return root / name
     raise DataError(
-        f"No {split} texts in {root}: looked for {' or '.join(SPLITS[split])} with the ending {' or '.join(FORMATS)}. "
+        f"No {split} texts in {root}: looked for {' or '.join(SPLITS[split])} with the ending {' or '.join(TABLES)}. "
         f"Received: {join_names(sorted(path.name for path in root.iterdir()))}."
     )
 
@@ -94,18 +102,20 @@ def _find_split(root: Path, split: str) -> Path:
 def _read_columns(file: Path) -> dict[str, list[Any]]:
     if not file.exists():
         raise DataError(f"There is no file or folder {file}.{find_beside(str(file))} Set data.root to where the texts are.")
-    if file.suffix not in FORMATS:
+    suffix = file.suffix.lower()
+    if suffix not in TABLES:
         raise DataError(
-            f"{file} is not a table: the name of one ends with {' or '.join(FORMATS)}. Save it as CSV; texts without columns "
+            f"{file} is not a table: the name of one ends with {' or '.join(TABLES)}. Save it as CSV; texts without columns "
             "are for data.name=characters."
         )
-    content = "" if file.suffix == ".parquet" else read_utf8(file).decode(errors="replace")
-    return _read_csv(file, content) if file.suffix == ".csv" else _read_dataset(file, content)
+    content = "" if suffix == ".parquet" else read_utf8(file).decode(errors="replace")
+    return _read_csv(file, content) if TABLES[suffix] == "csv" else _read_dataset(file, content)
 
 
 def _read_csv(file: Path, content: str) -> dict[str, list[Any]]:
-    """Return the columns of a CSV file as strings: a label 007 is not 7, and NA is a text like any other."""
-    reader = csv.reader(StringIO(content.removeprefix("\ufeff"), newline=""), strict=True)
+    """Return the columns of a CSV or TSV file as strings: a label 007 is not 7, and NA is a text like any other."""
+    delimiter, noun = _DELIMITERS[file.suffix.lower()]
+    reader = csv.reader(StringIO(content.removeprefix("\ufeff"), newline=""), delimiter=delimiter, strict=True)
     try:
         with _long_fields():
             header, *rows = [row for row in reader if row]  # without blank lines
@@ -120,7 +130,7 @@ def _read_csv(file: Path, content: str) -> dict[str, list[Any]]:
         if len(row) != len(header):
             raise DataError(
                 f"{file}, row {number}: there are {len(row)} fields, and the header names {len(header)}. Put a text that "
-                "contains a comma in quotation marks. Correct the row."
+                f"contains a {noun} in quotation marks. Correct the row."
             )
     return {name: [row[i] for row in rows] for i, name in enumerate(header)}
 
@@ -141,13 +151,14 @@ def _read_dataset(file: Path, content: str) -> dict[str, list[Any]]:
         import datasets
     try:
         with TemporaryDirectory() as cache, quiet(datasets):
-            tables = datasets.load_dataset(FORMATS[file.suffix], data_files=[str(file)], cache_dir=cache, keep_in_memory=True)
+            kind = TABLES[file.suffix.lower()]
+            tables = datasets.load_dataset(kind, data_files=[str(file)], cache_dir=cache, keep_in_memory=True)
             columns: dict[str, list[Any]] = tables["train"][:] if "train" in tables else {}
             return columns
     except Exception as error:  # a damaged file makes the reader raise all kinds of exceptions
         if "corresponds to no data" in str(error):
             raise DataError(f"{file} has no rows. Add some.") from error
-        reason = _find_bad_line(content) if file.suffix == ".jsonl" else ""
+        reason = _find_bad_line(content) if file.suffix.lower() == ".jsonl" else ""
         reason = reason or textwrap.shorten(str(error.__cause__ or error), 200)
         raise DataError(f"{file} cannot be read: {reason}. Correct it.") from error
 

@@ -185,8 +185,11 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
             f"{train.source} has {_describe_rows(train)}, too few to hold one of ten out. Add rows, or a test file: a folder "
             "with train.csv and test.csv."
         )
+    data_config = {"tokenizer": options.text.tokenizer or BYTES}
     if not labelled:
-        return MaskedTexts(train, tokenizer, input.length, seed), MaskedTexts(test, tokenizer, input.length, None)
+        masked = MaskedTexts(test, tokenizer, input.length, None)
+        masked.data_config = data_config
+        return MaskedTexts(train, tokenizer, input.length, seed), masked
     if class_names is None:
         class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
     if len(class_names) < 2:
@@ -194,7 +197,7 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
             f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more: add texts of another."
         )
     train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
-    test_texts.data_config = {"tokenizer": options.text.tokenizer or BYTES}
+    test_texts.data_config = data_config
     return train_texts, test_texts
 
 

@@ -1,12 +1,11 @@
 """Tokenizers: plain bytes, or a file of Hugging Face's tokenizers, which `revzoo tokenizer` can train."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from revzoo.data.corpus import read_utf8
-from revzoo.data.table import FORMATS, read_table
+from revzoo.data.table import read_lines
 from revzoo.errors import DataError, InputError, explain_missing, join_names
 from revzoo.spec.names import BYTES
 from revzoo.spec.schema import TextInput
@@ -155,7 +154,7 @@ def train_tokenizer(
     Two runs number the pieces of `wordpiece` differently, so keep the file with the models that are trained with it.
 
     Args:
-        files: text files, or tables (.csv, .jsonl, .json, .parquet) with the texts in `column`.
+        files: text files, or tables (.csv, .tsv, .jsonl, .json, .parquet) with the texts in `column`.
         vocabulary: largest number of tokens, at least 261.
         out: file to write; it must not exist yet.
         kind: "bytes" is byte-level BPE with RoBERTa's special tokens; "wordpiece" is uncased, with BERT's special tokens.
@@ -175,7 +174,7 @@ def train_tokenizer(
         raise InputError(f"There is no folder {out.parent} to write {out.name} into. Make the folder, or name another.")
     if missing := [str(file) for file in files if not file.is_file()]:
         raise InputError(f"No such text files or tables: {join_names(missing)}. For all files of a folder use FOLDER/*.txt.")
-    texts = [text for file in files for text in _read_lines(file, column)]
+    texts = [text for file in files for text in read_lines(file, column)]
     with explain_missing("tokenizers", "Tokenizers"):
         import tokenizers
         from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -199,10 +198,3 @@ def train_tokenizer(
     tokenizer.enable_padding(pad_id=padding, pad_token=special[padding])
     tokenizer.save(str(out))
     return int(tokenizer.get_vocab_size()), padding
-
-
-def _read_lines(file: Path, column: str) -> Iterator[str]:
-    if file.suffix in FORMATS:
-        yield from read_table(file, column, None).texts
-    else:
-        yield from read_utf8(file).decode(errors="ignore").splitlines()

@@ -1,5 +1,6 @@
 """From an image or a text to what a model takes, as its evaluation does it."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.spec.schema import TextInput
 
+_logger = logging.getLogger("revzoo")
+
 
 def transform(model: Model) -> Callable[[Any], Tensor]:
     """Return the function that makes an input of a model from an image or a text, as evaluation does.
 
     `model.data_config` says how; training sets it, and it is saved with the weights. Without it images are resized, cropped and
-    normalised as timm does by default. The function takes an image's file or an open image of Pillow, and returns (C, H, W); or
-    it takes a text, and returns its ids (N,), cut at the model's length.
+    normalised as timm does by default, and a warning says so. The function takes an image's file or an open image of Pillow,
+    and returns (C, H, W); or it takes a text, and returns its ids (N,), cut at the model's length.
 
     Args:
         model: the model.
@@ -37,6 +40,12 @@ def transform(model: Model) -> Callable[[Any], Tensor]:
 
 
 def _transform_images(model: Model) -> Callable[[Any], Tensor]:
+    if "mean" not in model.data_config:
+        _logger.warning(
+            "Nothing says how images of %s are prepared: they are normalised by ImageNet's mean and standard deviation. Set "
+            "model.data_config, or that of your own data set.",
+            model.spec.name,
+        )
     config = model.pretrained_cfg
     channels, *size = config["input_size"]
     modes = {1: "L", 3: "RGB"}

@@ -21,6 +21,7 @@ from revzoo.spec.tree import BOOLEAN_HINT, YamlNode, join
 T = TypeVar("T")
 NOT_WRITTEN = {"written": False}  # metadata of a dataclass field that the program sets and YAML must not
 TEMPLATE = "template"  # marks an annotated Part that others are merged over: required arguments may be left out
+_IMPORT_HINT = " A part of your own is known once its package is imported: --import PACKAGE."
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null", Any: "anything"}
 
 
@@ -267,7 +268,7 @@ def _read_part(node: YamlNode, registry: Registry, template: bool, path: str, pr
         allowed = f"one of {join_names(names)}"
         if not _is_text(node.value) and name is node:
             allowed = f"{{type: NAME, ...}} or NAME, with NAME {allowed}"
-        hint = did_you_mean(name.value, names) if _is_text(name.value) else ""
+        hint = f"{did_you_mean(name.value, names)}{_IMPORT_HINT}" if _is_text(name.value) else ""
         problems.append(name.problem(allowed, hint=hint))
         return None
     members = {

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from revzoo.data.corpus import read_utf8
 from revzoo.data.folders import list_images
+from revzoo.data.options import TABLES
 from revzoo.data.stored_images import list_suffixes
-from revzoo.data.table import FORMATS, read_table
+from revzoo.data.table import read_lines
 from revzoo.data.transform import transform
 from revzoo.errors import InputError, join_names
 from revzoo.model.network import Model
@@ -83,12 +83,10 @@ def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tu
         if is_text:
             if file.is_dir():
                 raise InputError(
-                    f"Texts are in tables ({join_names(list(FORMATS))}) or text files. Received: the folder {file}."
+                    f"Texts are in tables ({join_names(list(TABLES))}) or text files. Received: the folder {file}."
                 )
-            is_table = file.suffix in FORMATS
-            lines = read_table(file, column, None).texts if is_table else read_utf8(file).decode(errors="ignore").splitlines()
-            yield from ((f"{file}:{row}", text) for row, text in enumerate(lines, 1) if text.strip())
-        elif file.suffix in (*FORMATS, ".txt"):
+            yield from ((f"{file}:{row}", text) for row, text in enumerate(read_lines(file, column), 1) if text.strip())
+        elif file.suffix.lower() in (*TABLES, ".txt"):
             raise InputError(f"{model.spec.name} takes images. Received: {file}. Name images or folders of them.")
         elif not file.is_dir():
             yield str(file), file

@@ -3,7 +3,7 @@
 config.yaml        the recipe, resolved            spec.yaml          the model's spec, resolved
 metrics.jsonl      one line per epoch              curves.png         drawn at the end
 classes.json       names of the classes, in order, where the labels are classes
-tokenizer.json     copy of the tokenizer, for a model that classifies texts
+tokenizer.json     copy of the tokenizer, for a model of texts
 last.safetensors   weights after the last epoch    best.safetensors   weights with the best top-1
 plan.json          the plan, for a recipe with a memory budget
 tracking.json      what each tracker calls the run     tensorboard/        events of TensorBoard

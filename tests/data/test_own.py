@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 class Birds(Dataset):
     classes = ["wren", "finch"]
+    data_config = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
     def __init__(self, count, shape):
         self.count, self.shape, self.targets = count, shape, [i % 2 for i in range(count)]
     def __len__(self):
@@ -68,6 +69,7 @@ def test_own_data(own):
     data = load_data(DataOptions(f"{own}:birds", batch_size=4), input, seed=0)
     assert (data.num_train, data.num_test, data.class_names, data.label_noun) == (8, 3, ["wren", "finch"], "images")
     assert data.train_labels == [0, 1] * 4
+    assert data.data_config == {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 
     def read(epoch: int) -> list[torch.Tensor]:
         data.start_epoch(epoch)
@@ -77,7 +79,7 @@ def test_own_data(own):
     assert all(torch.equal(*pair) for pair in zip(first, read(0), strict=True))  # random numbers follow from the epoch
     assert not torch.equal(first[0], second[0])
     texts = load_data(DataOptions(f"{own}:words", batch_size=2), TextInput("text", length=5, vocabulary=9), seed=0)
-    assert (texts.num_classes, texts.label_noun) == (None, "tokens")
+    assert (texts.num_classes, texts.label_noun, texts.data_config) == (None, "tokens", {})
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from revzoo.data.loading import load_data
-from revzoo.data.table import read_table
-from revzoo.errors import RevzooError, explain_missing
+from revzoo.data.table import read_lines, read_table
+from revzoo.errors import DataError, RevzooError, explain_missing
 from revzoo.spec.schema import TextInput
 
 SUBWORDS = TextInput("text", 48, 280, 1)
@@ -35,6 +35,24 @@ def test_a_csv_is_read_as_text(tmp_path):
     table = read_table(tmp_path / "table.csv", "text", "label")
     assert table.texts == ['good film, really "good"\r\nin two lines', long]
     assert (table.labels, table.rows) == (["007", "NA"], [1, 2])
+
+
+def test_a_tsv_has_tabs_and_suffixes_may_have_capitals(tmp_path):
+    (tmp_path / "table.TSV").write_text('text\tlabel\nyes, "no"\t1\n"a\ttab\nor two"\t0\n')
+    table = read_table(tmp_path / "table.TSV", "text", "label")
+    assert (table.texts, table.labels) == (['yes, "no"', "a\ttab\nor two"], ["1", "0"])
+    (tmp_path / "wide.tsv").write_text("text\tlabel\na\tb\tc\n")
+    with pytest.raises(DataError, match="there are 3 fields, and the header names 2. Put a text that contains a tab in"):
+        read_table(tmp_path / "wide.tsv", "text", "label")
+
+
+def test_lines_end_where_an_editor_ends_them(tmp_path):
+    """Not at the other characters at which Python splits; the byte-order mark is no text."""
+    file = tmp_path / "lines.txt"
+    file.write_bytes("\ufefffirst\u2028still\x0c first\r\n\nthird\rfourth\n".encode())
+    assert read_lines(file, "text") == ["first\u2028still\x0c first", "", "third", "fourth"]
+    file.with_suffix(".CSV").write_text("label,text\n1,a row\n")
+    assert read_lines(file.with_suffix(".CSV"), "text") == ["a row"]
 
 
 def test_one_file_is_split(tables, tokenizer, options):

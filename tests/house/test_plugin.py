@@ -12,8 +12,10 @@ import pytest
 
 import revzoo
 from revzoo import plugin, registry
+from revzoo.commands.parser import Parser
 from revzoo.errors import InputError, SpecError
 from revzoo.spec.names import list_recipes, shipped_model_files
+from zoo_cli import COMMANDS, load_command
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "docs" / "template"
@@ -22,6 +24,13 @@ import revzoo
 model = revzoo.create("template_digits", device="meta")
 print(revzoo.list_models("template*"), type(model.stages[0].blocks[0].f).__name__)
 """
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"bench", "tokenizer"}))  # which take no model
+def test_every_command_that_takes_a_model_imports_packages(command):
+    parser = Parser(prog="revzoo")
+    load_command(command).declare(parser)
+    assert "--import" in parser.options
 
 
 @pytest.mark.slow

@@ -215,6 +215,7 @@ def test_inherited_problem_names_the_file_it_stands_in(write):
         "\n  child.yaml: name: found nothing; allowed: text."
         "\n  child.yaml: stem.patch: found 0.5; allowed: an integer or a list of 2 (an integer, an integer)."
         "\n  override: split: found 'thirds'; allowed: one of duplicate, halves."
+        " A part of your own is known once its package is imported: --import PACKAGE."
         "\n  toy.yaml: head.outputs: found 'ten'; allowed: an integer."
     )
 
@@ -339,7 +340,7 @@ except ValueError as error:
         "3 problems found:",
         "  override: block.coupling: found 'additiv'; allowed: one of additive, dual_residual, leapfrog, midpoint, momentum, "
         "none."
-        " Did you mean 'additive'?",
+        " Did you mean 'additive'? A part of your own is known once its package is imported: --import PACKAGE.",
         "  override: block.f.heads: found 'three'; allowed: an integer >= 1.",
         "  override: head.output: found the unknown key 'output';"
         " allowed: outputs, pool, class_token, dropout, norm, fc_norm, momentum, bias, scale, slope. Did you mean 'outputs'?",

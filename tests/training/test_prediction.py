@@ -1,5 +1,7 @@
 """Inputs of one's own are prepared as evaluation prepares them, and predicted as it predicts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -36,11 +38,22 @@ def test_a_text_is_prepared_as_for_evaluation(tables, tokenizer):
     for file, name in ((str(tokenizer), str(tokenizer)), ("bytes", "bytes")):
         options = DataOptions("text_classification", 2, str(tables), text=TextOptions(tokenizer=file))
         data = load_data(options, model.spec.input, 0)
+        assert data.data_config == load_data(replace(options, name="masked_lm"), model.spec.input, 0).data_config
         assert data.data_config == {"tokenizer": name}
         model.data_config = data.data_config
         prepare = revzoo.transform(model)
         for text, ids in zip(("the cat purrs", "a dog", "cat"), data.test.dataset.ids, strict=True):
             assert prepare(text).tolist() == ids.tolist()
+
+
+def test_a_model_that_says_nothing_of_its_images_is_warned_of(caplog):
+    model = revzoo.create("rev_vit_digits", device="meta")
+    revzoo.transform(model)
+    assert "Nothing says how images of rev_vit_digits are prepared: they are normalised by ImageNet's mean" in caplog.text
+    caplog.clear()
+    model.data_config = {"mean": (0.0,), "std": (1.0,)}
+    revzoo.transform(model)
+    assert not caplog.text
 
 
 def test_what_cannot_be_prepared_is_refused(image_folder):
