@@ -75,6 +75,7 @@ def _explain(error: OSError) -> str:
         errno.EPERM: "Change its permissions, or name another place",
         errno.EROFS: "Name another place",
         errno.ENOTDIR: "Name another place: a folder in it is a file",
+        errno.EISDIR: "Name a file",
         errno.ENAMETOOLONG: "Name a shorter one",
         errno.ENOSPC: "Make room, or name another place",
     }.get(error.errno or 0, "Check that it is there")

@@ -96,10 +96,11 @@ def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | No
         rows = [
             f"\n  {len(keys)} {problem}: {join_names(keys, 4 if other else 1000)}" for problem, keys in problems.items() if keys
         ]
+        foreign = " Weights of timm and Transformers are converted: revzoo convert NAME --weights FILE --out DIR."
         raise CheckpointError(
             f"{path} does not fit {spec.name}, which has {len(own)} tensors; nothing was loaded.{''.join(rows)}\n"
-            "Create the model it was saved from (a run's folder holds its spec.yaml), or pass the same overrides. Weights of "
-            "timm and Transformers are converted: revzoo convert NAME --weights FILE --out DIR."
+            "Create the model it was saved from (a run's folder holds its spec.yaml), or pass the same overrides."
+            f"{foreign if other else ''}"
         )
     if metadata.get("revzoo.digest", spec.digest) != spec.digest:
         differing = join_names(compare_specs(metadata.get("revzoo.spec", ""), spec))

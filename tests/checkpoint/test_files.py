@@ -150,7 +150,7 @@ def test_files_that_are_no_weights(model, file, tmp_path):
     }
     for name, content in broken.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .* never executed\. Received: "):
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .* never executed\. (Copy|Save) "):
             files.load_weights(model, tmp_path / name)
     torch.save([torch.zeros(1)], tmp_path / "list.pth")
     with pytest.raises(CheckpointError, match=r"list\.pth holds no state dict \(names to tensors\)\. Received: list"):

@@ -52,4 +52,4 @@ def test_docs_are_updated_for_the_models_that_match(run, refused, tmp_path, monk
     table = zoo.read_table(tmp_path / "zoo.json")
     assert sorted(table) == names
     assert all("card" in row for row in table.values())
-    assert refused("list", "--docs", tmp_path / "nowhere").endswith("nowhere/zoo.json: No such file or directory\n")
+    assert refused("list", "--docs", tmp_path / "nowhere").endswith("/nowhere: make it first.\n")

@@ -98,7 +98,10 @@ MODELS = ", ".join(list_models()[:3])
         ),
         ("list rev_vti*", f"Unknown model 'rev_vti*'. Did you mean 'rev_vit_ti'? Allowed: {MODELS}"),
         ("show rev_vit_dgits", f"Unknown model or spec file 'rev_vit_dgits'. Did you mean 'rev_vit_digits'? Allowed: {MODELS}"),
-        ("verify nothing", f"Unknown model or spec file 'nothing'. Allowed: {MODELS}"),
+        (
+            "verify nothing",
+            "Unknown model or spec file 'nothing'. A network of timm or Transformers becomes reversible first: ",
+        ),
         (
             "train --resume runs/1 --dry-run",
             "Argument --dry-run: not allowed with argument --resume. See revzoo train --help.",
@@ -137,7 +140,7 @@ MODELS = ", ".join(list_models()[:3])
             "Digits are images of 1 channel and 8x8 pixels. Received: a model for 3 channels and ",
         ),
         ("eval", "Name one thing to evaluate: the folder of a run, a checkpoint in it, or --pretrained NAME."),
-        ("eval nowhere", "No weights file at nowhere."),
+        ("eval nowhere", "There is no file or folder nowhere, to be a checkpoint or the folder of a run. Name one that "),
         ("eval --pretrained rev_vit_s", "Unknown shipped weights 'rev_vit_s'."),
     ],
 )
@@ -154,4 +157,5 @@ def test_system_errors_are_reported_without_a_traceback(refused, monkeypatch):
         raise PermissionError(13, "Permission denied", "specs/a.yaml")
 
     monkeypatch.setattr("revzoo.spec.list_models", list_models)
-    assert refused("list") == "cannot read or write specs/a.yaml: Permission denied\n"
+    allowed = "Change its permissions, or name another place."
+    assert refused("list") == f"cannot read or write specs/a.yaml: Permission denied. {allowed}\n"

@@ -56,9 +56,9 @@ def test_texts_come_from_tables_and_lines(run, tmp_path, tables):
 def test_what_cannot_be_predicted(refused, zero, tmp_path):
     assert refused("predict", "rev_vit_s", zero).startswith("rev_vit_s has no weights. Name the folder of a run")
     assert refused("predict", "rev_vti_s", zero).startswith("Unknown model or spec file 'rev_vti_s'. Did you mean 'rev_vit_s'?")
-    assert refused("predict", "rev_vit_digits", "no.png") == "There is no file no.png.\n"
+    assert refused("predict", "rev_vit_digits", "no.png") == "There is no file no.png. Name images or folders of them.\n"
     (tmp_path / "empty").mkdir()
-    assert refused("predict", "rev_vit_digits", tmp_path / "empty") == f"There are no images in {tmp_path / 'empty'}.\n"
+    assert refused("predict", "rev_vit_digits", tmp_path / "empty").startswith(f"There are no images in {tmp_path / 'empty'}: ")
     (tmp_path / "text.png").write_text("no image")
     assert refused("predict", "rev_vit_digits", tmp_path / "text.png").startswith(
         f"The image {tmp_path}/text.png cannot be read"

@@ -43,13 +43,16 @@ def test_the_picture_comes_with_the_text(file, run, tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere/a.png", "cannot read or write {}/nowhere/a.png: No such file or directory\n"),
+        (
+            "nowhere/a.png",
+            "cannot read or write {}/nowhere/a.png: No such file or directory. There is no folder {}/nowhere: make it first.\n",
+        ),
         ("a.pdf", "A picture is written as PNG. Received: --plot {}/a.pdf. Use --plot network.png.\n"),
-        ("folder.png", "cannot read or write {}/folder.png: Is a directory\n"),
+        ("folder.png", "cannot read or write {}/folder.png: Is a directory. Name a file.\n"),
     ],
 )
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(path, message, refused, tmp_path, monkeypatch):
     (tmp_path / "folder.png").mkdir()
     monkeypatch.setattr("revzoo.model.create.create", None)
-    assert refused("show", "rev_vit_digits", "--plot", tmp_path / path) == message.format(tmp_path)
+    assert refused("show", "rev_vit_digits", "--plot", tmp_path / path) == message.replace("{}", str(tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == ["folder.png"]

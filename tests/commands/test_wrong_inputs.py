@@ -91,6 +91,8 @@ def write_models(place: Path) -> None:
         (place / "runs" / "stateless" / "best.safetensors").read_bytes()
     )
     (place / "runs" / "damaged" / "best.safetensors").write_text("weights")
+    (place / "runs" / "stateless" / "state").mkdir()
+    (place / "runs" / "stateless" / "state" / "lock").touch()
     language = revzoo.create("rev_roberta_mini", overrides=["stages.0.depth=1", "head={type: masked_lm}"])
     language.save_pretrained(place / "language")
     reader = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])

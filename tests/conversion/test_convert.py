@@ -299,7 +299,7 @@ def test_wrong_folders_and_files_are_refused(vit, tmp_path):
         revzoo.export(folder, folder / "model.safetensors")
     with pytest.raises(InputError, match="exported as safetensors. Received: .*x.pth"):
         revzoo.export(folder, tmp_path / "x.pth")
-    with pytest.raises(CheckpointError, match="was converted and not trained"):
+    with pytest.raises(CheckpointError, match="does not say on which data to evaluate it"):
         evaluate_checkpoint(folder)
     with pytest.raises(InputError, match=r"Exact arithmetic \(exact=True, kept_bits\) needs float32 or float64"):
         revzoo.create(folder, dtype=torch.bfloat16)

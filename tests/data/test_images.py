@@ -187,7 +187,9 @@ def test_refusals_of_folders(tmp_path, image_folder):
     (empty / "val").mkdir()
     assert refusal(images(empty)) == f"{empty}/train has no classes: looked for one folder of images per class."
     (empty / "train" / "cat").mkdir()
-    assert refusal(images(empty)) == f"The class folders in {empty}/train hold no images: looked for {SUFFIXES}."
+    assert (
+        refusal(images(empty)) == f"The class folders in {empty}/train hold no images: looked for {SUFFIXES}. Put some there."
+    )
     (image_folder / "val").rename(image_folder / "elsewhere")
     assert refusal(DataOptions("imagenet", 4, str(image_folder))) == (
         f"No validation images in {image_folder}: looked for a folder called val or valid or validation or dev or eval or "
@@ -195,7 +197,10 @@ def test_refusals_of_folders(tmp_path, image_folder):
     )
     (image_folder / "elsewhere" / "dog").rename(image_folder / "elsewhere" / "wolf")
     (image_folder / "elsewhere").rename(image_folder / "val")
-    assert refusal(images(image_folder)) == f"{image_folder}/val has classes that {image_folder}/train does not have: wolf."
+    assert refusal(images(image_folder)) == (
+        f"{image_folder}/val has classes that {image_folder}/train does not have: wolf. Remove them, or add images of them for "
+        "training."
+    )
     (image_folder / "train" / "cat" / "0.png").rename(image_folder / "train" / "0.png")
     assert refusal(images(image_folder)) == (
         f"There are images directly in {image_folder}/train, outside of any class folder. Move or remove them."

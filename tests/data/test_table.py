@@ -128,9 +128,13 @@ def test_a_missing_dependency_is_named(error, message):
         (
             "train.csv",
             b"words,label\nfine,a\n",
-            "train.csv has no column 'text'. Received: words, label. Name one with data.text.c",
+            "train.csv has no column 'text'. Received: words, label. The first row of a table ",
         ),
-        ("train.csv", b"text,label\nfine,a\nalso,a\n", "train.csv has one label: a. Classification needs two or more."),
+        (
+            "train.csv",
+            b"text,label\nfine,a\nalso,a\n",
+            "train.csv has one label: a. Classification needs two or more: add texts of another.",
+        ),
         (
             "train.csv",
             b"text,label\nfine,a\ngood film, really good,pos\n",

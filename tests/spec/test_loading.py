@@ -225,8 +225,9 @@ def test_base_by_name(write, monkeypatch):
     monkeypatch.setattr(names, "data_root", lambda: Path("root"))
     child = write("base: toy\nname: child", "child.yaml")
     assert load_spec(child).stages == load_spec("toy").stages
-    assert message(load_spec, write("base: toi", "child.yaml")) == (
-        "1 problem found:\n  child.yaml: base: found 'toi'; allowed: a path ending in .yaml, or one of toy. Did you mean 'toy'?"
+    assert message(load_spec, write("base: toyy", "child.yaml")) == (
+        "1 problem found:\n  child.yaml: base: found 'toyy'; allowed: a path ending in .yaml, or one of toy. "
+        "Did you mean 'toy'?"
     )
 
 
@@ -295,7 +296,7 @@ def test_file_that_is_not_text(write):
 def test_unknown_source(write, monkeypatch):
     write(SPEC, "root/specs/models/toys/toy.yaml")
     monkeypatch.setattr(names, "data_root", lambda: Path("root"))
-    assert message(load_spec, "toi") == "Unknown model or spec file 'toi'. Did you mean 'toy'? Allowed: toy."
+    assert message(load_spec, "toyy") == "Unknown model or spec file 'toyy'. Did you mean 'toy'? Allowed: toy."
     assert message(load_spec, "root") == (
         "There is no spec.yaml in the folder root, which would be a model's spec. "
         "revzoo list prints the names that need no file."

@@ -68,7 +68,7 @@ def test_foreign_checkpoints(tmp_path):
     torch.save({"a": torch.zeros(1)}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match="w.pt was not saved by `revzoo train`"):
         evaluate_checkpoint(tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match="No weights file at"):
+    with pytest.raises(CheckpointError, match="is not the folder of a run with weights: there is no best.safetensors in it"):
         evaluate_checkpoint(tmp_path)
     (tmp_path / "best.safetensors").write_bytes(b"half a file")
     with pytest.raises(CheckpointError, match="best.safetensors cannot be read"):

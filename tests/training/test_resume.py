@@ -214,12 +214,15 @@ def test_leaving_the_range_of_exact_arithmetic_says_when(recipe, tmp_path):
 
 def test_folders_that_are_no_runs(recipe, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="not the folder of a run: there is no config.yaml in it.$"):
+    with pytest.raises(
+        CheckpointError,
+        match="not the folder of a run: there is no config.yaml in it. Name one that revzoo train has written.$",
+    ):
         resume(tmp_path / "empty")
     (tmp_path / "empty" / "config.yaml").write_text(recipe().to_yaml())
     (tmp_path / "empty" / "spec.yaml").write_text(revzoo.load_spec("rev_vit_digits").to_yaml())
     (tmp_path / "empty" / "metrics.jsonl").touch()
-    with pytest.raises(CheckpointError, match="not the folder of a run: there is no state"):
+    with pytest.raises(CheckpointError, match="cannot be resumed: there is no state"):
         resume(tmp_path / "empty")
     with pytest.raises(InputError, match="is not empty"):
         train(recipe(), tmp_path / "empty")
