@@ -268,7 +268,7 @@ def _read_part(node: YamlNode, registry: Registry, template: bool, path: str, pr
         allowed = f"one of {join_names(names)}"
         if not _is_text(node.value) and name is node:
             allowed = f"{{type: NAME, ...}} or NAME, with NAME {allowed}"
-        hint = f"{did_you_mean(name.value, names)}{_IMPORT_HINT}" if _is_text(name.value) else ""
+        hint = (did_you_mean(name.value, names) or _IMPORT_HINT) if _is_text(name.value) else ""
         problems.append(name.problem(allowed, hint=hint))
         return None
     members = {

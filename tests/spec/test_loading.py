@@ -341,7 +341,7 @@ except ValueError as error:
         "3 problems found:",
         "  override: block.coupling: found 'additiv'; allowed: one of additive, dual_residual, leapfrog, midpoint, momentum, "
         "none."
-        " Did you mean 'additive'? A part of your own is known once its package is imported: --import PACKAGE.",
+        " Did you mean 'additive'?",
         "  override: block.f.heads: found 'three'; allowed: an integer >= 1.",
         "  override: head.output: found the unknown key 'output';"
         " allowed: outputs, pool, class_token, dropout, norm, fc_norm, momentum, bias, scale, slope. Did you mean 'outputs'?",
