@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from revzoo.display.figures.base import byte_ticks, draw_heading, label_bytes, new_figure, save, simplify_axes
+from revzoo.display.figures.base import draw_heading, mark_bytes, new_figure, save, simplify_axes
 from revzoo.display.figures.batch import CURVES
 from revzoo.display.style import INK, MODE_COLORS, PALE
 
@@ -38,7 +38,7 @@ def plot_front(
             axes.plot(*zip(*points, strict=True), lw=0.9, ls="-" if len(points) > 1 else "none", **style)
     axes.set_xlabel("peak of all memory together", fontsize=9, color=INK)
     axes.set_ylabel(f"{cost} of a step, all stored = 1", fontsize=9, color=INK)
-    label_bytes(axes.xaxis, byte_ticks(*axes.get_xlim()))
+    mark_bytes(axes.xaxis, *axes.get_xlim())
     simplify_axes(axes)
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.17), ncols=3, frameon=False, fontsize=9)
     save(figure, path)

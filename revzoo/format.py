@@ -7,14 +7,14 @@ BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 <
 
 def format_bytes(size: float) -> str:
     """Return a size such as "17.5 MiB"."""
-    unit = _choose_byte_unit(size)
-    return f"{size:.0f} B" if unit == "B" else f"{size / BYTE_UNITS[unit]:.1f} {unit}"
+    name, unit = choose_byte_unit(size)
+    return f"{size:.0f} B" if name == "B" else f"{size / unit:.1f} {name}"
 
 
 def format_tick(size: float) -> str:
     """Return a size without the zeros after its decimal point, such as "1.25 GiB"."""
-    unit = _choose_byte_unit(size)
-    return f"{size / BYTE_UNITS[unit]:.6g} {unit}"
+    name, unit = choose_byte_unit(size)
+    return f"{size / unit:.6g} {name}"
 
 
 def format_flops(flops: int) -> str:
@@ -62,9 +62,9 @@ def format_bits(loss: float, label_noun: str, prefix: str) -> str:
     return f"{prefix}{loss / log(2):.3f} bits per {label_noun[:-1]}" if label_noun in ("tokens", "bytes") else ""
 
 
-def _choose_byte_unit(size: float) -> str:
-    """Return the largest unit that the size is one of at least, or "B"."""
-    return next(unit for unit in reversed(BYTE_UNITS) if unit == "B" or abs(size) >= BYTE_UNITS[unit])
+def choose_byte_unit(size: float) -> tuple[str, int]:
+    """Return the largest unit that the size is one of at least, or "B", and how many bytes it has."""
+    return next((name, unit) for name, unit in reversed(BYTE_UNITS.items()) if name == "B" or abs(size) >= unit)
 
 
 def _scale(number: float, unit: str) -> str:

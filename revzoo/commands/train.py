@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         picture = arguments.plot or _PICTURE
         require_png(picture)
-        print(f"The loss falls fastest at optimizer.lr={find_learning_rate(recipe, picture):.1e}: {picture}")
+        print(f"The middle of the longest fall of the loss: optimizer.lr={find_learning_rate(recipe, picture):.1e}, {picture}")
         return 0
     if arguments.plot is not None:
         raise InputError(

@@ -1,9 +1,10 @@
-"""Find a learning rate: train a few updates with one that rises, and look where the loss falls fastest.
+"""Find a learning rate: train a few updates with one that rises, and look where the loss falls.
 
 The learning-rate range test of Smith (Cyclical Learning Rates for Training Neural Networks, WACV 2017, section 3.3), with the
-stop and the suggestion of fastai: the loss is averaged, the test ends when it is four times its least value, and the suggestion
-is where it falls fastest over the logarithm of the learning rate. It says where to begin to search, for this model, batch and
-optimizer; schedule, warm-up and regularisation are not looked at.
+stop and the suggestion of fastai (`valley`): the loss is averaged, the test ends when it is four times its least value, and the
+suggestion is the middle of the longest fall, the longest sequence of losses that are each less than the one before, with others
+between them left out. Where the loss falls fastest noise decides, often just before it diverges. It says where to begin to
+search, for this model, batch and optimizer; schedule, warm-up and regularisation are not looked at.
 """
 
 import math
@@ -13,8 +14,6 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import numpy as np
 
 from revzoo.display.console import show_status
 from revzoo.display.figures.learning_rate import plot_learning_rates
@@ -44,13 +43,13 @@ class RangeTest:
     losses: list[float]
 
     def suggest(self) -> float | None:
-        """Return the learning rate at which the loss falls fastest, before its least value; None where it does not fall."""
-        lrs, losses = np.array(self.lrs[_SETTLED:]), np.array(self.losses[_SETTLED:])
-        if len(lrs) < 2:
-            return None
-        slopes = np.gradient(losses, np.log(lrs))
-        steepest = slopes[: losses.argmin() + 1].argmin()
-        return float(lrs[steepest]) if slopes[steepest] < 0 else None
+        """Return the learning rate in the middle of the longest fall of the loss; None where it does not fall."""
+        losses = self.losses[_SETTLED:]
+        lengths = list[int]()  # of the longest falling sequence that ends with each loss
+        for i, loss in enumerate(losses):
+            lengths.append(1 + max((lengths[j] for j in range(i) if losses[j] > loss), default=0))
+        longest = max(lengths, default=0)
+        return self.lrs[_SETTLED + lengths.index(longest) - longest // 2] if longest > 1 else None
 
 
 def find_learning_rate(recipe: Recipe, picture: Path) -> float:

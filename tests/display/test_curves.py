@@ -36,5 +36,5 @@ def test_few_epochs_are_points_at_whole_numbers(epochs, marked, ticks, tmp_path,
     for axes in figures[0].axes:
         assert all((line.get_marker() != "None") == marked for line in axes.lines)
     for axes in figures[0].axes[:2]:
-        shown = [*axes.get_xticks()]
-        assert shown == ticks if ticks else all(tick == int(tick) for tick in shown)
+        shown = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+        assert shown == ticks if ticks else all(tick in range(1, epochs + 1) for tick in shown)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from revzoo.display.figures.base import mark_bytes, new_figure
 from revzoo.format import format_bytes, format_count, format_flops, format_seconds, format_tick
 
 
@@ -39,3 +40,19 @@ def test_ticks(size, text):
 )
 def test_flops_and_counts(number, flops, count):
     assert (format_flops(number), format_count(number)) == (flops, count)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0, 1500 << 20, ["0 B", "0.5 GiB", "1 GiB"]),
+        (1200 << 20, 1500 << 20, ["1.2 GiB", "1.25 GiB", "1.3 GiB", "1.35 GiB", "1.4 GiB", "1.45 GiB"]),
+        (0, 9 << 20, ["0 B", "2 MiB", "4 MiB", "6 MiB", "8 MiB"]),
+        (100 << 30, 300 << 30, ["100 GiB", "150 GiB", "200 GiB", "250 GiB", "300 GiB"]),
+    ],
+)
+def test_ticks_are_short_and_of_one_unit(low, high, labels):
+    axes = new_figure(4, 4).subplots()
+    axes.set_xlim(low, high)
+    mark_bytes(axes.xaxis, low, high)
+    assert [label.get_text() for label in axes.get_xticklabels()] == labels

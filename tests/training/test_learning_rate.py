@@ -7,10 +7,14 @@ import zoo_cli
 from revzoo.training.learning_rate import RangeTest, find_learning_rate
 
 
-def test_the_suggestion_is_where_the_loss_falls_fastest():
-    lrs = np.logspace(-5, 0, 51)
-    losses = 1 - 0.5 * np.tanh(4 * np.log10(lrs / 1e-3)) + np.where(lrs > 0.1, 9 * lrs, 0)  # falls around 1e-3, then diverges
-    assert RangeTest(lrs.tolist(), losses.tolist()).suggest() == pytest.approx(1e-3)
+def test_the_suggestion_is_the_middle_of_the_longest_fall():
+    lrs = np.logspace(-6, 0, 61)
+    falling = np.interp(np.log10(lrs), [-4, -2, -1, 0], [2.0, 1.0, 1.5, 9.0])  # flat to 1e-4, least at 1e-2
+    assert RangeTest(lrs.tolist(), falling.tolist()).suggest() == pytest.approx(1e-3)
+    cliff = falling - np.where(np.isclose(lrs, 1e-2), 0.5, 0)  # a steep last step is noise
+    assert RangeTest(lrs.tolist(), cliff.tolist()).suggest() == pytest.approx(1e-3)
+    bumpy = falling + np.where(np.arange(61) % 5 == 0, 0.2, 0)
+    assert RangeTest(lrs.tolist(), bumpy.tolist()).suggest() == pytest.approx(1e-3, rel=1)
     assert RangeTest(lrs.tolist(), (1 + lrs).tolist()).suggest() is None
     assert RangeTest([1e-7], [2.0]).suggest() is None
 
@@ -19,7 +23,7 @@ def test_the_suggestion_is_where_the_loss_falls_fastest():
 def test_a_rate_is_found_and_only_the_picture_is_left(recipe, tmp_path, monkeypatch, more):
     monkeypatch.setattr("revzoo.training.learning_rate._UPDATES", 25)
     monkeypatch.chdir(tmp_path)
-    assert 1e-4 < find_learning_rate(recipe("data.batch_size=96", *more), tmp_path / "lr.png") < 3
+    assert 1e-5 < find_learning_rate(recipe("data.batch_size=96", *more), tmp_path / "lr.png") < 3
     assert [path.name for path in tmp_path.iterdir()] == ["lr.png"]
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
 

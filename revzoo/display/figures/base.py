@@ -1,5 +1,6 @@
 """What all figures share: an empty page, its heading, plain axes, ticks in bytes, and how a picture is saved."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from revzoo.display.style import FAINT, GRID, INK
-from revzoo.format import format_tick
+from revzoo.format import choose_byte_unit, format_tick
 
 LEFT = 0.95  # margin to the left of the axes and the heading [inch]
 
@@ -49,15 +50,24 @@ def label_bytes(axis: Axis, ticks: Sequence[float]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda size, _: format_tick(size)))
 
 
-def byte_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Return round sizes from low to high: multiples of 1, 2 or 5 times 1, 10 or 100 of a binary unit, or of 256 or 512.
+def mark_bytes(axis: Axis, low: float, high: float, most: int = 7) -> None:
+    """Put ticks at round sizes from low to high on an axis, labelled in one unit, such as "0.8 GiB" and "1.2 GiB".
 
     Args:
-        most: how many sizes at most.
+        most: how many ticks at most.
     """
-    steps = (scale * 1024.0**power for power in range(5) for scale in (1, 2, 5, 10, 20, 50, 100, 200, 256, 512))
+    name, unit = choose_byte_unit(high)
+    axis.set_major_locator(FixedLocator([tick * unit for tick in round_ticks(low / unit, high / unit, most)]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / unit:.6g} {name}" if size else "0 B"))
+
+
+def round_ticks(low: float, high: float, most: int) -> list[float]:
+    """Return the multiples from low to high of 1, 2 or 5 times a power of ten, as many as there may be."""
+    exponent = math.floor(math.log10((high - low) / most))
+    steps = (scale * 10.0**power for power in (exponent, exponent + 1) for scale in (1, 2, 5))
     step = next(step for step in steps if (high - low) / step <= most)
-    return [k * step for k in range(int(-(-low // step)), int(high // step) + 1)]
+    return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def save(figure: Figure, path: str | Path) -> None:

@@ -10,6 +10,7 @@ from revzoo.display.figures.base import new_figure, save, simplify_axes
 from revzoo.display.style import BLUE, ORANGE, PALE
 
 _FEW = 20  # epochs up to which each is a point: one alone is no line
+_LABELLED = 8  # epochs up to which each has a tick
 _COUPLING = ("kept_bits", "m", "alpha", "beta")  # keys of a record, where training moves the coupling
 
 
@@ -33,7 +34,11 @@ def plot_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
     accuracy.set(xlabel="epoch", ylabel="test top-1 [%]")
     for axes in (losses, accuracy):
         simplify_axes(axes)
-        axes.xaxis.set_major_locator(FixedLocator(epochs) if len(epochs) <= 8 else MaxNLocator(8, integer=True, min_n_ticks=1))
+        if len(epochs) <= _LABELLED:
+            axes.xaxis.set_major_locator(FixedLocator(epochs))
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(_LABELLED, integer=True, steps=[1, 2, 5, 10]))
+            axes.margins(x=0.01)  # of a wider margin 0 would be a tick, which is no epoch
         if len(epochs) == 1:
             axes.set_xlim(epochs[0] - 1, epochs[0] + 1)
     if moving := [key for key in _COUPLING if key in records[0]]:
@@ -43,7 +48,7 @@ def plot_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
             couplings.step(epochs, [record[key] for record in records], "--", where="post", color=PALE, label=key, **around)
         simplify_axes(couplings)
         couplings.grid(False)  # its ticks are not those of top-1
-        couplings.legend(frameon=False)
+        couplings.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)  # above the curves
         if moving == ["kept_bits"]:
             couplings.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     save(figure, path)

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from revzoo.display.figures.base import LEFT, byte_ticks, draw_heading, label_bytes, new_figure, save, simplify_axes
+from revzoo.display.figures.base import LEFT, draw_heading, mark_bytes, new_figure, save, simplify_axes
 from revzoo.display.figures.modes import CHARACTER
 from revzoo.display.figures.plan import draw_fixed_bytes, draw_front, draw_limits, draw_peak
 from revzoo.display.module_parts import name_parts
@@ -115,7 +115,7 @@ def _draw_memory(
     draw_peak(axes, sizes, edges, where, top, details.fixed_bytes, inch)
     axes.set(xlim=(0, right), ylim=(0, top))
     axes.set_ylabel("peak memory", fontsize=9, color=INK)
-    label_bytes(axes.yaxis, byte_ticks(0, top))
+    mark_bytes(axes.yaxis, 0, top)
     simplify_axes(axes)
     axes.xaxis.set_visible(False)
     return top

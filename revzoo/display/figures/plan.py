@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from revzoo.display.figures.base import LEFT, byte_ticks, draw_heading, label_bytes, new_figure, save, simplify_axes
+from revzoo.display.figures.base import LEFT, draw_heading, mark_bytes, new_figure, save, simplify_axes
 from revzoo.display.figures.modes import (
     CHARACTER,
     draw_mode_cells,
@@ -105,7 +105,7 @@ def _draw_memory(axes: Axes, plan: Plan, fixed_bytes: int, inch: float) -> float
     draw_peak(axes, sizes, range(count + 1), where, top, fixed_bytes, inch)
     axes.set(xlim=(0, count), ylim=(0, top))
     axes.set_ylabel("peak memory", fontsize=9, color=INK)
-    label_bytes(axes.yaxis, byte_ticks(0, top))
+    mark_bytes(axes.yaxis, 0, top)
     simplify_axes(axes)
     axes.xaxis.set_visible(False)
     return top
@@ -216,7 +216,7 @@ def draw_front(
         axes.annotate(name, where, (dx, dy), **style)
     axes.text(low + 0.4 * room, top * 1.012, "the fastest at other budgets", fontsize=9.5, color=INK, ha="center", va="bottom")
     axes.set_xlabel("time of a training step" if timed else "FLOPs over storing everything", fontsize=9, color=INK)
-    label_bytes(axes.yaxis, byte_ticks(0, top))
+    mark_bytes(axes.yaxis, 0, top)
     simplify_axes(axes)
     axes.tick_params(labelleft=False)
     axes.xaxis.set_major_locator(MaxNLocator(4))
