@@ -37,18 +37,24 @@ def import_package(name: str) -> ModuleType:
 
 
 def import_from_here(name: str) -> ModuleType:
-    """Import a module that is installed, or in the present folder.
+    """Import a module that is installed, or in the present folder, which stays on the path behind all others.
+
+    Processes that load data import the module themselves, and start with the path that this process has.
 
     Raises:
         InputError: it cannot be imported.
     """
-    sys.path.insert(0, "")
+    here = os.getcwd()
+    sys.path.insert(0, here)  # as `python -m` does
     try:
-        return import_module(name)
+        module = import_module(name)
     except Exception as error:  # of a module of others, which may raise anything
         raise InputError(f"{name} cannot be imported ({describe_failure(error)}). {_suggest_remedy(name, error)}") from error
     finally:
-        sys.path.remove("")
+        sys.path.remove(here)
+    if here not in sys.path:
+        sys.path.append(here)
+    return module
 
 
 def describe_failure(error: BaseException) -> str:

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure times in one round. On a busy machine there would be many, and only tests of measuring depend on seconds."""
-    monkeypatch.setattr("revzoo.planning.profiling.clock._MOST_ROUNDS", 1)
+    monkeypatch.setattr("revzoo.planning.profiling.clock.MOST_ROUNDS", 1)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from revzoo.errors import InputError
 from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.nested import map_tensors, tensors_in
-from revzoo.runtime.replay import is_sharded
+from revzoo.sharded import is_sharded
 
 
 @contextmanager

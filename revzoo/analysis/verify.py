@@ -20,8 +20,8 @@ from revzoo.errors import InputError, RecoveryError, join_names
 from revzoo.format import format_bytes, format_dtype, format_ratio
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.observation import Comparison, observe_states
-from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.schedule import Mode
+from revzoo.sharded import is_sharded
 
 # Largest relative error allowed of a reconstructed state, of all gradients together, and of a single gradient, by the
 # coarsest precision in use.

@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from revzoo.sharded import is_sharded
+
 
 @dataclass(frozen=True)
 class RowOrder:
@@ -48,11 +50,6 @@ def find_row_orders(model: nn.Module) -> dict[str, RowOrder]:
     """Return the order of the parameters whose rows have been dealt out, by their keys in the state dict."""
     marked = [(name, module) for name, module in model.named_modules() if hasattr(module, "row_order")]
     return {f"{name}.{key}": cast(Any, module).row_order for name, module in marked for key, _ in module.named_parameters()}
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is divided over processes (a DTensor)."""
-    return hasattr(tensor, "placements")  # importing DTensor takes half a second, which a plain tensor need not cost
 
 
 def find_own_slice(tensor: Tensor, order: RowOrder | None = None) -> tuple[Any, ...]:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from revzoo.checkpoint.slices import RowOrder, gather_whole, is_sharded
+from revzoo.checkpoint.slices import RowOrder, gather_whole
 from revzoo.file import write_atomically
+from revzoo.sharded import is_sharded
 from revzoo.spec.names import INDEX_SUFFIX
 
 T = TypeVar("T")

@@ -77,7 +77,7 @@ def open_dataset(root: Path, options: ImageOptions, mode: str) -> ImageSplits:
     images, notes = [], list[str]()
     for (rows, source), own in zip(splits, labels, strict=True):
         numbers = number_labels(own, names, (f"in row {row} of {source}" for row in range(1, len(own) + 1)))
-        undecoded = _leave_undecoded(rows, options.column, source)
+        undecoded = _disable_decoding(rows, options.column, source)
         images.append(DatasetImages(undecoded, options.column, numbers, mode, source, root))
         notes += describe_missing(numbers, names, source)
     train, test = images
@@ -127,7 +127,7 @@ def _read_splits(root: Path) -> list[tuple[Any, str]]:
     return [(splits[name], f"{root} ({name})") for name in names.values()]
 
 
-def _leave_undecoded(rows: Any, column: str, source: str) -> Any:
+def _disable_decoding(rows: Any, column: str, source: str) -> Any:
     """Return a data set with the bytes or the file names of its images."""
     import datasets
 

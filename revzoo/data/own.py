@@ -1,9 +1,6 @@
 """Data sets of the user's own: what a function returns that the recipe names as `data.name=package.module:function`."""
 
-import importlib
 import operator
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +10,8 @@ from torch import Tensor
 from revzoo.data.base import BrokenExampleError, Examples
 from revzoo.data.options import DataOptions
 from revzoo.data.random import seeded
-from revzoo.errors import DataError, RevzooError
-from revzoo.plugin import describe_failure
+from revzoo.errors import DataError, InputError, RevzooError
+from revzoo.plugin import describe_failure, import_from_here
 from revzoo.spec.schema import ImageInput, Input
 
 
@@ -95,15 +92,12 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
 
 def _find_function(name: str) -> Callable[[DataOptions, Input], Any]:
     module, _, attribute = name.partition(":")
-    if (here := os.getcwd()) not in sys.path:  # where `python -m` looks, too
-        sys.path.append(here)
     try:
-        function: Callable[[DataOptions, Input], Any] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise DataError(
-            f"data.name={name} cannot be imported: {error}. Write it as package.module:function, and run the command where "
-            f"python -c 'import {module}' works."
-        ) from error
+        function: Callable[[DataOptions, Input], Any] = getattr(import_from_here(module), attribute)
+    except InputError as error:
+        raise DataError(f"data.name={name}: {error}") from error
+    except AttributeError as error:
+        raise DataError(f"data.name={name}: {error}. Write it as package.module:function.") from error
     if not callable(function):
         raise DataError(f"data.name={name} should be a function. Received: {type(function).__name__}.")
     return function

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from revzoo.errors import InputError
 from revzoo.runtime.exact import has_value
-from revzoo.runtime.replay import is_sharded
+from revzoo.sharded import is_sharded
 from revzoo.spec.schema import ImageInput, Spec, TextInput
 
 

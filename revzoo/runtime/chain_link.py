@@ -20,9 +20,9 @@ from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.pair_update import PairUpdate, Step
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
-from revzoo.runtime.replay import is_sharded
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import InvertedSegment, SavedInputs
+from revzoo.sharded import is_sharded
 
 
 def run_link(

@@ -31,7 +31,7 @@ from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.host_copy import can_read_now
 from revzoo.runtime.late_check import LateCheck
 from revzoo.runtime.live_bytes import wraps_tensors
-from revzoo.runtime.replay import is_sharded
+from revzoo.sharded import is_sharded
 
 # Binary digits after the point, and in total. The states of trained networks stay far below 2^8 (the largest seen is 0.12 of
 # it), and for values above 2^8 float32 itself is coarser than 2^-16.

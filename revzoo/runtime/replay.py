@@ -6,7 +6,6 @@ and BatchNorm statistics are the same before and after.
 """
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter, is_
@@ -22,6 +21,7 @@ from revzoo.runtime.compiling import are_compiled
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.settings import Settings
+from revzoo.sharded import is_sharded
 
 T = TypeVar("T")
 _Tensors = dict[str, Tensor | None]
@@ -274,10 +274,3 @@ def processes_communicate() -> bool:
     """Return whether this process is one of several that torch.distributed connects."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized()
-
-
-def is_sharded(*tensors: Tensor) -> bool:
-    """Return whether one of the tensors is a DTensor."""
-    # Importing DTensor takes half a second, and there is none before somebody else has imported it.
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and any(isinstance(t, distributed.DTensor) for t in tensors)

@@ -15,13 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
-from revzoo.checkpoint.slices import get_own_part, is_sharded
+from revzoo.checkpoint.slices import get_own_part
 from revzoo.data.base import Data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import InputError, SpecError, SpecProblem, join_names
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.registry import heads
+from revzoo.sharded import is_sharded
 from revzoo.sharding.create import create_sharded
 from revzoo.sharding.materialize import allocate_
 from revzoo.sharding.shard import shard_

@@ -137,7 +137,7 @@ class DividedStep(PlannedStep):
         super().__init__(run)
         assert run.mesh is not None
         division = Division.of(run.mesh, offload=run.recipe.train.offload)
-        self._whole = _make_undivided(run.model)
+        self._whole = _build_whole_model(run.model)
         optimizer = _copy_optimizer_for(self._whole, run)
         held = count_rank_bytes(self._whole, division, optimizer)
         model_bytes = held.buffers + (0 if division.offload else held.weights)
@@ -175,7 +175,7 @@ def make_planned_step(run: Run) -> PlannedStep:
     return WholeStep(run) if run.mesh is None else DividedStep(run)
 
 
-def _make_undivided(divided: Model) -> Model:
+def _build_whole_model(divided: Model) -> Model:
     """Return the network of a divided one before it was divided, on the meta device."""
     with torch.device("meta"):
         model = build(divided.spec).to(next(divided.parameters()).dtype)

@@ -199,7 +199,7 @@ WRONG = [
     ("train data.name=own_data:raises", "own_data:raises raises KeyError: 'images', in line 3 of "),
     ("train data.name=own_data:without_arguments", "TypeError: without_arguments() takes 0 ", "It is called with the data"),
     ("train data.name=own_data:one_set", "has to return two data sets, ", "return train, test. Received: tuple."),
-    ("train data.name=own_data:nothing", "Write it as package.module:function, and run the command where python -c 'import"),
+    ("train data.name=own_data:nothing", "has no attribute 'nothing'. Write it as package.module:function."),
     # texts
     ("train texts data.root=headless.csv", "The first row of a table names its columns.", "data.text.column='a cat purrs'"),
     ("train texts data.root=other.csv", "Received: review, stars.", "data.text.column=review, or --column review."),

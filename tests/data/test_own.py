@@ -93,7 +93,10 @@ def test_own_data(own):
         ("one", "one has to return two data sets, .* Received: Birds"),
         ("words", "need an attribute `classes`"),
         ("nothing", "should be a function. Received: NoneType"),
-        ("absent", "cannot be imported: module 'my_birds' has no attribute 'absent'.* run the command where"),
+        (
+            "absent",
+            "my_birds:absent: module 'my_birds' has no attribute 'absent'. Write it as package.module:function",
+        ),
     ],
 )
 def test_own_data_that_cannot_be_used(own, function, message, refusal):
@@ -102,6 +105,21 @@ def test_own_data_that_cannot_be_used(own, function, message, refusal):
     assert re.search(
         message, refusal(DataOptions(f"{own}:{function}", batch_size=4), ImageInput("image", channels=3, size=(4, 4)))
     )
+
+
+def test_a_module_that_is_not_there_is_named(own, refusal):
+    message = refusal(DataOptions("my_fish:all", batch_size=4), ImageInput("image", channels=3, size=(4, 4)))
+    assert message.startswith("data.name=my_fish:all: my_fish cannot be imported (No module named 'my_fish').")
+
+
+@pytest.mark.slow  # starts a process
+def test_processes_that_are_spawned_find_the_module(own, monkeypatch):
+    """They import it anew, with the path of this process."""
+    input = ImageInput("image", channels=3, size=(4, 4))
+    data = load_data(DataOptions(f"{own}:birds", batch_size=4, num_workers=1), input, seed=0)
+    data.train.multiprocessing_context = "spawn"
+    data.start_epoch(0)
+    assert [len(images) for images, _ in data.train] == [4, 4]
 
 
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])

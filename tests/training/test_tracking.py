@@ -22,7 +22,7 @@ def test_tensorboard(recipe, tmp_path, drawn, read_records):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tmp_path / "run"
-    train(recipe("train.track=[tensorboard]", "train.epochs=1", "schedule.sched=constant"), run)
+    train(recipe("train.track=[tensorboard]", "train.epochs=1", "schedule.sched=constant", "memory.budget=1GB"), run)
     resume(run, ["train.epochs=2"])
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
@@ -35,6 +35,8 @@ def test_tensorboard(recipe, tmp_path, drawn, read_records):
     assert [picture.step for picture in events.Images("curves")] == [1, 2]
     (spec,) = events.Tensors("spec.yaml/text_summary")
     assert b"    name: rev_vit_digits" in spec.tensor_proto.string_val[0]
+    (plan,) = events.Tensors("plan.json/text_summary")
+    assert b'"budget_bytes": 1000000000' in plan.tensor_proto.string_val[0]
     (settings,) = run.glob("tensorboard/*/hparams.yml")
     assert "optimizer.lr: 0.003" in settings.read_text()
 
@@ -46,7 +48,7 @@ def test_mlflow_on_a_local_folder(recipe, tmp_path, drawn, read_records, monkeyp
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    train(recipe("train.track=[mlflow]", "train.epochs=1", "schedule.sched=constant"), tmp_path / "run")
+    train(recipe("train.track=[mlflow]", "train.epochs=1", "schedule.sched=constant", "memory.budget=1GB"), tmp_path / "run")
     resume(tmp_path / "run", ["train.epochs=2"])
     client = mlflow.MlflowClient()
     (experiment,) = client.search_experiments(filter_string="name = 'revzoo'")
@@ -57,6 +59,7 @@ def test_mlflow_on_a_local_folder(recipe, tmp_path, drawn, read_records, monkeyp
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
         "config.yaml",
         "curves.png",
+        "plan.json",
         "spec.yaml",
     }
 

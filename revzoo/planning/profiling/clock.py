@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 _STEADY = 0.03  # a spread that needs no further rounds
-_MOST_ROUNDS = 16
+MOST_ROUNDS = 16
 _LIMIT_SECONDS = 120  # no further round begins after this time
 # Of normal samples: their standard deviation over half of the range of the middle half, times the standard error of a median.
 _ERROR_OF_MEDIAN = 1.4826 * 1.2533
@@ -75,7 +75,7 @@ def repeat(least: int, read_spread: Callable[[], float]) -> Iterator[int]:
         read_spread: returns the spread of what has been measured so far.
     """
     begin = time.perf_counter()
-    for round_ in range(_MOST_ROUNDS):
+    for round_ in range(MOST_ROUNDS):
         is_over = time.perf_counter() - begin > _LIMIT_SECONDS
         if round_ and (is_over or (round_ >= least and read_spread() <= _STEADY)):
             return

@@ -121,13 +121,13 @@ def count_rank_bytes(model: Model, division: Division, optimizer: Optimizer | No
     if division.shard != "none":
         units = list_units(model)
         inside = {id(p) for unit in units for p in unit.parameters()}
-        root = _count_padded((p for key, p in own.items() if key not in inside), shards)
-        sizes = [0, *(_count_padded((own[id(p)] for p in unit.parameters()), shards) for unit in units)]
+        root = _count_padded_bytes((p for key, p in own.items() if key not in inside), shards)
+        sizes = [0, *(_count_padded_bytes((own[id(p)] for p in unit.parameters()), shards) for unit in units)]
         # A unit is copied from the buffer that it arrived in; in backward, the one before it arrives meanwhile.
         gathered = root + max(unit + max(unit, before) for before, unit in pairwise(sizes))
     return RankBytes(
-        weights=_count_padded(own.values(), shards) // shards,
-        gradients=_count_padded((p for p in own.values() if p.requires_grad), shards) // shards,
+        weights=_count_padded_bytes(own.values(), shards) // shards,
+        gradients=_count_padded_bytes((p for p in own.values() if p.requires_grad), shards) // shards,
         buffers=sum(b.nbytes for b in model.buffers()),
         optimizer=_count_optimizer(model, optimizer, own, shards),
         gathered=gathered,
@@ -147,7 +147,7 @@ def _take_own_layers(model: Model, processes: int) -> dict[int, Tensor]:
     return own
 
 
-def _count_padded(tensors: Iterable[Tensor], shards: int) -> int:
+def _count_padded_bytes(tensors: Iterable[Tensor], shards: int) -> int:
     """Return the bytes of tensors, each filled up so that it can be cut into equal pieces."""
     return sum(_count_rows(t, shards) * shards * math.prod(t.shape[1:]) * t.itemsize for t in tensors)
 
