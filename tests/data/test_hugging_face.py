@@ -7,16 +7,15 @@ import sys
 import warnings
 
 import pytest
-import torch
 
 from revzoo.data.base import BrokenExampleError
-from revzoo.data.loading import load_data
-from revzoo.data.options import DataOptions, ImageOptions, TextOptions
-from revzoo.errors import DataError, RevzooError
+from revzoo.data.options import ImageOptions, TextOptions
+from revzoo.errors import RevzooError
 from revzoo.spec.schema import ImageInput, TextInput
 
 datasets = pytest.importorskip("datasets")
 
+KIND = "hfds"  # which `load` loads
 GREY = ImageInput("image", 1, (8, 8))
 SUBWORDS = TextInput("text", 48, 280, 1)
 
@@ -31,26 +30,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache"
-
-
-def load(root, name="hfds", input=GREY, processes=1, **options):
-    return load_data(DataOptions(name, **{"batch_size": 4, "root": str(root), **options}), input, 0, processes)
-
-
-def refusal(root, **options):
-    with pytest.raises(DataError) as caught:
-        load(root, **options)
-    return str(caught.value)
-
-
-def epoch(data, number, skip=0):
-    data.start_epoch(number, skip)
-    return list(data.train)
-
-
-def same(one, other):
-    pairs = list(zip(one, other, strict=True))
-    return bool(pairs) and all(torch.equal(a, b) and torch.equal(i, j) for (a, i), (b, j) in pairs)
 
 
 def save(root, train, validation, features=None):
@@ -70,7 +49,7 @@ def convert(saved, kind):
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("saved", 0), ("saved", 2), ("parquet", 0), ("folder", 0)])
-def test_the_examples_are_those_of_a_folder(saved_dataset, image_folder, kind, workers):
+def test_the_examples_are_those_of_a_folder(saved_dataset, image_folder, kind, workers, load, epoch, same):
     """Order and augmentation, too, in a whole epoch and in the second half of one."""
     folder = load(image_folder, "folder")
     data = load(image_folder if kind == "folder" else convert(saved_dataset, kind), num_workers=workers)
@@ -80,7 +59,7 @@ def test_the_examples_are_those_of_a_folder(saved_dataset, image_folder, kind, w
     assert same(data.test, folder.test)
 
 
-def test_examples_are_told_from_others(saved_dataset, image_folder, tmp_path):
+def test_examples_are_told_from_others(saved_dataset, image_folder, tmp_path, load):
     digests = load(saved_dataset).describe_examples()
     assert load(convert(saved_dataset, "parquet")).describe_examples() == digests
     saved_dataset = saved_dataset.rename(tmp_path / "elsewhere")
@@ -95,7 +74,7 @@ def test_examples_are_told_from_others(saved_dataset, image_folder, tmp_path):
     assert load(tmp_path / "copied").describe_examples() == digests
 
 
-def test_columns_and_words_as_labels(saved_dataset, tmp_path):
+def test_columns_and_words_as_labels(saved_dataset, tmp_path, load, refused):
     rows = datasets.load_from_disk(str(saved_dataset))["train"]
     words = rows.rename_column("image", "img").remove_columns("label").add_column("kind", list("bacbbabc"))
     datasets.DatasetDict(train=words, test=words.select([1])).save_to_disk(tmp_path / "words")
@@ -103,17 +82,17 @@ def test_columns_and_words_as_labels(saved_dataset, tmp_path):
     assert data.class_names == ["a", "b", "c"]
     assert data._examples.source.labels.tolist() == [1, 0, 2, 1, 1, 0, 1, 2]
     assert data.notes == [f"{tmp_path}/words (test) has no images of b, c"]
-    assert refusal(tmp_path / "words") == (
+    assert refused(tmp_path / "words") == (
         f"{tmp_path}/words (train) has no column 'image'. Did you mean 'img'? Received: img, kind. Name one with "
         "data.image.column=..."
     )
-    assert refusal(tmp_path / "words", image=ImageOptions("img", "kinds")) == (
+    assert refused(tmp_path / "words", image=ImageOptions("img", "kinds")) == (
         f"{tmp_path}/words (train) has no column 'kinds'. Did you mean 'kind'? Received: img, kind. Name one with "
         "data.image.label=..."
     )
 
 
-def test_each_split_has_its_own_numbers_for_the_classes(saved_dataset, tmp_path):
+def test_each_split_has_its_own_numbers_for_the_classes(saved_dataset, tmp_path, load, same):
     rows = datasets.load_from_disk(str(saved_dataset))
     turned = rows["validation"].cast_column("label", datasets.Value("string"))
     names = {"0": "cat", "1": "dog"}
@@ -123,7 +102,7 @@ def test_each_split_has_its_own_numbers_for_the_classes(saved_dataset, tmp_path)
     assert same(load(tmp_path / "turned").test, load(saved_dataset).test)
 
 
-def test_names_of_classes_that_look_like_numbers_stay_as_they_are(saved_dataset, tmp_path):
+def test_names_of_classes_that_look_like_numbers_stay_as_they_are(saved_dataset, tmp_path, load):
     """As those of class folders do."""
     rows, names = datasets.load_from_disk(str(saved_dataset)), datasets.ClassLabel(names=["00007", "-1 "])
     for split in rows:
@@ -144,30 +123,30 @@ LABELS = [
 
 
 @pytest.mark.parametrize(("labels", "message"), LABELS)
-def test_refusals_of_labels(tmp_path, labels, message):
+def test_refusals_of_labels(tmp_path, labels, message, refused):
     save(tmp_path / "data", {"image": ["a", "b"], "label": labels}, {"image": ["a"], "label": [7]})
-    assert refusal(tmp_path / "data").startswith(message.format(root=tmp_path / "data"))
+    assert refused(tmp_path / "data").startswith(message.format(root=tmp_path / "data"))
 
 
-def test_refusals_of_folders(tmp_path, saved_dataset, image_folder):
+def test_refusals_of_folders(tmp_path, saved_dataset, image_folder, refused):
     (tmp_path / "empty").mkdir()
-    assert refusal(tmp_path / "empty").startswith(f"{tmp_path}/empty cannot be read as a data set of Hugging Face (")
-    assert refusal(tmp_path / "missing") == f"There is no folder {tmp_path}/missing. Set data.root to where the data are."
+    assert refused(tmp_path / "empty").startswith(f"{tmp_path}/empty cannot be read as a data set of Hugging Face (")
+    assert refused(tmp_path / "missing") == f"There is no folder {tmp_path}/missing. Set data.root to where the data are."
     needed = "looked for train or training. Received: without a split. Make two of one with train_test_split of datasets, and"
     assert (
-        refusal(saved_dataset / "train") == f"{saved_dataset}/train has no train split: {needed} save them with save_to_disk."
+        refused(saved_dataset / "train") == f"{saved_dataset}/train has no train split: {needed} save them with save_to_disk."
     )
     shutil.rmtree(image_folder / "val")
-    assert "has no validation split: looked for val or valid or" in refusal(image_folder)
+    assert "has no validation split: looked for val or valid or" in refused(image_folder)
     numbers = save(tmp_path / "numbers", {"image": [1, 2], "label": [0, 1]}, {"image": [1], "label": [0]})
-    assert refusal(numbers).startswith(f"The column 'image' of {numbers} (train) does not hold images (")
+    assert refused(numbers).startswith(f"The column 'image' of {numbers} (train) does not hold images (")
     arrow = next((saved_dataset / "train").glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:100])
-    assert refusal(saved_dataset).startswith(f"{saved_dataset} cannot be read as a data set of Hugging Face (")
+    assert refused(saved_dataset).startswith(f"{saved_dataset} cannot be read as a data set of Hugging Face (")
 
 
 @pytest.mark.parametrize("image", [None, {"bytes": b"no image", "path": None}])
-def test_broken_images_are_named_with_their_row(tmp_path, image):
+def test_broken_images_are_named_with_their_row(tmp_path, image, load, epoch):
     features = datasets.Features(image=datasets.Image(decode=False), label=datasets.Value("int64"))
     rows = {"image": [image, image], "label": [0, 1]}
     root = save(tmp_path / "data", rows, rows, features)
@@ -175,7 +154,7 @@ def test_broken_images_are_named_with_their_row(tmp_path, image):
         epoch(load(root, batch_size=2), 0)
 
 
-def test_a_file_that_is_gone_is_named_with_its_row(image_folder):
+def test_a_file_that_is_gone_is_named_with_its_row(image_folder, load, epoch):
     data = load(image_folder, batch_size=8)
     (image_folder / "train" / "cat" / "2.png").unlink()
     with pytest.raises(
@@ -184,7 +163,7 @@ def test_a_file_that_is_gone_is_named_with_its_row(image_folder):
         epoch(data, 0)
 
 
-def test_what_is_not_installed_is_named(saved_dataset, monkeypatch):
+def test_what_is_not_installed_is_named(saved_dataset, monkeypatch, load):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RevzooError, match="^Data sets of Hugging Face need the package datasets. Install it: pip install data"):
         load(saved_dataset)
@@ -198,7 +177,7 @@ def read(table):
     return datasets.Dataset.from_csv(str(table), keep_default_na=False).to_dict()
 
 
-def test_texts_are_those_of_tables(tables, tokenizer, tmp_path):
+def test_texts_are_those_of_tables(tables, tokenizer, tmp_path, load, refused, epoch, same):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train, test = (read(tables / name) for name in ("train.csv", "test.jsonl"))
@@ -212,12 +191,12 @@ def test_texts_are_those_of_tables(tables, tokenizer, tmp_path):
     data = load(save(tmp_path / "numbers", train, test, features), input=SUBWORDS, text=text)
     assert data.class_names == ["dog", "cat"]
     assert [(1 - labels).tolist() for _, labels in data.test] == [labels.tolist() for _, labels in expected.test]
-    assert refusal(tables, input=SUBWORDS).startswith("Texts of your own need a tokenizer. ")
-    assert refusal(tmp_path / "words", input=SUBWORDS, text=TextOptions(str(tokenizer), "texts")) == (
+    assert refused(tables, input=SUBWORDS).startswith("Texts of your own need a tokenizer. ")
+    assert refused(tmp_path / "words", input=SUBWORDS, text=TextOptions(str(tokenizer), "texts")) == (
         f"{tmp_path}/words (train) has no column 'texts'. Did you mean 'text'? Received: text, label. Name one with "
         "data.text.column=..."
     )
     empty = save(tmp_path / "empty", {"text": ["a", " "], "label": [0, 1]}, {"text": ["a"], "label": [-1]}, features)
-    assert refusal(empty, input=SUBWORDS, text=text) == (
+    assert refused(empty, input=SUBWORDS, text=text) == (
         f"{empty} (train), row 2: the column 'text' is empty. Correct or remove the row."
     )

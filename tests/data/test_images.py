@@ -29,17 +29,7 @@ def images(root, **options):
     return DataOptions("folder", **{"batch_size": 4, "root": str(root), **options})
 
 
-def epoch(data, number, skip=0):
-    data.start_epoch(number, skip)
-    return list(data.train)
-
-
-def same(one, other):
-    pairs = list(zip(one, other, strict=True))
-    return all(torch.equal(a, b) and torch.equal(i, j) for (a, i), (b, j) in pairs)
-
-
-def test_digits_split():
+def test_digits_split(epoch):
     data = load_data(digits(), GREY, seed=0)
     labels = torch.cat([labels for _, labels in data.test])
     assert len(data.test.dataset) == len(labels) == 355
@@ -52,7 +42,7 @@ def test_digits_split():
     torch.testing.assert_close(everything.std(), torch.tensor(1.0))
 
 
-def test_digits_are_moved_by_at_most_the_shift():
+def test_digits_are_moved_by_at_most_the_shift(epoch):
     still, moved = (load_data(digits(batch_size=1442, shift=shift), GREY, 0) for shift in (0, 1))
     (before, labels), (after, same_labels) = *epoch(still, 3), *epoch(moved, 3)
     assert torch.equal(labels, same_labels)
@@ -66,7 +56,7 @@ def test_digits_are_moved_by_at_most_the_shift():
 
 @pytest.mark.parametrize("kind", ["digits", "folder"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, image_folder):
+def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, image_folder, epoch, same):
     def load(seed=7, workers=workers):
         options = digits(shift=1, num_workers=workers) if kind == "digits" else images(image_folder, num_workers=workers)
         return load_data(options, GREY, seed)
@@ -83,7 +73,7 @@ def test_order_and_augmentation_follow_from_seed_and_epoch(kind, workers, image_
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_process_draws_its_own_numbers(image_folder, workers):
+def test_the_process_draws_its_own_numbers(image_folder, workers, epoch):
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
@@ -112,7 +102,7 @@ def test_validation_labels_are_those_of_training(image_folder):
     assert torch.cat([labels for _, labels in data.test]).tolist() == [1, 1, 1, 1]
 
 
-def test_padding_replaces_the_resized_crop(image_folder):
+def test_padding_replaces_the_resized_crop(image_folder, epoch):
     augment = AugmentOptions(padding=1, hflip=0, color_jitter=None, mean=(0.0,), std=(1.0,))
     (batch, labels), *_ = epoch(load_data(images(image_folder, augment=augment), GREY, 0), 0)
     for image, label in zip(batch, labels, strict=True):
@@ -125,7 +115,7 @@ def test_padding_replaces_the_resized_crop(image_folder):
 
 
 @pytest.mark.parametrize("side", [1, 3, 7])
-def test_cutout_erases_one_square_of_each_image_after_normalisation(image_folder, side):
+def test_cutout_erases_one_square_of_each_image_after_normalisation(image_folder, side, epoch):
     augment = AugmentOptions(padding=1, hflip=0, color_jitter=None, mean=(2.0,), std=(1.0,), cutout=side)
     batch = torch.cat(
         [batch for number in range(4) for batch, _ in epoch(load_data(images(image_folder, augment=augment), GREY, 0), number)]

@@ -7,36 +7,15 @@ import pytest
 import torch
 
 from revzoo.data.base import BrokenExampleError
-from revzoo.data.loading import load_data
-from revzoo.data.options import DataOptions, ImageOptions
-from revzoo.errors import DataError
+from revzoo.data.options import ImageOptions
 from revzoo.spec.schema import ImageInput
 
+KIND = "wds"  # which `load` loads
 GREY = ImageInput("image", 1, (8, 8))
 
 
-def load(root, name="wds", processes=1, **options):
-    return load_data(DataOptions(name, **{"batch_size": 4, "root": str(root), **options}), GREY, 0, processes)
-
-
-def refusal(root, **options):
-    with pytest.raises(DataError) as caught:
-        load(root, **options)
-    return str(caught.value)
-
-
-def epoch(data, number, skip=0):
-    data.start_epoch(number, skip)
-    return list(data.train)
-
-
-def same(one, other):
-    pairs = list(zip(one, other, strict=True))
-    return bool(pairs) and all(torch.equal(a, b) and torch.equal(i, j) for (a, i), (b, j) in pairs)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_examples_are_those_of_a_folder(tar_folder, image_folder, workers):
+def test_the_examples_are_those_of_a_folder(tar_folder, image_folder, workers, load, epoch, same):
     """Order and augmentation, too, in a whole epoch and in the second half of one."""
     tars, folder = load(tar_folder, num_workers=workers), load(image_folder, "folder")
     assert same(epoch(tars, 1), epoch(folder, 1))
@@ -45,7 +24,7 @@ def test_the_examples_are_those_of_a_folder(tar_folder, image_folder, workers):
     assert (tars.class_names, tars.num_train, tars.num_test, tars.notes) == (["cat", "dog"], 8, 8, [])
 
 
-def test_each_example_is_seen_once_by_all_processes(tar_folder):
+def test_each_example_is_seen_once_by_all_processes(tar_folder, load, epoch, same):
     """In an epoch of two processes; the sampler of both has the indices of one after those of the other."""
     data = load(tar_folder, processes=2, batch_size=2)
     assert same(epoch(data, 3, skip=4), epoch(data, 3)[2:])
@@ -54,7 +33,7 @@ def test_each_example_is_seen_once_by_all_processes(tar_folder):
     assert sorted(data._sampler) == list(range(8))
 
 
-def test_it_makes_no_difference_in_which_tar_an_example_is(tar_folder, image_folder, tmp_path, write_tar):
+def test_it_makes_no_difference_in_which_tar_an_example_is(tar_folder, image_folder, tmp_path, write_tar, load):
     digests = load(tar_folder).describe_examples()
     images = sorted((image_folder / "train").rglob("*.png"))
     files = {f"{image.parent.name}/{image.stem}.png": image.read_bytes() for image in images}
@@ -71,7 +50,7 @@ def picture(image_folder: Path) -> bytes:
     return (image_folder / "train" / "cat" / "0.png").read_bytes()
 
 
-def test_layouts(tmp_path, image_folder, write_tar):
+def test_layouts(tmp_path, image_folder, write_tar, load):
     """Folders of splits, dots in names, hidden files, upper case, labels in .json; numbers are the classes' own."""
     image = picture(image_folder)
     files = {
@@ -97,7 +76,7 @@ def test_layouts(tmp_path, image_folder, write_tar):
     assert next(iter(data.test))[0].shape == (1, 1, 8, 8)
 
 
-def test_info_lists_the_tars(tmp_path, image_folder, write_tar):
+def test_info_lists_the_tars(tmp_path, image_folder, write_tar, load, refused):
     image = picture(image_folder)
     for name, labels in (("x-0.tar", "01"), ("x-1.tar", "1"), ("y.tar", "0")):
         files = {
@@ -118,12 +97,12 @@ def test_info_lists_the_tars(tmp_path, image_folder, write_tar):
     assert (load(tmp_path, batch_size=1).num_train, load(tmp_path, batch_size=1).num_test) == (3, 1)
     info["train"] = (["x-0.tar", "x-1.tar"], [2, 2])
     write()
-    assert refusal(tmp_path) == f"_info.json says that {tmp_path}/x-1.tar has 2 examples. Received: 1. Copy or make it again."
+    assert refused(tmp_path) == f"_info.json says that {tmp_path}/x-1.tar has 2 examples. Received: 1. Copy or make it again."
     info["train"] = (["x-0.tar", "x-2.tar"], [2, 2])
     write()
-    assert refusal(tmp_path) == f"{tmp_path} lacks tars that its _info.json lists: x-2.tar. Copy them there."
+    assert refused(tmp_path) == f"{tmp_path} lacks tars that its _info.json lists: x-2.tar. Copy them there."
     (tmp_path / "_info.json").write_text('{"splits": {"train": {"filenames": []}}}')
-    assert refusal(tmp_path) == (
+    assert refused(tmp_path) == (
         f"{tmp_path}/_info.json does not list the splits with their filenames and shard_lengths (KeyError: 'shard_lengths'). "
         "Correct or remove it."
     )
@@ -163,14 +142,14 @@ REMEDY = "neither a word nor a number from 0. Correct it, remove the image, or n
         ),
     ],
 )  # fmt: skip
-def test_refusals_of_examples(tmp_path, write_tar, files, message):
+def test_refusals_of_examples(tmp_path, write_tar, files, message, refused):
     tar = write_tar(tmp_path / "train.tar", files)
     write_tar(tmp_path / "val.tar", {"z.png": b"", "z.cls": b"cow"})
-    assert refusal(tmp_path) == message.format(tar=tar, root=tmp_path)
+    assert refused(tmp_path) == message.format(tar=tar, root=tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut in a file", "cut between files", "cut in a header", "header", "compressed", "empty"])
-def test_broken_tars_are_refused(tar_folder, damage):
+def test_broken_tars_are_refused(tar_folder, damage, refused):
     tar = tar_folder / "animals-train-0001.tar"
     content = bytearray(tar.read_bytes())
     second = content.index(b"cat/3.cls")  # behind an image
@@ -188,26 +167,26 @@ def test_broken_tars_are_refused(tar_folder, damage):
         case "empty":
             content.clear()
     tar.write_bytes(content)
-    assert refusal(tar_folder).startswith(f"{tar} is not a whole, uncompressed tar (")
+    assert refused(tar_folder).startswith(f"{tar} is not a whole, uncompressed tar (")
 
 
-def test_missing_tars_are_refused(tmp_path, write_tar):
+def test_missing_tars_are_refused(tmp_path, write_tar, refused):
     write_tar(tmp_path / "trainset.tar", {})
-    assert refusal(tmp_path) == (
+    assert refused(tmp_path) == (
         f"No train tars in {tmp_path}: looked for names with train or training in them, such as training-0000.tar, and for "
         "folders of these names. Received: trainset.tar."
     )
-    assert refusal(tmp_path / "missing") == f"There is no folder {tmp_path}/missing. Set data.root to where the data are."
+    assert refused(tmp_path / "missing") == f"There is no folder {tmp_path}/missing. Set data.root to where the data are."
 
 
-def test_a_tar_for_both_splits_is_refused(tmp_path, write_tar):
+def test_a_tar_for_both_splits_is_refused(tmp_path, write_tar, refused):
     write_tar(tmp_path / "train-val-0.tar", {"0.png": b"", "0.cls": b"0", "1.png": b"", "1.cls": b"1"})
-    assert refusal(tmp_path).startswith(
+    assert refused(tmp_path).startswith(
         f"A tar is for training or for validation. Received in {tmp_path}: train-val-0.tar, for both."
     )
 
 
-def test_the_label_of_json_files_has_a_name(tmp_path, image_folder, write_tar):
+def test_the_label_of_json_files_has_a_name(tmp_path, image_folder, write_tar, load):
     for split in ("train", "val"):
         files = {
             f"{i}.{suffix}": picture(image_folder) if suffix == "png" else b'{"kind": "k%d"}' % i
@@ -219,14 +198,14 @@ def test_the_label_of_json_files_has_a_name(tmp_path, image_folder, write_tar):
 
 
 @pytest.mark.parametrize("content", [b"", b"no image"])
-def test_broken_images_are_named_with_their_tar(tar_folder, image_folder, write_tar, content):
+def test_broken_images_are_named_with_their_tar(tar_folder, image_folder, write_tar, content, load, epoch):
     tar = tar_folder / "animals-train-0001.tar"
     write_tar(tar, {"cat/3.png": content, "cat/3.cls": b"cat", "dog/0.png": picture(image_folder), "dog/0.cls": b"dog"})
     with pytest.raises(BrokenExampleError, match=rf"^The image cat/3 of {tar} cannot be read \(cannot identify image file"):
         epoch(load(tar_folder, batch_size=7), 0)
 
 
-def test_a_tar_that_is_gone_is_named(tar_folder):
+def test_a_tar_that_is_gone_is_named(tar_folder, load, epoch):
     data, tar = load(tar_folder, batch_size=8), tar_folder / "animals-train-0001.tar"
     tar.unlink()
     with pytest.raises(BrokenExampleError, match=rf"^The image \w+/\d of {tar} cannot be read \(\[Errno 2\]"):
