@@ -137,7 +137,7 @@ def test_a_model_has_picture_facts_sources_and_commands(site):
     page = (site / "models/rev_vit_digits.html").read_text(encoding="utf-8")
     text = re.sub(r"<[^>]+>", "", page)
     assert '<svg class="network"' in page
-    assert "302,794" in text.split("Sources")[0]
+    assert "302,794" in page.split('<h2 id="sources"')[0]
     commands = re.findall(r"^revzoo \w+ .*rev_vit_digits.*$", text, re.MULTILINE)
     assert [command.split()[1] for command in commands] == ["show", "verify", "plan", "train", "eval"]
 
