@@ -27,7 +27,10 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0, 1 for a failed comparison, 2 for a mistake, 3 for diverged training, or 128 + signal."""
+    """Run one command; return 0, 1 for a comparison that failed, the status of an error, or 128 + signal when stopped.
+
+    The status of an error is 2 for a mistake and 3 for training that diverged.
+    """
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     # Threads that spin while they wait make small models ten times slower where something else uses the cores as well.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

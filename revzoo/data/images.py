@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset, create_transform
 from torch import Tensor
@@ -28,12 +28,34 @@ _INTERPOLATION = "bicubic"  # where nothing says which
 _MUCH = 4  # a side of an image that is so many times longer or shorter than the model's is worth a remark
 _CIFAR_SITE = "Unpack the archive of the Python version from https://www.cs.toronto.edu/~kriz/cifar.html there"
 _MNIST_CALL = "Let torchvision download it there (torchvision.datasets.{}(root, download=True))"
-# For data sets that torchvision reads: their folder, how to get it, mean and standard deviation, and the side of an image.
-_TORCHVISION: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], int]] = {
-    "cifar10": ("cifar-10-batches-py", _CIFAR_SITE, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616), 32),
-    "cifar100": ("cifar-100-python", _CIFAR_SITE, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), 32),
-    "mnist": ("MNIST/raw", _MNIST_CALL.format("MNIST"), (0.1307,), (0.3081,), 28),
-    "fashion_mnist": ("FashionMNIST/raw", _MNIST_CALL.format("FashionMNIST"), (0.2860,), (0.3530,), 28),
+
+
+class _Published(NamedTuple):
+    """A data set that torchvision reads.
+
+    Args:
+        folder: where its files are, within its root.
+        how: how to get it.
+        mean, std: of its pixels, by channel.
+        side: of an image [pixels].
+    """
+
+    folder: str
+    how: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    side: int
+
+    @property
+    def is_grey(self) -> bool:
+        return len(self.mean) == 1
+
+
+_PUBLISHED = {
+    "cifar10": _Published("cifar-10-batches-py", _CIFAR_SITE, (0.4914, 0.4822, 0.4465), (0.2471, 0.2435, 0.2616), 32),
+    "cifar100": _Published("cifar-100-python", _CIFAR_SITE, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), 32),
+    "mnist": _Published("MNIST/raw", _MNIST_CALL.format("MNIST"), (0.1307,), (0.3081,), 28),
+    "fashion_mnist": _Published("FashionMNIST/raw", _MNIST_CALL.format("FashionMNIST"), (0.2860,), (0.3530,), 28),
 }
 
 
@@ -88,53 +110,73 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     Raises:
         DataError: a split or its classes are missing, there is no image, or images do not fit the model.
     """
-    root = Path(options.root or "")
-    defaults: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-    is_grey = False
-    if options.name in _TORCHVISION:
-        *_, mean, std, side = _TORCHVISION[options.name]
-        is_grey = len(mean) == 1
-        defaults = (mean * input.channels, std * input.channels) if is_grey else (mean, std)
-        train, test, names = _open_torchvision(options.name, root, input)
-        shapes, notes = [(side, side, not is_grey)], list[str]()
-    else:
+    root, published = Path(options.root or ""), _PUBLISHED.get(options.name)
+    if published is None:
         splits = _open_splits(options, root, "L" if input.channels == 1 else "RGB")
-        train, test, names, notes = splits.train, splits.test, splits.class_names, splits.notes
         shapes = splits.train.read_shapes()
-    if input.channels == 1 and len(defaults[0]) == 3:
-        defaults = (sum(defaults[0]) / 3,), (sum(defaults[1]) / 3,)
-    mean, std = options.augment.mean or defaults[0], options.augment.std or defaults[1]
+    else:
+        splits = _open_published(options.name, root, input)
+        shapes = [(published.side, published.side, not published.is_grey)]
+    mean, std = _choose_statistics(options.augment, input, published)
+    _require_sizes_within_images(options.augment, input)
+    config = _choose_preprocessing(options.augment, mean, std, 0.875 if published is None else 1.0)
+    height, width = input.size
+    train = _make_train_transform(options.augment, (height, width), mean, std)
+    test = create_transform((height, width), **config)
+    if published is not None and published.is_grey and input.channels == 3:
+        train, test = (transforms.Compose([transforms.Grayscale(3), each]) for each in (train, test))
+    splits.train.transform, splits.test.transform = train, test
+    notes = [*splits.notes, *_describe_misfit(shapes, input)]
+    names = splits.class_names
+    return Images(splits.train, names, seed, notes), Images(splits.test, names, seed, data_config=config)
+
+
+def _choose_statistics(
+    augment: AugmentOptions, input: ImageInput, published: _Published | None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation by channel: the recipe's, else those of the data set where known, else ImageNet's."""
+    known = (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD) if published is None else (published.mean, published.std)
+    if published is not None and published.is_grey:
+        known = known[0] * input.channels, known[1] * input.channels
+    elif input.channels == 1:
+        known = (sum(known[0]) / 3,), (sum(known[1]) / 3,)
+    mean, std = augment.mean or known[0], augment.std or known[1]
     if not len(mean) == len(std) == input.channels:
         raise DataError(
             f"One mean and std per channel is needed, and the model takes {input.channels}. Received: data.augment.mean="
             f"{list(mean)}, std={list(std)}; images have 3 channels, or 1 if the model takes 1."
         )
-    height, width = input.size
-    if (options.augment.padding or 0) >= min(height, width):
-        raise DataError(
-            f"Padding has to be smaller than an image. Received: data.augment.padding={options.augment.padding} for images of "
-            f"{height}x{width} pixels."
-        )
-    if (options.augment.cutout or 0) >= min(height, width):
-        raise DataError(
-            f"Cutout has to leave some of an image. Received: data.augment.cutout={options.augment.cutout} for images of "
-            f"{height}x{width} pixels."
-        )
-    train.transform = _make_train_transform(options.augment, (height, width), mean, std)
-    crop_pct = options.augment.crop_pct or (1.0 if options.name in _TORCHVISION else 0.875)
-    plain: dict[str, Any] = {
-        "interpolation": _INTERPOLATION if options.augment.interpolation in (None, "random") else options.augment.interpolation,
-        "crop_pct": crop_pct,
-        "crop_mode": options.augment.crop_mode or "center",
+    return mean, std
+
+
+def _require_sizes_within_images(augment: AugmentOptions, input: ImageInput) -> None:
+    """Raise DataError unless what is padded and what is cut out are smaller than an image."""
+    for option, size, rule in (
+        ("padding", augment.padding, "Padding has to be smaller than an image"),
+        ("cutout", augment.cutout, "Cutout has to leave some of an image"),
+    ):
+        height, width = input.size
+        if size is not None and size >= min(height, width):
+            raise DataError(f"{rule}. Received: data.augment.{option}={size} for images of {height}x{width} pixels.")
+
+
+def _choose_preprocessing(
+    augment: AugmentOptions, mean: tuple[float, ...], std: tuple[float, ...], crop_pct: float
+) -> dict[str, Any]:
+    """Return how images are prepared for evaluation, as arguments of timm's `create_transform`.
+
+    Args:
+        augment: of the recipe.
+        mean, std: by channel.
+        crop_pct: where the recipe names none.
+    """
+    return {
+        "interpolation": _INTERPOLATION if augment.interpolation in (None, "random") else augment.interpolation,
+        "crop_pct": augment.crop_pct or crop_pct,
+        "crop_mode": augment.crop_mode or "center",
         "mean": mean,
         "std": std,
     }
-    test.transform = create_transform((height, width), **plain)
-    if is_grey and input.channels == 3:
-        for images in (train, test):
-            images.transform = transforms.Compose([transforms.Grayscale(3), images.transform])
-    notes += _describe_misfit(shapes, input)
-    return Images(train, names, seed, notes), Images(test, names, seed, data_config=plain)
 
 
 def _describe_misfit(shapes: Sequence[tuple[int, int, bool]], input: ImageInput) -> list[str]:
@@ -183,18 +225,19 @@ def _make_train_transform(
     return transforms.Compose([shape, policy, final])
 
 
-def _open_torchvision(name: str, root: Path, input: ImageInput) -> tuple[Any, Any, list[str]]:
-    folder, how, mean, *_ = _TORCHVISION[name]
-    if input.channels not in (3, len(mean)):
-        raise DataError(f"{name} has images of {len(mean)} channels. Received: a model for {input.channels}.")
+def _open_published(name: str, root: Path, input: ImageInput) -> ImageSplits:
+    """Return the images of a data set that torchvision reads."""
+    published = _PUBLISHED[name]
+    if input.channels not in (3, len(published.mean)):
+        raise DataError(f"{name} has images of {len(published.mean)} channels. Received: a model for {input.channels}.")
     try:
-        splits = [create_dataset(f"torch/{name}", root=str(root), split=split, download=False) for split in SPLITS]
+        train, test = (create_dataset(f"torch/{name}", root=str(root), split=split, download=False) for split in SPLITS)
     except RuntimeError as error:
         raise DataError(
-            f"No complete {name} in {root}: looked for the folder {folder} and its files. {how}, or set data.root to where "
-            "it is."
+            f"No complete {name} in {root}: looked for the folder {published.folder} and its files. {published.how}, or set "
+            "data.root to where it is."
         ) from error
-    return splits[0], splits[1], list(splits[0].classes)
+    return ImageSplits(train, test, list(train.classes), [])
 
 
 def _open_splits(options: DataOptions, root: Path, mode: str) -> ImageSplits:

@@ -67,14 +67,14 @@ class ImageSplits:
     """The images of a data set.
 
     Args:
-        train: images for training.
-        test: images for validation.
+        train: images for training: StoredImages, or a data set of torchvision.
+        test: images for validation, likewise.
         class_names: the names of the classes.
         notes: remarks for the reader.
     """
 
-    train: StoredImages
-    test: StoredImages
+    train: Any
+    test: Any
     class_names: list[str]
     notes: list[str]
 

@@ -136,7 +136,7 @@ def find_weights(
     if file is None and pretrained:
         return find_shipped_weights(str(source))
     if file is not None and file.name.startswith(BEST_WEIGHTS):  # or its index
-        _logger.warning("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
+        _logger.info("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
     return file
 
 

@@ -142,7 +142,16 @@ def test_a_model_has_picture_facts_sources_and_commands(site):
     assert [command.split()[1] for command in commands] == ["show", "verify", "plan", "train", "eval"]
 
 
-def test_the_table_shows_every_model_and_can_be_sorted(browse):
+def test_the_table_shows_every_model_and_can_be_sorted(browse, site):
     shown = browse("zoo.html")
     assert f"{len(revzoo.list_models())} of {len(revzoo.list_models())} models" in shown
     assert shown.count('<button type="button">') == 9
+    table = json.loads((ROOT / "docs/zoo.json").read_text())
+    for clicks in (1, 2):  # from the smallest, from the largest
+        script = f"<script>for (let i = 0; i < {clicks}; i++) document.querySelectorAll('#zoo th')[3].click()</script>"
+        (site / "clicked.html").write_text((site / "zoo.html").read_text(encoding="utf-8") + script, encoding="utf-8")
+        names = re.findall(r'<tr><td><a href="models/(\w+)\.html">', browse("clicked.html"))
+        assert set(names) == table.keys()
+        sizes = [table[name]["parameters"] for name in names]
+        assert sizes == sorted(sizes, reverse=clicks == 2)
+    (site / "clicked.html").unlink()
