@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from revzoo.runtime.live_bytes import LiveBytes, Storages
+from revzoo.runtime.live_bytes import DEVICE, LiveBytes, Storages
 
 Phase = Literal["forward", "backward"]
 
@@ -145,6 +145,8 @@ class OperationLog(LiveBytes):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is DEVICE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         start, read = self.now(), self.find((args, kwargs))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is NotImplemented:

@@ -32,7 +32,7 @@ from revzoo.runtime.strides import is_dense
 Storages = frozenset[int]
 
 _RESIZE = "resize_"
-_DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default
 _ADD = torch.ops.aten.add.Tensor
 _REFERENCES_OF_A_CALL = 4  # to an argument that nobody else holds: what calls an operation, and what hands it to this mode
 _DISPATCHING = ("__torch_dispatch__", "_fn", "inner")  # what lies between an operation and its caller
@@ -104,7 +104,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if any(wraps_tensors(t) for t in types):
             return NotImplemented  # the subclass runs first, and its inner operations come here
