@@ -2,7 +2,7 @@
 
 import sys
 
-from zoo_cli import main
+from zoo_cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

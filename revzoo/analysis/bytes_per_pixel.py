@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import isolated, require_module
-from revzoo.analysis.memory_terms import Peak, Unit, run_and_split
+from revzoo.analysis.memory_report import CountedStep, run_and_measure
+from revzoo.analysis.memory_terms import Peak, Unit
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
 from revzoo.model.create import create
@@ -113,14 +114,17 @@ def bytes_per_pixel(model: nn.Module | str, batch: Tensor | None = None) -> Pixe
             "revzoo.measure_memory(model, batch)."
         )
     with isolated(model, batch, fake=True) as inputs:
-        stages, counted = run_and_split(model, inputs, list(_list_units(model)))
-    weights = {id(p): p.nbytes for p in model.parameters()}
-    size = batch.shape[2], batch.shape[3]
-    return PixelReport(len(batch), size, sum(weights.values()), stages, counted)
+        return report_pixels(run_and_measure(model, inputs, stages=list(list_stages(model))), batch)
 
 
-def _list_units(model: nn.Module) -> Iterator[Unit]:
-    """Yield the units of a model; of another network itself, and its children, which are stages of their own."""
+def report_pixels(step: CountedStep, images: Tensor) -> PixelReport:
+    """Return the report of a training step on some images, which was counted by the stages of `list_stages`."""
+    memory, (count, _, *size) = step.memory, images.shape
+    return PixelReport(count, (size[0], size[1]), memory.weight_bytes, step.peaks, memory.activation_bytes)
+
+
+def list_stages(model: nn.Module) -> Iterator[Unit]:
+    """Yield the units of a model by stage; of another network itself, and its children, which are stages of their own."""
     if isinstance(model, Model):
         for entry in model.layout():
             stage = entry.name.partition(".")[0] if entry.stage is None else f"stages.{entry.stage}"

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.chains import find_chains, preserve_schedules
 from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss, require_whole, updates_in_backward
+from revzoo.analysis.memory_terms import OperationLog, Peak, Unit
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.format import format_bytes
 from revzoo.runtime.drift import ignore_error_growth
@@ -99,24 +100,44 @@ def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
     """
     taken = count_optimizer(model, optimizer)
     with isolated(model, batch) as inputs:
-        return run_and_measure(model, inputs, taken)[0]
+        return run_and_measure(model, inputs, taken).memory
+
+
+class CountedStep(NamedTuple):
+    """What one forward and backward take.
+
+    Args:
+        memory: of all of it.
+        kept: bytes that each unit keeps for backward. A tensor is attributed to the last unit called before it was created:
+            additions after a unit to that unit, and so are the final streams of a run of inverted steps. What is created
+            before the first unit is attributed to the first.
+        peaks: of every stage that was called, in order. The terms of the highest add up to `memory.activation_bytes`.
+    """
+
+    memory: MemoryReport
+    kept: dict[str, int]
+    peaks: dict[str, Peak]
 
 
 def run_and_measure(
-    model: nn.Module, batch: Any, optimizer: OptimizerBytes = NO_OPTIMIZER, units: Sequence[str] = ()
-) -> tuple[MemoryReport, dict[str, int]]:
-    """Run a forward and backward inside `isolated`; return the report, and the bytes that each unit keeps for backward.
-
-    A tensor is attributed to the last unit called before it was created: additions after a unit to that unit, and so are the
-    final streams of a run of inverted steps. What is created before the first unit is attributed to the first.
+    model: nn.Module,
+    batch: Any,
+    optimizer: OptimizerBytes = NO_OPTIMIZER,
+    *,
+    units: Sequence[str] = (),
+    stages: Sequence[Unit] = (),
+) -> CountedStep:
+    """Run a forward and backward inside `isolated`, and count what it takes.
 
     Args:
         model: the module to run.
         batch: as yielded by `isolated`.
         optimizer: what the optimizer takes.
         units: names of submodules, in the order of their calls.
+        stages: modules whose peaks are split into terms.
     """
-    live = LiveBytesOfReplacedCalls() if any(map(is_replaced, model.modules())) else LiveBytes()
+    live = _create_log(model, stages)
+    terms = live if isinstance(live, OperationLog) else None
     weights = live.watch(model.parameters())
     buffers = live.watch(model.buffers()) - weights
     inputs = live.watch(batch) - weights - buffers
@@ -128,10 +149,10 @@ def run_and_measure(
         del outputs
         with leave_autocast():
             forward = live.now()
-            loss.backward()
+            loss.backward(None if terms is None else terms.begin_backward(loss))
         gradients = live.watch(p.grad for p in model.parameters())
     lasting = weights | buffers | inputs | gradients
-    report = MemoryReport(
+    memory = MemoryReport(
         peak_bytes=max(live.peak(), live.alive() + optimizer.update) + optimizer.state,
         activation_bytes=live.peak(without=lasting),
         after_forward_bytes=live.alive(without=lasting, at=forward),
@@ -144,19 +165,33 @@ def run_and_measure(
         **peaks,
     )
     kept = live.alive_by_birth([0, *list(starts.values())[1:], end], without=lasting, at=forward)
-    return report, dict(zip(starts, kept, strict=False))  # the last entry of `kept` is the loss
+    kept_by_unit = dict(zip(starts, kept, strict=False))  # the last entry of `kept` is the loss
+    return CountedStep(memory, kept_by_unit, {} if terms is None else terms.find_peaks(lasting))
+
+
+class _OperationLogOfReplacedCalls(LiveBytesOfReplacedCalls, OperationLog):
+    """Logs operations of modules whose calls `graph/captured_call.py` replaces."""
+
+
+def _create_log(model: nn.Module, stages: Sequence[Unit]) -> LiveBytes:
+    if any(map(is_replaced, model.modules())):
+        return _OperationLogOfReplacedCalls(stages) if stages else LiveBytesOfReplacedCalls()
+    return OperationLog(stages) if stages else LiveBytes()
 
 
 @contextmanager
 def _record_starts(model: nn.Module, units: Sequence[str], live: LiveBytes) -> Iterator[dict[str, int]]:
     """Yield a mapping to which each unit adds, when it is called, its position in the log of `live`."""
+    terms = live if isinstance(live, OperationLog) else None
     names, starts = {id(model.get_submodule(unit)): unit for unit in units}, dict[str, int]()
 
     def begin_call(module: nn.Module, *_: Any) -> None:
         if (unit := names.get(id(module))) is not None:
             starts[unit] = live.now()
+        if terms is not None:
+            terms.begin_call(module)
 
-    with observe_calls(begin_call):
+    with observe_calls(begin_call), nullcontext() if terms is None else terms.hook_modules():
         yield starts
 
 
@@ -187,10 +222,10 @@ def measure_modes(
             assign(mode)
             current = mode if [chain.schedule for chain in find_chains(model).values()] == present else current
             with isolated(model, batch, fake=True) as inputs, ignore_error_growth():
-                reports[mode], _ = run_and_measure(model, inputs, taken)
+                reports[mode] = run_and_measure(model, inputs, taken).memory
         if not present:
             with isolated(model, batch, fake=True) as inputs:
-                reports["as it is"], _ = run_and_measure(model, inputs, taken)
+                reports["as it is"] = run_and_measure(model, inputs, taken).memory
     return reports, current
 
 

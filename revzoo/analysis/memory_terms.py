@@ -15,7 +15,7 @@ An operation has yet to read its inputs while it runs. The three terms add up to
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -24,9 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from revzoo.analysis.dry_run import call, leave_autocast, linear_loss
-from revzoo.runtime.live_bytes import LiveBytes, Storages
-from revzoo.runtime.observation import observe_calls
+from revzoo.runtime.live_bytes import DEVICE, LiveBytes, Storages
 
 Phase = Literal["forward", "backward"]
 
@@ -63,51 +61,6 @@ class Unit(NamedTuple):
     stage: str
 
 
-def run_and_split(model: nn.Module, batch: Any, units: Sequence[Unit]) -> tuple[dict[str, Peak], int]:
-    """Run a forward and backward; return the peak of every stage that was called, in order, and the count of the highest.
-
-    Left out are weights, buffers, gradients of weights, and the batch, as in `MemoryReport.activation_bytes`.
-
-    Args:
-        model: inside the context of `isolated`.
-        batch: as `isolated` yielded it.
-        units: modules in the model; of nested ones the inner follows. An operation belongs to the one last called, and so do
-            its backward and what is rebuilt for that.
-    """
-    log = _OperationLog()
-    lasting = log.watch([*model.parameters(), *model.buffers()]) | log.watch(batch)
-    with log:
-        with _report_calls(units, log.begin_unit):
-            outputs = call(model, batch)
-        loss = linear_loss(outputs)
-        del outputs
-        with leave_autocast():
-            loss.backward(log.begin_backward(loss))
-        lasting |= log.watch(p.grad for p in model.parameters())
-    return log.find_peaks(lasting), log.peak(without=lasting)
-
-
-@contextmanager
-def _report_calls(units: Sequence[Unit], report: Callable[[Unit], None]) -> Iterator[None]:
-    """Call `report` with a unit before the forward of each module in it.
-
-    A hook sees the modules of any network, but no layer that is called by another method than `forward`; of those the runtime
-    reports the calls. The hook is a global one, because a layer with a hook of its own is not inverted.
-    """
-    owners = {id(module): unit for unit in units for module in unit.module.modules()}
-
-    def begin_call(module: nn.Module, *_: Any) -> None:
-        if id(module) in owners:
-            report(owners[id(module)])
-
-    handle = register_module_forward_pre_hook(begin_call)
-    try:
-        with observe_calls(begin_call):
-            yield
-    finally:
-        handle.remove()
-
-
 class _Operation(NamedTuple):
     """An operation.
 
@@ -130,20 +83,39 @@ class _Call(NamedTuple):
     node: int
 
 
-class _OperationLog(LiveBytes):
-    """Logs operations beside the bytes that they make."""
+class OperationLog(LiveBytes):
+    """Logs operations beside the bytes that they make.
 
-    def __init__(self) -> None:
+    Args:
+        units: modules in the model; of nested ones the inner follows. An operation belongs to the one last called, and so do
+            its backward and what is rebuilt for that.
+    """
+
+    def __init__(self, units: Iterable[Unit]) -> None:
         super().__init__()
+        self._owners = {id(module): unit for unit in units for module in unit.module.modules()}
         self._operations: list[_Operation] = []
         self._readers: defaultdict[int, list[int]] = defaultdict(list)  # of each storage, rising
         self._gradients: dict[int, int | None] = {}  # storages that hold gradients, and the nodes that made them
         self._calls: list[_Call] = []
         self._backward_start = self._nodes = 0  # the number of operations and of nodes in forward
 
-    def begin_unit(self, unit: Unit) -> None:
-        """Note that a unit, or a module in it, is called."""
-        self._calls.append(_Call(unit, len(self._operations), torch._C._autograd._get_sequence_nr()))
+    def begin_call(self, module: nn.Module, *_: Any) -> None:
+        """Note that a module is called, if it is in a unit."""
+        if (unit := self._owners.get(id(module))) is not None:
+            self._calls.append(_Call(unit, len(self._operations), torch._C._autograd._get_sequence_nr()))
+
+    @contextmanager
+    def hook_modules(self) -> Iterator[None]:
+        """Note the calls of all modules in the units, but for layers that are called by another method than `forward`.
+
+        The hook is a global one, because a layer with a hook of its own is not inverted.
+        """
+        handle = register_module_forward_pre_hook(self.begin_call)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def begin_backward(self, loss: Tensor) -> Tensor:
         """Return the gradient of the loss, from which backward begins."""
@@ -153,7 +125,7 @@ class _OperationLog(LiveBytes):
         return gradient
 
     def find_peaks(self, lasting: Storages) -> dict[str, Peak]:
-        """Return the peak of every stage without these storages."""
+        """Return the peak of every stage that was called, in order, without these storages."""
         highest: dict[str, tuple[int, int, int]] = {}  # bytes, position in the log of bytes, operation
         starts, units, total = [each.start for each in self._operations], self._list_units(), 0
         for position, (storage, change) in enumerate(self.log):
@@ -173,6 +145,8 @@ class _OperationLog(LiveBytes):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is DEVICE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         start, read = self.now(), self.find((args, kwargs))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is NotImplemented:

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from revzoo.analysis.bytes_per_pixel import PixelReport, bytes_per_pixel
+from revzoo.analysis.bytes_per_pixel import PixelReport, list_stages, report_pixels
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter
-from revzoo.analysis.memory_report import MemoryReport, run_and_measure
+from revzoo.analysis.memory_report import CountedStep, MemoryReport, run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
 from revzoo.model.network import Model
@@ -138,18 +138,15 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
     """
     spec = model.spec
     batch = model.example_input(batch_size or default_batch_size(spec.input), device="meta")
-    memory: dict[str, MemoryReport] = {}
-    kept: dict[str, dict[str, int]] = {}
+    steps: dict[str, CountedStep] = {}
     flops: dict[str, FlopCounter] = {}
     with preserve_schedules(model) as assign:
         for mode in MODES:
             assign(mode)
-            memory[mode], kept[mode], flops[mode] = _measure(model, batch, model.units)
+            steps[mode], flops[mode] = _count_step(model, batch, model.units, splits_pixels=mode == "invert")
         if any(entry.kind == "node" and entry.stage is not None for entry in model.layout()):
             model.schedule = STAGE_INPUTS
-            memory[STAGE_INPUTS], _, flops[STAGE_INPUTS] = _measure(model, batch)
-        assign("invert")
-        pixels = _measure_pixels(model, batch)
+            steps[STAGE_INPUTS], flops[STAGE_INPUTS] = _count_step(model, batch)
     totals = {mode: count.forward + count.backward for mode, count in flops.items()}
     entry = index.read_index().get(spec.name)
     return ModelReport(
@@ -165,9 +162,9 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
         step_parameters=sum(p.numel() for step in model.steps for p in step.parameters()),
         flops=_per_example(flops["store"], batch),
         flop_ratios={mode: total / totals["store"] for mode, total in totals.items()},
-        parts=tuple(_report_parts(model, kept)),
-        memory=memory,
-        pixels=pixels,
+        parts=tuple(_report_parts(model, {mode: steps[mode].kept for mode in MODES})),
+        memory={mode: step.memory for mode, step in steps.items()},
+        pixels=_report_pixels(steps["invert"], batch),
         twin=_measure_twin(model, batch),
         sources=to_plain(spec.sources),
         expect=to_plain(spec.expect),
@@ -175,16 +172,23 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
     )
 
 
-def _measure(model: nn.Module, batch: Tensor, units: tuple[str, ...] = ()) -> tuple[MemoryReport, dict[str, int], FlopCounter]:
-    """Return the memory of a training step, the bytes kept by each unit, and the FLOPs."""
+def _count_step(
+    model: nn.Module, batch: Tensor, units: tuple[str, ...] = (), *, splits_pixels: bool = False
+) -> tuple[CountedStep, FlopCounter]:
+    """Return the memory of a training step and its FLOPs.
+
+    Args:
+        splits_pixels: whether the peaks of its stages are split into terms, if the batch is one of images.
+    """
     flops = FlopCounter()
+    stages = list(list_stages(model)) if splits_pixels and batch.is_floating_point() else []
     with isolated(model, batch, fake=True) as inputs, flops:
-        memory, kept = run_and_measure(model, inputs, units=units)
-    return memory, kept, flops
+        step = run_and_measure(model, inputs, units=units, stages=stages)
+    return step, flops
 
 
-def _measure_pixels(model: nn.Module, batch: Tensor) -> PixelReport | None:
-    return bytes_per_pixel(model, batch) if batch.is_floating_point() else None
+def _report_pixels(step: CountedStep, batch: Tensor) -> PixelReport | None:
+    return report_pixels(step, batch) if step.peaks else None
 
 
 def _per_example(flops: FlopCounter, batch: Tensor) -> int:
@@ -235,14 +239,13 @@ def _measure_twin(model: Model, batch: Tensor) -> TwinReport | None:
     if isinstance(built, str):
         return TwinReport(twin["library"], twin["name"], problem=built)
     try:
-        memory, _, flops = _measure(built, batch)
-        pixels = _measure_pixels(built, batch)
+        step, flops = _count_step(built, batch, splits_pixels=True)
     except Exception as error:  # a library's network with the spec's arguments may raise anything
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return TwinReport(twin["library"], twin["name"], problem=f"it does not take the model's input ({reason})")
-    return TwinReport(
-        twin["library"], twin["name"], sum(p.numel() for p in built.parameters()), _per_example(flops, batch), memory, pixels
-    )
+    parameters = sum(p.numel() for p in built.parameters())
+    pixels = _report_pixels(step, batch)
+    return TwinReport(twin["library"], twin["name"], parameters, _per_example(flops, batch), step.memory, pixels)
 
 
 def _dims(part: Any) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+from revzoo.commands.imports import pause_collection
 from revzoo.commands.model_name import declare_name, read_name
 from revzoo.commands.parser import JSON_HELP, Parser, positive_count, require_png
 
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_png(arguments.plot)
     from revzoo.display.console import print_renderable, show_status
 
-    with show_status("counting memory and FLOPs"):
+    with show_status("counting memory and FLOPs"), pause_collection():
         from revzoo.analysis.report import report_model
         from revzoo.model.create import create
 

@@ -122,7 +122,7 @@ def _count_memory(model: nn.Module, batch: Any) -> MemoryReport:
 
 def _run_and_measure(model: nn.Module, batch: Any, fake: bool) -> MemoryReport:
     with isolated(model, batch, fake=fake) as inputs:
-        return run_and_measure(model, inputs)[0]
+        return run_and_measure(model, inputs).memory
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -31,6 +32,7 @@ from revzoo.runtime.strides import is_dense
 Storages = frozenset[int]
 
 _RESIZE = "resize_"
+DEVICE = torch.ops.prim.device.default
 _ADD = torch.ops.aten.add.Tensor
 _REFERENCES_OF_A_CALL = 4  # to an argument that nobody else holds: what calls an operation, and what hands it to this mode
 _DISPATCHING = ("__torch_dispatch__", "_fn", "inner")  # what lies between an operation and its caller
@@ -102,6 +104,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if any(wraps_tensors(t) for t in types):
             return NotImplemented  # the subclass runs first, and its inner operations come here
         if func is _ADD and _adds_up_gradients(args):

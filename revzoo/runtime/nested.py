@@ -16,6 +16,11 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):  # nearly every call, one for each operation of a traced run
         yield tree
         return
+    if type(tree) in (tuple, list):  # the arguments of an operation
+        for item in tree:
+            if item is not None and not isinstance(item, int | float):
+                yield from tensors_in(item)
+        return
     for leaf in tree_iter(tree):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -6,7 +6,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import revzoo
-from revzoo.analysis.memory_terms import Peak, Unit, _report_calls
+from revzoo.analysis.dry_run import isolated
+from revzoo.analysis.memory_report import run_and_measure
+from revzoo.analysis.memory_terms import Peak, Unit
 from revzoo.analysis.twin import build_twin
 from revzoo.errors import InputError
 from revzoo.runtime import InvertibleLeakyReLU, LayerChain
@@ -144,11 +146,9 @@ def test_inverted_blocks_take_the_same_at_every_depth():
 def test_every_unit_is_seen_in_forward(name):
     """Also a layer that is called by another method than `forward`, and one that is called in two parts."""
     model = revzoo.create(name)
-    units = [Unit(entry.name, entry.module, "") for entry in model.layout() if entry.is_unit]
-    seen = []
-    with _report_calls(units, lambda unit: seen.append(unit.name)):
-        model(model.example_input(2))
-    assert list(dict.fromkeys(seen)) == list(model.units)
+    units = [Unit(entry.name, entry.module, entry.name) for entry in model.layout() if entry.is_unit]
+    with isolated(model, model.example_input(2), fake=True) as batch:
+        assert list(run_and_measure(model, batch, stages=units).peaks) == list(model.units)
 
 
 def test_values_that_a_later_node_rebuilds_from_are_hidden_activations():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import revzoo
+from revzoo.analysis.dry_run import FakeMode
 from revzoo.analysis.memory_report import measure_modes
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.errors import InputError
@@ -319,3 +320,30 @@ def test_buffers_of_a_shared_storage_are_not_copied_larger():
             self.register_buffer("positions", torch.arange(1).expand(1000))
 
     assert revzoo.measure_memory(Positions(), torch.zeros(2, 4)).buffer_bytes == 8
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.detach(),
+        lambda x: x.view(2, 12),
+        lambda x: torch.ops.aten._unsafe_view(x, (2, 12)),
+        lambda x: x[0].t(),
+        lambda x: x.transpose(0, 2),
+        lambda x: x.permute(2, 0, 1),
+        lambda x: x[:, :1].expand(2, 5, 4),
+        lambda x: x[:, 1:, ::2],
+        lambda x: x.select(1, 2).unsqueeze(0),
+        lambda x: x.unbind(1)[-1],
+        lambda x: x.split(2, -1)[1],
+    ],
+)
+def test_views_without_values_are_like_others(look):
+    real = torch.empty(2, 3, 4)
+    expected = look(real)
+    with FakeMode() as mode:
+        x = mode.from_tensor(real)
+        view = look(x)
+    assert (type(view), view.fake_mode, view.device) == (FakeTensor, mode, real.device)
+    assert (view.shape, view.stride(), view.storage_offset()) == (expected.shape, expected.stride(), expected.storage_offset())
+    assert view.untyped_storage() is x.untyped_storage()

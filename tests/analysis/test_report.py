@@ -8,7 +8,7 @@ from torch import nn
 
 import revzoo
 from revzoo.analysis.flops import count_flops
-from revzoo.analysis.memory_report import measure_modes
+from revzoo.analysis.memory_report import measure_modes, run_and_measure
 from revzoo.analysis.report import ModelReport, report_model
 from revzoo.runtime.schedule import MODES
 
@@ -55,6 +55,21 @@ def test_parts_of_whole_models_add_up_to_what_is_expected(name):
     test_parts_add_up(name, ())
     report = report_of(name)
     assert (report.parameters, report.steps) == (report.expect["parameters"], report.expect["reversible_steps"])
+
+
+def test_every_mode_and_the_twin_run_once(monkeypatch):
+    runs = []
+
+    def count(model, *arguments, **options):
+        runs.append(type(model).__name__)
+        return run_and_measure(model, *arguments, **options)
+
+    monkeypatch.setattr("revzoo.analysis.report.run_and_measure", count)
+    twin = "twin={library: revzoo, name: resnet_32, arguments: {channels: 1, size: [8, 8]}}"
+    report = report_model(revzoo.create("rev_vit_digits", overrides=[*TINY, twin], device="meta"), 2)
+    assert report.pixels is not None
+    assert report.twin.pixels is not None
+    assert runs == ["Model"] * len(MODES) + ["ResNet"]
 
 
 def test_measuring_together_is_measuring_alone(tiny):

@@ -1,5 +1,6 @@
 """The entry point: help, version, `python -m revzoo`, and a command stopped by a signal."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 import revzoo
 import zoo_cli
+from revzoo.commands.imports import pause_collection
 
 ROOT = Path(zoo_cli.__file__).parent
 
@@ -23,7 +25,8 @@ def test_without_arguments_the_commands_are_listed(run):
 
 def test_every_file_is_a_command_or_shared():
     files = {path.stem for path in (ROOT / "revzoo" / "commands").glob("*.py")}
-    assert files - set(zoo_cli.COMMANDS) == {"__init__", "any_module", "completion", "parser", "model_name", "model_options"}
+    shared = {"__init__", "any_module", "completion", "imports", "parser", "model_name", "model_options"}
+    assert files - set(zoo_cli.COMMANDS) == shared
     assert set(zoo_cli.COMMANDS) <= files
 
 
@@ -56,13 +59,43 @@ def test_every_command_explains_its_arguments(capsys):
 
 
 def test_python_dash_m_lists_models_without_torch(tmp_path):
-    code = "import runpy, sys; sys.argv = ['revzoo', 'list', 'revnet_1*_cifar100']; " + (
-        "\ntry: runpy.run_module('revzoo', run_name='__main__')\n"
-        "except SystemExit as left: print(left.code, sorted({'torch', 'timm', 'numpy'} & set(sys.modules)))"
+    code = "atexit.register(lambda: print(sorted({'torch', 'timm', 'numpy'} & set(sys.modules))))"
+    done = run_module(tmp_path, code, "list", "revnet_1*_cifar100")
+    assert (done.stdout, done.stderr, done.returncode) == ("revnet_110_cifar100\nrevnet_164_cifar100\n[]\n", "", 0)
+
+
+def test_a_process_ends_without_freeing_its_objects(tmp_path):
+    code = "kept = type('Kept', (), {'__del__': lambda self: print('freed')})()"
+    done = run_module(tmp_path, code, "list", "no_such_model")
+    assert (done.stdout, done.returncode) == ("", 2)
+    assert done.stderr.startswith("revzoo: ")
+
+
+def test_a_process_waits_for_its_threads(tmp_path):
+    code = "threading.Thread(target=lambda: (threading.main_thread().join(), print('done'))).start()"
+    done = run_module(tmp_path, code, "--version")
+    assert (done.stdout, done.returncode) == (f"revzoo {revzoo.__version__}\ndone\n", 0)
+
+
+def run_module(folder: Path, code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run `python -m revzoo` with these arguments, behind some code."""
+    code = (
+        f"import atexit, runpy, sys, threading; {code}; sys.argv = {['revzoo', *arguments]}; "
+        "runpy.run_module('revzoo', run_name='__main__')"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert (done.stdout, done.stderr) == ("revnet_110_cifar100\nrevnet_164_cifar100\n0 []\n", "")
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder)
+
+
+def test_imports_are_not_searched_for_garbage():
+    for was_enabled in (True, False):
+        (gc.enable if was_enabled else gc.disable)()
+        try:
+            with pause_collection():
+                assert not gc.isenabled()
+            assert gc.isenabled() == was_enabled
+        finally:
+            gc.enable()
 
 
 def test_a_stopped_command_ends_with_its_signal(capsys, monkeypatch):

@@ -74,4 +74,4 @@ def test_wheel_holds_what_it_should_and_nothing_else(wheel):
     }
     assert len(packed) > 80
     assert not [name for name in names if "__pycache__" in name]
-    assert "revzoo = zoo_cli:main" in entry_points
+    assert "revzoo = zoo_cli:run" in entry_points

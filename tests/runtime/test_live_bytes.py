@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.runtime.live_bytes import LiveBytes
@@ -93,6 +94,27 @@ def test_real_and_fake_count_alike(perceptron, convolutions):
             module._buffers[name] = mode.from_tensor(b)
     with mode:
         assert measured() == real
+
+
+class Listener(TorchDispatchMode):
+    """Notes every operation that reaches it."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_autograd_asks_no_other_mode_for_the_device_of_a_fake_tensor():
+    with FakeTensorMode(), Listener() as listener, LiveBytes():
+        x = torch.ones(3, requires_grad=True)
+        (2 * x).sum().backward()
+        assert x.grad.device == torch.device("cpu")
+    assert torch.ops.aten.mul.Tensor in listener.operations
+    assert torch.ops.prim.device.default not in listener.operations
 
 
 def test_views_share_one_storage():
