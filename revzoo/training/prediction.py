@@ -75,25 +75,29 @@ def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tu
         InputError: a file is missing, or a folder holds no images.
         DataError: a file of texts cannot be read.
     """
+    is_text = isinstance(model.spec.input, TextInput)
     for file in files:
-        is_text = isinstance(model.spec.input, TextInput)
         if not os.path.exists(file):  # unlike pathlib's, it does not raise for a name that no file can have
             what = "Texts are in tables or text files, a text in each line" if is_text else "Name images or folders of them"
             raise InputError(f"There is no file {str(file)[:300]}.{find_beside(str(file))} {what}.")
-        if is_text:
-            if file.is_dir():
-                raise InputError(
-                    f"Texts are in tables ({join_names(list(TABLES))}) or text files. Received: the folder {file}."
-                )
-            yield from ((f"{file}:{row}", text) for row, text in enumerate(read_lines(file, column), 1) if text.strip())
-        elif file.suffix.lower() in (*TABLES, ".txt"):
-            raise InputError(f"{model.spec.name} takes images. Received: {file}. Name images or folders of them.")
-        elif not file.is_dir():
-            yield str(file), file
-        elif images := list_images(file):
-            yield from ((str(image), image) for image in images)
-        else:
-            raise InputError(f"There are no images in {file}: looked for {', '.join(list_suffixes())}.")
+        yield from _list_texts(file, column) if is_text else _list_images(file, model.spec.name)
+
+
+def _list_texts(file: Path, column: str) -> Iterator[tuple[str, str]]:
+    if file.is_dir():
+        raise InputError(f"Texts are in tables ({join_names(list(TABLES))}) or text files. Received: the folder {file}.")
+    for row, text in enumerate(read_lines(file, column), 1):
+        if text.strip():
+            yield f"{file}:{row}", text
+
+
+def _list_images(file: Path, model: str) -> Iterator[tuple[str, Path]]:
+    if file.suffix.lower() in (*TABLES, ".txt"):
+        raise InputError(f"{model} takes images. Received: {file}. Name images or folders of them.")
+    images = list_images(file) if file.is_dir() else [file]
+    if not images:
+        raise InputError(f"There are no images in {file}: looked for {', '.join(list_suffixes())}.")
+    yield from ((str(image), image) for image in images)
 
 
 @torch.inference_mode()
