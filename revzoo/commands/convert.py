@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 from revzoo.bounds import MOST_KEPT_BITS
-from revzoo.commands.imports import pause_collection
 from revzoo.commands.parser import Parser, declare_import, positive_count
 
 SUMMARY = "Make a pretrained network reversible."
@@ -61,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_text, show_status
 
     with show_status("converting, and comparing both networks"):
-        with pause_collection():
-            from revzoo.conversion.convert import convert
+        from revzoo.conversion.convert import convert
 
         floating = arguments.m is not None or arguments.beta is not None
         report = convert(

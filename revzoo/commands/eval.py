@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.commands.imports import pause_collection
 from revzoo.commands.parser import DEVICE_HINT, Parser, declare_import, split_overrides
 from revzoo.errors import InputError
 
@@ -36,9 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import show_status
 
     with show_status("evaluating"):
-        with pause_collection():
-            from revzoo.checkpoint.index import read_index
-            from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
+        from revzoo.checkpoint.index import read_index
+        from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
 
         shipped = arguments.pretrained
         if targets and targets[0] in read_index() and not Path(targets[0]).exists():

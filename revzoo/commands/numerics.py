@@ -8,7 +8,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.commands.imports import pause_collection
 from revzoo.commands.model_name import declare_name, read_name
 from revzoo.commands.parser import (
     DTYPE_HELP,
@@ -57,11 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_renderable, show_status
 
     with show_status("measuring rounding errors"):
-        with pause_collection():
-            import torch
+        import torch
 
-            from revzoo.analysis.numerics import measure_numerics
-            from revzoo.model.create import create
+        from revzoo.analysis.numerics import measure_numerics
+        from revzoo.model.create import create
 
         torch.manual_seed(0)
         model = create(name, overrides=overrides, dtype=getattr(torch, arguments.dtype), exact=arguments.exact)

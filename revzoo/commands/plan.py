@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo.commands.any_module import NAMES_HELP, create_any_module, is_any_module
-from revzoo.commands.imports import pause_collection
 from revzoo.commands.model_name import read_name
 from revzoo.commands.model_options import BATCH_HELP, create_batch, create_loss, create_model, create_optimizer, declare_model
 from revzoo.commands.parser import NAME_HELP, Parser, batch_or_range, require_png, require_writable
@@ -109,9 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import show_status
 
     with show_status("loading the model"):
-        with pause_collection():
-            from revzoo.analysis.dry_run import accumulated_gradients
-            from revzoo.planning.budget import parse_budget
+        from revzoo.analysis.dry_run import accumulated_gradients
+        from revzoo.planning.budget import parse_budget
 
         model = create_model(arguments)
         parse_budget(arguments.budget, next(model.parameters()).device)  # refuses a wrong budget before anything is profiled

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.commands.imports import pause_collection
 from revzoo.commands.parser import Parser, declare_import, positive_count
 from revzoo.errors import InputError
 
@@ -51,10 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_renderable, show_status
 
     with show_status("loading the model"):
-        with pause_collection():
-            import torch
+        import torch
 
-            from revzoo.training.prediction import list_inputs, load_classifier, predict
+        from revzoo.training.prediction import list_inputs, load_classifier, predict
 
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load_classifier(arguments.model, device)

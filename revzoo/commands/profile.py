@@ -4,7 +4,6 @@ import argparse
 import json
 from dataclasses import asdict
 
-from revzoo.commands.imports import pause_collection
 from revzoo.commands.model_options import BATCH_HELP, create_batch, create_model, create_optimizer, declare_model
 from revzoo.commands.parser import JSON_HELP, Parser, positive_count
 
@@ -22,8 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_renderable, show_status
 
     with show_status("counting and timing every unit"):
-        with pause_collection():
-            from revzoo.planning.profiling.profile import profile
+        from revzoo.planning.profiling.profile import profile
 
         model = create_model(arguments)
         batch = create_batch(model, arguments.batch)

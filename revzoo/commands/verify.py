@@ -2,7 +2,6 @@
 
 import argparse
 
-from revzoo.commands.imports import pause_collection
 from revzoo.commands.model_name import declare_name, read_name
 from revzoo.commands.parser import DTYPE_HELP, DTYPES, Parser, positive_count
 
@@ -24,11 +23,10 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_text, show_status
 
     with show_status("comparing gradients"):
-        with pause_collection():
-            import torch
+        import torch
 
-            from revzoo.analysis.verify import verify
-            from revzoo.model.create import create
+        from revzoo.analysis.verify import verify
+        from revzoo.model.create import create
 
         torch.manual_seed(0)
         model = create(

@@ -11,7 +11,7 @@ import pytest
 
 import revzoo
 import zoo_cli
-from revzoo.commands.imports import pause_collection
+from revzoo.commands.show import pause_collection
 
 ROOT = Path(zoo_cli.__file__).parent
 
