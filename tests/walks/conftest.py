@@ -63,9 +63,9 @@ def user(capsys, tmp_path, monkeypatch) -> Iterator[User]:
 
 @pytest.fixture
 def photos(tmp_path) -> Path:
-    """Forty photographs of two kinds, in one folder per class, and one more of the first kind; and ten of three other kinds."""
+    """Forty photographs of two kinds, in one folder per class, and one more of the first kind; and fifteen of each of three others."""
     rng = np.random.default_rng(0)
-    for folder, names, count in (("photos", ("cat", "dog"), 20), ("leaves", ("ash", "elm", "oak"), 12)):
+    for folder, names, count in (("photos", ("cat", "dog"), 20), ("leaves", ("ash", "elm", "oak"), 15)):
         for kind, name in enumerate(names):
             for i in range(count):
                 file = tmp_path / folder / name / f"{i}.jpg"

@@ -23,8 +23,9 @@ def count_lines(*files: Path) -> int:
 def _fresh_plugins(monkeypatch):
     """What a walk registers is gone after it."""
     monkeypatch.setattr(plugin, "_imported", [])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.setattr(registry.branches, "_entries", dict(registry.branches._load()))
+    yield
+    sys.modules.pop("revzoo_template")
 
 
 def test_a_variant_takes_ten_lines(user, photos, monkeypatch):
