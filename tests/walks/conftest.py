@@ -63,7 +63,7 @@ def user(capsys, tmp_path, monkeypatch) -> Iterator[User]:
 
 @pytest.fixture
 def photos(tmp_path) -> Path:
-    """Forty photographs of two kinds, in one folder per class, and one more of the first kind; and fifteen of each of three others."""
+    """Forty photographs of two kinds, in one folder per class, and one more of the first kind; and others of three kinds."""
     rng = np.random.default_rng(0)
     for folder, names, count in (("photos", ("cat", "dog"), 20), ("leaves", ("ash", "elm", "oak"), 15)):
         for kind, name in enumerate(names):
