@@ -162,7 +162,11 @@ def _evaluate_saved(folder: Path, overrides: list[str]) -> Scores:
         )
     model = create(folder)
     config = model.data_config if is_text else model.pretrained_cfg
-    known = {"tokenizer": "text.tokenizer"} if is_text else {key: f"augment.{key}" for key in ("mean", "std", "crop_pct")}
+    known = (
+        {"tokenizer": "text.tokenizer"}
+        if is_text
+        else {key: f"augment.{key}" for key in ("mean", "std", "crop_pct", "interpolation")}
+    )
     own = [f"data.{path}={_write(config[key])}" for key, path in known.items() if config.get(key) is not None]
     recipe = load_recipe("texts" if is_text else "images", [*own, *overrides])
     _refuse_ineffective(recipe, overrides)

@@ -105,3 +105,12 @@ def test_a_stopped_command_ends_with_its_signal(capsys, monkeypatch):
     monkeypatch.setattr("revzoo.spec.list_models", stop)
     assert zoo_cli.main(["list"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err == "\nrevzoo: stopped\n"
+
+
+def test_a_reader_who_has_seen_enough_ends_a_command_silently(capsys, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert zoo_cli.main(["list"]) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""

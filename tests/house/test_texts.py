@@ -29,6 +29,8 @@ NOT_RUN = (
 )
 # They train and plan, as tests of these packages do with less.
 LONG = {"README.md", "convert.md", "distributed.md", "planning.md", "sweeps.md", "training.md"}
+# Typed in tests/walks, where somebody looks at what is printed: the README's commands, and these sections.
+WALKED = {"training.md": ("Your own images", "Use what was trained", "Find a learning rate", "Watch, and stop early", "Texts")}
 NEEDED = {"sweeps.md": "optuna"}  # what a page shows that is not among the extras
 SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "model.overrides=[stages.0.depth=1]")
 
@@ -50,8 +52,12 @@ class Fence(NamedTuple):
     body: str
 
 
-def fences(path: Path) -> list[Fence]:
-    return [Fence(*match) for match in re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), flags=re.M | re.S)]
+def fences(path: Path, but: tuple[str, ...] = ()) -> list[Fence]:
+    """Return the blocks of a document, without those in some sections."""
+    sections = re.split(r"^(?=## )", path.read_text(), flags=re.M)
+    assert {section[3:].partition("\n")[0] for section in sections} >= set(but)
+    kept = "".join(section for section in sections if not section.startswith(tuple(f"## {heading}\n" for heading in but)))
+    return [Fence(*match) for match in re.findall(r"^```(\w*)\n(.*?)^```$", kept, flags=re.M | re.S)]
 
 
 def commands(body: str) -> list[str]:
@@ -81,7 +87,7 @@ def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
     monkeypatch.setenv("REVZOO", str(ROOT))
     write_photos()
     names, output = {"__name__": "__main__"}, ""
-    for language, body in fences(document):
+    for language, body in fences(document, WALKED.get(document.name, ())):
         if language == "yaml":
             Path(re.match(r"# (\S+\.yaml)\n", body)[1]).write_text(body)
         elif language == "python" and (module := re.match(r"# (\w+\.py)\b", body)):
@@ -91,7 +97,7 @@ def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
                 exec(compile(body, document.name, "exec"), names)
             output = printed.getvalue()
         elif language == "bash":
-            for command in commands(body):
+            for command in commands(body) if document.name != "README.md" else ():
                 run(command)
         elif language == "toml":
             assert body in (ROOT / "docs" / "template" / "pyproject.toml").read_text()

@@ -366,6 +366,16 @@ def test_reversible_parts_are_planned_too():
         assert planned.chain.schedule == ["invert"] * 16 == module.chain.schedule
 
 
+def test_a_module_that_is_a_chain_itself_is_planned():
+    chain = ReversibleChain([nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)])
+    streams = tuple(torch.rand(2, 3, 8))
+    planned = copy.deepcopy(chain)
+    plan, _ = plan_in_detail(planned, streams, "1TB")
+    assert dict(plan.schedules) == {"": ("store",) * 4}
+    plan.apply(planned)
+    assert [torch.equal(*pair) for pair in zip(planned(*streams), chain(*streams), strict=True)] == [True, True]
+
+
 def test_a_chain_on_a_grid_runs_as_it_would_without_a_plan():
     torch.manual_seed(0)
     module = Reversing(exact=True).train()

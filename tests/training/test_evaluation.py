@@ -123,3 +123,20 @@ def test_scores_of_ids_by_hand():
     assert (scores.count, scores.loss) == (5, pytest.approx(sum(losses) / 5))
     assert (scores.top1, scores.top5) == (20 * ranks.count(0), 20 * sum(rank < 5 for rank in ranks))
     assert f"loss {scores.loss:.4f}, {scores.loss / math.log(2):.3f} bits per token on 5 tokens" in str(scores)
+
+
+def test_a_saved_model_is_evaluated_on_data_that_are_named(tmp_path, image_folder):
+    """With its own preprocessing, and as prediction has it."""
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], num_outputs=2).eval()
+    model.class_names, model.data_config = ("cat", "dog"), {"mean": (0.2,), "std": (0.1,), "crop_pct": 0.5}
+    model.save_pretrained(tmp_path / "saved")
+    data = [f"data.root={image_folder}", "data.num_workers=0"]
+    scores = evaluate_checkpoint(tmp_path / "saved", data)
+    prepare, files = revzoo.transform(model), sorted((image_folder / "val").rglob("*.png"))
+    logits = model(torch.stack([prepare(file) for file in files]))
+    labels = torch.tensor([model.class_names.index(file.parent.name) for file in files])
+    assert scores.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
+    with pytest.raises(
+        CheckpointError, match="does not say on which data to evaluate it. Name them: revzoo eval .* data.root=IMA"
+    ):
+        evaluate_checkpoint(tmp_path / "saved", data[1:])

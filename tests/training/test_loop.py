@@ -12,6 +12,7 @@ import revzoo
 import zoo_cli
 from revzoo.training.divergence import DivergedError
 from revzoo.training.loop import train
+from revzoo.training.run_folder import name_run
 from revzoo.training.setup import build_run
 
 MEASURED = {"seconds", "images_per_second", "memory_bytes"}
@@ -127,3 +128,8 @@ def test_divergence_is_explained_and_has_a_status_of_its_own(fast, tmp_path, cap
     assert zoo_cli.main(["train", "digits", *fast, *far, "--out", str(tmp_path / "run")]) == DivergedError.exit_status == 3
     assert re.search(r"loss is nan in epoch 1, by update 4; .*smaller optimizer.lr \(it is 1e\+30\)", capsys.readouterr().err)
     assert (tmp_path / "run" / "state" / "00000-0000000").is_dir()
+
+
+@pytest.mark.parametrize(("file", "name"), [("mine.yaml", "mine"), ("runs/vit/config.yaml", "vit"), ("config.yaml", "config")])
+def test_a_run_has_the_name_of_its_recipe(file, name):
+    assert name_run(file) == name

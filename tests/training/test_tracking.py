@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from revzoo.display.figures.curves import plot_curves
-from revzoo.errors import SpecError
+from revzoo.errors import CheckpointError, SpecError
 from revzoo.training import epochs
 from revzoo.training.loop import resume, train
+from revzoo.training.tracking import Tracking
 
 
 @pytest.fixture
@@ -68,3 +69,13 @@ def test_a_tracker_that_is_not_installed(recipe, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("revzoo.training.tracking.get_available_trackers", list)
     with pytest.raises(SpecError, match=r"train.track: found \['comet_ml'\]; .* python -m pip install comet-ml"):
         train(recipe("train.track=[comet_ml]"), tmp_path / "run")
+
+
+def test_a_damaged_list_of_trackers_is_refused(recipe, tmp_path):
+    (tmp_path / "tracking.json").write_text("{")
+    tracking = Tracking(recipe("train.track=[tensorboard]"), tmp_path, shown=True)
+    with (
+        pytest.raises(CheckpointError, match=r"tracking.json is damaged. Delete it: the trackers then begin a new run"),
+        tracking.open(0),
+    ):
+        pass
