@@ -27,7 +27,7 @@ def collect_facts(model: nn.Module) -> dict[str, str]:
 
 
 def restore_facts(model: nn.Module, metadata: Mapping[str, str], file: Path, *, has_new_head: bool) -> None:
-    """Give a model the facts that the metadata of a file holds; a tokenizer beside it goes before the file that it names.
+    """Give a model the facts that the metadata of a file holds.
 
     Args:
         model: the model, which has its weights.
@@ -36,8 +36,6 @@ def restore_facts(model: nn.Module, metadata: Mapping[str, str], file: Path, *, 
         has_new_head: whether the head is not the file's, so that its classes are others.
     """
     names, config = read_class_names(metadata, file), read_data_config(metadata, file)
-    if (tokenizer := file.parent / TOKENIZER).is_file() and config.get("tokenizer") != BYTES:
-        config["tokenizer"] = str(tokenizer.absolute())
     if names is not None and not has_new_head:
         cast(Any, model).class_names = names
     if config:
@@ -59,7 +57,9 @@ def read_class_names(metadata: Mapping[str, str], file: Path) -> tuple[str, ...]
 
 
 def read_data_config(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
-    """Return the preprocessing in the metadata of a file; empty where it says nothing.
+    """Return the preprocessing in the metadata of a file, and the tokenizer's file; empty where nothing says it.
+
+    A tokenizer beside the file goes before the one that the metadata name, which may be on another machine.
 
     Raises:
         CheckpointError: it is damaged.
@@ -67,6 +67,8 @@ def read_data_config(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
     config = _parse(metadata.get(DATA_CONFIG, "{}"))
     if not isinstance(config, dict):
         raise CheckpointError(f"The preprocessing in {file} is damaged. Copy or train the checkpoint again.")
+    if (tokenizer := file.parent / TOKENIZER).is_file() and config.get("tokenizer") != BYTES:
+        config["tokenizer"] = str(tokenizer.absolute())
     return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
 
 

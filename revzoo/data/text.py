@@ -172,6 +172,11 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
     if options.name == "characters":
         return _load_windows(options, input, seed)
     labelled = options.name != "masked_lm"
+    if options.root is not None and options.text.tokenizer is None:
+        raise DataError(
+            "Texts of your own need a tokenizer. Set data.text.tokenizer to bytes, or to a file: revzoo tokenizer FILES... "
+            "--out tokenizer.json makes one."
+        )
     tokenizer = open_tokenizer(options.text.tokenizer, input)
     class_names: list[str] | None = None
     if options.name == "hfds":
@@ -205,10 +210,6 @@ def _read_dataset(options: DataOptions) -> tuple[Texts, Texts, list[str] | None]
     """Return the texts of a data set of Hugging Face, and the names of its classes if it has them."""
     from revzoo.data.hugging_face import read_dataset
 
-    if options.text.tokenizer is None:
-        raise DataError(
-            "Texts of your own need a tokenizer. Make one with revzoo tokenizer, and set data.text.tokenizer to it."
-        )
     return read_dataset(Path(options.root or ""), options.text)
 
 

@@ -1,7 +1,8 @@
-"""How images are normalised, resized and cropped where training starts from weights: as the weights' own images were."""
+"""How examples are prepared where training starts from weights: images and texts as the weights' own were."""
 
-from collections.abc import Mapping
+import filecmp
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
@@ -17,9 +18,9 @@ _OTHERS = ("interpolation", "crop_pct", "crop_mode")
 
 
 def adopt_preprocessing(recipe: Recipe, spec: Spec) -> tuple[Recipe, list[str]]:
-    """Return a recipe with the preprocessing that the file of its starting weights names, and a line that says so, or none.
+    """Return a recipe with the preprocessing that the file of its starting weights names, and lines that say so, or none.
 
-    What the recipe sets stays. Digits are prepared in one way only, and what a file says of other channels is left out.
+    What the recipe sets stays. Digits and characters are prepared in one way only.
 
     Args:
         recipe: the recipe.
@@ -28,11 +29,17 @@ def adopt_preprocessing(recipe: Recipe, spec: Spec) -> tuple[Recipe, list[str]]:
     Raises:
         CheckpointError: the file's preprocessing is damaged.
     """
-    if not isinstance(spec.input, ImageInput) or recipe.data.name == "digits":
+    if recipe.data.name in ("digits", "characters"):
         return recipe, []
-    augment, config = recipe.data.augment, dict(_read_preprocessing(recipe))
+    config = _read_preprocessing(recipe)
+    return _adopt_images(recipe, spec.input, config) if isinstance(spec.input, ImageInput) else _adopt_tokenizer(recipe, config)
+
+
+def _adopt_images(recipe: Recipe, input: ImageInput, config: dict[str, Any]) -> tuple[Recipe, list[str]]:
+    """Adopt how images are normalised, resized and cropped; what a file says of other channels is left out."""
+    augment = recipe.data.augment
     for name in _PER_CHANNEL:
-        if len(config.get(name, ())) != spec.input.channels:
+        if len(config.get(name, ())) != input.channels:
             config.pop(name, None)
     known = {name: config[name] for name in (*_PER_CHANNEL, *_OTHERS) if name in config and getattr(augment, name) is None}
     if not known:
@@ -42,7 +49,26 @@ def adopt_preprocessing(recipe: Recipe, spec: Spec) -> tuple[Recipe, list[str]]:
     return replace(recipe, data=replace(recipe.data, augment=replace(augment, **known))), [note]
 
 
-def _read_preprocessing(recipe: Recipe) -> Mapping[str, Any]:
+def _adopt_tokenizer(recipe: Recipe, config: dict[str, Any]) -> tuple[Recipe, list[str]]:
+    """Adopt the tokenizer, or say that the recipe has another one."""
+    known, text = config.get("tokenizer"), recipe.data.text
+    if known is None or known == text.tokenizer:
+        return recipe, []
+    if text.tokenizer is None:
+        note = f"the tokenizer is that of the starting weights, {known} (data.text.tokenizer sets another)"
+        return replace(recipe, data=replace(recipe.data, text=replace(text, tokenizer=known))), [note]
+    if _is_same_file(known, text.tokenizer):
+        return recipe, []
+    return recipe, [f"the starting weights have another tokenizer, {known}: what they learnt of its ids is lost"]
+
+
+def _is_same_file(name: str, other: str) -> bool:
+    """Return whether two files are there, and hold the same."""
+    files = Path(name), Path(other)
+    return all(map(Path.is_file, files)) and filecmp.cmp(*files, shallow=False)
+
+
+def _read_preprocessing(recipe: Recipe) -> dict[str, Any]:
     """Return what the file of the starting weights says; nothing where there is none, or it is of another format."""
     file = find_starting_weights(recipe.model)
     if file is None:

@@ -99,9 +99,6 @@ def _find_data_problems(tree: YamlNode) -> Iterator[SpecProblem]:
     name, root = _value(tree, "data.name"), _value(tree, "data.root")
     if isinstance(name, str) and name not in BUNDLED and not is_own(name) and root is None:
         yield _node(tree, "data.root").problem(f"the folder of the data, for name: {name}", hint=" Add data.root=DIR.")
-    if name in ("text_classification", "masked_lm") and root and not _value(tree, "data.text.tokenizer"):
-        allowed = "bytes, or a tokenizer file, for texts of your own: revzoo tokenizer FILES... --out tokenizer.json makes one"
-        yield _node(tree, "data.text.tokenizer").problem(allowed)
     policy = _value(tree, "data.augment.auto_augment")
     if isinstance(policy, str) and not _is_policy(policy):
         yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")

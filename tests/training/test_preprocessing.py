@@ -9,6 +9,8 @@ from timm.data import create_transform, resolve_data_config
 
 import revzoo
 from revzoo.data.images import load_images
+from revzoo.data.loading import load_data
+from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.loop import resume, train
@@ -96,3 +98,40 @@ def test_an_interpolation_of_training_is_that_of_evaluation(image_folder):
         )
         _, test = load_images(recipe.data, ImageInput("image", 1, (8, 8)), seed=0)
         assert test.data_config["interpolation"] == used
+
+
+@pytest.fixture
+def text_weights(tmp_path, tokenizer):
+    """A folder of weights for texts, with a tokenizer."""
+    model = revzoo.create("rev_roberta_mini", overrides=["stages.0.depth=1", "input.vocabulary=280"])
+    model.data_config = {"tokenizer": str(tokenizer)}
+    model.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_texts_have_the_tokenizer_of_the_weights(text_weights, tables):
+    texts = ["data.name=text_classification", f"data.root={tables}", "data.batch_size=4", "data.num_workers=0"]
+    recipe, [note] = adopt(text_weights, *texts)
+    own = str(text_weights / "tokenizer.json")
+    assert recipe.data.text.tokenizer == own
+    assert note == f"the tokenizer is that of the starting weights, {own} (data.text.tokenizer sets another)"
+    assert load_data(recipe.data, revzoo.load_spec(text_weights).input, 0).data_config == {"tokenizer": own}
+
+
+def test_another_tokenizer_is_remarked_and_a_copy_is_not(text_weights, tokenizer):
+    texts = ["data.name=text_classification", "data.root=reviews"]
+    recipe, [note] = adopt(text_weights, *texts, "data.text.tokenizer=bytes")
+    assert recipe.data.text.tokenizer == "bytes"
+    assert note == (
+        f"the starting weights have another tokenizer, {text_weights / 'tokenizer.json'}: what they learnt of its ids is lost"
+    )
+    recipe, notes = adopt(text_weights, *texts, f"data.text.tokenizer={tokenizer}")
+    assert (recipe.data.text.tokenizer, notes) == (str(tokenizer), [])
+    (text_weights / "tokenizer.json").unlink()
+    assert adopt(text_weights, *texts)[0].data.text.tokenizer == str(tokenizer)  # which the weights name
+
+
+def test_texts_without_a_tokenizer_are_refused(tables):
+    recipe = load_recipe("text_roberta", [f"data.root={tables}"])
+    with pytest.raises(DataError, match=r"Set data\.text\.tokenizer to bytes, or to a file: revzoo tokenizer FILES"):
+        load_data(recipe.data, revzoo.load_spec("rev_roberta_mini").input, 0)

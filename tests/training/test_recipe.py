@@ -204,9 +204,9 @@ def test_settings_without_effect_are_named(recipe):
 
 def test_settings_that_contradict(tmp_path):
     with pytest.raises(SpecError) as caught:
-        load_recipe("text_roberta", [f"data.root={tmp_path}", "mixup={mixup_alpha: 0.8}"])
+        load_recipe("text_roberta", ["data.augment.auto_augment=none", "mixup={mixup_alpha: 0.8}"])
     assert [(problem.path, problem.received) for problem in caught.value.problems] == [
-        ("data.text.tokenizer", "nothing"),
+        ("data.augment.auto_augment", "'none'"),
         ("mixup", "{'mixup_alpha': 0.8}"),
     ]
     idle = ["data.shift=1", "data.augment.hflip=0.1", "data.text.label=kind"]
