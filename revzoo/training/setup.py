@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from revzoo.data.base import IGNORED, Data
 from revzoo.data.loading import load_data
+from revzoo.data.options import TextOptions
 from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, SpecError, SpecProblem, join_names
@@ -213,7 +214,7 @@ def build_run(
     prepared_as: list[str] = []
     if not resumed:  # the recipe in the folder of a run has it
         recipe, prepared_as = call_on_all(accelerator, partial(adopt_preprocessing, recipe, spec))
-    data_options = replace(recipe.data, batch_size=batch_size)
+    data_options = replace(recipe.data, batch_size=batch_size, text=_find_tokenizer(recipe.data.text, folder))
     data = call_on_all(accelerator, lambda: load_data(data_options, spec.input, options.seed, shares.count))
     if resumed and "outputs" in spec.head.arguments:  # the spec may have more outputs than there are classes
         model_options = replace(model_options, num_outputs=max(spec.head.arguments["outputs"], data.num_classes or 0))
@@ -274,6 +275,13 @@ def build_run(
     )
     run.set_coupling(progress.updates)
     return run
+
+
+def _find_tokenizer(text: TextOptions, folder: Path) -> TextOptions:
+    """Return the options with the run's own copy of the tokenizer, if the file that they name is not there any more."""
+    name, own = text.tokenizer, folder / TOKENIZER
+    is_gone = name is not None and name != BYTES and not Path(name).is_file()
+    return replace(text, tokenizer=str(own)) if is_gone and own.is_file() else text
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:

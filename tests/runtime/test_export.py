@@ -55,6 +55,14 @@ def test_an_exported_model_and_its_onnx_give_the_models_outputs(name):
     torch.testing.assert_close(run_onnx(program, x), logits, rtol=1e-5, atol=1e-5)
 
 
+def test_a_class_token_takes_any_batch():
+    """As converted networks of timm have it; `len` of a tensor would make the batch a constant."""
+    model = revzoo.create("rev_vit_digits", overrides=[*SHORT["rev_vit_digits"], "stem.class_token=true"]).eval()
+    x = model.example_input(5)
+    with torch.no_grad():
+        assert torch.equal(export(model).module()(x), model(x))
+
+
 @pytest.mark.parametrize("name", ["rev_vit_digits", pytest.param("revnet_digits", marks=pytest.mark.slow)])
 def test_exact_arithmetic_is_exported_too(name):
     model = trained(name, exact=True, short=True)

@@ -66,7 +66,7 @@ def small_recipe(causal, story, tables, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["characters", "masked_lm", "text_classification"])
-def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, monkeypatch, capsys, assert_same_run):
+def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, tokenizer, monkeypatch, capsys, assert_same_run):
     options = small_recipe(kind)
     train(options, tmp_path / "whole")
     out, err = capsys.readouterr()
@@ -78,6 +78,7 @@ def test_a_run_is_resumed_and_evaluated(kind, tmp_path, small_recipe, monkeypatc
         patch.setattr(StopSignal, "poll", lambda self: next(signals))
         with pytest.raises(Interrupted):
             train(options, tmp_path / "cut")
+    tokenizer.unlink()  # the run has its own copy
     monkeypatch.chdir("/")
     resume(tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")

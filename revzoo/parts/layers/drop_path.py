@@ -18,5 +18,5 @@ class DropPath(timm.layers.DropPath):
         # timm draws with bernoulli_(rate), for which Dynamo compiles anew at every rate. So does PyTorch 2.11 wherever the rate
         # meets another number before it meets a tensor.
         kept = 1.0 - torch.ones((), device=x.device) * self.drop_prob
-        mask = (torch.rand(len(x), *[1] * (x.dim() - 1), device=x.device) + kept).floor()
+        mask = (torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) + kept).floor()
         return x * (mask / kept if self.scale_by_keep else mask).to(x.dtype)

@@ -65,4 +65,4 @@ class PatchStem(nn.Module):
         return self._prepend_class_token(tokens) if self._class_token_last else tokens
 
     def _prepend_class_token(self, tokens: Tensor) -> Tensor:
-        return tokens if self.cls_token is None else torch.cat((self.cls_token.expand(len(tokens), -1, -1), tokens), dim=1)
+        return tokens if self.cls_token is None else torch.cat((self.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
