@@ -16,7 +16,7 @@ from revzoo.data.options import TABLES
 from revzoo.data.stored_images import list_suffixes
 from revzoo.data.table import read_lines
 from revzoo.data.transform import transform
-from revzoo.errors import InputError, join_names
+from revzoo.errors import InputError, RevzooError, join_names
 from revzoo.model.network import Model
 from revzoo.model.trained import create_trained
 from revzoo.spec.names import find_beside
@@ -109,12 +109,16 @@ def predict(model: Model, inputs: Iterable[tuple[str, Any]], *, top: int = 5, ba
         inputs: names, and what `revzoo.transform` takes.
         top: how many classes of each.
         batch_size: examples that are computed together.
+    Raises:
+        RevzooError: the model returns infinities or NaN.
     """
     prepare, device = transform(model), next(model.parameters()).device
     rest = iter(inputs)
     while batch := list(islice(rest, batch_size)):
         names, examples = zip(*((name, prepare(example)) for name, example in batch), strict=True)
         logits = model(_stack(model, examples).to(device)).float()
+        if broken := [name for name, row in zip(names, logits.isfinite().all(1).tolist(), strict=True) if not row]:
+            raise RevzooError(f"{model.spec.name} returns infinities or NaN for {broken[0]}: its weights cannot be used.")
         best = logits.softmax(1).topk(min(top, model.num_outputs))
         for name, values, indices in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):
             yield Prediction(name, tuple(_name_class(model, i) for i in indices), tuple(values))

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 import revzoo
 from revzoo.data.loading import load_data
 from revzoo.data.options import AugmentOptions, DataOptions, TextOptions
-from revzoo.errors import DataError, InputError
+from revzoo.errors import DataError, InputError, RevzooError
 from revzoo.spec.schema import ImageInput
 from revzoo.training.prediction import list_inputs, load_classifier, predict
 
@@ -54,6 +54,15 @@ def test_a_model_that_says_nothing_of_its_images_is_warned_of(caplog):
     model.data_config = {"mean": (0.0,), "std": (1.0,)}
     revzoo.transform(model)
     assert not caplog.text
+
+
+def test_no_probability_is_nan():
+    """Which JSON does not have."""
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"]).eval()
+    model.data_config = {"mean": (0.0,), "std": (1.0,)}
+    torch.nn.init.constant_(model.get_classifier().bias, torch.nan)
+    with pytest.raises(RevzooError, match="rev_vit_digits returns infinities or NaN for dot: its weights cannot be used"):
+        next(predict(model, [("dot", Image.new("L", (8, 8)))]))
 
 
 def test_what_cannot_be_prepared_is_refused(image_folder):
