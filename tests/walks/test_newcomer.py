@@ -14,9 +14,17 @@ def test_looking_around(user):
     assert all(f"rev_vit_{size} " in listed for size in ("ti", "s", "b", "l", "h"))
     assert all(word in shown for word in ("store", "invert", "vit_base_patch16"))
     assert Path("revnet_38.png").stat().st_size > 10_000
-    assert "safe to train" in verified or "gradient" in verified
+    assert "Safe to train in float32" in verified
     assert "8.0 MiB" in planned
     assert "the same." in evaluated
+    [plan] = user.read("README.md", "revzoo plan rev_vit_digits --batch 64")
+    assert "12.0 MiB" in user.type(plan)
+    assert Path("plan.png").stat().st_size > 10_000
+
+
+def test_nothing_else_is_to_be_typed(user):
+    """Besides the installation: these commands are run nowhere else."""
+    assert user.open("README.md").count("\n```bash\n") == 4
 
 
 def test_own_photographs_take_three_commands(user, photos):
