@@ -1,13 +1,13 @@
 """Count the memory of a training step: weights, gradients, batch and activations, to the byte, with or without a device."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.chains import find_chains, preserve_schedules
@@ -38,6 +38,7 @@ class MemoryReport:
         optimizer_bytes: the optimizer's state, as after a step; 0 without an optimizer.
         update_bytes: the most that an update of the optimizer takes besides its state, such as copies of weights.
         batch_bytes: the tensors of the batch.
+        other_bytes: what else is alive during the whole step, such as averaged weights and labels. None: nothing.
         allocator_peak_bytes: the CUDA allocator's own peak. It includes workspaces of kernels, and all else that the process
             has on the GPU. None without CUDA.
         allocator_reserved_bytes: the most memory that the CUDA allocator has taken from the driver, which `nvidia-smi` shows.
@@ -53,6 +54,7 @@ class MemoryReport:
     optimizer_bytes: int
     update_bytes: int
     batch_bytes: int
+    other_bytes: int | None = None
     allocator_peak_bytes: int | None = None
     allocator_reserved_bytes: int | None = None
 
@@ -73,6 +75,7 @@ LABELS = {
     "optimizer_bytes": "optimizer state",
     "update_bytes": "optimizer update",
     "batch_bytes": "batch",
+    "other_bytes": "averaged weights, labels",
     "after_forward_bytes": "activations after forward",
     "activation_bytes": "activations at the peak",
     "peak_bytes": "peak of everything",
@@ -126,6 +129,8 @@ def run_and_measure(
     *,
     units: Sequence[str] = (),
     stages: Sequence[Unit] = (),
+    loss: Callable[[Any], Tensor] = linear_loss,
+    other_bytes: int | None = None,
 ) -> CountedStep:
     """Run a forward and backward inside `isolated`, and count what it takes.
 
@@ -135,6 +140,8 @@ def run_and_measure(
         optimizer: what the optimizer takes.
         units: names of submodules, in the order of their calls.
         stages: modules whose peaks are split into terms.
+        loss: computes the loss from what the model returns.
+        other_bytes: what else is alive during the whole step.
     """
     live = _create_log(model, stages)
     terms = live if isinstance(live, OperationLog) else None
@@ -145,15 +152,15 @@ def run_and_measure(
         with _record_starts(model, units, live) as starts:
             outputs = call(model, batch)
         end = live.now()
-        loss = linear_loss(outputs)
+        total = loss(outputs)
         del outputs
         with leave_autocast():
             forward = live.now()
-            loss.backward(None if terms is None else terms.begin_backward(loss))
+            total.backward(None if terms is None else terms.begin_backward(total))
         gradients = live.watch(p.grad for p in model.parameters())
     lasting = weights | buffers | inputs | gradients
     memory = MemoryReport(
-        peak_bytes=max(live.peak(), live.alive() + optimizer.update) + optimizer.state,
+        peak_bytes=max(live.peak(), live.alive() + optimizer.update) + optimizer.state + (other_bytes or 0),
         activation_bytes=live.peak(without=lasting),
         after_forward_bytes=live.alive(without=lasting, at=forward),
         weight_bytes=live.size(weights),
@@ -162,6 +169,7 @@ def run_and_measure(
         optimizer_bytes=optimizer.state,
         update_bytes=optimizer.update,
         batch_bytes=live.size(inputs),
+        other_bytes=other_bytes,
         **peaks,
     )
     kept = live.alive_by_birth([0, *list(starts.values())[1:], end], without=lasting, at=forward)
@@ -196,7 +204,13 @@ def _record_starts(model: nn.Module, units: Sequence[str], live: LiveBytes) -> I
 
 
 def measure_modes(
-    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None, *, in_backward: bool = False
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    in_backward: bool = False,
+    loss: Callable[[Any], Tensor] = linear_loss,
+    other_bytes: int | None = None,
 ) -> tuple[dict[str, MemoryReport], str | None]:
     """Measure a training step in every mode without allocating anything: also in modes that do not fit the device.
 
@@ -204,6 +218,7 @@ def measure_modes(
         model, batch, optimizer: as for `measure_memory`.
         in_backward: whether the optimizer updates each parameter inside backward. No gradients are then left after it, and
             what one takes beside its update counts with the activations.
+        loss, other_bytes: as for `run_and_measure`.
     Raises:
         InputError: as `measure_memory`, or processes divide the model.
     Returns: a report for each mode (one report, "as it is", for a model without a schedule), and the model's present mode
@@ -222,10 +237,10 @@ def measure_modes(
             assign(mode)
             current = mode if [chain.schedule for chain in find_chains(model).values()] == present else current
             with isolated(model, batch, fake=True) as inputs, ignore_error_growth():
-                reports[mode] = run_and_measure(model, inputs, taken).memory
+                reports[mode] = run_and_measure(model, inputs, taken, loss=loss, other_bytes=other_bytes).memory
         if not present:
             with isolated(model, batch, fake=True) as inputs:
-                reports["as it is"] = run_and_measure(model, inputs, taken).memory
+                reports["as it is"] = run_and_measure(model, inputs, taken, loss=loss, other_bytes=other_bytes).memory
     return reports, current
 
 

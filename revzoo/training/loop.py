@@ -18,7 +18,6 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from revzoo.analysis.memory_report import measure_modes
 from revzoo.display.console import show_status
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.file import sync
@@ -30,6 +29,7 @@ from revzoo.training.lock import hold_lock
 from revzoo.training.main_process import call_on_all, call_on_main
 from revzoo.training.options import Recipe
 from revzoo.training.origin import read_begun
+from revzoo.training.planned_step import WholeStep
 from revzoo.training.processes import follow_launcher
 from revzoo.training.recipe import load_recipe
 from revzoo.training.restart import find_own_folder, name_agents, sign_folder
@@ -156,10 +156,8 @@ def _begin(run: Run, plan: Plan | None) -> Summary:
 def _print_setting(run: Run, plan: Plan | None) -> None:
     """Print the memory of a training step in every mode, the plan, and how well gradients agree."""
     if run.accelerator.is_main_process and run.mesh is None:
-        batch = run.model.example_input(run.batch_size)
-        in_backward = run.recipe.train.optimizer_in_backward
         with show_status("counting the memory of every mode"):
-            modes = measure_modes(run.model, batch, run.optimizer, in_backward=in_backward)
+            modes = WholeStep(run).measure_modes()
         run.display.console.print(MemoryTable(*modes))
     _print_plan(run, plan)
     _verify_gradients(run)

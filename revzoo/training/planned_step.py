@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from revzoo.analysis.dry_run import accumulated_gradients, leave_autocast, updates_in_backward
+from revzoo.analysis.memory_report import MemoryReport, measure_modes
 from revzoo.analysis.optimizer_step import copy_optimizer, count_optimizer, count_updates_apart
 from revzoo.data.random import seeded
 from revzoo.model.builder import build
@@ -85,7 +86,8 @@ class WholeStep(PlannedStep):
         in_backward = run.recipe.train.optimizer_in_backward
         self._optimizer = None if in_backward else optimizer
         self._updates = count_updates_apart(model, optimizer) if in_backward else None
-        self._other_bytes = averaged + buckets + (state if in_backward else 0) + self._beside_bytes
+        self._run_bytes = averaged + buckets + self._beside_bytes
+        self._other_bytes = self._run_bytes + (state if in_backward else 0)
         self.present_bytes = count_model_bytes(model) + averaged + buckets + (state if optimizer.state else 0)
 
     def plan(self, limit: int) -> Plan:
@@ -116,6 +118,19 @@ class WholeStep(PlannedStep):
                 other_bytes,
                 update_bytes=taken.update,
                 lookahead=plan.lookahead,
+            )
+
+    def measure_modes(self) -> tuple[dict[str, MemoryReport], str | None]:
+        """Return the memory of the step in every mode, and the network's present mode; None if its schedule mixes modes."""
+        run = self._run
+        with accumulated_gradients(run.model) if self._accumulates else nullcontext():
+            return measure_modes(
+                run.model,
+                self._batch,
+                run.optimizer,
+                in_backward=self._updates is not None,
+                loss=self._loss,
+                other_bytes=self._run_bytes,
             )
 
     def _treat_gradients(self) -> AbstractContextManager[None]:

@@ -26,6 +26,7 @@ from revzoo.sharding.mesh import count_shards, make_mesh
 from revzoo.sharding.shard import list_units, shard_
 from revzoo.training import loop, network
 from revzoo.training.evaluation import evaluate_checkpoint
+from revzoo.training.planned_step import WholeStep
 from revzoo.training.processes import follow_launcher
 from revzoo.training.recipe import load_recipe
 
@@ -168,7 +169,7 @@ def run_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def run(case: str) -> Path:
         with pytest.MonkeyPatch.context() as patch:  # what is only printed
             patch.setattr(loop, "MemoryTable", lambda *_: "")
-            patch.setattr(loop, "measure_modes", lambda *_, **__: ())
+            patch.setattr(WholeStep, "measure_modes", lambda step: ({}, None))
             return loop.train(load(case, 1), tmp_path_factory.mktemp("alone") / "run").folder
 
     return cache(run)

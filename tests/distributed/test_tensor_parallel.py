@@ -31,6 +31,7 @@ from revzoo.training.clipping import clip_gradients_
 from revzoo.training.divided_update import updates_divided
 from revzoo.training.evaluation import evaluate_checkpoint
 from revzoo.training.interrupt import Interrupted, StopSignal
+from revzoo.training.planned_step import WholeStep
 from revzoo.training.recipe import load_recipe
 from revzoo.training.state_tensors import list_contents, read_tensors
 from revzoo.training.state_writer import StateWriter, write
@@ -202,7 +203,7 @@ def stop_after(updates: int) -> Callable[[StopSignal], int]:
 
 def train_in_parts(processes: int, folder: Path) -> None:
     """Train with 4 and with 2 processes; and begin with 4, go on with 2, and end alone."""
-    loop.measure_modes = lambda *_, **__: ({}, None)
+    WholeStep.measure_modes = lambda step: ({}, None)
     loop.describe_gradients = lambda run: ""
     epochs.plot_curves = lambda records, path: path.write_bytes(b"")
     if processes > 1:
@@ -313,7 +314,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     """Train in this process; return the figures of both epochs."""
     with pytest.MonkeyPatch.context() as patch:  # what is only printed
         patch.setattr(loop, "MemoryTable", lambda *_: "")
-        patch.setattr(loop, "measure_modes", lambda *_, **__: ())
+        patch.setattr(WholeStep, "measure_modes", lambda step: ({}, None))
         return read_records(loop.train(load(1), tmp_path_factory.mktemp("alone") / "run").folder)
 
 

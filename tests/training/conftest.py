@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from revzoo.training import epochs, loop
 from revzoo.training.options import Recipe
+from revzoo.training.planned_step import WholeStep
 from revzoo.training.recipe import load_recipe
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=2,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
@@ -27,7 +28,7 @@ RANDOM = ["mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "train.accumulate=2", "
 _MEASURED = {"seconds", "images_per_second", "texts_per_second", "memory_bytes"}  # different in every run
 _SHOWN = [
     (module, name, getattr(module, name))
-    for module, name in ((loop, "measure_modes"), (loop, "describe_gradients"), (epochs, "plot_curves"))
+    for module, name in ((WholeStep, "measure_modes"), (loop, "describe_gradients"), (epochs, "plot_curves"))
 ]
 
 
@@ -43,7 +44,7 @@ def _fresh_accelerate() -> Iterator[None]:
 def _nothing_shown() -> Iterator[None]:
     """Leave out the table of memory, verifying and the curves, which take longer than a small run; `shown` puts them back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "measure_modes", lambda model, batch, optimizer, in_backward: ({}, None))
+        patch.setattr(WholeStep, "measure_modes", lambda step: ({}, None))
         patch.setattr(loop, "describe_gradients", lambda run: "")
         patch.setattr(epochs, "plot_curves", lambda records, path: path.write_bytes(b""))
         yield

@@ -23,6 +23,7 @@ from revzoo.training import epochs, loop
 from revzoo.training.budget import apply_plan
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.options import Recipe
+from revzoo.training.planned_step import WholeStep
 from revzoo.training.recipe import load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
 from revzoo.training.setup import Run, build_run
@@ -118,6 +119,15 @@ def assert_same_weights(one: Path, other: Path) -> None:
         left, right = load_file(one / name), load_file(other / name)
         assert left.keys() == right.keys()
         assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_table_counts_the_step_that_is_planned(setting, tmp_path, shown, unmeasured):
+    """What stands on one screen is the same number: the peak with everything stored."""
+    name, settings = SETTINGS[setting]
+    step = WholeStep(build_run(load_recipe(name, [*settings]), tmp_path, resumed=False))
+    reports, _ = step.measure_modes()
+    assert reports["store"].peak_bytes == step.plan(2**40).no_recompute_peak_bytes
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
