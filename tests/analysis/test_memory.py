@@ -47,6 +47,7 @@ def test_perceptron_to_the_byte(perceptron):
         "optimizer_bytes": 0,
         "update_bytes": 0,
         "batch_bytes": A,
+        "other_bytes": None,
         "allocator_peak_bytes": None,
         "allocator_reserved_bytes": None,
     }

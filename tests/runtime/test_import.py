@@ -39,5 +39,6 @@ def test_the_runtime_imports_neither_the_compiler_nor_dtensor_nor_the_rest_of_re
         "noise",
         "plugin",
         "registry",
+        "sharded",
     )
     assert others == [f"revzoo.{name}" for name in names]
