@@ -12,7 +12,11 @@ _PURPLE, _BROWN = "#8b6bb1", "#b0764a"  # further curves
 
 
 def plot_front(
-    series: Mapping[str, Sequence[tuple[int, float]]], path: str | Path, cost: str = "time", title: str = "Peak against time"
+    series: Mapping[str, Sequence[tuple[int, float]]],
+    path: str | Path,
+    cost: str,
+    title: str,
+    peak: str = "all memory together",
 ) -> None:
     """Draw peak memory against work for the schedules of one network; write a PNG.
 
@@ -22,6 +26,7 @@ def plot_front(
         path: of the picture.
         cost: what the work is measured in, for the axis.
         title: of the picture.
+        peak: what the memory is, for the axis.
     """
     figure = new_figure(8.2, 5.4)
     axes = figure.add_axes((0.115, 0.25, 0.85, 0.59))
@@ -36,7 +41,7 @@ def plot_front(
             axes.step(*zip(*points, strict=True), where="post", lw=2.2, **{**style, "ms": 5, "zorder": 4})
         else:
             axes.plot(*zip(*points, strict=True), lw=0.9, ls="-" if len(points) > 1 else "none", **style)
-    axes.set_xlabel("peak of all memory together", fontsize=9, color=INK)
+    axes.set_xlabel(f"peak of {peak}", fontsize=9, color=INK)
     axes.set_ylabel(f"{cost} of a step, all stored = 1", fontsize=9, color=INK)
     mark_bytes(axes.xaxis, *axes.get_xlim())
     simplify_axes(axes)

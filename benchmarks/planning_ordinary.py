@@ -182,4 +182,4 @@ def draw_ordinary(data: dict[str, Any], folder: Path) -> None:
         for row in net["rivals"]:
             series.setdefault(row["method"], []).append((int(row["fraction"] * stored), row["flops"]))
         series["all stored"] = [(stored, 1.0)]
-        plot_front(series, folder / f"front_{name}.png", "FLOPs", f"{name}: peak of activations against FLOPs")
+        plot_front(series, folder / f"front_{name}.png", "FLOPs", f"Peak against FLOPs: {name}", "activations")

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -40,7 +40,7 @@ from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.schedule import Mode
 
-Changes = NDArray[numpy.int64]
+Changes = NDArray[np.int64]
 Timeline = dict[str, list[int]]
 Method = dict[str, Any]
 
@@ -153,7 +153,7 @@ def count_step(network: nn.Module, batch: torch.Tensor, dtype: str) -> tuple[Cha
             loss = linear_loss(call(network, inputs))
             with leave_autocast():
                 loss.backward()
-        changes = numpy.array([start, *(change for _, change in live.log)], dtype=numpy.int64)
+        changes = np.array([start, *(change for _, change in live.log)], dtype=np.int64)
     return changes, flops.forward + flops.backward
 
 
@@ -169,16 +169,16 @@ def _fit_timeline(steps: Sequence[Changes]) -> Timeline:
     """
     # Autocast frees its casts in any order, so the steps are compared where they have just allocated something.
     grown = steps[0] > 0
-    if not numpy.array_equal(grown, steps[1] > 0):
+    if not np.array_equal(grown, steps[1] > 0):
         raise UnevenStepError(f"batches of {_SIZES[0]} and {_SIZES[1]} allocate differently")
     grown[-1] = True
     small, large = (changes.cumsum()[grown] for changes in steps)
     each = (large - small) // (_SIZES[1] - _SIZES[0])
     fixed = small - each * _SIZES[0]
-    sections = numpy.array_split(numpy.arange(len(each)), min(_SECTIONS, len(each)))
+    sections = np.array_split(np.arange(len(each)), min(_SECTIONS, len(each)))
     drawn = {int(section[(fixed + each * _DRAWN_SIZE)[section].argmax()]) for section in sections}
     kept = sorted(drawn | set(_find_highest(fixed, each)) | {len(each) - 1})
-    at = numpy.flatnonzero(grown)[kept] * 1000 // len(grown)
+    at = np.flatnonzero(grown)[kept] * 1000 // len(grown)
     return {"at": at.tolist(), "fixed": fixed[kept].tolist(), "each": each[kept].tolist()}
 
 
@@ -186,7 +186,7 @@ def _find_highest(fixed: Changes, each: Changes) -> Iterator[int]:
     """Yield the lines that are the highest of all for some size from 1 on, the flattest first."""
     line = int((fixed + each).argmax())
     yield line
-    while len(steeper := numpy.flatnonzero(each > each[line])):
+    while len(steeper := np.flatnonzero(each > each[line])):
         crossings = (fixed[line] - fixed[steeper]) / (each[steeper] - each[line])
         line = int(steeper[crossings.argmin()])
         yield line
