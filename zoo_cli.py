@@ -3,14 +3,16 @@
 import atexit
 import errno
 import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from io import UnsupportedOperation
 from types import FrameType
-from typing import NoReturn, cast
+from typing import NoReturn, TextIO, cast
 
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError
@@ -31,7 +33,8 @@ def run() -> int:
     """Run one command and end the process, or return the exit status.
 
     At its end Python would free every object one by one, which takes a second of CPU after `import timm`. The operating system
-    frees them at once. Where other threads still run, Python ends the process and waits for them.
+    frees them at once. Where other threads still run, Python ends the process and waits for them. `python -m zoo_cli` ends as
+    Python does, for launchers of many processes and for profilers, which write when it ends.
     """
     status = main()
     if threading.active_count() == 1:
@@ -58,35 +61,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         complete({name: load_command(name) for name in COMMANDS})
     try:
-        if name == "help" and rest:
-            return main([rest[0], "--help"])
-        if name in ("-h", "--help", "help"):
-            return _print_help()
-        if name == "--version":
-            return _print_version()
-        if name not in COMMANDS:
-            raise UnknownNameError("command", name, COMMANDS, _hint_at_command(name))
-        command = load_command(name)
-        parser = Parser(prog=f"revzoo {name}", description=command.SUMMARY)
-        command.declare(parser)
-        with _end_by_exception():
-            arguments = parser.parse(rest)
-            _import_packages(getattr(arguments, "imports", ()))
-            code = command.run(arguments)
+        try:
+            return _run(name, rest)
+        finally:
             sys.stdout.flush()  # while a pipe that was closed can still be noticed
-            return code
     except RevzooError as error:
         print(f"revzoo: {error}", file=sys.stderr)
         return error.exit_status
-    except BrokenPipeError:  # whoever reads the output, such as head, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it exits
-        return 128 + signal.SIGPIPE
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _is_closed(sys.stdout):  # whoever reads it, such as head, has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it exits
+            return 128 + signal.SIGPIPE
         print(f"revzoo: {_explain(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print(f"\nrevzoo: {stopped if stopped.args else 'stopped'}", file=sys.stderr)
         return 128 + getattr(stopped, "signum", 2)
+
+
+def _run(name: str, rest: list[str]) -> int:
+    if name == "help" and rest:
+        name, rest = rest[0], ["--help"]
+    if name in ("-h", "--help", "help"):
+        return _print_help()
+    if name == "--version":
+        return _print_version()
+    if name not in COMMANDS:
+        raise UnknownNameError("command", name, COMMANDS, _hint_at_command(name))
+    command = load_command(name)
+    parser = Parser(prog=f"revzoo {name}", description=command.SUMMARY)
+    command.declare(parser)
+    with _end_by_exception():
+        arguments = parser.parse(rest)
+        _import_packages(getattr(arguments, "imports", ()))
+        return command.run(arguments)
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe that nobody reads any more."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)
+    except UnsupportedOperation:  # it is no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _explain(error: OSError) -> str:
@@ -165,4 +183,4 @@ def _print_version() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main())

@@ -186,7 +186,9 @@ def _list_commands(spec: Spec, row: dict[str, Any]) -> Iterator[str]:
     yield f"revzoo show {spec.name}"
     yield f"revzoo verify {spec.name}"
     if row.get("card"):
-        yield f"revzoo plan {spec.name} --budget {_suggest_budget(row)}"
+        budget = _suggest_budget(row)
+        counted_alone = " --meta" if budget.endswith("GiB") else ""  # not every machine can run it
+        yield f"revzoo plan {spec.name} --budget {budget}{counted_alone}"
     if isinstance(spec.input, ImageInput):
         yield f"revzoo train images model={spec.name} data.root=PHOTOS"
     elif spec.head.type == "sequence_classification":

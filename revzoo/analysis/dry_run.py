@@ -225,6 +225,7 @@ _NORMS = {
     torch.ops.aten.native_layer_norm.default,
     torch.ops.aten.native_group_norm.default,
 }
+# Views of their first argument alone, of sizes that follow from the arguments.
 _VIEWS = {
     torch.ops.aten.detach.default,
     torch.ops.aten.view.default,

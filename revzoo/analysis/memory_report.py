@@ -38,7 +38,8 @@ class MemoryReport:
         optimizer_bytes: the optimizer's state, as after a step; 0 without an optimizer.
         update_bytes: the most that an update of the optimizer takes besides its state, such as copies of weights.
         batch_bytes: the tensors of the batch.
-        other_bytes: what else is alive during the whole step, such as averaged weights and labels. None: nothing.
+        other_bytes: what else is alive during the whole step, such as averaged weights, labels, the next batch, and buckets in
+            which processes exchange gradients. None: nothing.
         allocator_peak_bytes: the CUDA allocator's own peak. It includes workspaces of kernels, and all else that the process
             has on the GPU. None without CUDA.
         allocator_reserved_bytes: the most memory that the CUDA allocator has taken from the driver, which `nvidia-smi` shows.
@@ -75,7 +76,7 @@ LABELS = {
     "optimizer_bytes": "optimizer state",
     "update_bytes": "optimizer update",
     "batch_bytes": "batch",
-    "other_bytes": "averaged weights, labels",
+    "other_bytes": "averages, labels, buckets",
     "after_forward_bytes": "activations after forward",
     "activation_bytes": "activations at the peak",
     "peak_bytes": "peak of everything",

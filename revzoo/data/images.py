@@ -298,6 +298,8 @@ def _describe_folders(train: ClassFolders, validation: ClassFolders) -> list[str
 
 def _describe_lookalikes(folders: ClassFolders) -> list[str]:
     """Return a line if the classes look like splits: folders alone are in each of them, of the same names."""
+    if any(files and files[0].parent == folders.path / name for name, files in folders.files.items()):
+        return []  # before every file of a large data set is looked at
     inside = {
         frozenset(file.relative_to(folders.path / name).parts[0] for file in files) for name, files in folders.files.items()
     }

@@ -113,12 +113,15 @@ def _choose_schedules(model: Model) -> dict[str, list[Mode]]:
 def build_checkpointed_twin(model: Model) -> nn.Module | None:
     """Return the ordinary network with its library's checkpoints; None if it has none, or takes another input."""
     twin: Any = build_twin(model.spec)
-    for name in ("set_grad_checkpointing", "gradient_checkpointing_enable"):  # of timm and of Transformers
-        if hasattr(twin, name):
-            getattr(twin, name)()
-            with suppress(Exception):  # a library's network with the spec's arguments may raise anything
-                count_step(twin.train(), model.example_input(1), "float32")
-                return twin  # type: ignore[no-any-return]
+    # Of timm, of Transformers, and of its older versions.
+    names = ("set_grad_checkpointing", "activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next((getattr(twin, name) for name in names if hasattr(twin, name)), None)
+    if enable is None:
+        return None
+    enable()
+    with suppress(Exception):  # a library's network with the spec's arguments may raise anything
+        count_step(twin.train(), model.example_input(1), "float32")
+        return twin  # type: ignore[no-any-return]
     return None
 
 

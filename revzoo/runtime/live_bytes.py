@@ -32,7 +32,7 @@ from revzoo.runtime.strides import is_dense
 Storages = frozenset[int]
 
 _RESIZE = "resize_"
-DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default  # asked for by each `.device` of a FakeTensor; it makes nothing to count
 _ADD = torch.ops.aten.add.Tensor
 _REFERENCES_OF_A_CALL = 4  # to an argument that nobody else holds: what calls an operation, and what hands it to this mode
 _DISPATCHING = ("__torch_dispatch__", "_fn", "inner")  # what lies between an operation and its caller

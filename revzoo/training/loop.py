@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -93,14 +92,16 @@ def preview(recipe: Recipe) -> None:
         run.display.console.print("Dry run: nothing was trained, and nothing is written.")
 
 
-def _build_run(recipe: Recipe, folder: Path, accelerator: Accelerator, **options: Any) -> Run:
+def _build_run(
+    recipe: Recipe, folder: Path, accelerator: Accelerator, *, resumed: bool = False, begun_with: int | None = None
+) -> Run:
     with show_status("loading data and model", shown=accelerator.is_main_process):
-        return build_run(recipe, folder, accelerator=accelerator, **{"resumed": False, **options})
+        return build_run(recipe, folder, resumed=resumed, begun_with=begun_with, accelerator=accelerator)
 
 
-def _apply_plan(run: Run, **options: bool) -> Plan | None:
+def _apply_plan(run: Run, *, anew: bool = False) -> Plan | None:
     with show_status("planning", shown=run.accelerator.is_main_process):
-        return apply_plan(run, **options)
+        return apply_plan(run, anew=anew)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The entry point: help, version, `python -m revzoo`, and a command stopped by a signal."""
 
+import errno
 import gc
 import os
 import signal
@@ -114,3 +115,14 @@ def test_a_reader_who_has_seen_enough_ends_a_command_silently(capsys, monkeypatc
         monkeypatch.setattr(sys, "stdout", pipe)
         assert zoo_cli.main(["list"]) == 128 + signal.SIGPIPE
     assert capsys.readouterr().err == ""
+
+
+def test_a_closed_pipe_of_another_kind_is_an_error(capsys, monkeypatch):
+    """Such as that of a process that loads data: standard output is read."""
+
+    def fail(pattern):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("revzoo.spec.list_models", fail)
+    assert zoo_cli.main(["list"]) == 2
+    assert "Broken pipe" in capsys.readouterr().err

@@ -67,7 +67,8 @@ def test_watching_stopping_and_going_on(user):
     assert "epoch 3/3" in user.type(longer)
     assert len(Path("my_run/metrics.jsonl").read_text().splitlines()) == 3
     [find] = user.read(PAGE, "revzoo train digits --find-lr")
-    assert re.search(r"The loss falls fastest at optimizer\.lr=\d\.\de-0\d: learning-rate\.png\n$", user.type(find))
+    suggestion = r"The middle of the longest fall of the loss: optimizer\.lr=\d\.\de-0\d, learning-rate\.png\n$"
+    assert re.search(suggestion, user.type(find))
     assert Path("learning-rate.png").stat().st_size > 10_000
 
 
