@@ -118,11 +118,11 @@ def test_two_new_runs_with_one_name(tmp_path, monkeypatch, recipe):
     """Both find the folder free; the second to write is refused."""
     apply_plan = loop.apply_plan
 
-    def begin_another(run):
+    def begin_another(run, *, anew):
         monkeypatch.setattr(loop, "apply_plan", apply_plan)
         (tmp_path / "run").mkdir()
         RunFolder(tmp_path / "run").write({"config.yaml": "first"})
-        return apply_plan(run)
+        return apply_plan(run, anew=anew)
 
     monkeypatch.setattr(loop, "apply_plan", begin_another)
     with pytest.raises(InputError, match="is not empty. Resume that run"):
