@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.errors import join_names
+from revzoo.spec.schema import STATEMENTS
 from revzoo.spec.tree import YamlNode, find_differences, merge
 
-_STATEMENTS = {"name", "family", "sources", "twin", "expect"}  # they build nothing
+_STATEMENTS = {*STATEMENTS, "family"}  # they build nothing
 _ADAPTED = {"input": {"channels", "size", "length"}, "head": {"outputs"}}  # what a twin that is built takes from the spec
 _MOST = 6  # changes that are named
 
