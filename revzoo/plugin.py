@@ -7,6 +7,7 @@ folder `specs` in the package holds models and recipes. So do the folders in the
 import logging
 import os
 import sys
+import sysconfig
 import traceback
 from functools import cache
 from importlib import import_module
@@ -62,9 +63,15 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, ImportError | RevzooError | SyntaxError):  # which say it themselves
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(__file__).parent not in Path(frame.filename).parents and "<" not in frame.filename]
+    others = [each for each in frames if not _is_inside(each, Path(__file__).parent) and "<" not in each.filename]
+    installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    own = [each for each in others if not _is_inside(each, *installed)] or others  # an installed package may be the user's
     place = f", in line {own[-1].lineno} of {own[-1].filename}" if own else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+def _is_inside(frame: traceback.FrameSummary, *folders: Path) -> bool:
+    return any(folder in Path(frame.filename).parents for folder in folders)
 
 
 def _suggest_remedy(name: str, error: Exception) -> str:

@@ -86,6 +86,10 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError("--find-lr keeps nothing but a picture. Received: --out. Use --plot FILE.png for its name.")
     if arguments.out is not None and (arguments.print_config or arguments.dry_run):
         raise InputError("Only training writes a folder. Received: --out with --print-config or --dry-run. Leave one out.")
+    if arguments.plot is not None and not arguments.find_lr:
+        raise InputError(
+            "--plot is the picture of --find-lr. Received: --plot without it. A run draws curves.png in its folder."
+        )
     if arguments.resume is not None:
         if recipes or arguments.out is not None:
             raise InputError(
@@ -115,10 +119,6 @@ def _run(arguments: argparse.Namespace) -> int:
         require_png(picture)
         print(f"The middle of the longest fall of the loss: optimizer.lr={find_learning_rate(recipe, picture):.1e}, {picture}")
         return 0
-    if arguments.plot is not None:
-        raise InputError(
-            "--plot is the picture of --find-lr. Received: --plot without it. A run draws curves.png in its folder."
-        )
     if arguments.print_config:
         with _show_status("reading the recipe"):
             from revzoo.training.recipe_text import write_recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 from revzoo.errors import DataError
 from revzoo.spec.names import find_beside
 
-_NOT_TEXT = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"PK\x03\x04", b"\x1f\x8b", b"%PDF", b"PAR1", b"BM")  # first bytes
+_NOT_TEXT = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"PK\x03\x04", b"\x1f\x8b", b"%PDF", b"PAR1")  # first bytes
 _HELD_OUT = 10  # one text in ten is for testing where the data have no split of their own
 # Topics of Python's documentation that differ in subject, for a classification task that needs no files.
 _SUBJECTS = {

@@ -1,7 +1,7 @@
 """Data sets of the user's own: what a function returns that the recipe names as `data.name=package.module:function`."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class OwnExamples(Examples):
         of_texts = "tokens" if class_names is None else "texts"
         self.label_noun = "images" if isinstance(input, ImageInput) else of_texts
         self.labels = getattr(source, "targets", None)
-        self.data_config: dict[str, Any] = dict(getattr(source, "data_config", {}))
+        self.data_config: dict[str, Any] = _read_config(name, source)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -78,8 +78,7 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
             f"{options.name} has to return two data sets, for training and for testing, that have a length and examples by "
             f"number: return train, test. Received: {type(returned).__name__}."
         )
-    classes = getattr(returned[0], "classes", None)  # as torchvision's data sets have it
-    class_names = None if classes is None else [str(each) for each in classes]
+    class_names = _list_classes(options.name, returned[0])
     train, test = (OwnExamples(source, options.name, class_names, input, seed) for source in returned)
     if isinstance(input, ImageInput) and class_names is None:
         raise DataError(
@@ -101,6 +100,28 @@ def _find_function(name: str) -> Callable[[DataOptions, Input], Any]:
     if not callable(function):
         raise DataError(f"data.name={name} should be a function. Received: {type(function).__name__}.")
     return function
+
+
+def _list_classes(name: str, source: Any) -> list[str] | None:
+    classes = getattr(source, "classes", None)  # as torchvision's data sets have it
+    if classes is None:
+        return None
+    if isinstance(classes, str) or not isinstance(classes, Iterable):
+        raise DataError(
+            f"The training data of {name} have an attribute `classes`, which is a list with the names of the classes. "
+            f"Received: {classes!r}."
+        )
+    return [str(each) for each in classes]
+
+
+def _read_config(name: str, source: Any) -> dict[str, Any]:
+    config = getattr(source, "data_config", {})
+    if not isinstance(config, Mapping):
+        raise DataError(
+            f"The data of {name} have an attribute `data_config`, which is a dictionary such as {{'mean': (0.5, 0.5, 0.5)}}. "
+            f"Received: {config!r}."
+        )
+    return dict(config)
 
 
 def _is_class(label: Any, count: int) -> bool:

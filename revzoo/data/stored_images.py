@@ -11,8 +11,8 @@ from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
 from revzoo.data.base import BrokenExampleError
+from revzoo.data.options import IMAGES
 
-_FORMATS = {"BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"}  # names that Pillow gives them
 _INSPECTED = 16  # images whose header is read for a remark on their kind
 
 
@@ -93,9 +93,9 @@ def explain_broken(name: Callable[[], str]) -> Iterator[None]:
 
 
 def list_suffixes() -> list[str]:
-    """Return the suffixes of the image files that are read here, sorted."""
-    Image.init()
-    return sorted(suffix for suffix, name in Image.registered_extensions().items() if name in _FORMATS and name in Image.OPEN)
+    """Return the suffixes of the image files that the installed Pillow reads, sorted."""
+    formats = Image.registered_extensions()
+    return [suffix for suffix in IMAGES if formats.get(suffix) in Image.OPEN]
 
 
 def read_image(file: Path | BinaryIO, mode: str) -> Any:

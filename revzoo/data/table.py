@@ -53,7 +53,8 @@ def read_lines(file: Path, column: str) -> list[str]:
     if file.suffix.lower() in TABLES:
         return read_table(file, column, None).texts
     text = read_utf8(file).decode(errors="ignore").removeprefix("\ufeff")
-    return list(StringIO(text.removesuffix("\n"), newline=None).read().split("\n"))
+    text = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
+    return text.split("\n")  # not splitlines: U+2028 and form feeds are part of a text
 
 
 def check_columns(source: str, table: dict[str, list[Any]], column: str, label: str | None) -> Texts:
@@ -68,9 +69,10 @@ def check_columns(source: str, table: dict[str, list[Any]], column: str, label: 
     for name, option, contents in ((column, "column", "texts"), (label, "label", "labels")):
         if name is not None and name not in table:
             other = shlex.quote(next(iter(table)))
+            header = " The first row of a table names its columns." if source.lower().endswith(tuple(_DELIMITERS)) else ""
             raise DataError(
-                f"{source} has no column {name!r}.{did_you_mean(name, table)} Received: {join_names(list(table))}. The first "
-                f"row of a table names its columns. Name that of the {contents} with data.text.{option}={other}"
+                f"{source} has no column {name!r}.{did_you_mean(name, table)} Received: {join_names(list(table))}.{header} "
+                f"Name that of the {contents} with data.text.{option}={other}"
                 + (f", or --column {other}." if option == "column" else ".")
             )
     texts = table[column]

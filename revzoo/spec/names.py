@@ -126,8 +126,11 @@ def find_inside(folder: str, file: str) -> str:
 
 def find_beside(path: str) -> str:
     """Return " Did you mean 'x'?" for what beside a missing file has the most similar name; or an empty string."""
-    folder, name = os.path.split(path)
-    beside = sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
+    folder, name = os.path.split(path.rstrip(os.sep))
+    try:
+        beside = sorted(os.listdir(folder or "."))
+    except (OSError, ValueError):  # there is no such folder, it cannot be read, or no folder can have this name
+        return ""
     nearest = find_nearest(name, [other for other in beside if not other.startswith(".")], 0.6)
     return f" Did you mean {os.path.join(folder, nearest)!r}?" if nearest else ""
 

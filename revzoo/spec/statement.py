@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.errors import join_names
+from revzoo.spec.schema import STATEMENTS
 from revzoo.spec.tree import YamlNode, find_differences, merge
 
-_STATEMENTS = {"name", "family", "sources", "twin", "expect"}  # they build nothing
+_STATEMENTS = {*STATEMENTS, "family"}  # they build nothing
 _ADAPTED = {"input": {"channels", "size", "length"}, "head": {"outputs"}}  # what a twin that is built takes from the spec
 _MOST = 6  # changes that are named
 
@@ -59,16 +60,21 @@ def _end_expectations(before: YamlNode, now: YamlNode, old: dict[str, Any], new:
 
 
 def _end_twin(before: YamlNode, now: YamlNode, old: dict[str, Any], new: dict[str, Any]) -> YamlNode:
-    """Leave out a twin that has become another network than the ordinary one, and the parameters of one of another size."""
+    """Leave out a twin that is another network than the ordinary one now, and parameters that are those of another twin."""
     stated, twin = before.value.get("twin"), now.value.get("twin")
     if stated is None or twin is None or not isinstance(stated.value, dict) or not isinstance(twin.value, dict):
         return now
     if twin is stated and not is_about_same("twin", old, new):
         return _without(now, "twin")
     parameters = twin.value.get("parameters")
-    if parameters is not stated.value.get("parameters") or all(old.get(key) == new.get(key) for key in _ADAPTED):
+    same = all(old.get(key) == new.get(key) for key in _ADAPTED) and _name_twin(stated) == _name_twin(twin)
+    if same or parameters is not stated.value.get("parameters"):
         return now
     return replace(now, value=now.value | {"twin": _without(twin, "parameters")})
+
+
+def _name_twin(twin: YamlNode) -> object:
+    return _without(twin, "parameters").to_plain()
 
 
 def _limit_sources(before: YamlNode, now: YamlNode, old: dict[str, Any], new: dict[str, Any]) -> YamlNode:

@@ -120,6 +120,7 @@ MODELS = ", ".join(list_models()[:3])
             "train --resume runs/1 digits",
             "A resumed run keeps its recipe and its folder. Received: --resume with a recipe or --out. ",
         ),
+        ("train --resume runs/1 --plot lr.png", "--plot is the picture of --find-lr. Received: --plot without it. "),
         ("train --resume nowhere", "nowhere is not the folder of a run: there is no config.yaml in it."),
         (
             "train optimizer.rl=1 train.epochs=many",

@@ -65,6 +65,9 @@ def test_what_cannot_be_predicted(refused, zero, tmp_path):
     )
     assert refused("predict", "rev_vit_digits", zero, "--csv", "--json").endswith("Leave one of them out.\n")
     assert refused("predict", "rev_vit_digits").startswith("The following arguments are required: files.")
+    for name in ("photo.BMP", "photo.tiff", "table.tsv", "table.parquet", "lines.txt"):
+        (tmp_path / name).touch()
+        assert refused("predict", tmp_path / name, zero).startswith("The model comes first, and then the files. Received: ")
     model = revzoo.create("rev_roberta_mini", overrides=["stages.0.depth=1", "head={type: masked_lm}"])
     model.save_pretrained(tmp_path / "language")
     assert "has the head masked_lm, which predicts no classes" in refused("predict", tmp_path / "language", zero)

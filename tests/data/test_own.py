@@ -14,6 +14,7 @@ from revzoo.data.options import DataOptions
 from revzoo.spec.schema import ImageInput, TextInput
 
 _MODULE = """
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -46,6 +47,24 @@ def unnamed(options, input):
 
 def one(options, input):
     return Birds(8, (3, 4, 4))
+
+def unreadable(options, input):
+    return np.load("absent.npy")
+
+def counted(options, input):
+    train, test = birds(options, input)
+    train.classes = 2
+    return train, test
+
+def spelled(options, input):
+    train, test = birds(options, input)
+    train.classes = "wren"
+    return train, test
+
+def configured(options, input):
+    train, test = birds(options, input)
+    test.data_config = 0.5
+    return train, test
 
 def words(options, input):
     return Words(), Words()
@@ -91,6 +110,10 @@ def test_own_data(own):
             r"unnamed: example 0 has the label 2. Labels are integers from 0 to 1, the numbers",
         ),
         ("one", "one has to return two data sets, .* Received: Birds"),
+        ("unreadable", r"unreadable raises FileNotFoundError: .*absent.npy', in line \d+ of .*my_birds.py. It is called"),
+        ("counted", "counted have an attribute `classes`, which is a list with the names of the classes. Received: 2"),
+        ("spelled", "Received: 'wren'"),
+        ("configured", "configured have an attribute `data_config`, which is a dictionary .* Received: 0.5"),
         ("words", "need an attribute `classes`"),
         ("nothing", "should be a function. Received: NoneType"),
         (

@@ -49,7 +49,7 @@ def test_a_tsv_has_tabs_and_suffixes_may_have_capitals(tmp_path):
 def test_lines_end_where_an_editor_ends_them(tmp_path):
     """Not at the other characters at which Python splits; the byte-order mark is no text."""
     file = tmp_path / "lines.txt"
-    file.write_bytes("\ufefffirst\u2028still\x0c first\r\n\nthird\rfourth\n".encode())
+    file.write_bytes("\ufefffirst\u2028still\x0c first\r\n\nthird\rfourth\r\n".encode())
     assert read_lines(file, "text") == ["first\u2028still\x0c first", "", "third", "fourth"]
     file.with_suffix(".CSV").write_text("label,text\n1,a row\n")
     assert read_lines(file.with_suffix(".CSV"), "text") == ["a row"]
@@ -147,6 +147,11 @@ def test_a_missing_dependency_is_named(error, message):
         ("train.csv", b'text,label\nfine,a\n"bad,b\n', "train.csv cannot be read: line 3: unexpected end of data."),
         ("train.csv", b"\ntext,label\n\nfine,a\n,b\n", "train.csv, row 2: the column 'text' is empty."),
         ("test.jsonl", b'{"text": "a", "label": "cat"}\n{"text": 3\n', "test.jsonl cannot be read: row 2 is not JSON (Exp"),
+        (
+            "test.jsonl",
+            b'{"words": "a", "label": "cat"}\n',
+            "test.jsonl has no column 'text'. Received: words, label. Name that of the texts with data.text.column=words",
+        ),
         ("test.jsonl", b'{"text": null, "label": "cat"}\n', "test.jsonl, row 1: the column 'text' is empty."),
         ("test.jsonl", b'{"text": 3, "label": "cat"}\n', "test.jsonl, row 1: the column 'text' is 3, which is not a text."),
         ("test.jsonl", b'{"text": "a", "label": 0.5}\n', "test.jsonl, row 1: the column 'label' is 0.5, which is neither"),

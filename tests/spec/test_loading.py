@@ -321,6 +321,20 @@ def test_names(write, monkeypatch):
     )
 
 
+def test_what_is_beside_a_missing_file(tmp_path, monkeypatch):
+    (tmp_path / "vit").mkdir()
+    for missing in ("vitt", "vitt/"):
+        assert names.find_beside(f"{tmp_path}/{missing}") == f" Did you mean '{tmp_path}/vit'?"
+    for missing in ("vitt/run", "resnet", "vit\0/run"):
+        assert names.find_beside(f"{tmp_path}/{missing}") == ""
+
+    def refuse(folder):
+        raise PermissionError(folder)
+
+    monkeypatch.setattr("os.listdir", refuse)
+    assert names.find_beside(f"{tmp_path}/vitt") == ""
+
+
 def test_checkout_holds_the_specs():
     assert (names.data_root() / "specs" / "models").is_dir()
 

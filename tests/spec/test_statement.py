@@ -58,7 +58,10 @@ def test_a_spec_states_its_own(tmp_path, monkeypatch):
         ("block.f.heads=8", None),
         ("stages.0.g.act=relu", None),
         ("stem.patch=32", None),
-        ("twin.name=vit_base_patch16_224", TWIN | {"name": "vit_base_patch16_224", "parameters": 22050664}),  # as stated
+        ("twin.name=vit_base_patch16_224", TWIN | {"name": "vit_base_patch16_224"}),
+        ("twin.arguments={depth: 6}", TWIN | {"arguments": {"depth": 6}}),
+        ("twin={name: vit_base_patch16_224, parameters: 3}", TWIN | {"name": "vit_base_patch16_224", "parameters": 3}),
+        ("twin.parameters=3", TWIN | {"parameters": 3}),
     ],
 )
 def test_a_twin_is_the_ordinary_network_of_this_one(override, left):
