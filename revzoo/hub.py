@@ -12,9 +12,9 @@ from revzoo.errors import CheckpointError, InputError
 
 HUB_PREFIX = "hf-hub:"
 # Nothing else of a repository is fetched: what is not a spec or safetensors is never read.
-_REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+_REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "tokenizer.json")
 _OF_RUNS = ("best.safetensors", "best-*-of-*.safetensors", "best.safetensors.index.json")
-_FETCHED = ("spec.yaml", "tokenizer.json", *_REPLACED, *_OF_RUNS)
+_FETCHED = ("spec.yaml", *_REPLACED, *_OF_RUNS)
 _CARD = "README.md"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -121,7 +121,7 @@ def upload_folder(
             revision=revision,
             commit_message=commit_message,
             ignore_patterns=[_CARD] if has_card else None,
-            delete_patterns=list(_REPLACED),  # weights of other names would be left beside the new ones
+            delete_patterns=list(_REPLACED),  # what an earlier model had, too, would be left beside the new one
         )
     except Exception as error:  # as above
         raise CheckpointError(

@@ -47,8 +47,11 @@ def _begin(folder: Path, spec: Spec) -> None:
 
 def _copy_tokenizer(model: nn.Module, folder: Path) -> None:
     """Write the model's tokenizer into the folder, so that the model can be used elsewhere, if it is a file that is there."""
-    source = Path(getattr(model, "data_config", {}).get("tokenizer", BYTES))
-    target = folder / TOKENIZER
+    name, target = getattr(model, "data_config", {}).get("tokenizer", BYTES), folder / TOKENIZER
+    if name == BYTES:  # also for a model of images: what another model left there is not its own
+        target.unlink(missing_ok=True)
+        return
+    source = Path(name)
     if source.is_file() and not (target.exists() and target.samefile(source)):
         text = source.read_text(encoding="utf-8")
         write_atomically(target, lambda path: path.write_text(text, encoding="utf-8"))

@@ -28,6 +28,7 @@ from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.report import Comparison, ConvertReport
 from revzoo.conversion.sources import find_source
 from revzoo.conversion.sources.base import Source
+from revzoo.data.options import IMAGE_FACTS
 from revzoo.display.figures.conversion import plot_conversion
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, join_names
 from revzoo.model.builder import build
@@ -209,7 +210,7 @@ def _read_data_config(description: Any, spec: Spec) -> dict[str, Any]:
     config = getattr(description, "pretrained_cfg", None) or {}
     if not isinstance(spec.input, ImageInput) or len(config.get("mean", ())) != spec.input.channels:
         return {}
-    return {key: config[key] for key in ("mean", "std", "interpolation", "crop_pct", "crop_mode") if config.get(key)}
+    return {key: config[key] for key in IMAGE_FACTS if config.get(key)}
 
 
 def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:

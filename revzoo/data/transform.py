@@ -10,6 +10,7 @@ from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
 
+from revzoo.data.options import IMAGE_FACTS
 from revzoo.data.stored_images import convert_image, explain_broken, read_image
 from revzoo.data.tokenizer import open_tokenizer
 from revzoo.errors import InputError
@@ -51,7 +52,7 @@ def _transform_images(model: Model) -> Callable[[Any], Tensor]:
     modes = {1: "L", 3: "RGB"}
     if channels not in modes:
         raise InputError(f"Images have 1 or 3 channels. Received: {model.spec.name}, which takes {channels}.")
-    chosen = {key: config[key] for key in ("interpolation", "crop_pct", "crop_mode", "mean", "std")}
+    chosen = {key: config[key] for key in IMAGE_FACTS}
     apply: Callable[[Any], Tensor] = create_transform(tuple(size), **chosen)
     mode = modes[channels]
 

@@ -17,6 +17,7 @@ from revzoo.checkpoint.files import find_weights, read_metadata, read_tensors
 from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_index
 from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
+from revzoo.data.options import IMAGE_FACTS
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, join_names
 from revzoo.format import format_bits
@@ -114,7 +115,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         InputError: another override, which would have no effect, or data with other classes than the model was trained on.
         CheckpointError: the checkpoint does not exist, is damaged, or was not saved by training.
     """
-    overrides = _require_data_overrides(overrides)
+    typed = overrides = _require_data_overrides(overrides)
     if any((path / name).is_file() for name in (CONVERTED_WEIGHTS, WEIGHTS_INDEX)):
         return _evaluate_saved(path, overrides)
     checkpoint = path / BEST_WEIGHTS if os.path.isdir(path) else path
@@ -133,7 +134,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key])
         recipe = load_recipe(folder, overrides)
-        _refuse_ineffective(recipe, overrides)
+        _refuse_ineffective(recipe, typed)
         return _load_and_evaluate(recipe, folder, checkpoint=checkpoint)
 
 
@@ -162,11 +163,7 @@ def _evaluate_saved(folder: Path, overrides: list[str]) -> Scores:
         )
     model = create(folder)
     config = model.data_config if is_text else model.pretrained_cfg
-    known = (
-        {"tokenizer": "text.tokenizer"}
-        if is_text
-        else {key: f"augment.{key}" for key in ("mean", "std", "crop_pct", "interpolation")}
-    )
+    known = {"tokenizer": "text.tokenizer"} if is_text else {key: f"augment.{key}" for key in IMAGE_FACTS}
     own = [f"data.{path}={_write(config[key])}" for key, path in known.items() if config.get(key) is not None]
     recipe = load_recipe("texts" if is_text else "images", [*own, *overrides])
     _refuse_ineffective(recipe, overrides)
@@ -180,10 +177,11 @@ def _write(value: Any) -> Any:
 
 def _refuse_ineffective(recipe: Recipe, overrides: Iterable[str]) -> None:
     """Raise InputError for an override that changes nothing, so that nobody takes the scores for those of other data."""
-    typed = {override.partition("=")[0] for override in overrides}
-    lines = [line for line in find_ineffective_settings(recipe) if line.partition(" ")[0] in typed]
-    if lines:
-        raise InputError(f"{lines[0]}. For other data name their kind, too: data.name=folder data.root=IMAGES.")
+    typed = [override.partition("=")[0] for override in overrides]
+    for line in find_ineffective_settings(recipe):
+        section = line.partition(" ")[0]
+        if any(f"{path}.".startswith(f"{section}.") for path in typed):
+            raise InputError(f"{line}. For other data name their kind, too: data.name=folder data.root=IMAGES.")
 
 
 def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Scores, WeightsEntry]:
@@ -194,7 +192,9 @@ def evaluate_pretrained(name: str, overrides: Iterable[str] = ()) -> tuple[Score
     words = words[words.index("train") + 1 :]
     source = next((word for word in words if "=" not in word), DEFAULT_RECIPE)
     trained = [word for word in words if "=" in word]
-    recipe = load_recipe(source, [*trained, *_require_data_overrides(overrides)])
+    overrides = _require_data_overrides(overrides)
+    recipe = load_recipe(source, [*trained, *overrides])
+    _refuse_ineffective(recipe, overrides)
     return _load_and_evaluate(recipe, name, pretrained=True), entry
 
 

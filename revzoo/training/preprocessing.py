@@ -3,24 +3,25 @@
 import filecmp
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from safetensors import SafetensorError
 
 from revzoo.checkpoint.facts import read_data_config
 from revzoo.checkpoint.files import read_metadata
+from revzoo.data.options import IMAGE_FACTS, AugmentOptions, is_own
+from revzoo.spec.parsing import check_value
 from revzoo.spec.schema import ImageInput, Spec
 from revzoo.training.network import find_starting_weights
 from revzoo.training.options import Recipe
 
 _PER_CHANNEL = ("mean", "std")
-_OTHERS = ("interpolation", "crop_pct", "crop_mode")
 
 
 def adopt_preprocessing(recipe: Recipe, spec: Spec) -> tuple[Recipe, list[str]]:
     """Return a recipe with the preprocessing that the file of its starting weights names, and lines that say so, or none.
 
-    What the recipe sets stays. Digits and characters are prepared in one way only.
+    What the recipe sets stays. Digits and characters are prepared in one way only, data of the user's own by the user.
 
     Args:
         recipe: the recipe.
@@ -29,7 +30,7 @@ def adopt_preprocessing(recipe: Recipe, spec: Spec) -> tuple[Recipe, list[str]]:
     Raises:
         CheckpointError: the file's preprocessing is damaged.
     """
-    if recipe.data.name in ("digits", "characters"):
+    if recipe.data.name in ("digits", "characters") or is_own(recipe.data.name):
         return recipe, []
     config = _read_preprocessing(recipe)
     return _adopt_images(recipe, spec.input, config) if isinstance(spec.input, ImageInput) else _adopt_tokenizer(recipe, config)
@@ -37,16 +38,16 @@ def adopt_preprocessing(recipe: Recipe, spec: Spec) -> tuple[Recipe, list[str]]:
 
 def _adopt_images(recipe: Recipe, input: ImageInput, config: dict[str, Any]) -> tuple[Recipe, list[str]]:
     """Adopt how images are normalised, resized and cropped; what a file says of other channels is left out."""
-    augment = recipe.data.augment
-    for name in _PER_CHANNEL:
-        if len(config.get(name, ())) != input.channels:
-            config.pop(name, None)
-    known = {name: config[name] for name in (*_PER_CHANNEL, *_OTHERS) if name in config and getattr(augment, name) is None}
+    augment, allowed = recipe.data.augment, get_type_hints(AugmentOptions, include_extras=True)
+    facts = {name: config[name] for name in IMAGE_FACTS if name in config and getattr(augment, name) is None}
+    unusable = [name for name, value in facts.items() if check_value(_to_plain(value), allowed[name])]
+    notes = [f"data.augment.{name} takes no {facts.pop(name)!r}, as the starting weights have it" for name in unusable]
+    known = {name: value for name, value in facts.items() if name not in _PER_CHANNEL or len(value) == input.channels}
     if not known:
-        return recipe, []
+        return recipe, notes
     words = ", ".join(f"{name}={_write(value)}" for name, value in known.items())
     note = f"images are prepared as those of the starting weights: {words} (data.augment sets others)"
-    return replace(recipe, data=replace(recipe.data, augment=replace(augment, **known))), [note]
+    return replace(recipe, data=replace(recipe.data, augment=replace(augment, **known))), [note, *notes]
 
 
 def _adopt_tokenizer(recipe: Recipe, config: dict[str, Any]) -> tuple[Recipe, list[str]]:
@@ -78,6 +79,10 @@ def _read_preprocessing(recipe: Recipe) -> dict[str, Any]:
     except (SafetensorError, OSError):  # a file that is missing or damaged is reported when it is loaded
         return {}
     return read_data_config(metadata, file)
+
+
+def _to_plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _write(value: Any) -> str:

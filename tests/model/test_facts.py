@@ -94,6 +94,8 @@ def test_a_tokenizer_that_was_there_is_replaced_or_is_not_that_of_bytes(of_texts
     assert revzoo.create(tmp_path).data_config == {"tokenizer": "bytes"}
     of_texts.save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == "{the tokenizer}"
+    revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"]).save_pretrained(tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()  # of the model that was there before
 
 
 def test_shipped_weights_know_their_digits():

@@ -89,6 +89,13 @@ def test_overrides_that_are_not_of_the_data():
         evaluate_pretrained("rev_vit_digits", ["model.exact=true"])
 
 
+@pytest.mark.parametrize("setting", ["data.root=photos", "data.augment.mean=[0.5]"])
+def test_overrides_without_an_effect(setting):
+    """Nobody takes the scores for those of other data."""
+    with pytest.raises(InputError, match=r"data\.(root|augment) has no effect .*data.name=folder data.root=IMAGES"):
+        evaluate_pretrained("rev_vit_digits", [setting])
+
+
 def test_shipped_weights_repeat_their_metric():
     assert sorted(index.read_index()) == [
         *("irevnet_digits", "rev_mvit_digits", "rev_swin_digits", "rev_vit_digits", "revnet_digits"),
@@ -128,7 +135,10 @@ def test_scores_of_ids_by_hand():
 def test_a_saved_model_is_evaluated_on_data_that_are_named(tmp_path, image_folder):
     """With its own preprocessing, and as prediction has it."""
     model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], num_outputs=2).eval()
-    model.class_names, model.data_config = ("cat", "dog"), {"mean": (0.2,), "std": (0.1,), "crop_pct": 0.5}
+    model.class_names, model.data_config = (
+        ("cat", "dog"),
+        {"mean": (0.2,), "std": (0.1,), "crop_pct": 0.5, "crop_mode": "squash"},
+    )
     model.save_pretrained(tmp_path / "saved")
     data = [f"data.root={image_folder}", "data.num_workers=0"]
     scores = evaluate_checkpoint(tmp_path / "saved", data)

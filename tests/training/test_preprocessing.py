@@ -81,6 +81,21 @@ def test_numbers_of_other_channels_are_left_out(weights):
     assert "std" not in note
 
 
+def test_what_training_does_not_take_is_left_out_and_said(weights):
+    model = revzoo.create(weights)
+    model.data_config = FACTS | {"interpolation": "lanczos", "mean": 0.5}
+    model.save_pretrained(weights)
+    recipe, [adopted, *left_out] = adopt(weights)
+    assert (recipe.data.augment.interpolation, recipe.data.augment.mean, recipe.data.augment.std) == (None, None, (0.5,))
+    assert "std=[0.5]" in adopted
+    assert [line.partition(" takes no ")[0] for line in left_out] == ["data.augment.mean", "data.augment.interpolation"]
+
+
+def test_data_of_ones_own_are_prepared_by_their_author(weights):
+    recipe, notes = adopt(weights, "data.name=shapes:load", "data.root=null")
+    assert (recipe.data.augment.mean, notes) == (None, [])
+
+
 def test_weights_in_files_and_random_ones(weights, tmp_path):
     by_file, _ = adopt("revnet_digits", f"model.checkpoint={weights / 'model.safetensors'}")
     assert by_file.data.augment.mean == (0.25,)
