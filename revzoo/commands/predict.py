@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo.commands.parser import Parser, declare_import, positive_count
-from revzoo.data.options import IMAGES, TABLES
+from revzoo.data.options import IMAGES, TEXT_FILES
 from revzoo.errors import InputError
 
 if TYPE_CHECKING:
     from revzoo.training.prediction import Prediction
 
-_OF_EXAMPLES = (*IMAGES, *TABLES, ".txt")  # endings of files that are no models
+_OF_EXAMPLES = (*IMAGES, *TEXT_FILES)  # endings of files that are no models
 SUMMARY = "Name the most probable classes of images or texts."
 
 

@@ -16,6 +16,7 @@ from revzoo.bounds import (
 )
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # how rows of texts are kept
+TEXT_FILES = (*TABLES, ".txt")  # endings of files of texts
 IMAGES = (".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # files of images
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
 IMAGE_FACTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared, in timm's words

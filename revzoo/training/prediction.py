@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from revzoo.data.folders import list_images
-from revzoo.data.options import TABLES
+from revzoo.data.options import TABLES, TEXT_FILES
 from revzoo.data.stored_images import list_suffixes
 from revzoo.data.table import read_lines
 from revzoo.data.transform import transform
@@ -92,7 +92,7 @@ def _list_texts(file: Path, column: str) -> Iterator[tuple[str, str]]:
 
 
 def _list_images(file: Path, model: str) -> Iterator[tuple[str, Path]]:
-    if file.suffix.lower() in (*TABLES, ".txt"):
+    if file.suffix.lower() in TEXT_FILES:
         raise InputError(f"{model} takes images. Received: {file}. Name images or folders of them.")
     images = list_images(file) if file.is_dir() else [file]
     if not images:
