@@ -22,7 +22,7 @@ class User:
         capsys: catches what is printed.
     """
 
-    root = Path(zoo_cli.__file__).parent
+    root = Path(__file__).parents[2]
 
     def __init__(self, capsys: pytest.CaptureFixture[str]):
         self._capsys = capsys

@@ -25,7 +25,7 @@ def _fresh_plugins(monkeypatch):
     monkeypatch.setattr(plugin, "_imported", [])
     monkeypatch.setattr(registry.branches, "_entries", dict(registry.branches._load()))
     yield
-    sys.modules.pop("revzoo_template")
+    sys.modules.pop("revzoo_template", None)
 
 
 def test_a_variant_takes_ten_lines(user, photos, monkeypatch):
