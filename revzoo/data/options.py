@@ -61,7 +61,7 @@ class AugmentOptions:
     vflip: Probability = 0.0
     color_jitter: NonNegativeFloat | None = 0.4
     auto_augment: str | None = None
-    interpolation: Literal["random", "nearest", "bilinear", "bicubic"] | None = None
+    interpolation: Literal["random", "nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
     cutout: PositiveInt | None = None
     re_prob: Probability = 0.0
     re_mode: Literal["const", "rand", "pixel"] = "pixel"

@@ -1,5 +1,6 @@
 """Top-1, top-5 and loss on a data set. Each example counts exactly once, however many processes share the work."""
 
+import json
 import os
 import re
 import shlex
@@ -17,7 +18,6 @@ from revzoo.checkpoint.files import find_weights, read_metadata, read_tensors
 from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_index
 from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
-from revzoo.data.options import IMAGE_FACTS
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, join_names
 from revzoo.format import format_bits
@@ -27,6 +27,7 @@ from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX, find_beside, find_inside, model_files
 from revzoo.spec.schema import TextInput
 from revzoo.training.options import Recipe
+from revzoo.training.preprocessing import adopt_preprocessing
 from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 from revzoo.training.recipe_check import find_ineffective_settings
@@ -129,7 +130,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
             "run, or a checkpoint in it."
         )
     if (tokenizer := checkpoint.parent / TOKENIZER).is_file():  # the run's own copy; an override follows it
-        overrides = [f"data.text.tokenizer={tokenizer}", *overrides]
+        overrides = [f"data.text.tokenizer={json.dumps(str(tokenizer))}", *overrides]
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key])
@@ -155,24 +156,19 @@ def _explain_missing(path: Path) -> RevzooError:
 
 def _evaluate_saved(folder: Path, overrides: list[str]) -> Scores:
     """Evaluate what `revzoo convert` or `save_pretrained` wrote, with its preprocessing, on data that overrides name."""
-    is_text = isinstance(load_spec(folder).input, TextInput)
+    spec = load_spec(folder)
+    is_text = isinstance(spec.input, TextInput)
     if not any(override.startswith(("data.root=", "data.name=")) for override in overrides):
         raise CheckpointError(
             f"{folder} does not say on which data to evaluate it. Name them: revzoo eval {folder} "
             f"data.root={'TABLE.csv' if is_text else 'IMAGES'}."
         )
-    model = create(folder)
-    config = model.data_config if is_text else model.pretrained_cfg
-    known = {"tokenizer": "text.tokenizer"} if is_text else {key: f"augment.{key}" for key in IMAGE_FACTS}
-    own = [f"data.{path}={_write(config[key])}" for key, path in known.items() if config.get(key) is not None]
-    recipe = load_recipe("texts" if is_text else "images", [*own, *overrides])
+    kind = ["data.name=text_classification"] if is_text else []
+    recipe = load_recipe("finetune", [f"model={json.dumps(str(folder))}", *kind, *overrides])
     _refuse_ineffective(recipe, overrides)
-    accelerator = open_accelerator(recipe.train.mixed_precision)
-    return _evaluate_on(recipe, model.to(accelerator.device), accelerator)
-
-
-def _write(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    recipe, notes = adopt_preprocessing(recipe, spec)
+    scores = _load_and_evaluate(recipe, str(folder))
+    return replace(scores, notes=(*notes, *scores.notes))
 
 
 def _refuse_ineffective(recipe: Recipe, overrides: Iterable[str]) -> None:

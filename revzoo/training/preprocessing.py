@@ -41,12 +41,12 @@ def _adopt_images(recipe: Recipe, input: ImageInput, config: dict[str, Any]) -> 
     augment, allowed = recipe.data.augment, get_type_hints(AugmentOptions, include_extras=True)
     facts = {name: config[name] for name in IMAGE_FACTS if name in config and getattr(augment, name) is None}
     unusable = [name for name, value in facts.items() if check_value(_to_plain(value), allowed[name])]
-    notes = [f"data.augment.{name} takes no {facts.pop(name)!r}, as the starting weights have it" for name in unusable]
+    notes = [f"data.augment.{name} takes no {facts.pop(name)!r}, as the weights have it" for name in unusable]
     known = {name: value for name, value in facts.items() if name not in _PER_CHANNEL or len(value) == input.channels}
     if not known:
         return recipe, notes
     words = ", ".join(f"{name}={_write(value)}" for name, value in known.items())
-    note = f"images are prepared as those of the starting weights: {words} (data.augment sets others)"
+    note = f"images are prepared as the weights need them: {words} (data.augment sets others)"
     return replace(recipe, data=replace(recipe.data, augment=replace(augment, **known))), [note, *notes]
 
 
@@ -56,11 +56,11 @@ def _adopt_tokenizer(recipe: Recipe, config: dict[str, Any]) -> tuple[Recipe, li
     if known is None or known == text.tokenizer:
         return recipe, []
     if text.tokenizer is None:
-        note = f"the tokenizer is that of the starting weights, {known} (data.text.tokenizer sets another)"
+        note = f"the tokenizer is that of the weights, {known} (data.text.tokenizer sets another)"
         return replace(recipe, data=replace(recipe.data, text=replace(text, tokenizer=known))), [note]
     if _is_same_file(known, text.tokenizer):
         return recipe, []
-    return recipe, [f"the starting weights have another tokenizer, {known}: what they learnt of its ids is lost"]
+    return recipe, [f"the weights have another tokenizer, {known}: what they learnt of its ids is lost"]
 
 
 def _is_same_file(name: str, other: str) -> bool:

@@ -137,16 +137,17 @@ def test_a_saved_model_is_evaluated_on_data_that_are_named(tmp_path, image_folde
     model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], num_outputs=2).eval()
     model.class_names, model.data_config = (
         ("cat", "dog"),
-        {"mean": (0.2,), "std": (0.1,), "crop_pct": 0.5, "crop_mode": "squash"},
+        {"mean": (0.2,), "std": (0.1,), "interpolation": "lanczos", "crop_pct": 0.5, "crop_mode": "squash"},
     )
-    model.save_pretrained(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "saved: #1")
     data = [f"data.root={image_folder}", "data.num_workers=0"]
-    scores = evaluate_checkpoint(tmp_path / "saved", data)
+    scores = evaluate_checkpoint(tmp_path / "saved: #1", data)
     prepare, files = revzoo.transform(model), sorted((image_folder / "val").rglob("*.png"))
     logits = model(torch.stack([prepare(file) for file in files]))
     labels = torch.tensor([model.class_names.index(file.parent.name) for file in files])
+    assert "interpolation=lanczos" in scores.notes[0]
     assert scores.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
     with pytest.raises(
         CheckpointError, match="does not say on which data to evaluate it. Name them: revzoo eval .* data.root=IMA"
     ):
-        evaluate_checkpoint(tmp_path / "saved", data[1:])
+        evaluate_checkpoint(tmp_path / "saved: #1", data[1:])

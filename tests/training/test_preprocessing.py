@@ -39,7 +39,7 @@ def test_a_run_has_the_preprocessing_of_its_weights(weights, image_folder, tmp_p
     train(load_recipe("finetune", [f"model={weights}", f"data.root={image_folder}", *STILL]), tmp_path / "run")
     printed = capsys.readouterr().out
     assert (
-        "Note: images are prepared as those of the starting weights: mean=[0.25], std=[0.5], interpolation=bilinear, "
+        "Note: images are prepared as the weights need them: mean=[0.25], std=[0.5], interpolation=bilinear, "
         "crop_pct=0.6, crop_mode=squash (data.augment sets others)."
     ) in " ".join(printed.split())
     assert revzoo.create(tmp_path / "run").data_config == FACTS
@@ -53,7 +53,7 @@ def test_a_run_has_the_preprocessing_of_its_weights(weights, image_folder, tmp_p
 
 def test_images_are_what_timm_makes_of_them_for_the_original(image_folder, tmp_path):
     original = timm.create_model("test_vit").eval()
-    original.pretrained_cfg |= {"mean": (0.4, 0.5, 0.6), "std": (0.1, 0.2, 0.3), "crop_pct": 0.7, "interpolation": "bilinear"}
+    original.pretrained_cfg |= {"mean": (0.4, 0.5, 0.6), "std": (0.1, 0.2, 0.3), "crop_pct": 0.7, "interpolation": "lanczos"}
     revzoo.convert(original, out=tmp_path / "converted")
     recipe, _ = adopt(tmp_path / "converted", f"data.root={image_folder}")
     spec = revzoo.load_spec(tmp_path / "converted")
@@ -83,7 +83,7 @@ def test_numbers_of_other_channels_are_left_out(weights):
 
 def test_what_training_does_not_take_is_left_out_and_said(weights):
     model = revzoo.create(weights)
-    model.data_config = FACTS | {"interpolation": "lanczos", "mean": 0.5}
+    model.data_config = FACTS | {"interpolation": "nearest-exact", "mean": 0.5}
     model.save_pretrained(weights)
     recipe, [adopted, *left_out] = adopt(weights)
     assert (recipe.data.augment.interpolation, recipe.data.augment.mean, recipe.data.augment.std) == (None, None, (0.5,))
@@ -129,7 +129,7 @@ def test_texts_have_the_tokenizer_of_the_weights(text_weights, tables):
     recipe, [note] = adopt(text_weights, *texts)
     own = str(text_weights / "tokenizer.json")
     assert recipe.data.text.tokenizer == own
-    assert note == f"the tokenizer is that of the starting weights, {own} (data.text.tokenizer sets another)"
+    assert note == f"the tokenizer is that of the weights, {own} (data.text.tokenizer sets another)"
     assert load_data(recipe.data, revzoo.load_spec(text_weights).input, 0).data_config == {"tokenizer": own}
 
 
@@ -138,7 +138,7 @@ def test_another_tokenizer_is_remarked_and_a_copy_is_not(text_weights, tokenizer
     recipe, [note] = adopt(text_weights, *texts, "data.text.tokenizer=bytes")
     assert recipe.data.text.tokenizer == "bytes"
     assert note == (
-        f"the starting weights have another tokenizer, {text_weights / 'tokenizer.json'}: what they learnt of its ids is lost"
+        f"the weights have another tokenizer, {text_weights / 'tokenizer.json'}: what they learnt of its ids is lost"
     )
     recipe, notes = adopt(text_weights, *texts, f"data.text.tokenizer={tokenizer}")
     assert (recipe.data.text.tokenizer, notes) == (str(tokenizer), [])
