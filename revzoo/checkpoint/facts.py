@@ -14,6 +14,7 @@ from torch import nn
 from revzoo.errors import CheckpointError
 from revzoo.spec.names import BYTES, TOKENIZER
 
+IMAGE_FACTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared, in timm's words
 CLASSES, DATA_CONFIG = "revzoo.classes", "revzoo.data_config"  # keys of the metadata
 
 

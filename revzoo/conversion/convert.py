@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from revzoo.bounds import MOST_KEPT_BITS
+from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import write_tensors
 from revzoo.conversion.assign import Assignment, assign
@@ -28,7 +29,6 @@ from revzoo.conversion.original import Original, find_original
 from revzoo.conversion.report import Comparison, ConvertReport
 from revzoo.conversion.sources import find_source
 from revzoo.conversion.sources.base import Source
-from revzoo.data.options import IMAGE_FACTS
 from revzoo.display.figures.conversion import plot_conversion
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, join_names
 from revzoo.model.builder import build

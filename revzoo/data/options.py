@@ -19,7 +19,6 @@ TABLES = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".par
 TEXT_FILES = (*TABLES, ".txt")  # endings of files of texts
 IMAGES = (".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # files of images
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
-IMAGE_FACTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")  # how images are prepared, in timm's words
 BUNDLED = ("digits", *TEXTS)  # those that need no root
 # Names of splits, in the order in which they are looked for. timm has all but `dev`, and where it finds none it takes the whole
 # folder for both splits.

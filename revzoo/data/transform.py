@@ -10,7 +10,7 @@ from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
 
-from revzoo.data.options import IMAGE_FACTS
+from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.data.stored_images import convert_image, explain_broken, read_image
 from revzoo.data.tokenizer import open_tokenizer
 from revzoo.errors import InputError

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import revzoo
+from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.checkpoint.index import read_index
 from revzoo.errors import InputError, did_you_mean, join_names
 from revzoo.spec.names import data_root, shipped_model_files
@@ -28,7 +29,7 @@ _OF_HEAD = {"num_classes": TIMM["num_classes"], "global_pool": "head.pool"}  # w
 _OF_CREATE = ("device", "dtype", "overrides", "schedule", "lookahead", "exact")
 _OTHER = (*_OF_HEAD, "features_only", "out_indices")
 _SOURCES = ("url", "hf_hub_id", "state_dict")  # of weights, which are not read here
-_DATA = ("mean", "std", "interpolation", "crop_pct", "crop_mode", "test_crop_pct", "label_names", "label_descriptions")
+_DATA = (*IMAGE_FACTS, "test_crop_pct", "label_names", "label_descriptions")
 
 
 def register_models() -> None:

@@ -7,9 +7,9 @@ from typing import Any, get_type_hints
 
 from safetensors import SafetensorError
 
-from revzoo.checkpoint.facts import read_data_config
+from revzoo.checkpoint.facts import IMAGE_FACTS, read_data_config
 from revzoo.checkpoint.files import read_metadata
-from revzoo.data.options import IMAGE_FACTS, AugmentOptions, is_own
+from revzoo.data.options import AugmentOptions, is_own
 from revzoo.spec.parsing import check_value
 from revzoo.spec.schema import ImageInput, Spec
 from revzoo.training.network import find_starting_weights
