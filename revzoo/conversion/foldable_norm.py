@@ -3,7 +3,7 @@
 In an ordinary network BatchNorm and activation are two modules, and the end of a residual block adds a shortcut between them. A
 foldable BatchNorm computes what it always did, and returns it as a `NormalisedTensor`, which remembers where it is from. When
 leaky ReLU or ELU is applied to it, or to its sum with one other tensor, the result is computed by an in-place ABN
-(`revzoo/inplace_abn.py`), and x is not kept. Anything else that happens to it is ordinary autograd.
+(`revzoo/inplace_abn`), and x is not kept. Anything else that happens to it is ordinary autograd.
 
     z = norm(x)              the ordinary graph: keeps x
     z += shortcut            the ordinary graph, and z remembers the shortcut
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from revzoo.activation import Activation
 from revzoo.errors import InputError, RecoveryError
-from revzoo.inplace_abn import Normalised, activate, can_keep_output, normalise
+from revzoo.inplace_abn.function import Normalised, activate, can_keep_output, normalise
 
 # Functions that keep their input for backward, or come before one that does: the squeeze before an excitation.
 _KEEPERS = (F.conv2d, Tensor.__mul__, Tensor.mul, torch.mul, Tensor.mean, torch.mean, F.adaptive_avg_pool2d)

@@ -19,7 +19,7 @@ from revzoo.analysis.dry_run import call, isolated, linear_loss, require_module,
 from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_origin
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
-from revzoo.inplace_abn import InPlaceABNFunction
+from revzoo.inplace_abn.function import InPlaceABNFunction
 from revzoo.model.network import Model
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.exact import has_value
@@ -114,7 +114,7 @@ def inplace_abn_(model: nn.Module, batch: Any = None, *, relu_slope: float | Non
         InputError: a compiled model, a second call, no batch and no size, a slope <= 0, or nothing that can be folded.
     Cost: one forward and backward, and another forward, of the batch. In training, backward undoes the activation, and a GPU is
         waited for once per BatchNorm.
-    Source: Rota Bulo et al. 2018, "In-Place Activated BatchNorm"; differs from it as `revzoo/inplace_abn.py` says.
+    Source: Rota Bulo et al. 2018, "In-Place Activated BatchNorm"; differs from it as `revzoo/inplace_abn` says.
     """
     require_module(model)
     if is_compiled(model):

@@ -31,7 +31,7 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.twin import build_twin
 from revzoo.analysis.zoo_table import read_table
-from revzoo.inplace_abn import scale_parts
+from revzoo.inplace_abn.backward import scale_parts
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.planning.planner import solve

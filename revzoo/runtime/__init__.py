@@ -1,7 +1,7 @@
 """The reversible runtime. It can be used without the rest of revzoo: it knows tensors and modules, no specs and no families."""
 
 from revzoo.bijection import Bijection, PixelUnshuffle, SpaceToBatch, SpaceToDepth
-from revzoo.inplace_abn import InPlaceABN2d
+from revzoo.inplace_abn.layer import InPlaceABN2d
 from revzoo.invertible import Coupled, CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.coupling import Coupling

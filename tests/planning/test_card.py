@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import revzoo
-from revzoo import inplace_abn
 from revzoo.analysis import zoo
+from revzoo.inplace_abn import backward
+from revzoo.inplace_abn.layer import InPlaceABN2d
 from revzoo.planning import card
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,11 +43,11 @@ def test_lines_give_every_peak():
 
 def test_a_backward_in_parts_has_as_many_in_every_batch(monkeypatch):
     """As many as for the larger of the batches that are counted, which is so taken to the byte."""
-    monkeypatch.setattr(inplace_abn, "_PART", 2**11)
-    network = nn.Sequential(nn.Conv2d(3, 16, 3), inplace_abn.InPlaceABN2d(16), nn.Conv2d(16, 8, 3))
+    monkeypatch.setattr(backward, "_PART", 2**11)
+    network = nn.Sequential(nn.Conv2d(3, 16, 3), InPlaceABN2d(16), nn.Conv2d(16, 8, 3))
     batches = [torch.randn(size, 3, 18, 18) for size in card._SIZES]
     lines = card._fit_timeline([card.count_step(network, batch, "float32")[0] for batch in batches])
-    assert inplace_abn._PART == 2**11
+    assert backward._PART == 2**11
     assert peak({"float32": lines}, "float32", card._SIZES[1]) == revzoo.measure_memory(network, batches[1]).peak_bytes
 
 

@@ -58,7 +58,7 @@ def largest_error(got, expected):
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("part", [1, 150, 2**17])
 def test_it_is_batch_norm_and_activation(activation, slope, shape, memory_format, part, monkeypatch):
-    monkeypatch.setattr("revzoo.inplace_abn._PART", part)
+    monkeypatch.setattr("revzoo.inplace_abn.backward._PART", part)
     layer, twin = pair(6, activation, slope)
     x = images(*shape).to(memory_format=memory_format)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_it_is_batch_norm_and_activation(activation, slope, shape, memory_format
 def test_weights_that_are_0_negative_or_tiny_change_nothing(
     activation, slope, dtype, tolerance, memory_format, part, monkeypatch
 ):
-    monkeypatch.setattr("revzoo.inplace_abn._PART", part)
+    monkeypatch.setattr("revzoo.inplace_abn.backward._PART", part)
     layer, twin = pair(6, activation, slope, dtype)
     for each in (layer, twin):
         each.weight.data = torch.tensor([0.0, 1e-12, -1e-6, -1.0, 2.0, 1e-3], dtype=dtype)
@@ -120,7 +120,7 @@ def test_options_of_batch_norm(options):
 @pytest.mark.parametrize("frozen", ["weight", "bias", "x"])
 @pytest.mark.parametrize("part", [1, 2**17])
 def test_what_needs_no_gradient_gets_none(frozen, part, monkeypatch):
-    monkeypatch.setattr("revzoo.inplace_abn._PART", part)
+    monkeypatch.setattr("revzoo.inplace_abn.backward._PART", part)
     layer, twin = pair()
     grads = []
     for each in (layer, twin):

@@ -5,7 +5,7 @@ from typing import Literal
 from timm.layers import BatchNormAct2d, get_act_layer, get_norm_layer
 from torch import nn
 
-from revzoo.inplace_abn import InPlaceABN2d
+from revzoo.inplace_abn.layer import InPlaceABN2d
 
 TokenNorm = Literal["layer_norm", "layer_norm_1e-5", "rms_norm"]
 LeakyNorm = Literal["in_place_abn", "leaky_batch_norm"]

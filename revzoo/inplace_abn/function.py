@@ -1,0 +1,177 @@
+"""The function: BatchNorm, the activation, and the node in the graph that keeps the output."""
+
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.jit._trace import is_tracing
+from torch.nn.modules.batchnorm import _NormBase
+
+from revzoo.activation import Activation
+from revzoo.errors import InputError
+from revzoo.inplace_abn.backward import Backward, read_format, spread
+from revzoo.invertible import refuse_one_value
+
+_TOLERANCE = 1e-4  # of xhat, where the dtype allows it
+
+
+@dataclass
+class Normalised:
+    """What BatchNorm makes of a batch, as `activate` needs it.
+
+    Args:
+        z: the output of BatchNorm plus shortcut, outside of autograd. It becomes the output of the activation.
+        mean: of each channel of x.
+        inverse_deviation: 1 / sqrt(var + eps) of each channel of x.
+        activation: what is computed of z.
+        inplace: whether the memory of z may be overwritten.
+        layer: the BatchNorm, for whoever reads the graph.
+        weak: the channels whose xhat is kept, and this xhat; found by `activate`.
+    """
+
+    z: Tensor
+    mean: Tensor
+    inverse_deviation: Tensor
+    activation: Activation
+    inplace: bool
+    layer: nn.Module
+    weak: tuple[Tensor, ...] = field(default=(), init=False)
+
+
+def uses_batch(layer: _NormBase) -> bool:
+    """Return whether a BatchNorm uses the statistics of the batch."""
+    return layer.training or layer.running_mean is None or layer.running_var is None
+
+
+def can_keep_output(layer: _NormBase, x: Tensor) -> bool:
+    """Return whether there will be a backward that can rebuild the input of a BatchNorm.
+
+    Not under compilers, tracers, transforms of torch.func and forward-mode derivatives.
+    """
+    if not (torch.is_grad_enabled() and uses_batch(layer)) or not x.numel():
+        return False
+    if not (x.requires_grad or (layer.weight is not None and (layer.weight.requires_grad or layer.bias.requires_grad))):
+        return False
+    if torch.compiler.is_compiling() or is_tracing() or forward_ad._current_level >= 0:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def normalise(layer: _NormBase, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a BatchNorm's output, and mean and 1 / sqrt(var + eps) of each channel of the batch; move its statistics.
+
+    Raises:
+        InputError: one value per channel.
+    """
+    refuse_one_value(x)
+    statistics, momentum = begin_batch(layer)
+    z, mean, inverse_deviation = torch.native_batch_norm(x, layer.weight, layer.bias, *statistics, True, momentum, layer.eps)
+    return z, mean, inverse_deviation
+
+
+def begin_batch(layer: _NormBase) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+    """Count a batch as `nn.BatchNorm2d` does; return the running statistics that are read or moved, and their momentum."""
+    momentum = 0.0 if layer.momentum is None else layer.momentum
+    if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    if layer.training and not layer.track_running_stats:
+        return (None, None), momentum
+    return (layer.running_mean, layer.running_var), momentum
+
+
+def activate(
+    normalised: Normalised, x: Tensor, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None = None
+) -> Tensor:
+    """Return act(z) with the gradient of act(BatchNorm(x) + shortcut), keeping the result and the shortcut.
+
+    Args:
+        normalised: z and the statistics of x. `normalised.weak` is set.
+        x: input of BatchNorm, which is not kept.
+        weight: of BatchNorm.
+        bias: of BatchNorm.
+        shortcut: what z has beside BatchNorm's output, or None.
+    """
+    y: Tensor = InPlaceABNFunction.apply(x, shortcut, weight, bias, normalised)
+    return y
+
+
+class InPlaceABNFunction(torch.autograd.Function):
+    """The node of `activate` in the graph, from which can be read: layer, activation, adds_shortcut, weak_channels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor | None, bias: Tensor | None, normalised: Normalised
+    ) -> Tensor:
+        activation, z = normalised.activation, normalised.z
+        channels = _find_weak_channels(normalised, weight, bias, shortcut)
+        if channels is not None:
+            xhat = x.index_select(1, channels)
+            xhat = (xhat - spread(normalised.mean[channels], x)) * spread(normalised.inverse_deviation[channels], x)
+            normalised.weak = (channels, xhat.to(x.dtype).contiguous(memory_format=read_format(z)))
+        ctx.activation, ctx.layer = activation, normalised.layer
+        ctx.adds_shortcut, ctx.weak_channels = shortcut is not None, 0 if channels is None else len(channels)
+        y = activation(z, normalised.inplace)
+        normalised.z = y
+        weak = normalised.weak or (None, None)
+        ctx.save_for_backward(y, shortcut, weight, bias, normalised.inverse_deviation, *weak)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "An in-place ABN has no second derivative: its input is gone. Received: create_graph=True. Use nn.BatchNorm2d "
+                "and the activation as two layers."
+            )
+        (gradient,) = gradients
+        activation = ctx.activation
+        y, shortcut, weight, bias, inverse_deviation, channels, xhat = ctx.saved_tensors
+        needs_x, needs_shortcut, *needs_parameters, _ = ctx.needs_input_grad
+        if not (needs_x or any(needs_parameters)):
+            return None, activation.differentiate(gradient, y), None, None, None
+        own_dtype = None if weight is None else weight.dtype
+        dtype = torch.promote_types(inverse_deviation.dtype, torch.float32)
+        inverse_deviation = inverse_deviation.to(dtype)
+        weight = torch.ones_like(inverse_deviation) if weight is None else weight.to(dtype)
+        shift = torch.zeros_like(inverse_deviation) if bias is None else bias.to(dtype)
+        factor = weight.reciprocal()
+        if channels is not None:
+            shift, factor = shift.index_fill(0, channels, 0.0), factor.index_fill(0, channels, 1.0)
+        scale = weight * inverse_deviation
+        backward = Backward(activation, gradient, y, shortcut, channels, xhat, shift, factor, scale, needs_x, needs_shortcut)
+        dx, dz, dweight, dbias = backward.run()
+        if own_dtype is None:
+            return dx, dz, None, None, None
+        return dx, dz, dweight.to(own_dtype), dbias.to(own_dtype), None
+
+
+def _find_weak_channels(
+    normalised: Normalised, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None
+) -> Tensor | None:
+    """Return the channels whose xhat cannot be rebuilt well enough; None if there are none.
+
+    Rounding of y, which is of the size of bias and shortcut, is divided by the weight. An error of xhat of `_TOLERANCE` is
+    allowed, or where the dtype is too coarse for that, one ulp for half a standard deviation, which the sums still average out.
+    """
+    z = normalised.z
+    if z.is_meta or isinstance(z, FakeTensor):
+        return None  # no numbers
+    is_weak = normalised.activation.find_lost(z)
+    if weight is not None and bias is not None:
+        size = 1 + bias.abs()
+        if shortcut is not None:
+            example = shortcut[0].flatten(1)  # one tells the size
+            dtype = torch.promote_types(example.dtype, torch.float32)
+            size += torch.linalg.vector_norm(example, dim=1, dtype=dtype) / sqrt(example.size(1))
+        is_small = weight.abs() < max(2 * torch.finfo(z.dtype).eps, _TOLERANCE) * size
+        is_weak = is_small if is_weak is None else is_weak | is_small
+    if is_weak is None:
+        return None
+    channels = is_weak.nonzero().flatten()
+    return channels if channels.numel() else None
