@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from revzoo.planning.solvers.problem import Option, Problem, Unit, peak
+from revzoo.planning.solvers.problem import Option, Problem, Unit
+from revzoo.planning.solvers.schedule import peak
 from revzoo.planning.solvers.timeline import minimize_peak
 
 

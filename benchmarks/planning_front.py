@@ -32,7 +32,8 @@ import revzoo
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter, count_flops
 from revzoo.bench.net import make_transformer_block
-from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 from revzoo.runtime import ReversibleChain
 from revzoo.runtime.live_bytes import LiveBytes

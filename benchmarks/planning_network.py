@@ -20,7 +20,7 @@ from revzoo.bench.net import make_transformer_block
 from revzoo.planning.batch import BatchRow, find_best_batch
 from revzoo.planning.profiling.clock import make_clock
 from revzoo.planning.profiling.count import count_peak
-from revzoo.planning.solvers.problem import peak
+from revzoo.planning.solvers.schedule import peak
 from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime import ReversibleChain
 

@@ -1,6 +1,6 @@
 """The planner's searches: whether they are exact, how fast they are, and how the published additive knapsack compares.
 
-Peaks and budgets are those of `revzoo.planning.solvers.problem.peak`, which `planning_network.py` compares with counted steps.
+Peaks and budgets are those of `revzoo.planning.solvers.schedule.peak`, which `planning_network.py` compares with counted steps.
 """
 
 import random
@@ -12,7 +12,8 @@ from typing import Any
 from planning_chain import arbitrary, every_schedule, like_network, of_kinds, only, span
 
 from revzoo.planning.solvers.knapsack import choose_subset, solve_knapsack
-from revzoo.planning.solvers.problem import Problem, cost, peak
+from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 
 Items = Callable[[random.Random, int], tuple[list[int], list[int]]]  # draws values and weights

@@ -28,7 +28,8 @@ from revzoo.planning.profiling.profile import Profile, count_model_bytes, profil
 from revzoo.planning.profiling.timing import Timing, measure_step_seconds, measure_timing, memory_errors
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.setting import read_setting
-from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, peak, tabulate
+from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, tabulate
+from revzoo.planning.solvers.schedule import peak
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 
 _CANDIDATES = 32  # at most, evenly spaced

@@ -10,7 +10,7 @@ from revzoo.planning.plan import Plan
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile
-from revzoo.planning.solvers.problem import cost, peak
+from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 
 _BUDGETS = 24  # enough for a smooth curve

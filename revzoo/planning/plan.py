@@ -14,7 +14,7 @@ from revzoo.errors import PlanError
 from revzoo.format import format_bytes, format_spread
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.setting import Setting, read_setting
-from revzoo.planning.solvers.problem import PhasePeak
+from revzoo.planning.solvers.schedule import PhasePeak
 from revzoo.runtime.schedule import MODES, Mode
 
 Solver = Literal["timeline", "knapsack"]

@@ -24,7 +24,8 @@ from revzoo.planning.reforwarding.module_plan import ModulePlan
 from revzoo.planning.reforwarding.planner import ModuleSolver, plan_module
 from revzoo.planning.setting import Setting
 from revzoo.planning.solvers.knapsack import Baseline, solve_knapsack
-from revzoo.planning.solvers.problem import Problem, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead_setting import LARGEST_RATIO, LookaheadOption, LookaheadSetting
 from revzoo.runtime.schedule import Mode

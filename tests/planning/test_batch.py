@@ -12,7 +12,8 @@ from revzoo.planning.profiling import profile as profiles
 from revzoo.planning.profiling.clock import Median
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.timing import Timing
-from revzoo.planning.solvers.problem import Problem, peak
+from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule import peak
 
 LOW, HIGH = 4, 12
 SHORT = {"rev_vit_digits": ["stages.0.depth=2"], "revnet_digits": [f"stages.{i}.depth=1" for i in range(3)]}

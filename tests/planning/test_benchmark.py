@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from revzoo.display.style import MODE_COLORS
-from revzoo.planning.solvers.problem import Option, Problem, Unit, cost
+from revzoo.planning.solvers.problem import Option, Problem, Unit
+from revzoo.planning.solvers.schedule import cost
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "planning.py"

@@ -13,7 +13,8 @@ from revzoo.errors import InputError
 from revzoo.planning.profiling.count import count, count_peak
 from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.trace import trace
-from revzoo.planning.solvers.problem import Problem, list_phase_peaks, peak
+from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule import list_phase_peaks, peak
 from revzoo.runtime import ReversibleChain, SpaceToDepth
 
 TEXTS = ("reformer", "rev_bert", "rev_roberta")

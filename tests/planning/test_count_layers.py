@@ -14,7 +14,8 @@ from revzoo.invertible import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLe
 from revzoo.planning.profiling.count import count, list_traced_schedules
 from revzoo.planning.profiling.hooks import list_units
 from revzoo.planning.profiling.trace import trace
-from revzoo.planning.solvers.problem import cost, list_phase_peaks, peak, reprice
+from revzoo.planning.solvers.problem import reprice
+from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.runtime import LayerChain, ReversibleChain, SpaceToDepth
 
 NETWORKS = {

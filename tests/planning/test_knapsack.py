@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from revzoo.planning.solvers.knapsack import Solution, choose_subset, solve_knapsack
-from revzoo.planning.solvers.problem import Option, Problem, Unit, cost, peak
+from revzoo.planning.solvers.problem import Option, Problem, Unit
+from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.planning.solvers.timeline import solve_timeline
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from revzoo.planning.solvers import timeline
 from revzoo.planning.solvers.lower_bound import LowerBound
-from revzoo.planning.solvers.problem import Option, PhasePeak, Problem, Unit, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.problem import Option, Problem, Unit
+from revzoo.planning.solvers.schedule import PhasePeak, cost, list_phase_peaks, peak
 from revzoo.planning.solvers.search_states import reach_search_states
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak, solve_timeline
 

@@ -6,7 +6,8 @@ from itertools import groupby, product
 
 import pytest
 
-from revzoo.planning.solvers.problem import Ahead, Option, Problem, Recovery, Unit, cost, list_phase_peaks, peak
+from revzoo.planning.solvers.problem import Ahead, Option, Problem, Recovery, Unit
+from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak, solve_timeline
 
 

@@ -11,7 +11,8 @@ import revzoo
 from revzoo.planning.profiling import timing
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.timing import Timing, list_variants, measure_timing, price_by_time
-from revzoo.planning.solvers.problem import Problem, cost, peak
+from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.runtime import ReversibleChain
 
 PLENTY = 2**40

@@ -15,7 +15,8 @@ from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, p
 from revzoo.planning.profiling.timing import Timing, estimate_timing, measure_timing, memory_errors, price_by_time
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.setting import Setting, read_setting
-from revzoo.planning.solvers.problem import Problem, cost, reprice
+from revzoo.planning.solvers.problem import Problem, reprice
+from revzoo.planning.solvers.schedule import cost
 
 # What a device computes in float32 while it moves a byte: about 14 on an H200 (67 TFLOP/s, 4.8 TB/s).
 _FLOPS_PER_BYTE = 16

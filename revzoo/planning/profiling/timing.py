@@ -22,7 +22,8 @@ from revzoo.analysis.dry_run import call, isolated, leave_autocast
 from revzoo.planning.profiling.clock import Clock, Median, combine_spreads, find_median, make_clock, repeat, smooth_rising
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
 from revzoo.planning.profiling.trace import LossFunction, compute_loss
-from revzoo.planning.solvers.problem import Problem, Unit, peak, reprice
+from revzoo.planning.solvers.problem import Problem, Unit, reprice
+from revzoo.planning.solvers.schedule import peak
 from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry

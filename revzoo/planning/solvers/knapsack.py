@@ -28,7 +28,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from revzoo.planning.solvers.problem import Problem, follow_schedule, loss_need_bytes, peak
+from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule import follow_schedule, loss_need_bytes, peak
 
 _Ints = NDArray[Any]
 _UP = 1 + 2e-15  # more than the rounding errors of one product and one quotient: an upper bound must not come out too low

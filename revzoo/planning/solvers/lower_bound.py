@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from revzoo.planning.solvers.problem import Edge, Option, Place, Problem, Unit
+from revzoo.planning.solvers.problem import Option, Problem, Unit
+from revzoo.planning.solvers.schedule import Edge, Place
 from revzoo.planning.solvers.search_states import ABOVE_ALL, Layer, need_at_the_end
 
 _SLOPES = 256  # of each of two kinds: those of the units' own modes, and a geometric grid beside them

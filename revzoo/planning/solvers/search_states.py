@@ -7,7 +7,8 @@ in halves; with look-ahead also what the recovery of the unit before takes, and 
 
 from dataclasses import dataclass, field
 
-from revzoo.planning.solvers.problem import Edge, Place, Problem, list_edges, loss_need_bytes
+from revzoo.planning.solvers.problem import Problem
+from revzoo.planning.solvers.schedule import Edge, Place, list_edges, loss_need_bytes
 
 ABOVE_ALL = 1 << 62  # a budget or cost above all
 

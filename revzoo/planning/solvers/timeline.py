@@ -39,7 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from revzoo.planning.solvers.lower_bound import LowerBound
-from revzoo.planning.solvers.problem import Option, Place, Problem, cost, peak
+from revzoo.planning.solvers.problem import Option, Problem
+from revzoo.planning.solvers.schedule import Place, cost, peak
 from revzoo.planning.solvers.search_states import ABOVE_ALL, Layer, Node, need_at_the_end, reach_search_states
 
 _Partials = NDArray[np.int64]  # partial solutions, one per column; by rising bytes and falling cost
