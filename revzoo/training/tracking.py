@@ -15,7 +15,7 @@ import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from PIL import Image
 
-from revzoo.errors import CheckpointError, SpecError, SpecProblem
+from revzoo.errors import CheckpointError, RevzooError, SpecError, SpecProblem
 from revzoo.file import write_atomically
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import walk_leaves
@@ -61,12 +61,13 @@ class Tracking:
         ids, self._trackers = self._read_ids(), []
         try:
             for name in self._names:
-                tracker = self._make(name, epoch, ids.get(name))
-                tracker.start()
-                self._trackers.append(tracker)
-                if name not in ids:
-                    tracker.store_init_configuration(_flatten(self._recipe))
-                    self._send_texts(tracker)
+                with _explain_failure(name):
+                    tracker = self._make(name, epoch, ids.get(name))
+                    tracker.start()
+                    self._trackers.append(tracker)
+                    if name not in ids:
+                        tracker.store_init_configuration(_flatten(self._recipe))
+                        self._send_texts(tracker)
             if self._trackers:
                 ids = {tracker.name: _identify(tracker) for tracker in self._trackers}
                 write_atomically(self._file, lambda path: path.write_text(json.dumps(ids)))
@@ -78,12 +79,14 @@ class Tracking:
     def log(self, record: dict[str, Any]) -> None:
         """Write the metrics of an epoch."""
         for tracker in self._trackers:
-            tracker.log(record, step=record["epoch"])
+            with _explain_failure(tracker.name):
+                tracker.log(record, step=record["epoch"])
 
     def show(self, picture: Path, epoch: int) -> None:
         """Write a picture, at the end of an epoch."""
         for tracker in self._trackers:
-            _send_picture(tracker, picture, epoch)
+            with _explain_failure(tracker.name):
+                _send_picture(tracker, picture, epoch)
 
     @property
     def _file(self) -> Path:
@@ -124,6 +127,20 @@ class Tracking:
         if name == "wandb":
             return kind(_PROJECT, id=id, resume="allow", name=self._folder.name, dir=str(self._folder))
         return kind(_PROJECT)
+
+
+@contextmanager
+def _explain_failure(name: str) -> Iterator[None]:
+    """Turn whatever a tool raises inside the block into an error that names it: it has no key, no server, no space.
+
+    Raises:
+        RevzooError: the tool raised something.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = textwrap.shorten(str(error), 300).rstrip(".") or type(error).__name__
+        raise RevzooError(f"The tracker {name} failed: {reason}. Set it up, or leave it out of train.track.") from error
 
 
 def _flatten(recipe: Recipe) -> dict[str, Any]:

@@ -4,9 +4,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from revzoo.display.figures.curves import plot_curves
-from revzoo.errors import CheckpointError, SpecError
+from revzoo.errors import CheckpointError, RevzooError, SpecError
 from revzoo.training import epochs
 from revzoo.training.loop import resume, train
 from revzoo.training.tracking import Tracking
@@ -69,6 +70,31 @@ def test_a_tracker_that_is_not_installed(recipe, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("revzoo.training.tracking.get_available_trackers", list)
     with pytest.raises(SpecError, match=r"train.track: found \['comet_ml'\]; .* python -m pip install comet-ml"):
         train(recipe("train.track=[comet_ml]"), tmp_path / "run")
+
+
+class Tracker:
+    """A tool that has no server, from a given call on."""
+
+    name = "comet_ml"
+
+    def __init__(self, broken: str):
+        self.broken = broken
+
+    def __getattr__(self, name):
+        def call(*args, **settings):
+            if name == self.broken:
+                raise ConnectionError("no API key.")
+
+        return call
+
+
+@pytest.mark.parametrize("broken", ["start", "store_init_configuration", "log"])
+def test_a_tracker_that_fails_is_named(recipe, tmp_path, monkeypatch, broken):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "comet_ml", lambda project: Tracker(broken))
+    tracking = Tracking(recipe("train.track=[comet_ml]"), tmp_path, shown=True)
+    message = "^The tracker comet_ml failed: no API key. Set it up, or leave it out of train.track.$"
+    with pytest.raises(RevzooError, match=message), tracking.open(0):
+        tracking.log({"epoch": 1})
 
 
 def test_a_damaged_list_of_trackers_is_refused(recipe, tmp_path):
