@@ -6,6 +6,7 @@ from pathlib import Path
 
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.commands.parser import Parser, declare_import, positive_count
+from revzoo.errors import quote
 
 SUMMARY = "Make a pretrained network reversible."
 
@@ -78,5 +79,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print_text(str(report))
-        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES")
+        print(f"{arguments.out}: fine-tune it with revzoo train finetune {quote(f'model={arguments.out}')} data.root=IMAGES")
     return 0

@@ -138,8 +138,8 @@ def _list_classes(name: str, source: Any) -> list[str] | None:
     names = [str(each) for each in classes]
     if len(set(names)) < max(2, len(names)):
         raise DataError(
-            f"The training data of {name} have these classes: {join_names(names)}. Classification needs two or more, each with a "
-            "name of its own."
+            f"The training data of {name} have these classes: {join_names(names)}. Classification needs two or more, each with "
+            "a name of its own."
         )
     return names
 
@@ -210,9 +210,9 @@ def _find_misfit(example: Any, input: Input) -> str | None:
             return None
         return f"the model takes tensors of float32, images of the shape (channels, height, width) = {shape}"
     shape = (input.length,)
-    if isinstance(example, Tensor) and example.shape == shape and example.dtype in (torch.int64, torch.int32):
-        if 0 <= example.min() and example.max() < input.vocabulary:
-            return None
+    is_ids = isinstance(example, Tensor) and example.shape == shape and example.dtype in (torch.int64, torch.int32)
+    if is_ids and example.min() >= 0 and example.max() < input.vocabulary:
+        return None
     return f"the model takes tensors of int64, ids of the shape (length,) = {shape} from 0 to {input.vocabulary - 1}"
 
 

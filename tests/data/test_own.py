@@ -181,7 +181,10 @@ def test_arrays_of_preprocessing_become_numbers(own):
         ("short", r"`targets`, which lists the label of each of their 3 examples, .* Received: \[0, 1\]"),
         ("one", "one has to return two data sets, .* Received: Birds"),
         ("unreadable", r"unreadable raises FileNotFoundError: .*absent.npy', in line \d+ of .*my_birds.py. It is called"),
-        ("unsized", r"unsized: what it returns raises RuntimeError: no length, in line \d+ of .*my_birds.py. Correct it there."),
+        (
+            "unsized",
+            r"unsized: what it returns raises RuntimeError: no length, in line \d+ of .* Correct it there.",
+        ),
         ("counted", "counted have an attribute `classes`, which is a list with the names of the classes. Received: 2"),
         ("spelled", "Received: 'wren'"),
         ("twins", "twins have these classes: wren, wren. Classification needs two or more, each with a name of its own"),
@@ -218,7 +221,7 @@ def test_an_example_that_cannot_be_used_is_named(own, function, message):
 @pytest.mark.slow  # starts a process
 def test_a_process_that_loads_data_says_what_failed(own):
     data = load_data(DataOptions(f"{own}:broken", batch_size=4, num_workers=1), _IMAGES, seed=0)
-    with pytest.raises(DataError, match=r"^my_birds:broken: example 4 raises KeyError: 0, in line \d+ of .* Correct it there.$"):
+    with pytest.raises(DataError, match=r"^my_birds:broken: example 4 raises KeyError: 0, in line \d+ of .*there.$"):
         list(data.train)
 
 

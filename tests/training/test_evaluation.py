@@ -137,7 +137,7 @@ def test_a_saved_model_is_evaluated_on_data_that_are_named(tmp_path, image_folde
     model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"], num_outputs=2).eval()
     model.class_names, model.data_config = (
         ("cat", "dog"),
-        {"mean": (0.2,), "std": (0.1,), "crop_pct": 0.5, "crop_mode": "squash"},
+        {"mean": (0.2,), "std": (0.1,), "crop_pct": 0.5, "crop_mode": "squash", "interpolation": "lanczos"},
     )
     model.save_pretrained(tmp_path / "saved")
     data = [f"data.root={image_folder}", "data.num_workers=0"]

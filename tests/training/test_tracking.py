@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from revzoo.display.figures.curves import plot_curves
-from revzoo.errors import CheckpointError, SpecError
+from revzoo.errors import CheckpointError, RevzooError, SpecError
 from revzoo.training import epochs
 from revzoo.training.loop import resume, train
 from revzoo.training.tracking import Tracking
@@ -79,3 +79,48 @@ def test_a_damaged_list_of_trackers_is_refused(recipe, tmp_path):
         tracking.open(0),
     ):
         pass
+
+
+class _Failing:
+    """A tracker that raises an error in one of its methods."""
+
+    name = "aim"
+
+    def __init__(self, method: str):
+        self.method, self.called = method, list[str]()
+
+    def __getattr__(self, method: str):
+        def call(*arguments, **options) -> None:
+            self.called.append(method)
+            if method == self.method:
+                raise ConnectionError("nobody answers")
+
+        return call
+
+
+def test_a_tracker_that_cannot_begin_is_an_error(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tracking, "_make", lambda self, *arguments: _Failing("start"))
+    tracking = Tracking(recipe("train.track=[aim]"), tmp_path, shown=True)
+    with pytest.raises(RevzooError) as caught, tracking.open(0):
+        pass
+    assert str(caught.value) == (
+        "The tracker aim cannot begin: ConnectionError: nobody answers. Correct its settings, or train without it: "
+        f"revzoo train --resume {tmp_path} 'train.track=[]'"
+    )
+    (tmp_path / "tracking.json").write_text('{"aim": "7"}')
+    with pytest.raises(RevzooError, match=r"settings, delete .*tracking.json to begin a new run there, or"), tracking.open(1):
+        pass
+
+
+@pytest.mark.parametrize("method", ["log", "finish"])
+def test_training_goes_on_without_a_tracker_that_fails(recipe, tmp_path, monkeypatch, caplog, method):
+    tracker = _Failing(method)
+    monkeypatch.setattr(Tracking, "_make", lambda self, *arguments: tracker)
+    tracking = Tracking(recipe("train.track=[aim]"), tmp_path, shown=True)
+    with tracking.open(0):
+        tracking.log({"epoch": 1})
+        tracking.log({"epoch": 2})
+    warning = f"The tracker aim fails (ConnectionError: nobody answers) and gets nothing more: {tmp_path}/metrics.jsonl has it."
+    assert [record.getMessage() for record in caplog.records] == [warning]
+    after = {"log": ["log"], "finish": ["log", "log", "finish"]}[method]
+    assert tracker.called == ["start", "store_init_configuration", *after]
