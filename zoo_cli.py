@@ -117,7 +117,7 @@ def _explain(error: OSError) -> str:
         errno.ENOTDIR: "Name another place: a folder in it is a file",
         errno.EISDIR: "Name a file",
         errno.ENAMETOOLONG: "Name a shorter one",
-        errno.ENOSPC: "Make room, or name another place",
+        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room, or name another place"),
     }.get(error.errno or 0, "Check that it is there")
     folder = os.path.dirname(path)
     if error.errno == errno.ENOENT and folder and not os.path.isdir(folder):

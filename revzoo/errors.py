@@ -6,6 +6,7 @@ Every error says what was received, where, what is allowed and what to type inst
 
 import difflib
 import os
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -173,6 +174,11 @@ class CheckpointError(RevzooError, ValueError):
 
 class DataError(RevzooError, ValueError):
     """Training data that is missing, empty or malformed."""
+
+
+def quote(word: object) -> str:
+    """Return a path, or a setting with one, as it is typed in a shell: in quotation marks if it has blanks."""
+    return shlex.quote(str(word))
 
 
 def find_nearest(received: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:

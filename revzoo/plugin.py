@@ -67,7 +67,8 @@ def describe_failure(error: BaseException) -> str:
     installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     own = [each for each in others if not _is_inside(each, *installed)] or others  # an installed package may be the user's
     place = f", in line {own[-1].lineno} of {own[-1].filename}" if own else ""
-    return f"{type(error).__name__}: {error}{place}"
+    words = f": {error}" if str(error) else ""
+    return f"{type(error).__name__}{words}{place}"
 
 
 def _is_inside(frame: traceback.FrameSummary, *folders: Path) -> bool:

@@ -3,9 +3,14 @@
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from revzoo.bounds import MOST_KEPT_BITS
 from revzoo.commands.parser import Parser, declare_import, positive_count
+from revzoo.errors import quote
+
+if TYPE_CHECKING:
+    from revzoo.model.network import Model
 
 SUMMARY = "Make a pretrained network reversible."
 
@@ -78,5 +83,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     else:
         print_text(str(report))
-        print(f"{arguments.out}: fine-tune it with revzoo train finetune model={arguments.out} data.root=IMAGES")
+        model, data = quote(f"model={arguments.out}"), _name_data(report.model)
+        print(f"{arguments.out}: fine-tune it with revzoo train finetune {model} {data}")
     return 0
+
+
+def _name_data(model: "Model") -> str:
+    """Return the settings that name the data of a fine-tuning, and the tokenizer where nothing says which."""
+    from revzoo.spec.schema import ImageInput
+
+    if isinstance(model.spec.input, ImageInput):
+        return "data.root=IMAGES"
+    tokenizer = "" if "tokenizer" in model.data_config else " data.text.tokenizer=tokenizer.json"
+    return f"data.name=text_classification data.root=TABLE.csv{tokenizer}"

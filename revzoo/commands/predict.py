@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from revzoo.commands.parser import Parser, declare_import, positive_count
 from revzoo.data.options import IMAGES, TEXT_FILES
-from revzoo.errors import InputError
+from revzoo.errors import InputError, quote
 
 if TYPE_CHECKING:
     from revzoo.training.prediction import Prediction
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if Path(arguments.model).suffix.lower() in _OF_EXAMPLES and Path(arguments.model).is_file():
         raise InputError(
             f"The model comes first, and then the files. Received: {arguments.model}. Type revzoo predict runs/images "
-            f"{arguments.model}, for example."
+            f"{quote(arguments.model)}, for example."
         )
     from revzoo.display.console import print_renderable, show_status
 

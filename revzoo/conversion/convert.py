@@ -35,8 +35,8 @@ from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
 from revzoo.spec.edit import with_outputs
 from revzoo.spec.loading import parse_spec
-from revzoo.spec.names import UNUSED_WEIGHTS
-from revzoo.spec.schema import ImageInput, Spec
+from revzoo.spec.names import TOKENIZER, UNUSED_WEIGHTS
+from revzoo.spec.schema import ImageInput, Spec, TextInput
 
 _ROUNDING = 1e-4  # largest relative difference of logits that the order of sums may explain; 1e-6 is usual
 _UNLIKE = (
@@ -113,7 +113,7 @@ def convert(
             fresh = join_names([key for row in assignment.rows if row.action == "initialised" for key in row.ours])
             reasons.append(f"The head {model.spec.head.type} has {num_outputs} outputs. Initialised at random: {fresh}.")
     model.schedule = "invert"
-    model.data_config = _read_data_config(original.description, spec)
+    model.data_config = _read_data_config(original.description, spec) | _find_tokenizer(source, spec)
     report = ConvertReport(
         original=original.name,
         kind=source_family.name,
@@ -211,6 +211,14 @@ def _read_data_config(description: Any, spec: Spec) -> dict[str, Any]:
     if not isinstance(spec.input, ImageInput) or len(config.get("mean", ())) != spec.input.channels:
         return {}
     return {key: config[key] for key in IMAGE_FACTS if config.get(key)}
+
+
+def _find_tokenizer(source: str | Path | nn.Module, spec: Spec) -> dict[str, Any]:
+    """Return the tokenizer beside the weights of a model for texts, if there is one in Hugging Face's format."""
+    if isinstance(source, nn.Module) or not isinstance(spec.input, TextInput):
+        return {}
+    file = Path(source, TOKENIZER)
+    return {"tokenizer": str(file.absolute())} if file.is_file() else {}
 
 
 def _make_name(name: str, choice: CouplingChoice, source: Source) -> str:

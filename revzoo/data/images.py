@@ -21,7 +21,7 @@ from revzoo.data.options import SPLITS, AugmentOptions, DataOptions
 from revzoo.data.random import seeded
 from revzoo.data.stored_images import ImageSplits, StoredImages
 from revzoo.data.tars import open_tars
-from revzoo.errors import DataError, join_names
+from revzoo.errors import DataError, join_names, quote
 from revzoo.spec.schema import ImageInput
 
 _INTERPOLATION = "bicubic"  # where nothing says which
@@ -325,7 +325,7 @@ def _explain_missing(root: Path, split: str) -> DataError:
     if inside and not any(path.is_dir() for path in inside):
         return DataError(
             f"{root} holds files and no folders. Put the images of each class into a folder of its own, such as "
-            f"{root}/cat/{inside[0].name}, or name the folder above (data.root={root.parent})."
+            f"{root}/cat/{inside[0].name}, or name the folder above ({quote(f'data.root={root.parent}')})."
         )
     return DataError(
         f"No {split} images in {root}: looked for a folder called {' or '.join(SPLITS[split])} with one folder of images per "

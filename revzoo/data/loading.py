@@ -4,7 +4,7 @@ import os
 
 from revzoo.data.base import Data, Examples
 from revzoo.data.options import BUNDLED, TABLES, TEXTS, DataOptions, is_own
-from revzoo.errors import DataError
+from revzoo.errors import DataError, quote
 from revzoo.spec.names import find_beside
 from revzoo.spec.schema import ImageInput, Input, TextInput
 
@@ -58,7 +58,11 @@ def _explain_missing(root: str) -> DataError:
     """Return the error for a folder of images that is none."""
     if not os.path.isfile(root):
         return DataError(f"There is no folder {root[:300]}.{find_beside(root)} Set data.root to where the data are.")
-    texts = f" Texts are trained on by revzoo train texts data.root={root}." if root.lower().endswith(tuple(TABLES)) else ""
+    texts = (
+        f" Texts are trained on by revzoo train texts {quote(f'data.root={root}')}."
+        if root.lower().endswith(tuple(TABLES))
+        else ""
+    )
     return DataError(f"{root} is a file, and data.root is a folder with one folder of images per class.{texts}")
 
 

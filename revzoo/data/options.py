@@ -19,6 +19,7 @@ TABLES = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".par
 TEXT_FILES = (*TABLES, ".txt")  # endings of files of texts
 IMAGES = (".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")  # files of images
 TEXTS = ("characters", "text_classification", "masked_lm")  # values of `data.name` that are texts
+UNROTATED = ("box", "hamming", "lanczos")  # interpolations that resize images, and that rotations do not have
 BUNDLED = ("digits", *TEXTS)  # those that need no root
 # Names of splits, in the order in which they are looked for. timm has all but `dev`, and where it finds none it takes the whole
 # folder for both splits.
@@ -38,8 +39,8 @@ class AugmentOptions:
         color_jitter: by how much brightness, contrast and saturation change at most, as a share; None, or with most policies of
             `auto_augment`: not at all.
         auto_augment: timm's name of a policy, such as rand-m9-mstd0.5-inc1, original or augmix-m3-w3; None: none.
-        interpolation: how images are resized; "random": bilinear or bicubic in training, and bicubic in evaluation. None: as
-            those of the starting weights, else bicubic.
+        interpolation: how images are resized; "random": bilinear or bicubic in training, and bicubic in evaluation; "box",
+            "hamming" and "lanczos" only without `auto_augment`. None: as those of the starting weights, else bicubic.
         cutout: side of a square that is erased at a random place, after normalisation [pixels]; None: nothing is.
         re_prob: probability that a rectangle of random size is erased (random erasing).
         re_mode: what it is filled with: 0, a random colour, or random pixels.

@@ -1,17 +1,21 @@
 """Data sets of the user's own: what a function returns that the recipe names as `data.name=package.module:function`."""
 
+import json
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from revzoo.data.base import BrokenExampleError, Examples
-from revzoo.data.options import DataOptions
+from revzoo.data.options import IMAGE_FACTS, AugmentOptions, DataOptions
 from revzoo.data.random import seeded
-from revzoo.errors import DataError, InputError, RevzooError
+from revzoo.errors import DataError, InputError, RevzooError, join_names
 from revzoo.plugin import describe_failure, import_from_here
+from revzoo.spec.parsing import check_value
 from revzoo.spec.schema import ImageInput, Input
 
 
@@ -25,14 +29,18 @@ class OwnExamples(Examples):
         class_names: names of the classes, whose numbers are the labels; None: the labels are ids (N,), for a language model.
         input: what the model takes.
         seed: determines the random choices.
+
+    Raises:
+        DataError: `targets` or `data_config` are not what they should be.
     """
 
     def __init__(self, source: Any, name: str, class_names: list[str] | None, input: Input, seed: int):
         self.source, self.name, self.class_names, self.seed, self.epoch = source, name, class_names, seed, 0
         of_texts = "tokens" if class_names is None else "texts"
         self.label_noun = "images" if isinstance(input, ImageInput) else of_texts
-        self.labels = getattr(source, "targets", None)
-        self.data_config: dict[str, Any] = _read_config(name, source)
+        self.labels = None if class_names is None else _read_labels(name, source, len(class_names))
+        self.data_config: dict[str, Any] = _read_config(name, source, input)
+        self._input = input
 
     def __len__(self) -> int:
         return len(self.source)
@@ -47,12 +55,23 @@ class OwnExamples(Examples):
         return [self.name.encode(), str(len(self)).encode(), labels]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        with seeded(self.seed, self.epoch, index):
-            example, label = self.source[index]
+        called = f"{self.name}: example {index}"
+        with seeded(self.seed, self.epoch, index), _explain(called):
+            returned = self.source[index]
+        if not (isinstance(returned, tuple | list) and len(returned) == 2):
+            raise BrokenExampleError(f"{called} should be a pair, (tensor, label). Received: {_describe(returned)}.")
+        example, label = returned
+        if problem := _find_misfit(example, self._input):
+            raise BrokenExampleError(f"{called} does not fit: {problem}. Received: {_describe(example)}.")
         if self.num_classes is not None and not _is_class(label, self.num_classes):
             raise BrokenExampleError(
-                f"{self.name}: example {index} has the label {label!r}. Labels are integers from 0 to {self.num_classes - 1}, "
+                f"{called} has the label {label!r}. Labels are integers from 0 to {self.num_classes - 1}, "
                 "the numbers of the names in `classes`."
+            )
+        if self.num_classes is None and not (isinstance(label, Tensor) and label.shape == example.shape):
+            raise BrokenExampleError(
+                f"{called} has the label {_describe(label)}. Without an attribute `classes`, which lists the names of classes, "
+                f"labels are ids, one for each of the text: {tuple(example.shape)}."
             )
         return example, label
 
@@ -63,30 +82,35 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
     Raises:
         DataError: there is no such function, or it does not return two data sets that the model takes.
     """
-    function = _find_function(options.name)
-    try:
+    function, name = _find_function(options.name), options.name
+    with _explain(name, "It is called with the data section of the recipe and the model's input: correct it there."):
         returned = function(options, input)
-    except RevzooError:
-        raise
-    except Exception as error:  # of a function of the user's
-        raise DataError(
-            f"{options.name} raises {describe_failure(error)}. It is called with the data section of the recipe and the "
-            "model's input: correct it there."
-        ) from error
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(map(_is_data_set, returned))):
         raise DataError(
-            f"{options.name} has to return two data sets, for training and for testing, that have a length and examples by "
-            f"number: return train, test. Received: {type(returned).__name__}."
+            f"{name} has to return two data sets, for training and for testing, that have a length and examples by number: "
+            f"return train, test. Received: {_describe(returned)}."
         )
-    class_names = _list_classes(options.name, returned[0])
-    train, test = (OwnExamples(source, options.name, class_names, input, seed) for source in returned)
-    if isinstance(input, ImageInput) and class_names is None:
-        raise DataError(
-            f"The training data of {options.name} need an attribute `classes`: a list with the names of the classes."
-        )
+    with _explain(f"{name}: what it returns"):
+        if not all(map(len, returned)):
+            raise DataError(f"{name} returned a data set without examples. Return at least one for training and for testing.")
+        class_names = _list_classes(name, returned[0])
+        if isinstance(input, ImageInput) and class_names is None:
+            raise DataError(f"The training data of {name} need an attribute `classes`: a list with the names of the classes.")
+        train, test = (OwnExamples(source, name, class_names, input, seed) for source in returned)
     for examples in (train, test):
-        _require_fitting_example(examples, input)
+        examples[0]  # before anything is printed or written
     return train, test
+
+
+@contextmanager
+def _explain(what: str, remedy: str = "Correct it there.") -> Iterator[None]:
+    """Say what code of the user's raises inside the block, and where; BrokenExampleError."""
+    try:
+        yield
+    except RevzooError:
+        raise
+    except Exception as error:  # of code of the user's, which may raise anything
+        raise BrokenExampleError(f"{what} raises {describe_failure(error)}. {remedy}") from error
 
 
 def _find_function(name: str) -> Callable[[DataOptions, Input], Any]:
@@ -111,17 +135,60 @@ def _list_classes(name: str, source: Any) -> list[str] | None:
             f"The training data of {name} have an attribute `classes`, which is a list with the names of the classes. "
             f"Received: {classes!r}."
         )
-    return [str(each) for each in classes]
+    names = [str(each) for each in classes]
+    if len(set(names)) < max(2, len(names)):
+        raise DataError(
+            f"The training data of {name} have these classes: {join_names(names)}. Classification needs two or more, each with "
+            "a name of its own."
+        )
+    return names
 
 
-def _read_config(name: str, source: Any) -> dict[str, Any]:
-    config = getattr(source, "data_config", {})
-    if not isinstance(config, Mapping):
+def _read_labels(name: str, source: Any, classes: int) -> list[int] | None:
+    targets = getattr(source, "targets", None)  # as torchvision's data sets have it
+    if targets is None:
+        return None
+    try:
+        labels = torch.as_tensor(targets)
+    except (TypeError, ValueError, RuntimeError):
+        labels = torch.empty(0)
+    is_whole = not (labels.is_floating_point() or labels.is_complex())
+    if not is_whole or labels.shape != (len(source),) or labels.min() < 0 or labels.max() >= classes:
+        raise DataError(
+            f"The data of {name} have an attribute `targets`, which lists the label of each of their {len(source)} examples, "
+            f"integers from 0 to {classes - 1}. Received: {textwrap.shorten(repr(targets), 100)}. Correct or remove it."
+        )
+    return [int(label) for label in labels]
+
+
+def _read_config(name: str, source: Any, input: Input) -> dict[str, Any]:
+    received = getattr(source, "data_config", {})
+    try:  # which is how it is saved
+        config = json.loads(json.dumps(received, default=lambda value: value.tolist()))
+    except (TypeError, ValueError, AttributeError):
+        config = None
+    if not isinstance(config, dict) or not isinstance(received, Mapping):
         raise DataError(
             f"The data of {name} have an attribute `data_config`, which is a dictionary such as {{'mean': (0.5, 0.5, 0.5)}}. "
-            f"Received: {config!r}."
+            f"Received: {received!r}."
         )
-    return dict(config)
+    for key, allowed in _list_facts(input, config):
+        if allowed is not None:
+            raise DataError(f"The data of {name} have {key!r}: {received[key]!r} in `data_config`. Allowed: {allowed}.")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
+
+
+def _list_facts(input: Input, config: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yield what a configuration says of the examples, and what is allowed instead; None where it is allowed."""
+    if not isinstance(input, ImageInput):
+        yield from ((key, check_value(config[key], str)) for key in ("tokenizer",) if key in config)
+        return
+    types = get_type_hints(AugmentOptions, include_extras=True)
+    for key in (key for key in IMAGE_FACTS if key in config):
+        allowed = check_value(config[key], types[key])
+        if key in ("mean", "std") and (allowed or len(config[key] or ()) != input.channels):
+            allowed = f"{input.channels} numbers, one for each channel"
+        yield key, allowed
 
 
 def _is_class(label: Any, count: int) -> bool:
@@ -135,16 +202,22 @@ def _is_data_set(source: Any) -> bool:
     return hasattr(source, "__len__") and hasattr(source, "__getitem__")
 
 
-def _require_fitting_example(examples: OwnExamples, input: Input) -> None:
-    if not len(examples):
-        raise DataError(
-            f"{examples.name} returned a data set without examples. Return at least one for training and for testing."
-        )
-    example = examples[0][0]
+def _find_misfit(example: Any, input: Input) -> str | None:
+    """Return what the model takes instead of an example; None where it takes it."""
     if isinstance(input, ImageInput):
-        shape, wanted = (input.channels, *input.size), "images of the shape (channels, height, width)"
-    else:
-        shape, wanted = (input.length,), "ids of the shape (length,)"
-    if not isinstance(example, Tensor) or tuple(example.shape) != shape:
-        received = tuple(example.shape) if isinstance(example, Tensor) else type(example).__name__
-        raise DataError(f"{examples.name}: the model takes tensors, {wanted} = {shape}. Received: {received}.")
+        shape = (input.channels, *input.size)
+        if isinstance(example, Tensor) and example.shape == shape and example.dtype == torch.float32:
+            return None
+        return f"the model takes tensors of float32, images of the shape (channels, height, width) = {shape}"
+    shape = (input.length,)
+    is_ids = isinstance(example, Tensor) and example.shape == shape and example.dtype in (torch.int64, torch.int32)
+    if is_ids and example.min() >= 0 and example.max() < input.vocabulary:
+        return None
+    return f"the model takes tensors of int64, ids of the shape (length,) = {shape} from 0 to {input.vocabulary - 1}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype}"
+    kind = type(value).__name__
+    return f"a {kind} of {join_names([type(each).__name__ for each in value], most=4)}" if kind in ("tuple", "list") else kind

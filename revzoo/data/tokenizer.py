@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from revzoo.data.table import read_lines
-from revzoo.errors import DataError, InputError, explain_missing, join_names
+from revzoo.errors import DataError, InputError, explain_missing, join_names, quote
 from revzoo.spec.names import BYTES
 from revzoo.spec.schema import TextInput
 
@@ -81,7 +81,7 @@ class TokenizerFile:
 
     def __init__(self, file: Path):
         if not file.is_file():
-            raise DataError(f"There is no tokenizer {file}. Make it with revzoo tokenizer FILES... --out {file}.")
+            raise DataError(f"There is no tokenizer {file}. Make it with revzoo tokenizer FILES... --out {quote(file)}.")
         with explain_missing("tokenizers", "Tokenizers"):
             import tokenizers
         try:

@@ -19,7 +19,7 @@ from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_ind
 from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
-from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, join_names
+from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, join_names, quote
 from revzoo.format import format_bits
 from revzoo.model.create import create
 from revzoo.model.network import Model
@@ -160,7 +160,7 @@ def _evaluate_saved(folder: Path, overrides: list[str]) -> Scores:
     is_text = isinstance(spec.input, TextInput)
     if not any(override.startswith(("data.root=", "data.name=")) for override in overrides):
         raise CheckpointError(
-            f"{folder} does not say on which data to evaluate it. Name them: revzoo eval {folder} "
+            f"{folder} does not say on which data to evaluate it. Name them: revzoo eval {quote(folder)} "
             f"data.root={'TABLE.csv' if is_text else 'IMAGES'}."
         )
     kind = ["data.name=text_classification"] if is_text else []
@@ -223,7 +223,7 @@ def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator) -> Scor
     if known is None and data.class_names is not None and model.num_outputs != needed:
         raise InputError(
             f"{model.spec.name} has {model.num_outputs} outputs without names, and the data {needed} classes, whose order is "
-            f"another one. Fine-tune it first: revzoo train finetune model=DIR data.root={recipe.data.root}."
+            f"another one. Fine-tune it first: revzoo train finetune model=DIR {quote(f'data.root={recipe.data.root}')}."
         )
     if known is not None and data.class_names is not None and data.class_names != list(known):
         raise InputError(

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 
+from revzoo.errors import quote
+
 T = TypeVar("T")
 
 
@@ -23,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, folder: Path, signum: int):
         self.folder, self.signum = folder, signum
-        super().__init__(f"Stopped, everything is saved. Resume with: revzoo train --resume {folder}")
+        super().__init__(f"Stopped, everything is saved. Resume with: revzoo train --resume {quote(folder)}")
 
 
 class StopRequested(Exception):

@@ -17,7 +17,7 @@ from typing import IO
 
 import psutil
 
-from revzoo.errors import InputError
+from revzoo.errors import InputError, quote
 
 try:
     import fcntl
@@ -67,7 +67,7 @@ def _acquire(stream: IO[str], folder: Path, release: bool) -> None:
         if not release:
             raise LockedError(
                 f"{folder} was in use by process {pid} on {host}, and this machine ({socket.gethostname()}) cannot see whether "
-                f"that still runs. If it does not: revzoo train --resume {folder} --release-lock"
+                f"that still runs. If it does not: revzoo train --resume {quote(folder)} --release-lock"
             )
     elif not has_locks and pid != os.getpid() and psutil.pid_exists(pid):
         raise _explain(folder, host, pid)

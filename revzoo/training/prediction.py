@@ -16,7 +16,7 @@ from revzoo.data.options import TABLES, TEXT_FILES
 from revzoo.data.stored_images import list_suffixes
 from revzoo.data.table import read_lines
 from revzoo.data.transform import transform
-from revzoo.errors import InputError, RevzooError, join_names
+from revzoo.errors import InputError, RevzooError, join_names, quote
 from revzoo.model.network import Model
 from revzoo.model.trained import create_trained
 from revzoo.spec.names import find_beside
@@ -59,7 +59,8 @@ def load_classifier(source: str, device: torch.device | str) -> Model:
     if outputs.dim() != 2 or not model.num_classes:
         raise InputError(
             f"{source} has the head {model.spec.head.type}, which predicts no classes of a whole example. Fine-tune it on "
-            f"labelled texts first: revzoo train finetune model={source} data.name=text_classification data.root=TABLE.csv."
+            f"labelled texts first: revzoo train finetune {quote(f'model={source}')} data.name=text_classification "
+            "data.root=TABLE.csv."
         )
     return model
 

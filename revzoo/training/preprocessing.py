@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from revzoo.checkpoint.facts import IMAGE_FACTS, read_data_config
 from revzoo.checkpoint.files import read_metadata
-from revzoo.data.options import AugmentOptions, is_own
+from revzoo.data.options import UNROTATED, AugmentOptions, is_own
 from revzoo.spec.parsing import check_value
 from revzoo.spec.schema import ImageInput, Spec
 from revzoo.training.network import find_starting_weights
@@ -41,6 +41,8 @@ def _adopt_images(recipe: Recipe, input: ImageInput, config: dict[str, Any]) -> 
     augment, allowed = recipe.data.augment, get_type_hints(AugmentOptions, include_extras=True)
     facts = {name: config[name] for name in IMAGE_FACTS if name in config and getattr(augment, name) is None}
     unusable = [name for name, value in facts.items() if check_value(_to_plain(value), allowed[name])]
+    if augment.auto_augment is not None and facts.get("interpolation") in UNROTATED:
+        unusable.append("interpolation")
     notes = [f"data.augment.{name} takes no {facts.pop(name)!r}, as the weights have it" for name in unusable]
     known = {name: value for name, value in facts.items() if name not in _PER_CHANNEL or len(value) == input.channels}
     if not known:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from revzoo.errors import SpecError, SpecProblem, UnknownNameError, find_nearest
+from revzoo.errors import SpecError, SpecProblem, UnknownNameError, find_nearest, quote
 from revzoo.spec.names import BYTES, model_files, recipe_files, refuse_source
 from revzoo.spec.parsing import parse, to_plain
 from revzoo.spec.schema import Spec
@@ -40,7 +40,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         if str(source) not in names:
             hint = "" if find_nearest(str(source), names, 0.6) else f" Your own is a .yaml file: revzoo train {source}.yaml."
             if os.path.isdir(source):
-                hint = f" To train on the images in it: revzoo train images data.root={source}."
+                hint = f" To train on the images in it: revzoo train images {quote(f'data.root={source}')}."
             refuse_source("recipe", source, names, "a recipe", _FILE, "revzoo list --recipes", hint)
         path = names[str(source)]
     tree, problems = load_tree(path, recipe_files(), _merge_recipes), []

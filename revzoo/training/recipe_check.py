@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from revzoo.checkpoint.index import read_index
-from revzoo.data.options import BUNDLED, TEXTS, is_own
+from revzoo.data.options import BUNDLED, TEXTS, UNROTATED, is_own
 from revzoo.errors import SpecProblem, did_you_mean, join_names
 from revzoo.spec.names import model_files
 from revzoo.spec.tree import MISSING, OVERRIDE, YamlNode, apply_overrides
@@ -102,6 +102,9 @@ def _find_data_problems(tree: YamlNode) -> Iterator[SpecProblem]:
     policy = _value(tree, "data.augment.auto_augment")
     if isinstance(policy, str) and not _is_policy(policy):
         yield _node(tree, "data.augment.auto_augment").problem("a timm policy, such as 'rand-m9-mstd0.5' or 'original'")
+    interpolation = _node(tree, "data.augment.interpolation")
+    if policy is not None and interpolation.value in UNROTATED:
+        yield interpolation.problem("bicubic, bilinear, nearest or random with auto_augment, whose rotations have no others")
     for key in ("scale", "ratio"):
         match _value(tree, f"data.augment.{key}"):
             case [int() | float() as low, int() | float() as high] if low > high:

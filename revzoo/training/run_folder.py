@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.checkpoint.files import find_weights
-from revzoo.errors import CheckpointError, InputError
+from revzoo.errors import CheckpointError, InputError, quote
 from revzoo.file import sync, write_atomically
 from revzoo.spec.names import BEST_WEIGHTS, find_beside, find_inside
 from revzoo.training.seal import find_damage, seal
@@ -94,7 +94,8 @@ class RunFolder:
         empty = (self.states, self.lock, self.job, self.origin)  # what a start makes before it says what is trained
         if self.path.is_dir() and any(path not in empty for path in self.path.rglob("*")):
             raise InputError(
-                f"The run folder {self.path} is not empty. Resume that run (--resume {self.path}) or name another (--out)."
+                f"The run folder {self.path} is not empty. Resume that run (--resume {quote(self.path)}) or name another "
+                "(--out)."
             )
 
     def write(self, files: dict[str, str]) -> None:
@@ -179,7 +180,8 @@ class RunFolder:
 
     def _say_from_weights(self) -> str:
         """Return in words how to start from the last weights, or an empty string where there are none."""
-        command = f"revzoo train {self.path}/config.yaml model.checkpoint={self.last}"
+        config, weights = quote(f"{self.path}/{RECIPE}"), quote(f"model.checkpoint={self.last}")
+        command = f"revzoo train {config} {weights}"
         return f" from the weights after the last epoch: {command}" if find_weights(self.last).is_file() else ""
 
     def explain_damage(self, file: Path, reason: object) -> CheckpointError:

@@ -5,8 +5,9 @@ TensorBoard, MLflow and Weights & Biases get recipe, spec and plan as texts and 
 """
 
 import json
+import logging
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from PIL import Image
 
-from revzoo.errors import CheckpointError, RevzooError, SpecError, SpecProblem
+from revzoo.errors import CheckpointError, RevzooError, SpecError, SpecProblem, quote
 from revzoo.file import write_atomically
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import walk_leaves
@@ -23,6 +24,7 @@ from revzoo.training.options import Recipe
 
 _TEXTS = ("config.yaml", "spec.yaml", "plan.json")  # files of a run's folder
 _PROJECT = "revzoo"  # what tools that gather runs call the group of them
+_logger = logging.getLogger("revzoo")
 
 
 def require_trackers(recipe: Recipe) -> None:
@@ -42,7 +44,7 @@ class Tracking:
     """The trackers of a run, in the main process; without any, and in other processes, nothing is done.
 
     A resumed run goes on in the same run of MLflow and Weights & Biases, and in the same folder of TensorBoard, where what a
-    killed run wrote after its newest state is hidden.
+    killed run wrote after its newest state is hidden. A tracker that fails during training is left out, and a warning says so.
 
     Args:
         recipe: the recipe, whose `train.track` names the trackers.
@@ -57,36 +59,57 @@ class Tracking:
 
     @contextmanager
     def open(self, epoch: int) -> Iterator[None]:
-        """Keep the trackers open inside the block; so many epochs are done, and later ones will be written."""
+        """Keep the trackers open inside the block; so many epochs are done, and later ones will be written.
+
+        Raises:
+            RevzooError: a tracker cannot begin, because its server does not answer, for example.
+            CheckpointError: the file that says what they call the run is damaged.
+        """
         ids, self._trackers = self._read_ids(), []
         try:
             for name in self._names:
-                with _explain_failure(name):
-                    tracker = self._make(name, epoch, ids.get(name))
-                    tracker.start()
-                    self._trackers.append(tracker)
-                    if name not in ids:
-                        tracker.store_init_configuration(_flatten(self._recipe))
-                        self._send_texts(tracker)
+                try:
+                    self._begin(name, epoch, ids.get(name))
+                except Exception as error:  # of a tool of others, which may raise anything
+                    raise RevzooError(self._explain(name, error, begun=name in ids)) from error
             if self._trackers:
                 ids = {tracker.name: _identify(tracker) for tracker in self._trackers}
                 write_atomically(self._file, lambda path: path.write_text(json.dumps(ids)))
             yield
         finally:
-            for tracker in self._trackers:
-                tracker.finish()
+            self._call_each(lambda tracker: tracker.finish())
 
     def log(self, record: dict[str, Any]) -> None:
         """Write the metrics of an epoch."""
-        for tracker in self._trackers:
-            with _explain_failure(tracker.name):
-                tracker.log(record, step=record["epoch"])
+        self._call_each(lambda tracker: tracker.log(record, step=record["epoch"]))
 
     def show(self, picture: Path, epoch: int) -> None:
         """Write a picture, at the end of an epoch."""
-        for tracker in self._trackers:
-            with _explain_failure(tracker.name):
-                _send_picture(tracker, picture, epoch)
+        self._call_each(lambda tracker: _send_picture(tracker, picture, epoch))
+
+    def _begin(self, name: str, epoch: int, id: str | None) -> None:
+        tracker = self._make(name, epoch, id)
+        tracker.start()
+        self._trackers.append(tracker)
+        if id is None:
+            tracker.store_init_configuration(_flatten(self._recipe))
+            self._send_texts(tracker)
+
+    def _call_each(self, call: Callable[[GeneralTracker], object]) -> None:
+        """Call each tracker; one that fails gets nothing more, and training goes on."""
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # of a tool of others, which may raise anything
+                self._trackers.remove(tracker)
+                metrics, why = self._folder / "metrics.jsonl", _shorten(error)
+                _logger.warning("The tracker %s fails (%s) and gets nothing more: %s has it.", tracker.name, why, metrics)
+
+    def _explain(self, name: str, error: Exception, *, begun: bool) -> str:
+        """Return why a tracker cannot begin, and what to type instead."""
+        anew = f", delete {self._file} to begin a new run there" if begun else ""
+        command = f"revzoo train --resume {quote(self._folder)} 'train.track=[]'"
+        return f"The tracker {name} cannot begin: {_shorten(error)}. Correct its settings{anew}, or train without it: {command}"
 
     @property
     def _file(self) -> Path:
@@ -129,24 +152,14 @@ class Tracking:
         return kind(_PROJECT)
 
 
-@contextmanager
-def _explain_failure(name: str) -> Iterator[None]:
-    """Turn whatever a tool raises inside the block into an error that names it: it has no key, no server, no space.
-
-    Raises:
-        RevzooError: the tool raised something.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = textwrap.shorten(str(error), 300).rstrip(".") or type(error).__name__
-        raise RevzooError(f"The tracker {name} failed: {reason}. Set it up, or leave it out of train.track.") from error
-
-
 def _flatten(recipe: Recipe) -> dict[str, Any]:
     """Return the settings of a recipe by their dotted paths; what tools do not take as a value, as text."""
     leaves = walk_leaves(to_plain(recipe))
     return {path: value if isinstance(value, bool | int | float) else str(value) for path, value in leaves}
+
+
+def _shorten(error: Exception) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300).rstrip(".")
 
 
 def _identify(tracker: GeneralTracker) -> str:

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import distributed
 
-from revzoo.errors import RevzooError
+from revzoo.errors import RevzooError, quote
 from revzoo.training.options import TrainOptions
 from revzoo.training.run_folder import RunFolder
 from revzoo.training.state_writer import StateWriter, as_ordinary_errors, write, write_behind
@@ -38,7 +38,7 @@ def saving(folder: RunFolder) -> Iterator[None]:
         shutil.rmtree(folder.states / "writing", ignore_errors=True)
         raise RevzooError(
             f"Nothing more can be saved in {folder.path} ({error}). Is the disk full? What was saved before is complete: "
-            f"make room and resume with revzoo train --resume {folder.path}"
+            f"make room and resume with revzoo train --resume {quote(folder.path)}"
         ) from error
 
 

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from revzoo.spec.schema import ImageInput, TextInput
+
 DEFAULTS = {"coupling": "momentum", "kept_bits": 8, "m": None, "beta": None, "strict": True, "num_outputs": None}
 
 
@@ -14,7 +16,11 @@ def calls(monkeypatch) -> list[dict[str, object]]:
 
     def convert(source, weights, *, out, **settings):
         received.append(settings)
-        return SimpleNamespace(coupling={"kept_bits": settings["kept_bits"]}, to_dict=lambda: {"source": source})
+        input = TextInput("text", length=5, vocabulary=9) if "bert" in source else ImageInput("image", channels=1, size=(4, 4))
+        model = SimpleNamespace(
+            spec=SimpleNamespace(input=input), data_config={"tokenizer": "t"} if source == "my_bert" else {}
+        )
+        return SimpleNamespace(to_dict=lambda: {"source": source}, model=model)
 
     monkeypatch.setattr("revzoo.conversion.convert.convert", convert)
     return received
@@ -36,6 +42,12 @@ def test_options(options, changed, calls, run):
     printed = run("convert", "test_vit", "--out", "rev_test_vit", *options.split())
     assert calls == [DEFAULTS | changed]
     assert "finetune model=rev_test_vit data.root=IMAGES\n" in printed  # the recipe leaves every coupling as it is
+
+
+def test_what_to_type_for_texts(calls, run):
+    data = "finetune 'model=my folder' data.name=text_classification data.root=TABLE.csv"
+    assert f"{data} data.text.tokenizer=tokenizer.json\n" in run("convert", "bert", "--out", "my folder")
+    assert f"{data}\n" in run("convert", "my_bert", "--out", "my folder")  # its folder has a tokenizer
 
 
 def test_json(calls, run):

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import timm
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import revzoo
@@ -114,3 +115,13 @@ def test_a_conversion_that_is_terminated_leaves_nothing(file, tmp_path, capsys, 
     assert capsys.readouterr().err == "\nrevzoo: stopped\n"
     assert list((tmp_path / "out").iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_tokenizer_of_the_original_stays_beside_its_weights(tmp_path):
+    config = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8, "vocab_size": 9}
+    bert = transformers.BertForSequenceClassification(transformers.BertConfig(**config, max_position_embeddings=8))
+    bert.save_pretrained(tmp_path / "bert")
+    assert revzoo.convert(tmp_path / "bert").model.data_config == {}
+    (tmp_path / "bert" / "tokenizer.json").write_text("{}")
+    revzoo.convert(tmp_path / "bert", out=tmp_path / "rev")
+    assert revzoo.create(tmp_path / "rev").data_config == {"tokenizer": str(tmp_path / "rev" / "tokenizer.json")}

@@ -1,5 +1,6 @@
 """Data sets of the user's own, and those that torchvision reads."""
 
+import re
 import struct
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ from torchvision.datasets import MNIST
 
 from revzoo.data.loading import load_data
 from revzoo.data.options import DataOptions
+from revzoo.errors import DataError
 from revzoo.spec.schema import ImageInput, TextInput
+
+_IMAGES = ImageInput("image", channels=3, size=(4, 4))
 
 _MODULE = """
 import numpy as np
@@ -40,10 +44,50 @@ def birds(options, input):
 def large(options, input):
     return Birds(8, (3, 99, 99)), Birds(3, (3, 99, 99))
 
-def unnamed(options, input):
-    birds = Birds(8, (3, 4, 4))
-    birds.targets[0] = 2
+def with_targets(*targets):
+    birds = Birds(len(targets), (3, 4, 4))
+    birds.targets = list(targets)
     return Birds(8, (3, 4, 4)), birds
+
+def unnamed(options, input):
+    return with_targets(2, 0)
+
+def worded(options, input):
+    return with_targets("wren", "finch")
+
+def short(options, input):
+    train, test = with_targets(0, 1)
+    test.count = 3
+    return train, test
+
+class Odd(Birds):
+    # The fifth example is what a function makes of a sound one.
+    def __init__(self, change):
+        super().__init__(8, (3, 4, 4))
+        self.change = change
+    def __getitem__(self, index):
+        example = super().__getitem__(index)
+        return self.change(*example) if index == 4 else example
+
+def odd(change):
+    return lambda options, input: (Odd(change), Odd(change))
+
+broken = odd(lambda image, label: {}[label])
+triple = odd(lambda image, label: (image, label, "wren"))
+cropped = odd(lambda image, label: (image[:, 1:], label))
+whole = odd(lambda image, label: (image.to(torch.uint8), label))
+mislabeled = odd(lambda image, label: (image, 2))
+
+def unsized(options, input):
+    class Unsized(Birds):
+        def __len__(self):
+            raise RuntimeError("no length")
+    return Unsized(8, (3, 4, 4)), Birds(8, (3, 4, 4))
+
+def twins(options, input):
+    train, test = birds(options, input)
+    train.classes = ["wren", "wren"]
+    return train, test
 
 def one(options, input):
     return Birds(8, (3, 4, 4))
@@ -66,8 +110,30 @@ def configured(options, input):
     test.data_config = 0.5
     return train, test
 
+def grey(options, input):
+    train, test = birds(options, input)
+    test.data_config = {"mean": (0.5,)}
+    return train, test
+
+def arrays(options, input):
+    train, test = birds(options, input)
+    test.data_config = {"mean": np.full(3, 0.5, dtype=np.float32), "std": torch.ones(3)}
+    return train, test
+
 def words(options, input):
     return Words(), Words()
+
+def strange_words(options, input):
+    class Strange(Words):
+        def __getitem__(self, index):
+            return torch.full((5,), 9), torch.full((5,), 0)
+    return Strange(), Strange()
+
+def labelled_words(options, input):
+    class Labelled(Words):
+        def __getitem__(self, index):
+            return torch.full((5,), index), 1
+    return Labelled(), Labelled()
 
 nothing = None
 """
@@ -101,19 +167,29 @@ def test_own_data(own):
     assert (texts.num_classes, texts.label_noun, texts.data_config) == (None, "tokens", {})
 
 
+def test_arrays_of_preprocessing_become_numbers(own):
+    data = load_data(DataOptions(f"{own}:arrays", batch_size=4), _IMAGES, seed=0)
+    assert data.data_config == {"mean": (0.5, 0.5, 0.5), "std": (1.0, 1.0, 1.0)}
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("large", r"large: the model takes tensors, images .* = \(3, 4, 4\). Received: \(3, 99, 99\)"),
-        (
-            "unnamed",
-            r"unnamed: example 0 has the label 2. Labels are integers from 0 to 1, the numbers",
-        ),
+        ("large", r"large: example 0 does not fit: the model .* float32, images .* = \(3, 4, 4\). Received: \(3, 99, 99\) of"),
+        ("unnamed", r"`targets`, which lists .* of their 2 examples, integers from 0 to 1. Received: \[2, 0\]. Correct"),
+        ("worded", r"`targets`, .* Received: \['wren', 'finch'\]"),
+        ("short", r"`targets`, which lists the label of each of their 3 examples, .* Received: \[0, 1\]"),
         ("one", "one has to return two data sets, .* Received: Birds"),
         ("unreadable", r"unreadable raises FileNotFoundError: .*absent.npy', in line \d+ of .*my_birds.py. It is called"),
+        (
+            "unsized",
+            r"unsized: what it returns raises RuntimeError: no length, in line \d+ of .* Correct it there.",
+        ),
         ("counted", "counted have an attribute `classes`, which is a list with the names of the classes. Received: 2"),
         ("spelled", "Received: 'wren'"),
+        ("twins", "twins have these classes: wren, wren. Classification needs two or more, each with a name of its own"),
         ("configured", "configured have an attribute `data_config`, which is a dictionary .* Received: 0.5"),
+        ("grey", r"grey have 'mean': \(0.5,\) in `data_config`. Allowed: 3 numbers, one for each channel"),
         ("words", "need an attribute `classes`"),
         ("nothing", "should be a function. Received: NoneType"),
         (
@@ -123,11 +199,38 @@ def test_own_data(own):
     ],
 )
 def test_own_data_that_cannot_be_used(own, function, message, refusal):
-    import re
+    assert re.search(message, refusal(DataOptions(f"{own}:{function}", batch_size=4), _IMAGES))
 
-    assert re.search(
-        message, refusal(DataOptions(f"{own}:{function}", batch_size=4), ImageInput("image", channels=3, size=(4, 4)))
-    )
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("broken", r"broken: example 4 raises KeyError: 0, in line \d+ of .*my_birds.py. Correct it there.$"),
+        ("triple", r"triple: example 4 should be a pair, \(tensor, label\). Received: a tuple of Tensor, int, str.$"),
+        ("cropped", r"cropped: example 4 does not fit: .* Received: \(3, 3, 4\) of torch.float32.$"),
+        ("whole", r"whole: example 4 does not fit: .* tensors of float32, .* Received: \(3, 4, 4\) of torch.uint8.$"),
+        ("mislabeled", r"example 4 has the label 2. Labels are integers from 0 to 1, the numbers of the names in `classes`.$"),
+    ],
+)
+def test_an_example_that_cannot_be_used_is_named(own, function, message):
+    data = load_data(DataOptions(f"{own}:{function}", batch_size=4), _IMAGES, seed=0)
+    with pytest.raises(DataError, match=message):
+        list(data.train)
+
+
+@pytest.mark.slow  # starts a process
+def test_a_process_that_loads_data_says_what_failed(own):
+    data = load_data(DataOptions(f"{own}:broken", batch_size=4, num_workers=1), _IMAGES, seed=0)
+    with pytest.raises(DataError, match=r"^my_birds:broken: example 4 raises KeyError: 0, in line \d+ of .*there.$"):
+        list(data.train)
+
+
+def test_texts_that_cannot_be_used(own, refusal):
+    texts = TextInput("text", length=5, vocabulary=9)
+    strange = refusal(DataOptions(f"{own}:strange_words", batch_size=2), texts)
+    assert "ids of the shape (length,) = (5,) from 0 to 8. Received: (5,) of torch.int64." in strange
+    labelled = refusal(DataOptions(f"{own}:labelled_words", batch_size=2), texts)
+    assert "example 0 has the label int. Without an attribute `classes`, which lists the names" in labelled
 
 
 def test_a_module_that_is_not_there_is_named(own, refusal):

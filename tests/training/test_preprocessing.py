@@ -81,9 +81,19 @@ def test_numbers_of_other_channels_are_left_out(weights):
     assert "std" not in note
 
 
+def test_every_interpolation_of_timm_is_adopted_but_where_images_are_rotated(weights):
+    model = revzoo.create(weights)
+    model.data_config = FACTS | {"interpolation": "lanczos"}
+    model.save_pretrained(weights)
+    assert adopt(weights)[0].data.augment.interpolation == "lanczos"
+    recipe, [_, left_out] = adopt(weights, "data.augment.auto_augment=rand-m9-mstd0.5")
+    assert recipe.data.augment.interpolation is None
+    assert left_out == "data.augment.interpolation takes no 'lanczos', as the weights have it"
+
+
 def test_what_training_does_not_take_is_left_out_and_said(weights):
     model = revzoo.create(weights)
-    model.data_config = FACTS | {"interpolation": "nearest-exact", "mean": 0.5}
+    model.data_config = FACTS | {"interpolation": "sinc", "mean": 0.5}
     model.save_pretrained(weights)
     recipe, [adopted, *left_out] = adopt(weights)
     assert (recipe.data.augment.interpolation, recipe.data.augment.mean, recipe.data.augment.std) == (None, None, (0.5,))
@@ -107,7 +117,7 @@ def test_weights_in_files_and_random_ones(weights, tmp_path):
 
 
 def test_an_interpolation_of_training_is_that_of_evaluation(image_folder):
-    for chosen, used in ((None, "bicubic"), ("random", "bicubic"), ("nearest", "nearest")):
+    for chosen, used in ((None, "bicubic"), ("random", "bicubic"), ("nearest", "nearest"), ("lanczos", "lanczos")):
         recipe = load_recipe(
             "images", [f"data.root={image_folder}", *([f"data.augment.interpolation={chosen}"] if chosen else [])]
         )

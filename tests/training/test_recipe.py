@@ -218,6 +218,13 @@ def test_settings_that_contradict(tmp_path):
     assert find_ineffective_settings(load_recipe("digits", ["data.text.label=kind"])) == ["data.text has no effect with digits"]
 
 
+def test_interpolations_that_rotations_do_not_have():
+    typed = ["data.augment.interpolation=lanczos", "data.root=photos"]
+    assert load_recipe("images", typed).data.augment.interpolation == "lanczos"
+    with pytest.raises(SpecError, match=r"interpolation: found 'lanczos'; allowed: bicubic, .* random with auto_augment"):
+        load_recipe("images", [*typed, "data.augment.auto_augment=rand-m9-mstd0.5"])
+
+
 def test_paths_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = load_recipe("text_bert", ["data.root=rows.csv", "data.text.tokenizer=t.json"]).data

@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from revzoo.display.figures.curves import plot_curves
 from revzoo.errors import CheckpointError, RevzooError, SpecError
@@ -72,31 +71,6 @@ def test_a_tracker_that_is_not_installed(recipe, tmp_path: Path, monkeypatch):
         train(recipe("train.track=[comet_ml]"), tmp_path / "run")
 
 
-class Tracker:
-    """A tool that has no server, from a given call on."""
-
-    name = "comet_ml"
-
-    def __init__(self, broken: str):
-        self.broken = broken
-
-    def __getattr__(self, name):
-        def call(*args, **settings):
-            if name == self.broken:
-                raise ConnectionError("no API key.")
-
-        return call
-
-
-@pytest.mark.parametrize("broken", ["start", "store_init_configuration", "log"])
-def test_a_tracker_that_fails_is_named(recipe, tmp_path, monkeypatch, broken):
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "comet_ml", lambda project: Tracker(broken))
-    tracking = Tracking(recipe("train.track=[comet_ml]"), tmp_path, shown=True)
-    message = "^The tracker comet_ml failed: no API key. Set it up, or leave it out of train.track.$"
-    with pytest.raises(RevzooError, match=message), tracking.open(0):
-        tracking.log({"epoch": 1})
-
-
 def test_a_damaged_list_of_trackers_is_refused(recipe, tmp_path):
     (tmp_path / "tracking.json").write_text("{")
     tracking = Tracking(recipe("train.track=[tensorboard]"), tmp_path, shown=True)
@@ -105,3 +79,48 @@ def test_a_damaged_list_of_trackers_is_refused(recipe, tmp_path):
         tracking.open(0),
     ):
         pass
+
+
+class _Failing:
+    """A tracker that raises an error in one of its methods."""
+
+    name = "aim"
+
+    def __init__(self, method: str):
+        self.method, self.called = method, list[str]()
+
+    def __getattr__(self, method: str):
+        def call(*arguments, **options) -> None:
+            self.called.append(method)
+            if method == self.method:
+                raise ConnectionError("nobody answers")
+
+        return call
+
+
+def test_a_tracker_that_cannot_begin_is_an_error(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tracking, "_make", lambda self, *arguments: _Failing("start"))
+    tracking = Tracking(recipe("train.track=[aim]"), tmp_path, shown=True)
+    with pytest.raises(RevzooError) as caught, tracking.open(0):
+        pass
+    assert str(caught.value) == (
+        "The tracker aim cannot begin: ConnectionError: nobody answers. Correct its settings, or train without it: "
+        f"revzoo train --resume {tmp_path} 'train.track=[]'"
+    )
+    (tmp_path / "tracking.json").write_text('{"aim": "7"}')
+    with pytest.raises(RevzooError, match=r"settings, delete .*tracking.json to begin a new run there, or"), tracking.open(1):
+        pass
+
+
+@pytest.mark.parametrize("method", ["log", "finish"])
+def test_training_goes_on_without_a_tracker_that_fails(recipe, tmp_path, monkeypatch, caplog, method):
+    tracker = _Failing(method)
+    monkeypatch.setattr(Tracking, "_make", lambda self, *arguments: tracker)
+    tracking = Tracking(recipe("train.track=[aim]"), tmp_path, shown=True)
+    with tracking.open(0):
+        tracking.log({"epoch": 1})
+        tracking.log({"epoch": 2})
+    warning = f"The tracker aim fails (ConnectionError: nobody answers) and gets nothing more: {tmp_path}/metrics.jsonl has it."
+    assert [record.getMessage() for record in caplog.records] == [warning]
+    after = {"log": ["log"], "finish": ["log", "log", "finish"]}[method]
+    assert tracker.called == ["start", "store_init_configuration", *after]
