@@ -10,8 +10,9 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.data.base import BrokenExampleError, Examples
-from revzoo.data.options import IMAGE_FACTS, AugmentOptions, DataOptions
+from revzoo.data.options import AugmentOptions, DataOptions
 from revzoo.data.random import seeded
 from revzoo.errors import DataError, InputError, RevzooError, join_names
 from revzoo.plugin import describe_failure, import_from_here
