@@ -92,7 +92,8 @@ def _write_data(table: dict[str, Any]) -> str:
 
 def _write_api() -> str:
     intro = "# API\n\nThe public names of `revzoo`. Each is imported as `revzoo.NAME`.\n\n"
-    return intro + "".join(f"::: {revzoo._HOMES[name]}.{name}\n\n" for name in sorted(revzoo.__all__, key=str.lower))
+    homes = {name: getattr(revzoo, name).__module__ for name in sorted(revzoo.__all__, key=str.lower)}
+    return intro + "".join(f"::: {home}.{name}\n\n" for name, home in homes.items())
 
 
 def _write_zoo(table: dict[str, Any]) -> str:
