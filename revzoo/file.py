@@ -30,7 +30,9 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         sync(partial)
         partial.replace(path)
         sync(path.parent)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # that of a write, unlike that of an open, names no file
+            error.filename = str(path)
         with suppress(OSError):  # what the caller has to know is why writing failed
             partial.unlink()
         raise

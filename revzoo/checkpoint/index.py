@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from revzoo.checkpoint.files import find_weights
-from revzoo.errors import CheckpointError, UnknownNameError
+from revzoo.errors import CheckpointError, UnknownNameError, quote
 from revzoo.hub import find_source
 from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, data_root, model_files
 
@@ -77,6 +77,11 @@ def find_folder_weights(source: str | Path) -> Path | None:
         raise CheckpointError(f"{folder} was written by revzoo convert, but its {CONVERTED_WEIGHTS} is missing. Convert again.")
     if file.is_file():
         return file
+    if not best.is_file() and (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{folder} is a run without weights: there is no {BEST_WEIGHTS} in it. It gets them at the end of an epoch: revzoo "
+            f"train --resume {quote(folder)}"
+        )
     if not best.is_file():
         raise CheckpointError(
             f"{folder} has a spec.yaml and no weights: neither {BEST_WEIGHTS} of a run nor {CONVERTED_WEIGHTS} of a converted "

@@ -125,8 +125,13 @@ def find_inside(folder: str, file: str) -> str:
 
 
 def find_beside(path: str) -> str:
-    """Return " Did you mean 'x'?" for what beside a missing file has the most similar name; or an empty string."""
+    """Return " Did you mean 'x'?" for what beside a missing file has the most similar name; or an empty string.
+
+    Of a link to nowhere it says that it is one.
+    """
     folder, name = os.path.split(path.rstrip(os.sep))
+    if os.path.islink(path):
+        return f" It is a link to {os.readlink(path)}, which does not exist: mend it."
     try:
         beside = sorted(os.listdir(folder or "."))
     except (OSError, ValueError):  # there is no such folder, it cannot be read, or no folder can have this name

@@ -181,6 +181,8 @@ def _read(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem
             return _read_mapping(node, annotation, path, problems)
     elif has_type(node.value, annotation):
         return float(node.value) if annotation is float else node.value
+    elif origin is Literal and node.value is False and "no" in marks:  # which is what YAML makes of a bare no
+        return "no"
     hint = did_you_mean(node.value, filter(_is_text, marks)) if _is_text(node.value) else ""
     problems.append(node.problem(describe(annotation), hint=hint))
     return None

@@ -92,10 +92,14 @@ def find_differences(before: Any, now: Any) -> dict[str, str]:
     old, new = dict(walk_leaves(before)), dict(walk_leaves(now))
     paths = dict.fromkeys([*old, *new])
     return {
-        path: f"{old.get(path, 'nothing')} at the start, {new.get(path, 'nothing')} now"
+        path: f"{_write(old.get(path, 'nothing'))} at the start, {_write(new.get(path, 'nothing'))} now"
         for path in paths
         if (path in old, old.get(path)) != (path in new, new.get(path))
     }
+
+
+def _write(value: Any) -> Any:
+    return "null" if value is None else value
 
 
 def walk_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

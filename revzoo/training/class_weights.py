@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from revzoo.data.base import Data
-from revzoo.errors import SpecError, SpecProblem
+from revzoo.errors import SpecError, SpecProblem, join_names
 from revzoo.training.options import Recipe
 
 
@@ -21,8 +21,8 @@ def weigh_classes(recipe: Recipe, data: Data, outputs: int) -> Tensor | None:
     chosen = recipe.train.class_weights
     if chosen is None:
         return None
-    classes = data.num_classes
-    if classes is None:
+    classes, names = data.num_classes, data.class_names
+    if classes is None or names is None:
         raise _refuse(recipe, "null for a language model, whose labels are not classes")
     if isinstance(chosen, tuple):
         if len(chosen) != classes:
@@ -32,8 +32,8 @@ def weigh_classes(recipe: Recipe, data: Data, outputs: int) -> Tensor | None:
         if data.train_labels is None:
             raise _refuse(recipe, "a list of numbers: these data do not list their labels (attribute `targets`)")
         counts = torch.bincount(torch.as_tensor(data.train_labels), minlength=classes)
-        if missing := (counts == 0).nonzero().flatten().tolist():
-            raise _refuse(recipe, f"a list of numbers: there are no training examples of class {missing[0]}")
+        if missing := [name for name, count in zip(names, counts.tolist(), strict=True) if count == 0]:
+            raise _refuse(recipe, f"a list of numbers: there are no training examples of {join_names(missing)}")
         weights = counts.sum() / (classes * counts)
     return torch.cat([weights, torch.ones(outputs - classes)])
 

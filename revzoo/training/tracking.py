@@ -108,8 +108,11 @@ class Tracking:
     def _explain(self, name: str, error: Exception, *, begun: bool) -> str:
         """Return why a tracker cannot begin, and what to type instead."""
         anew = f", delete {self._file} to begin a new run there" if begun else ""
-        command = f"revzoo train --resume {quote(self._folder)} 'train.track=[]'"
-        return f"The tracker {name} cannot begin: {_shorten(error)}. Correct its settings{anew}, or train without it: {command}"
+        command = f"revzoo train --resume {quote(self._folder)}"
+        return (
+            f"The tracker {name} cannot begin: {_shorten(error)}. Correct its settings{anew}, and resume: {command}. Or train "
+            f"without it: {command} 'train.track=[]'"
+        )
 
     @property
     def _file(self) -> Path:

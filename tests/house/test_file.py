@@ -34,6 +34,15 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_of_the_disk_names_the_file(tmp_path):
+    def write(partial):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_atomically(tmp_path / "file.txt", write)
+    assert caught.value.filename == f"{tmp_path}/file.txt"
+
+
 def test_the_reason_of_a_failure_is_not_hidden_by_cleaning_up(tmp_path):
     def write(partial):
         partial.unlink()

@@ -325,6 +325,8 @@ def test_what_is_beside_a_missing_file(tmp_path, monkeypatch):
     (tmp_path / "vit").mkdir()
     for missing in ("vitt", "vitt/"):
         assert names.find_beside(f"{tmp_path}/{missing}") == f" Did you mean '{tmp_path}/vit'?"
+    (tmp_path / "vit_link").symlink_to("gone")
+    assert names.find_beside(f"{tmp_path}/vit_link") == " It is a link to gone, which does not exist: mend it."
     for missing in ("vitt/run", "resnet", "vit\0/run"):
         assert names.find_beside(f"{tmp_path}/{missing}") == ""
 

@@ -55,6 +55,7 @@ EVEN = Annotated[tuple[int, ...], Bound("an even number of integers", lambda ite
         (bool, False, False),
         (str, "no", "no"),
         (Literal["a", 2], 2, 2),
+        (Literal["no", "bf16"], False, "no"),
         (int | None, None, None),
         (int | str, "x", "x"),
         (int | tuple[int, int], [1, 2], (1, 2)),

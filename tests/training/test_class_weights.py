@@ -1,6 +1,7 @@
 """Weights of classes in the loss, and training that ends when it does not become better."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from revzoo.errors import SpecError
 from revzoo.training import epochs
+from revzoo.training.class_weights import weigh_classes
 from revzoo.training.loop import resume, train
 from revzoo.training.setup import Loss, build_run
 
@@ -24,6 +26,12 @@ def test_balanced_weights_are_those_of_scikit_learn(recipe, image_folder, tmp_pa
     torch.testing.assert_close(run.loss.weights, expected)
     with pytest.raises(SpecError, match=r"train.class_weights: found \(1.0,\); allowed: a list of 2 numbers"):
         build_run(recipe(*data, "train.class_weights=[1]"), tmp_path / "run", resumed=False)
+
+
+def test_a_class_without_examples_has_no_balanced_weight(recipe):
+    data = SimpleNamespace(num_classes=3, class_names=["cat", "dog", "owl"], train_labels=[0, 2, 0])
+    with pytest.raises(SpecError, match="a list of numbers: there are no training examples of dog"):
+        weigh_classes(recipe("train.class_weights=balanced"), data, outputs=3)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

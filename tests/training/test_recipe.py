@@ -114,7 +114,7 @@ def test_all_problems_at_once():
         "model.checkpoint=a.safetensors",
         "schedule.sched=multistep",
         "train.epochs=0",
-        "train.mixed_precision=no",
+        "train.mixed_precision=yes",
     ]
     with pytest.raises(SpecError) as caught:
         load_recipe("digits", wrong)
@@ -129,7 +129,7 @@ def test_all_problems_at_once():
         ("model.checkpoint", "'a.safetensors'"),
         ("schedule.decay_milestones", "nothing"),
         ("train.epochs", "0"),
-        ("train.mixed_precision", "false"),
+        ("train.mixed_precision", "true"),
     }
     hints = {problem.path: problem.hint for problem in caught.value.problems}
     assert hints["optimizer.opt"] == " Did you mean 'adamw'?"

@@ -104,11 +104,11 @@ def test_a_tracker_that_cannot_begin_is_an_error(recipe, tmp_path, monkeypatch):
     with pytest.raises(RevzooError) as caught, tracking.open(0):
         pass
     assert str(caught.value) == (
-        "The tracker aim cannot begin: ConnectionError: nobody answers. Correct its settings, or train without it: "
-        f"revzoo train --resume {tmp_path} 'train.track=[]'"
+        "The tracker aim cannot begin: ConnectionError: nobody answers. Correct its settings, and resume: "
+        f"revzoo train --resume {tmp_path}. Or train without it: revzoo train --resume {tmp_path} 'train.track=[]'"
     )
     (tmp_path / "tracking.json").write_text('{"aim": "7"}')
-    with pytest.raises(RevzooError, match=r"settings, delete .*tracking.json to begin a new run there, or"), tracking.open(1):
+    with pytest.raises(RevzooError, match=r"settings, delete .*tracking.json to begin a new run there, and"), tracking.open(1):
         pass
 
 
