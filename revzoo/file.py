@@ -31,7 +31,7 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         partial.replace(path)
         sync(path.parent)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # that of a write, unlike that of an open, names no file
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # unlike that of an open, that of a write
             error.filename = str(path)
         with suppress(OSError):  # what the caller has to know is why writing failed
             partial.unlink()

@@ -49,7 +49,7 @@ def import_from_here(name: str) -> ModuleType:
     sys.path.insert(0, here)  # as `python -m` does
     try:
         module = import_module(name)
-    except Exception as error:  # of a module of others, which may raise anything
+    except (Exception, SystemExit) as error:  # of a module of others, which may raise anything
         raise InputError(f"{name} cannot be imported ({describe_failure(error)}). {_suggest_remedy(name, error)}") from error
     finally:
         sys.path.remove(here)
@@ -75,7 +75,7 @@ def _is_inside(frame: traceback.FrameSummary, *folders: Path) -> bool:
     return any(folder in Path(frame.filename).parents for folder in folders)
 
 
-def _suggest_remedy(name: str, error: Exception) -> str:
+def _suggest_remedy(name: str, error: BaseException) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and not f"{name}.".startswith(f"{missing}."):
         return f"Install {missing.partition('.')[0]}, or remove its import."
@@ -92,8 +92,9 @@ def load_plugins() -> None:
     for point in _list_plugins():
         try:
             point.load()
-        except Exception as error:  # of a package of others, which may raise anything
-            _logger.warning("The plugin %s is left out: %s: %s.", point.value, type(error).__name__, error)
+        except (Exception, SystemExit) as error:  # of a package of others, which may raise anything
+            what = f"{type(error).__name__}: {error}"
+            _logger.warning("The plugin %s is left out: %s. Correct or uninstall it.", point.value, what)
 
 
 def list_spec_folders() -> list[Path]:

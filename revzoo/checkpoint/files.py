@@ -216,6 +216,7 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors and metadata. A file that is not safetensors is read as a pickle, whatever its name."""
     if not os.path.isfile(path):  # unlike pathlib's, it does not raise for a name that no file can have
         raise CheckpointError(f"No weights file at {str(path)[:300]}.{find_beside(str(path)) or ' Name one that is there.'}")
+    path.open("rb").close()  # where it may not be read, safetensors would say that there is no file
     with suppress(SafetensorError), _CPU:
         return load_file(path), read_metadata(path)
     try:

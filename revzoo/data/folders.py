@@ -120,7 +120,9 @@ def _list(folder: Path, skipped: Counter[str]) -> list["os.DirEntry[str]"]:
         with os.scandir(folder) as scanned:
             entries = sorted(scanned, key=lambda entry: natural_key(entry.name))
     except OSError as error:
-        raise DataError(f"The folder {folder} cannot be read ({error.strerror}).") from error
+        raise DataError(
+            f"The folder {folder} cannot be read ({error.strerror}). Change its permissions, or name another."
+        ) from error
     if hidden := sum(entry.name.startswith(".") for entry in entries):
         skipped["hidden"] += hidden
     return [entry for entry in entries if not entry.name.startswith(".")]

@@ -110,7 +110,7 @@ def _explain(what: str, remedy: str = "Correct it there.") -> Iterator[None]:
         yield
     except RevzooError:
         raise
-    except Exception as error:  # of code of the user's, which may raise anything
+    except (Exception, SystemExit) as error:  # of code of the user's, which may raise anything
         raise BrokenExampleError(f"{what} raises {describe_failure(error)}. {remedy}") from error
 
 

@@ -95,9 +95,14 @@ def test_folders_of_specs_have_names(own, monkeypatch):
         revzoo.list_models()
 
 
-def test_a_plugin_that_fails_is_left_out(monkeypatch, caplog):
-    broken = EntryPoint("broken", "no_such_parts", plugin.GROUP)
-    monkeypatch.setattr(plugin, "_list_plugins", lambda: (broken,))
+def test_a_plugin_that_fails_is_left_out(tmp_path, monkeypatch, caplog):
+    (tmp_path / "ending_parts.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = [EntryPoint("broken", name, plugin.GROUP) for name in ("no_such_parts", "ending_parts")]
+    monkeypatch.setattr(plugin, "_list_plugins", lambda: broken)
     with caplog.at_level(logging.WARNING):
         plugin.load_plugins.__wrapped__()
-    assert caplog.messages == ["The plugin no_such_parts is left out: ModuleNotFoundError: No module named 'no_such_parts'."]
+    assert caplog.messages == [
+        "The plugin no_such_parts is left out: ModuleNotFoundError: No module named 'no_such_parts'. Correct or uninstall it.",
+        "The plugin ending_parts is left out: SystemExit: 3. Correct or uninstall it.",
+    ]
