@@ -214,7 +214,8 @@ def _report_parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[Par
 
     shape = _dims(model.split)
     stem = [entry.name for entry in model.layout() if f"{entry.name}.".startswith("stem.")]
-    yield part("stem", f"{spec.stem.type}, then {spec.split.type}", shape, stem)
+    split = f", then {spec.split.type}" if model.has_streams else ""
+    yield part("stem", f"{spec.stem.type}{split}", shape, stem)
     for i, stage in enumerate(spec.stages):
         entries = [entry for entry in model.layout() if entry.stage == i]
         if stage.transition is not None:

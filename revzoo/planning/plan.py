@@ -135,7 +135,7 @@ class Plan:
             else f"{self.seconds:.4g} s{format_spread(self.spread)} a training step"
         )
         lines = [
-            f"{self.setting.model}, batch of {', '.join(self.setting.batch)}, {self.setting.dtype} on {self.setting.device}",
+            f"{self.setting.model}, {self.setting.describe()}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
             f"(all stored {format_bytes(self.no_recompute_peak_bytes)}, at least {format_bytes(self.min_peak_bytes)})",
             f"{modes}{', with look-ahead' * self.lookahead}; {work}",

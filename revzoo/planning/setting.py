@@ -38,6 +38,10 @@ class Setting:
     exact: bool
     batch: tuple[str, ...] = ()
 
+    def describe(self) -> str:
+        """Return batch, weights and device in words."""
+        return f"batch of {', '.join(self.batch)}, weights in {self.dtype}, on {self.device}"
+
     def differences(self, other: "Setting") -> Iterator[str]:
         """Yield what differs in `other`, in words; an unknown batch and the meta device match any."""
         for key in (f.name for f in fields(self)):

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from matplotlib.text import Text
 from rich.console import Console
 from torch import nn
 
 import revzoo
 from revzoo.analysis.memory_report import MemoryReport, measure_modes
 from revzoo.analysis.report import ModelReport, TwinReport, report_model
+from revzoo.display.figures import model as model_figure
 from revzoo.display.figures.model import plot_model
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.display.tables.model import tabulate_model
@@ -33,6 +35,11 @@ def irevnet() -> ModelReport:
 @pytest.fixture(scope="module")
 def bert() -> ModelReport:
     return report_model(revzoo.create("rev_bert_mini", overrides=TINY, device="meta"))
+
+
+@pytest.fixture(scope="module")
+def layers() -> ModelReport:
+    return report_model(revzoo.create("layerwise_digits", overrides=["stages.1.depth=1"], device="meta"), 2)
 
 
 def text_of(renderable: object) -> str:
@@ -64,6 +71,19 @@ def test_a_bijection_keeps_nothing(irevnet):
     lines = [line for line in text_of(tabulate_model(irevnet)).splitlines() if "bijection: space_to_depth" in line]
     assert len(lines) == len(bijections) > 0
     assert all(line.count("nothing") == len(MODES) for line in lines)
+
+
+def test_a_network_on_one_tensor_has_no_streams(layers, tmp_path, monkeypatch):
+    text = " ".join(text_of(tabulate_model(layers)).split())
+    assert "reversible steps none: one tensor instead of two streams" in text
+    assert "a layer with an inverse of its own keeps only what the inverse needs" in text
+    assert not [word for word in ("0%", "then none", "pair of streams") if word in text]
+    figures = []
+    monkeypatch.setattr(model_figure, "save", lambda figure, path: figures.append(figure))
+    plot_model(layers, tmp_path / "layers.png")
+    (line,) = figures[0].axes[0].lines
+    assert [*line.get_ydata()] == [0, 0]
+    assert not [text for text in figures[0].findobj(Text) if "0 steps" in text.get_text()]
 
 
 def test_bytes_per_pixel_of_every_stage(vit):

@@ -20,6 +20,7 @@ from revzoo.display.console import print_renderable
 from revzoo.display.tables.base import DottedName, Fitted, make_table
 from revzoo.display.tables.batch import tabulate_batches
 from revzoo.display.tables.bench import tabulate_bench
+from revzoo.display.tables.memory import MemoryTable
 from revzoo.display.tables.model import tabulate_model
 from revzoo.display.tables.numerics import tabulate_numerics
 from revzoo.display.tables.plan import tabulate_plan
@@ -61,9 +62,12 @@ def tables(measured):
     rows = tuple(BatchRow(size, 0.125, None, 0.25, 3 << 30, ("store",)) for size in (16, 1024))
     states = (RebuiltState("stages.10.blocks.17.f", False, 3.0, 1e-12, 7e13),)
     layers = (LayerAlpha("stages.10.blocks.17.f.layers.0", "BatchNorm2d", 1.5, None),)
+    large = replace(report.memory["store"], **dict.fromkeys(("weight_bytes", "after_forward_bytes", "peak_bytes"), 1023 << 20))
+    modes = ("store", "selective", "recompute", "invert", "stage_inputs", "twin: vit_base_patch16_224")
     bench = json.loads((Path(__file__).parents[2] / "benchmarks/results/cpu/peers.json").read_text())
     return {
         "show": tabulate_model(report),
+        "memory": MemoryTable(dict.fromkeys(modes, large), "invert"),
         "profile": tabulate_profile(counted),
         "plan": tabulate_plan(plan, beside),
         "batches": tabulate_batches(BatchPlan(1024, plan, 0.125, 0.125, rows)),
@@ -76,7 +80,7 @@ def tables(measured):
 
 
 WIDE_ONLY = {"profile": {"FLOPs:", "backward,", "extra", "their"}}  # headings, which become titles of two tables
-KINDS = ["show", "profile", "plan", "batches", "predict", "list", "recipes", "numerics", "bench"]
+KINDS = ["show", "memory", "profile", "plan", "batches", "predict", "list", "recipes", "numerics", "bench"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,7 +61,7 @@ def test_seconds_of_the_table_and_the_papers_observation(profile):
     text = text_of(tabulate_profile(timed))
     assert "A training step takes 250 ms with everything stored." in text
     assert "Medians of 16 runs, which would differ by 12.5% if measured again (standard error)." in text
-    assert "Inverting takes 2.00 of the forward time (the paper assumes 1)." in text
+    assert "Inverting a step takes 2.00 times as long as its forward." in text
     (line,) = (line for line in text.splitlines() if "stages.0.blocks.1.f" in line)
     assert [cell.strip() for cell in line.split("│")[3:4] + line.split("│")[7:10]] == [
         "2 ms",
@@ -70,6 +70,13 @@ def test_seconds_of_the_table_and_the_papers_observation(profile):
         "4 ms / 0.007 us",
     ]
     assert inversion_ratio(profile) is None
+
+
+def test_times_have_a_column_where_there_are_any(profile):
+    plan = replace(revzoo.solve(profile, "1TB"), seconds=None)
+    text = text_of(tabulate_plan(plan, {"all stored": {"peak_bytes": 4 << 20, "seconds": None, "extra_flops": 0}}))
+    assert "training" not in text.partition("this plan")[0]
+    assert "+0 FLOP" in text
 
 
 def test_the_plan_beside_others(profile):

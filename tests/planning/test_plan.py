@@ -344,7 +344,7 @@ def test_profile_solve_and_count_in_one_call(tiny, x):
 
 def test_a_plan_reads_well(middle):
     first, second, third = str(middle).splitlines()
-    assert first == "rev_vit_digits, batch of [8, 1, 8, 8] float32, float32 on cpu"
+    assert first == "rev_vit_digits, batch of [8, 1, 8, 8] float32, weights in float32, on cpu"
     assert second.startswith("peak ")
     assert "all stored" in second
     assert "at least" in second

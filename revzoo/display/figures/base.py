@@ -1,6 +1,7 @@
 """What all figures share: an empty page, its heading, plain axes, ticks in bytes, and how a picture is saved."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from revzoo.display.style import FAINT, GRID, INK
 from revzoo.format import choose_byte_unit, format_tick
 
 LEFT = 0.95  # margin to the left of the axes and the heading [inch]
+_CHARACTER = 0.064  # mean width of a character of the heading's small lines [inch]
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -21,7 +23,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def draw_heading(figure: Figure, title: str, lines: Sequence[str], left: float = LEFT) -> None:
-    """Write a title and small lines below it at the top of the figure.
+    """Write a title and small lines below it at the top of the figure; lines that are too long for it are wrapped.
 
     Args:
         left: distance from the left edge [inch].
@@ -29,7 +31,8 @@ def draw_heading(figure: Figure, title: str, lines: Sequence[str], left: float =
     width, height = figure.get_size_inches()
     x = left / width
     figure.text(x, 1 - 0.42 / height, title, fontsize=16, fontweight="bold", color=INK, parse_math=False)
-    text = "\n".join(lines)
+    most = int((width - left - 0.2) / _CHARACTER)
+    text = "\n".join(piece for line in lines for piece in textwrap.wrap(line, most))
     figure.text(x, 1 - 0.52 / height, text, fontsize=9, color=INK, va="top", parse_math=False, linespacing=1.5)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from revzoo.display.figures.base import new_figure, save, simplify_axes
-from revzoo.display.style import BLUE, ORANGE, PALE
+from revzoo.display.style import BLUE, INK, ORANGE, PALE
 
 _FEW = 20  # epochs up to which each is a point: one alone is no line
 _LABELLED = 8  # epochs up to which each has a tick
+_ABOVE: dict[str, Any] = {"frameon": False, "borderaxespad": 0, "fontsize": 9}  # of a legend where no curve can be
 _COUPLING = ("kept_bits", "m", "alpha", "beta")  # keys of a record, where training moves the coupling
 
 
@@ -21,19 +22,20 @@ def plot_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
         records: one for each epoch, as in the run's metrics file.
     """
     figure = new_figure(9, 3.5)
-    figure.set_layout_engine("constrained")
+    figure.set_layout_engine("constrained", wspace=0.08)
     losses, accuracy = figure.subplots(1, 2)
     epochs = [record["epoch"] for record in records]
     style: dict[str, Any] = {"marker": "o", "ms": 4} if len(epochs) <= _FEW else {}
     curves = (("train_loss", "training (with its regularisation)", BLUE), ("loss", "test", ORANGE))
     for key, label, color in curves:
         losses.plot(epochs, [record[key] for record in records], label=label, color=color, **style)
-    losses.set(xlabel="epoch", ylabel="cross-entropy")
-    losses.legend(frameon=False)
+    losses.set_ylabel("cross-entropy", fontsize=9, color=INK)
+    losses.legend(**_ABOVE, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     accuracy.plot(epochs, [record["top1"] for record in records], color=BLUE, **style)
-    accuracy.set(xlabel="epoch", ylabel="test top-1 [%]")
+    accuracy.set_ylabel("test top-1 [%]", fontsize=9, color=INK)
     for axes in (losses, accuracy):
         simplify_axes(axes)
+        axes.set_xlabel("epoch", fontsize=9, color=INK)
         if len(epochs) <= _LABELLED:
             axes.xaxis.set_major_locator(FixedLocator(epochs))
         else:
@@ -48,7 +50,7 @@ def plot_curves(records: Sequence[dict[str, Any]], path: Path) -> None:
             couplings.step(epochs, [record[key] for record in records], "--", where="post", color=PALE, label=key, **around)
         simplify_axes(couplings)
         couplings.grid(False)  # its ticks are not those of top-1
-        couplings.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)  # above the curves
+        couplings.legend(**_ABOVE, loc="lower right", bbox_to_anchor=(1, 1))
         if moving == ["kept_bits"]:
             couplings.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     save(figure, path)

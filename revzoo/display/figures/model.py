@@ -37,12 +37,13 @@ def plot_model(report: ModelReport, path: str | Path) -> None:
 def _summarise(report: ModelReport) -> list[str]:
     peaks = ", ".join(f"{format_bytes(report.memory[mode].activation_bytes)} {mode}" for mode in MODE_COLORS)
     lines = [
-        f"{report.parameters:,} parameters, {format_flops(report.flops)} per {report.example}, {report.steps} reversible steps",
-        f"activations at the peak, batch of {report.batch_size} {report.example}s: {peaks}",
+        f"{report.parameters:,} parameters, {format_flops(report.flops)} per {report.example}, "
+        + (f"{report.steps} reversible steps" if report.steps else "one tensor instead of two streams"),
+        f"activations at the peak, {report.batch_size} {report.example}s: {peaks}",
     ]
     if report.twin is not None and report.twin.memory is not None:
         peak = format_bytes(report.twin.memory.activation_bytes)
-        lines.append(f"ordinary twin {describe_twin(report.twin, report.example)}, {peak}")
+        lines.append(f"ordinary twin {describe_twin(report.twin, report.example)}, {peak} of activations")
     return lines
 
 
@@ -50,7 +51,7 @@ def _draw_network(axes: Axes, report: ModelReport, centers: Sequence[float], wid
     axes.set(xlim=(0, sum(widths)), ylim=(_BOTTOM, _TOP))
     axes.axis("off")
     first, last = centers[0], centers[-2]  # two streams from the split, drawn in the stem, to the fuse
-    for y in (-0.3, 0.3):
+    for y in (-0.3, 0.3) if report.steps else (0,):
         axes.plot([first, last], [y, y], color=BLUE, lw=2.2, zorder=1, solid_capstyle="round")
     axes.annotate("", (centers[-1], 0), (last, 0), arrowprops={"arrowstyle": "-", "color": _EDGE["node"], "lw": 2.2}, zorder=1)
     for part, x, width in zip(report.parts, centers, widths, strict=True):
@@ -87,7 +88,7 @@ def _box_lines(part: PartReport) -> list[str]:
     """Return the lines of text in a part's box."""
     blocks, _, branches = part.what.partition(": ")
     if part.kind == "stage":
-        lines = [f"{blocks}, {part.steps} steps", *_wrap(branches, 20)]
+        lines = [f"{blocks}, {part.steps} steps" if part.steps else blocks, *_wrap(branches, 20)]
     else:
         lines = _wrap(part.what.replace(", then", " +"), 15)
     return [*lines, "bijection" if part.kind == "bijection" else f"{format_count(part.parameters)} param."]
@@ -117,7 +118,7 @@ def _draw_bars(axes: Axes, parts: Sequence[PartReport], centers: Sequence[float]
         axes.bar(xs, [size - low if size else 0 for size in kept], 0.26, bottom=low, color=color, label=mode)
         for x, size in zip(xs, kept, strict=True):
             label = format_bytes(size) if size else "0"
-            axes.text(x, max(size, low) * 1.25, label, fontsize=7, color=color, ha="center", va="bottom", rotation=90)
+            axes.text(x, max(size, low) * 1.25, label, fontsize=7, color=INK, ha="center", va="bottom", rotation=90)
     for x, part in zip(centers, parts, strict=True):
         if part.kind == "bijection":
             axes.text(x, low * 1.25, "nothing", fontsize=7.5, color=BLUE, ha="center", va="bottom")

@@ -65,7 +65,7 @@ def plot_module_plan(plan: ModulePlan, details: PlanDetails, path: str | Path) -
 def _describe(plan: ModulePlan) -> list[str]:
     work = plan.describe_work() if plan.drops_something else "everything is stored"
     return [
-        f"batch of {', '.join(plan.setting.batch)}, {plan.setting.dtype} on {plan.setting.device}",
+        plan.setting.describe(),
         f"peak {format_bytes(plan.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}: {work}",
     ]
 

@@ -12,7 +12,7 @@ from revzoo.display.figures.base import draw_heading, new_figure, save, simplify
 from revzoo.display.style import BLUE, FAINT, INK, ORANGE, PALE
 
 _LEFT, _WIDTH, _GAP, _RIGHT = 0.85, 4.6, 0.95, 0.75  # margins, width of a panel and distance of two [inch]
-_BOTTOM, _RISE, _TOP = 0.6, 3.1, 1.35  # margins and height of a panel [inch]
+_BOTTOM, _RISE, _TOP = 0.6, 3.1, 1.5  # margins and height of a panel [inch]
 
 
 def plot_numerics(title: str, report: NumericsReport, training: Sequence[TrainingPoint], path: str | Path) -> None:
@@ -62,6 +62,7 @@ def draw_states(axes: Axes, states: Sequence[RebuiltState]) -> None:
         axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", color=INK)
         axes.set_yticks([])
     _finish(axes, "signal-to-noise ratio", "rebuilt state, in the order of forward")
+    axes.set_xlim(0.4, len(states) + 0.6)
 
 
 def _draw_layers(axes: Axes, layers: Sequence[LayerAlpha]) -> None:
@@ -72,6 +73,7 @@ def _draw_layers(axes: Axes, layers: Sequence[LayerAlpha]) -> None:
     axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)
     _finish(axes, "alpha: change of the ratio by the inverse", "layer with an inverse, in the order of forward")
+    axes.set_xlim(0.4, len(layers) + 0.6)
 
 
 def _draw_training(axes: Axes, points: Sequence[TrainingPoint]) -> None:

@@ -78,7 +78,7 @@ def _plan_lines(plan: Plan, others: Mapping[str, SchedulePoint]) -> list[str]:
             ratio = plan.seconds / stored["seconds"] - 1
             work += f", {ratio:+.1%} against storing everything ({format_seconds(stored['seconds'])})"
     return [
-        f"batch of {', '.join(plan.setting.batch)}, {plan.setting.dtype} on {plan.setting.device}",
+        plan.setting.describe(),
         f"peak {format_bytes(plan.peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)}: {work}"
         + ", with look-ahead" * plan.lookahead,
     ]

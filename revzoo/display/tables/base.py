@@ -39,6 +39,7 @@ class DottedName:
 
     def __init__(self, name: str, justify: Any = "left"):
         self.name, self.justify = name, justify
+        self.narrowest = max(len(piece.rstrip()) for piece in _PIECE.findall(name))  # columns that keep its pieces whole
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         lines = [""]
@@ -49,7 +50,7 @@ class DottedName:
         yield Text("\n".join(line.rstrip() for line in lines), justify=self.justify, overflow="fold")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(max(len(piece.rstrip()) for piece in _PIECE.findall(self.name)), len(self.name))
+        return Measurement(self.narrowest, len(self.name))
 
 
 class Fitted:

@@ -8,7 +8,7 @@ from revzoo.analysis.memory_report import LABELS, MemoryReport
 from revzoo.display.tables.base import DottedName, Fitted, make_table
 from revzoo.format import format_bytes
 
-_DEPEND_ON_MODE = ("after_forward_bytes", "activation_bytes", "peak_bytes")  # rows that depend on the mode
+_DEPEND_ON_MODE = {LABELS[field] for field in ("after_forward_bytes", "activation_bytes", "peak_bytes")}
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,15 @@ class MemoryTable:
         if len(self.reports) > 1:
             caption += " The mode changes the memory of activations only."
         table = make_table(narrow, title="Memory of a training step", caption=caption)
-        table.add_column("", min_width=None if narrow else max(map(len, LABELS.values())))
-        for mode in self.reports:
+        if narrow:
+            table.padding = 0  # seven columns fit 80 characters
+        rows = {label: [getattr(report, field) for report in self.reports.values()] for field, label in LABELS.items()}
+        cells = {label: list(map(format_bytes, sizes)) for label, sizes in rows.items() if any(sizes)}
+        table.add_column("", min_width=max(DottedName(label).narrowest if narrow else len(label) for label in LABELS.values()))
+        for mode, *sizes in zip(self.reports, *cells.values(), strict=True):
             heading = DottedName(f"{mode} *" if mode == self.current else mode, "right")
-            table.add_column(heading, justify="right", no_wrap=True, min_width=None if narrow else min(len(mode), 24))
-        for field, label in LABELS.items():
-            sizes = [getattr(report, field) for report in self.reports.values()]
-            if any(sizes):
-                table.add_row(label, *map(format_bytes, sizes), style="bold" if field in _DEPEND_ON_MODE else None)
+            least = max(heading.narrowest, *map(len, sizes)) if narrow else min(len(mode), 24)
+            table.add_column(heading, justify="right", no_wrap=True, min_width=least, max_width=least if narrow else None)
+        for label, sizes in cells.items():
+            table.add_row(label, *sizes, style="bold" if label in _DEPEND_ON_MODE else None)
         return table

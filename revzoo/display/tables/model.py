@@ -19,6 +19,11 @@ _CAPTION = (
     "(stem, transitions, fuse, head) keep their activations unless set to selective or recompute."
 )
 
+_ONE_TENSOR_CAPTION = (
+    "With invert, a layer with an inverse of its own keeps only what the inverse needs beside the layer's output. All else "
+    "keeps its activations unless set to selective or recompute."
+)
+
 
 def tabulate_model(report: ModelReport) -> RenderableType:
     """Return what rich is to print: sizes and costs, parts, memory in every mode and per pixel, then where it is from."""
@@ -31,9 +36,10 @@ def _tabulate_facts(report: ModelReport) -> Table:
     table = make_plain_table(escape(f"{report.name} ({report.family})"))
     table.add_row("input", ", ".join(f"{key} {value}" for key, value in report.input.items()))
     table.add_row("outputs", str(report.outputs))
-    share = report.step_parameters / report.parameters
-    table.add_row("parameters", f"{report.parameters:,}, {share:.0%} of them in reversible steps")
-    table.add_row("reversible steps", f"{report.steps}, coupling {report.coupling}")
+    share = f", {report.step_parameters / report.parameters:.0%} of them in reversible steps" if report.steps else ""
+    table.add_row("parameters", f"{report.parameters:,}{share}")
+    coupled = f"{report.steps}, coupling {report.coupling}"
+    table.add_row("reversible steps", coupled if report.steps else "none: one tensor instead of two streams")
     table.add_row("forward", f"{format_flops(report.flops)} per {report.example}, a multiply-add counted once")
     ratios = ", ".join(f"{ratio:.4f} with {schedule}" for schedule, ratio in report.flop_ratios.items() if schedule != "store")
     table.add_row("forward + backward", f"FLOPs relative to store: {ratios}")
@@ -53,12 +59,13 @@ def _tabulate_parts(report: ModelReport) -> Fitted:
     """Lay out the parts and what each keeps in one table, or in two on a narrow terminal."""
     facts = ("what", "output", "parameters")
     title = f"What is kept for backward, batch of {report.batch_size} {report.example}s"
+    caption = _CAPTION if report.steps else _ONE_TENSOR_CAPTION
 
     def build(narrow: bool) -> RenderableType:
         if not narrow:
-            return _tabulate_columns(report, (*facts, *MODES), title, _CAPTION)
+            return _tabulate_columns(report, (*facts, *MODES), title, caption)
         parts = _tabulate_columns(report, facts, "Parts", None, narrow)
-        return Group(parts, _tabulate_columns(report, MODES, title, _CAPTION, narrow))
+        return Group(parts, _tabulate_columns(report, MODES, title, caption, narrow))
 
     return Fitted(build)
 

@@ -14,8 +14,7 @@ _MOST_PARTS = 24  # rows of the table
 
 def tabulate_module_plan(plan: ModulePlan, details: PlanDetails) -> RenderableType:
     """Lay out a plan: its peak and work beside those of storing everything, what every part keeps, and its notes."""
-    setting = plan.setting
-    title = f"{setting.model}, batch of {', '.join(setting.batch)}, {setting.dtype} on {setting.device}"
+    title = f"{plan.setting.model}, {plan.setting.describe()}"
     used = f"Peak {format_bytes(plan.peak_bytes)} of the budget of {format_bytes(plan.budget_bytes)}."
     comparison, notes = _tabulate_comparison(plan), map(escape, plan.notes)
     if not plan.drops_something:

@@ -21,8 +21,7 @@ def tabulate_plan(plan: Plan, beside: Mapping[str, SchedulePoint] | None = None)
         plan: to be shown.
         beside: the other schedules, by the name to show; None is none.
     """
-    setting = plan.setting
-    title = f"{setting.model}, batch of {', '.join(setting.batch)}, {setting.dtype} on {setting.device}"
+    title = f"{plan.setting.model}, {plan.setting.describe()}"
     share = f"{plan.peak_bytes / plan.budget_bytes:.0%}"
     used = f"Peak {format_bytes(plan.peak_bytes)} of the budget of {format_bytes(plan.budget_bytes)} ({share})."
     if plan.lookahead:
@@ -33,14 +32,17 @@ def tabulate_plan(plan: Plan, beside: Mapping[str, SchedulePoint] | None = None)
 def _tabulate_comparison(plan: Plan, beside: Mapping[str, SchedulePoint]) -> Table:
     table = Table()
     table.add_column("schedule")
-    for heading in ("peak", "within\nthe budget", "training\nstep", "against\nall stored"):
+    points = {"this plan": summarize_plan(plan), **beside}
+    times = ["training\nstep"] if any(point["seconds"] is not None for point in points.values()) else []
+    for heading in ("peak", "within\nthe budget", *times, "against\nall stored"):
         table.add_column(heading, justify="right", no_wrap=True)
     stored = beside.get("all stored")
-    for name, point in {"this plan": summarize_plan(plan), **beside}.items():
+    for name, point in points.items():
         fits = _yes_or_no(point["peak_bytes"] <= plan.budget_bytes)
         seconds = "" if point["seconds"] is None else format_seconds(point["seconds"])
         seconds += format_spread(plan.spread) if seconds and name == "this plan" else ""
-        table.add_row(name, format_bytes(point["peak_bytes"]), fits, seconds, _describe_extra_work(point, stored))
+        cells = (format_bytes(point["peak_bytes"]), fits, *([seconds] if times else []), _describe_extra_work(point, stored))
+        table.add_row(name, *cells)
     table.add_row("smallest possible", format_bytes(plan.min_peak_bytes), _yes_or_no(plan.min_peak_bytes <= plan.budget_bytes))
     return table
 

@@ -103,7 +103,7 @@ def _list_remarks(profile: Profile) -> Iterable[str]:
         yield f"Medians of {timing.runs} runs, which would differ by {timing.spread:.1%} if measured again (standard error)."
         ratio = inversion_ratio(profile)
         if ratio is not None:
-            yield f"Inverting takes {ratio:.2f} of the forward time (the paper assumes 1)."
+            yield f"Inverting a step takes {ratio:.2f} times as long as its forward."
     yield from map(escape, profile.notes)
 
 

@@ -122,7 +122,7 @@ class ModulePlan:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.setting.model}, batch of {', '.join(self.setting.batch)}, {self.setting.dtype} on {self.setting.device}",
+            f"{self.setting.model}, {self.setting.describe()}",
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
             f"(all stored {format_bytes(self.no_recompute_peak_bytes)}, at least {format_bytes(self.min_peak_bytes)})",
             f"{self.describe_spans()}; {self.describe_work()}" if self.drops_something else "everything stored",
