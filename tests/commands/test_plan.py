@@ -79,7 +79,7 @@ def test_the_numbers_of_the_table_are_the_profiles(file, run, profile_of, counte
     assert rows["stages.0.blocks.1.f"][1].strip() == f"{(stored.kept_bytes + stream) / 1024:.1f} KiB"
     assert rows["head"][-1].strip() == "-"  # a node cannot be inverted
     assert "extra FLOPs" in printed
-    assert "Inverting takes" not in printed
+    assert "Inverting a step takes" not in printed
     assert "On the meta device nothing is run" in printed
 
 
@@ -148,7 +148,7 @@ def test_on_a_device_seconds_are_measured(file, short, tmp_path, run):
     """And the batch is looked for; the plan of the best one holds when it is run."""
     path, out, picture = file("rev_vit_digits"), tmp_path / "plan.json", tmp_path / "plan.png"
     printed = run("profile", path, "--device", "cpu", "--batch", 2)
-    assert "Inverting takes " in printed
+    assert "Inverting a step takes " in printed
     assert "A training step takes " in printed
     arguments = ("--device", "cpu", "--batch", "auto:2-4", "--budget", "1GiB", "--plot", picture, "--out", out)
     printed = run("plan", path, *arguments)
