@@ -5,7 +5,6 @@ Nothing is downloaded, and no cache is left behind.
 
 import csv
 import json
-import shlex
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 from revzoo.data.corpus import Texts, read_utf8
 from revzoo.data.options import SPLITS, TABLES
-from revzoo.errors import DataError, did_you_mean, explain_missing, join_names
+from revzoo.errors import DataError, did_you_mean, explain_missing, find_nearest, join_names, quote
 from revzoo.spec.names import find_beside
 
 _DELIMITERS = {".csv": (",", "comma"), ".tsv": ("\t", "tab")}  # and what they are called
@@ -68,7 +67,8 @@ def check_columns(source: str, table: dict[str, list[Any]], column: str, label: 
     """
     for name, option, contents in ((column, "column", "texts"), (label, "label", "labels")):
         if name is not None and name not in table:
-            other = shlex.quote(next(iter(table)))
+            others = [each for each in table if each not in (column, label)] or list(table)
+            other = quote(find_nearest(name, table) or others[0])
             header = " The first row of a table names its columns." if source.lower().endswith(tuple(_DELIMITERS)) else ""
             raise DataError(
                 f"{source} has no column {name!r}.{did_you_mean(name, table)} Received: {join_names(list(table))}.{header} "

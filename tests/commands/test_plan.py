@@ -79,7 +79,7 @@ def test_the_numbers_of_the_table_are_the_profiles(file, run, profile_of, counte
     assert rows["stages.0.blocks.1.f"][1].strip() == f"{(stored.kept_bytes + stream) / 1024:.1f} KiB"
     assert rows["head"][-1].strip() == "-"  # a node cannot be inverted
     assert "extra FLOPs" in printed
-    assert "Inverting takes" not in printed
+    assert "Inverting a step takes" not in printed
     assert "On the meta device nothing is run" in printed
 
 
