@@ -21,6 +21,9 @@ ASSETS = ("fits.js", "timeline.js", "table.js", "iframe-worker.js", "site.css")
 TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINE = 80  # characters of code that a page shows
 _CODE = re.compile(r"^```(?:bash|python)\n.*?^```$", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"(?<!</span>)<code>.*?</code>", re.DOTALL)  # in blocks a <span> is before it
+_OPTION = re.compile(r"--[a-z][a-z-]*")
+_PICTURE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
 SCRIPTS = {"fits.md": ("data.js", "timeline.js", "fits.js"), "zoo.md": ("table.js",)}
 
 
@@ -62,7 +65,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Add the scripts of a page; those of others are not loaded."""
+    """Keep options of commands in one line, link pictures to their full size, and add the scripts of the page alone."""
+    html = _INLINE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+    html = _PICTURE.sub(r'<a href="\1">\g<0></a>', html)
     scripts = SCRIPTS.get(page.file.src_uri, ())
     return html + "".join(f'<script src="assets/{name}"></script>\n' for name in scripts)
 
@@ -210,20 +215,22 @@ def _suggest_budget(row: dict[str, Any]) -> str:
 
 
 def draw_network(spec: Spec) -> str:
-    """Return the network as a picture: stem, stages with their blocks, fuse and head, two streams between them."""
+    """Return the network as a picture: stem, stages with their blocks, fuse and head, and two streams or one tensor between."""
     boxes = [("stem", spec.stem.type)]
-    boxes += [(f"stage {i}", f"{stage.depth} x {stage.width}") for i, stage in enumerate(spec.stages)]
+    boxes += [
+        (f"stage {i}", f"{stage.depth} block{'s' * (stage.depth > 1)} of {stage.width}") for i, stage in enumerate(spec.stages)
+    ]
     boxes += [("fuse", spec.fuse.type), ("head", spec.head.type)]
-    parts, last = [], len(boxes) - 2
+    parts, last, x = [], len(boxes) - 2, 10.0
     for i, (title, text) in enumerate(boxes):
-        x = 10 + 130 * i
+        box = max(90.0, 6.8 * len(text) + 14)  # characters of 12 px are 6.8 px wide
         kind = "stage" if title.startswith("stage") else "node"
         if i < len(boxes) - 1:
-            ys = (40, 60) if i < last else (50,)
-            parts += [f'<line x1="{x + 110}" x2="{x + 130}" y1="{y}" y2="{y}"/>' for y in ys]
-        parts.append(f'<rect class="{kind}" x="{x}" y="20" width="110" height="60" rx="6"/>')
-        parts += [f'<text x="{x + 55}" y="{y}">{escape(line)}</text>' for y, line in ((46, title), (64, text))]
-    width = 130 * len(boxes)
+            ys = (40, 60) if i < last and spec.split.type != "none" else (50,)
+            parts += [f'<line x1="{x + box:g}" x2="{x + box + 20:g}" y1="{y}" y2="{y}"/>' for y in ys]
+        parts.append(f'<rect class="{kind}" x="{x:g}" y="20" width="{box:g}" height="60" rx="6"/>')
+        parts += [f'<text x="{x + box / 2:g}" y="{y}">{escape(line)}</text>' for y, line in ((46, title), (64, text))]
+        x += box + 20
     label = escape(f"{spec.name}: " + ", ".join(" ".join(box) for box in boxes))
-    size = f'viewBox="0 0 {width} 100" width="{width}" style="min-width: min({width}px, 34rem)"'
+    size = f'viewBox="0 0 {x:g} 100" width="{x:g}" style="min-width: min({x:g}px, 34rem)"'
     return f'<svg class="network" {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'

@@ -76,7 +76,7 @@ LABELS = {
     "optimizer_bytes": "optimizer state",
     "update_bytes": "optimizer update",
     "batch_bytes": "batch",
-    "other_bytes": "averages, labels, buckets",
+    "other_bytes": "next batch, labels, other",
     "after_forward_bytes": "activations after forward",
     "activation_bytes": "activations at the peak",
     "peak_bytes": "peak of everything",

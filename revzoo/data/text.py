@@ -191,9 +191,10 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
             "with train.csv and test.csv."
         )
     data_config = {"tokenizer": options.text.tokenizer or BYTES}
+    notes = _describe_split(train, test) if options.root is not None else []
     if not labelled:
         masked = MaskedTexts(test, tokenizer, input.length, None)
-        masked.data_config = data_config
+        masked.data_config, masked.notes = data_config, notes
         return MaskedTexts(train, tokenizer, input.length, seed), masked
     if class_names is None:
         class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
@@ -202,8 +203,16 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
             f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more: add texts of another."
         )
     train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
-    test_texts.data_config = data_config
+    test_texts.data_config, test_texts.notes = data_config, notes
     return train_texts, test_texts
+
+
+def _describe_split(train: Texts, test: Texts) -> list[str]:
+    """Return a line if both are of one table."""
+    if train.source != test.source:
+        return []
+    each = "" if train.labels is None else " of each label"
+    return [f"{train.source} has no texts for validation: every tenth{each} is held out, {len(test.texts):,} in all"]
 
 
 def _read_dataset(options: DataOptions) -> tuple[Texts, Texts, list[str] | None]:

@@ -62,8 +62,10 @@ def test_one_file_is_split(tables, tokenizer, options):
     data = load_data(options("text_classification", file, tokenizer), SUBWORDS, 0)
     assert (len(data.train.dataset), len(data.test.dataset)) == (38, 4)
     assert data.test.dataset.labels.tolist() == [1, 0, 1, 0]  # two of each label, though every tenth row is an a
+    assert data.notes == [f"{file} has no texts for validation: every tenth of each label is held out, 4 in all"]
     unlabelled = load_data(options("masked_lm", file, tokenizer), SUBWORDS, 0)
     assert len(unlabelled.test.dataset) == 4
+    assert unlabelled.notes == [f"{file} has no texts for validation: every tenth is held out, 4 in all"]
 
 
 def test_reading_is_local(tables, tokenizer, tmp_path, monkeypatch, options):

@@ -127,6 +127,21 @@ def test_search_works_from_a_file(browse):
     assert "<h1>What fits my card?</h1>" in shown
 
 
+def test_pictures_lead_to_their_full_size_and_options_stay_in_one_line(site):
+    page = (site / "planning.html").read_text(encoding="utf-8")
+    assert page.count('<a href="module_plan.png"><img ') == 1
+    assert '<code><span class="option">--estimate</span></code>' in page
+
+
+def test_a_network_on_one_tensor_is_drawn_with_one_line(site):
+    for name, streams in (("layerwise_digits", 1), ("revnet_digits", 2)):
+        page = (site / f"models/{name}.html").read_text(encoding="utf-8")
+        drawn = page.partition('<svg class="network"')[2].partition("</svg>")[0]
+        boxes = drawn.count("<rect ")
+        assert boxes >= 5
+        assert drawn.count("<line ") == streams * (boxes - 2) + 1  # from the fuse to the head there is one
+
+
 def test_sections_of_docstrings_are_tables(site):
     api = (site / "api.html").read_text(encoding="utf-8")
     assert not re.findall(r"<p>(?:Args|Raises|Returns):", api)
