@@ -9,7 +9,7 @@ from revzoo.errors import InputError, UnknownNameError, find_nearest
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
-NAME_HELP = "a model name, a spec file, a folder with spec.yaml, or hf-hub:OWNER/NAME"
+NAME_HELP = "a model, a spec file, the folder of a run or of a saved model, or hf-hub:OWNER/NAME"
 JSON_HELP = "print everything as JSON instead"
 DEVICE_HINT = (  # of commands whose device Accelerate chooses
     " A GPU is used where there is one: CUDA_VISIBLE_DEVICES=0 in front of the command chooses it, "
