@@ -16,9 +16,15 @@ def list_best(columns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def thin(columns: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], int]:
-    """Return at most so many columns of a front, and by how much the work of a dropped one may be below that of those left."""
+    """Return at most so many columns of a front, and by how much the work of a dropped one may be below that of those left.
+
+    They are evenly spaced in bytes and work together: where many columns are nearly alike, few of them are left.
+    """
     if columns.shape[1] <= most:
         return columns, 0
-    places = np.unique(np.linspace(0, columns.shape[1] - 1, most).round().astype(int))
+    size, work = columns[0] - columns[0, 0], columns[1, 0] - columns[1]  # both rise
+    way = size / size[-1] + work / work[-1]
+    interval = (way * (most - 2) / 2).astype(np.int64)  # of each the first is left, and the last column of all
+    places = np.union1d(np.flatnonzero(np.diff(interval, prepend=-1)), [columns.shape[1] - 1])
     nearest = places[places.searchsorted(np.arange(columns.shape[1]), "right") - 1]  # with as many bytes or fewer
     return columns[:, places], int((columns[1, nearest] - columns[1]).max())
