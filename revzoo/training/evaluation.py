@@ -130,7 +130,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
             "run, or a checkpoint in it."
         )
     if (tokenizer := checkpoint.parent / TOKENIZER).is_file():  # the run's own copy; an override follows it
-        overrides = [f"data.text.tokenizer={json.dumps(str(tokenizer))}", *overrides]
+        overrides = [_set("data.text.tokenizer", tokenizer), *overrides]
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key])
@@ -164,11 +164,16 @@ def _evaluate_saved(folder: Path, overrides: list[str]) -> Scores:
             f"data.root={'TABLE.csv' if is_text else 'IMAGES'}."
         )
     kind = ["data.name=text_classification"] if is_text else []
-    recipe = load_recipe("finetune", [f"model={json.dumps(str(folder))}", *kind, *overrides])
+    recipe = load_recipe("finetune", [_set("model", folder), *kind, *overrides])
     _refuse_ineffective(recipe, overrides)
     recipe, notes = adopt_preprocessing(recipe, spec)
     scores = _load_and_evaluate(recipe, str(folder))
     return replace(scores, notes=(*notes, *scores.notes))
+
+
+def _set(path: str, file: Path) -> str:
+    """Return the override that sets a file, whatever letters its name has."""
+    return f"{path}={json.dumps(str(file), ensure_ascii=False)}"
 
 
 def _refuse_ineffective(recipe: Recipe, overrides: Iterable[str]) -> None:

@@ -139,9 +139,9 @@ def test_a_saved_model_is_evaluated_on_data_that_are_named(tmp_path, image_folde
         ("cat", "dog"),
         {"mean": (0.2,), "std": (0.1,), "interpolation": "lanczos", "crop_pct": 0.5, "crop_mode": "squash"},
     )
-    model.save_pretrained(tmp_path / "saved: #1")
+    model.save_pretrained(tmp_path / "saved: #1 😀")
     data = [f"data.root={image_folder}", "data.num_workers=0"]
-    scores = evaluate_checkpoint(tmp_path / "saved: #1", data)
+    scores = evaluate_checkpoint(tmp_path / "saved: #1 😀", data)
     prepare, files = revzoo.transform(model), sorted((image_folder / "val").rglob("*.png"))
     logits = model(torch.stack([prepare(file) for file in files]))
     labels = torch.tensor([model.class_names.index(file.parent.name) for file in files])
@@ -150,4 +150,4 @@ def test_a_saved_model_is_evaluated_on_data_that_are_named(tmp_path, image_folde
     with pytest.raises(
         CheckpointError, match="does not say on which data to evaluate it. Name them: revzoo eval .* data.root=IMA"
     ):
-        evaluate_checkpoint(tmp_path / "saved: #1", data[1:])
+        evaluate_checkpoint(tmp_path / "saved: #1 😀", data[1:])
