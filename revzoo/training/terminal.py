@@ -6,14 +6,16 @@ tells who that is, since it outlives the processes.
 
 import os
 import re
+import signal
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from revzoo.errors import RevzooError
 
@@ -29,10 +31,8 @@ def share_terminal() -> Iterator[None]:
     terminal = os.dup(2)  # which standard error is not, once it goes to a file
     try:
         yield
-    except Exception as error:
-        _end(terminal, *_describe(error))
-    except KeyboardInterrupt as error:
-        _end(terminal, str(error) or "stopped", 128 + getattr(error, "signum", 2))
+    except (Exception, KeyboardInterrupt) as error:
+        _end(terminal, error)
 
 
 def send_output_to(folder: Path) -> None:
@@ -47,13 +47,15 @@ def send_output_to(folder: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def has_lost_others(error: Exception) -> bool:
+def has_lost_others(error: BaseException | None) -> bool:
     """Return whether an error says that another process has ended or does not answer."""
     return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
 
 
-def _describe(error: Exception) -> tuple[str, int]:
+def _describe(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
     """Return in a line why the process ends, and its exit status; an error of the program is printed whole."""
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "stopped", 128 + getattr(error, "signum", 2)
     if isinstance(error, RevzooError):
         return str(error), error.exit_status
     if has_lost_others(error):
@@ -67,7 +69,13 @@ def _describe(error: Exception) -> tuple[str, int]:
     return f"process {_rank()} ended with {type(error).__name__}: {str(error).partition(os.linesep)[0]}", 1
 
 
-def _end(terminal: int, line: str, status: int) -> NoReturn:
+def _end(terminal: int, error: Exception | KeyboardInterrupt) -> NoReturn:
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM):  # torchrun sends it to those that are left, which have to speak
+            signal.signal(signum, signal.SIG_IGN)
+    if isinstance(error, KeyboardInterrupt) and has_lost_others(error.__context__):  # the process was about to end
+        error = cast(RuntimeError, error.__context__)
+    line, status = _describe(error)
     if _is_first():
         os.write(terminal, f"revzoo: {line}\n".encode())
     elif not os.path.sameopenfile(2, terminal):

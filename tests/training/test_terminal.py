@@ -1,0 +1,48 @@
+"""What the processes of a training say in their one terminal when they end."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys
+from revzoo.training import terminal
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def end(signum, frame):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGTERM, end)
+if sys.argv[1] == "while speaking":
+    terminal._is_first = lambda: stop() or True
+with terminal.share_terminal():
+    try:
+        raise RuntimeError("gloo: Connection closed by peer")
+    finally:
+        if sys.argv[1] == "while cleaning up":
+            stop()
+"""
+
+
+def end(script: str, when: str) -> tuple[int, str]:
+    """Run a script as one of two processes; return its exit status and what it said."""
+    environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0"}
+    environment.pop("MASTER_ADDR", None)
+    ended = subprocess.run([sys.executable, "-c", script, when], env=environment, capture_output=True, text=True)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize("when", ["while speaking", "while cleaning up"])
+def test_the_cause_is_said_although_torchrun_stops_the_process(when):
+    line = "process 0 waited in vain for another one, which has ended or hangs (gloo: Connection closed by peer)"
+    assert end(SCRIPT, when) == (1, f"revzoo: {line}\n")
+
+
+def test_a_process_that_is_stopped_says_so():
+    script = SCRIPT.replace('raise RuntimeError("gloo: Connection closed by peer")', "pass")
+    assert end(script, "while cleaning up") == (128 + signal.SIGINT, "revzoo: stopped\n")
