@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -62,7 +63,12 @@ def follow_launcher(recipe: Recipe) -> Recipe:
 
 
 def open_accelerator(precision: str, **arguments: Any) -> Accelerator:
-    """Return Accelerate's object. Without a GPU it has to be told to look for other processes on the CPU."""
+    """Return Accelerate's object. Without a GPU it has to be told to look for other processes on the CPU.
+
+    Accelerate refuses another precision than the first of a process, which may train several runs: its state then starts anew.
+    """
+    if AcceleratorState._shared_state.get("_mixed_precision", precision) != precision:
+        AcceleratorState._reset_state()  # as Transformers' TrainingArguments does
     return Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available(), **arguments)
 
 

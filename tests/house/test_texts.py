@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from accelerate.state import AcceleratorState
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -37,12 +36,6 @@ SHORT = ("train.epochs=1", "data.batch_size=256", "schedule.warmup_epochs=0", "m
 
 def slow_if_long(document: Path):
     return pytest.param(document, marks=pytest.mark.slow if document.name in LONG else ())
-
-
-@pytest.fixture
-def own_accelerator():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)  # which a Trainer leaves behind
 
 
 class Fence(NamedTuple):
@@ -77,7 +70,6 @@ def own_registries(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")  # peft and Transformers, of each other
 @pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # peft, of a network that has no name
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")  # Trainer, where there is no accelerator
-@pytest.mark.usefixtures("own_accelerator")
 @pytest.mark.parametrize("document", list(map(slow_if_long, DOCUMENTS)), ids=lambda path: path.name)
 def test_everything_shown_runs(document, tmp_path, monkeypatch, own_registries):
     """Blocks run in order and share names; YAML and modules are written under the name in their first line; text is output."""

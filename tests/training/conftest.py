@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -30,14 +29,6 @@ _SHOWN = [
     (module, name, getattr(module, name))
     for module, name in ((WholeStep, "measure_modes"), (loop, "describe_gradients"), (epochs, "plot_curves"))
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps the first precision and accumulation it was given for the rest of the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True, scope="module")

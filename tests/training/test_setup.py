@@ -9,6 +9,7 @@ import revzoo
 from revzoo.errors import InputError, SpecError
 from revzoo.training.loop import train
 from revzoo.training.optimizer import make_optimizer
+from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import load_recipe
 from revzoo.training.setup import Loss, _make_scheduler, build_run
 
@@ -137,3 +138,9 @@ def test_reformer_clips_the_sum_of_gradients_as_its_source():
         ends.append(weight.detach())
     assert recipe.train.accumulate == 4
     torch.testing.assert_close(*ends, rtol=1e-5, atol=0)
+
+
+def test_each_run_of_a_process_has_its_own_precision():
+    """Accelerate alone would refuse the second."""
+    precisions = ["no", "bf16", "no"]
+    assert [open_accelerator(precision).mixed_precision for precision in precisions] == precisions

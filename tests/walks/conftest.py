@@ -2,12 +2,10 @@
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
 import zoo_cli
@@ -52,13 +50,11 @@ class User:
 
 
 @pytest.fixture
-def user(capsys, tmp_path, monkeypatch) -> Iterator[User]:
+def user(capsys, tmp_path, monkeypatch) -> User:
     """A user in an empty folder, with a terminal of 80 columns."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    yield User(capsys)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    return User(capsys)
 
 
 @pytest.fixture
