@@ -207,9 +207,10 @@ def _find_misfit(example: Any, input: Input) -> str | None:
     """Return what the model takes instead of an example; None where it takes it."""
     if isinstance(input, ImageInput):
         shape = (input.channels, *input.size)
-        if isinstance(example, Tensor) and example.shape == shape and example.dtype == torch.float32:
+        is_image = isinstance(example, Tensor) and example.shape == shape and example.dtype == torch.float32
+        if is_image and torch.stack(example.aminmax()).isfinite().all():
             return None
-        return f"the model takes tensors of float32, images of the shape (channels, height, width) = {shape}"
+        return f"the model takes finite tensors of float32, images of the shape (channels, height, width) = {shape}"
     shape = (input.length,)
     is_ids = isinstance(example, Tensor) and example.shape == shape and example.dtype in (torch.int64, torch.int32)
     if is_ids and example.min() >= 0 and example.max() < input.vocabulary:
@@ -219,6 +220,6 @@ def _find_misfit(example: Any, input: Input) -> str | None:
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} of {value.dtype}"
+        return f"{tuple(value.shape)} of {value.dtype}{'' if value.isfinite().all() else ', with infinities or NaN'}"
     kind = type(value).__name__
     return f"a {kind} of {join_names([type(each).__name__ for each in value], most=4)}" if kind in ("tuple", "list") else kind

@@ -76,6 +76,7 @@ broken = odd(lambda image, label: {}[label])
 triple = odd(lambda image, label: (image, label, "wren"))
 cropped = odd(lambda image, label: (image[:, 1:], label))
 whole = odd(lambda image, label: (image.to(torch.uint8), label))
+divided = odd(lambda image, label: (image / 0, label))
 mislabeled = odd(lambda image, label: (image, 2))
 
 def unsized(options, input):
@@ -208,7 +209,11 @@ def test_own_data_that_cannot_be_used(own, function, message, refusal):
         ("broken", r"broken: example 4 raises KeyError: 0, in line \d+ of .*my_birds.py. Correct it there.$"),
         ("triple", r"triple: example 4 should be a pair, \(tensor, label\). Received: a tuple of Tensor, int, str.$"),
         ("cropped", r"cropped: example 4 does not fit: .* Received: \(3, 3, 4\) of torch.float32.$"),
-        ("whole", r"whole: example 4 does not fit: .* tensors of float32, .* Received: \(3, 4, 4\) of torch.uint8.$"),
+        ("whole", r"whole: example 4 does not fit: .* finite tensors of float32, .* Received: \(3, 4, 4\) of torch.uint8.$"),
+        (
+            "divided",
+            r"divided: example 4 does not fit: .* finite tensors .* Received: .* of torch.float32, with infinities or NaN.$",
+        ),
         ("mislabeled", r"example 4 has the label 2. Labels are integers from 0 to 1, the numbers of the names in `classes`.$"),
     ],
 )
