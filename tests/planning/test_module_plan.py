@@ -317,6 +317,25 @@ def test_what_cannot_be_planned_is_named(net):
         revzoo.plan(planned, IMAGES, "1GiB")
 
 
+class Transforming(nn.Module):
+    """One that uses a transform of torch.func."""
+
+    def __init__(self, transform):
+        super().__init__()
+        self.layer, self.transform = nn.Linear(8, 8), transform
+
+    def forward(self, x):
+        return self.transform(self.layer(x)).tanh()
+
+
+@pytest.mark.parametrize("transform", [torch.vmap(torch.sin), torch.func.grad(lambda x: x.sin().sum())], ids=["vmap", "grad"])
+def test_transforms_are_refused_and_leave_no_trace(transform):
+    with pytest.raises(InputError, match=r"Transforming uses vmap, grad or another transform of torch\.func"):
+        revzoo.plan(Transforming(transform), torch.randn(64, 8), "1MiB")
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    assert revzoo.plan(net, torch.randn(64, 8), "1MiB").peak_bytes == revzoo.measure_memory(net, torch.randn(64, 8)).peak_bytes
+
+
 class Tapped(Net):
     """One that prints, so to speak, before each of its blocks: these are calls of the same graph."""
 

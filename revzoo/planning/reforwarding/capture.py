@@ -20,6 +20,7 @@ from revzoo.planning.reforwarding.graph_plan import compute_digest
 from revzoo.planning.reforwarding.refusal import (
     explain_failures,
     require_arguments,
+    require_no_transforms,
     require_results,
     require_uncompiled,
     silence_failures,
@@ -132,6 +133,7 @@ class Capture:
 
     def _note_and_run(self, at: int, given: Sequence[Any]) -> Any:
         graph = self._graphs[at]
+        require_no_transforms(self._module, graph)
         if any(graph is each for each in self._graphs[:at]):
             graph = _copy(graph)
         mode = find_fake_mode(list(tensors_in(list(given))), always=True)

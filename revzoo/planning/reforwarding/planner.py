@@ -240,19 +240,24 @@ class _Step:
         return self._add_optimizer(peak), flops
 
     def _fit(self, budget: int) -> tuple[Spans, int, int]:
-        """Return the spans with the least work whose counted peak is within the budget, that peak, and all FLOPs."""
+        """Return the spans with the least work whose counted peak is within the budget, that peak, and all FLOPs.
+
+        A count may be above what was predicted, so the smallest plan is counted, too, before a budget is refused.
+        """
         predicted = [peak for peak, _ in self.front.list_points()]
         above = list[int]()  # counted peaks
         room = budget - self._optimizer.state if self._add_optimizer(0) <= budget else 0
-        while number := bisect_right(predicted, room):
+        number = bisect_right(predicted, room) or 1
+        while number:
             spans = self.front.make_spans(self.front.choose(predicted[number - 1]) or ())
             peak, flops = self._count(spans)
             if peak <= budget:
                 return spans, peak, flops
             above.append(peak)
             room = predicted[number - 1] - (peak - budget)
+            number = 0 if number == 1 else bisect_right(predicted, room) or 1
         fixed = format_bytes(self.record.fixed_bytes + self._optimizer.state)
-        least = min(above, default=self.least_peak)
+        least = min(above)
         where, remedy = self.front.name_bottleneck(), "Try a smaller batch, autocast, or an optimizer of less state."
         if least == self._add_optimizer(0):
             where, remedy = "at the optimizer's update", "Try foreach=False, or an optimizer of less state."

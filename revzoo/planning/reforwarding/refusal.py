@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
+from torch.fx import GraphModule
 
 from revzoo.analysis.dry_run import linear_loss
 from revzoo.errors import InputError, join_names
@@ -90,6 +91,23 @@ def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
             f"The forward of {type(module).__name__} fails with this batch ({given}): {words} Give one that module(batch) "
             "takes."
         ) from error
+
+
+def require_no_transforms(module: nn.Module, graph: GraphModule) -> None:
+    """Raise InputError if a captured graph uses torch.func: what it makes has no memory to follow.
+
+    Raised before the graph runs, since one that stops on its way leaves PyTorch inside the transform.
+    """
+    names = (getattr(node.target, "__name__", "") for each in _list_graphs(graph) for node in each.graph.nodes)
+    if any(name.endswith("_increment_nesting") for name in names):
+        raise InputError(
+            f"The forward of {type(module).__name__} uses vmap, grad or another transform of torch.func, which cannot be "
+            "planned. Plan a submodule that uses none."
+        )
+
+
+def _list_graphs(graph: GraphModule) -> list[GraphModule]:
+    return [each for each in graph.modules() if isinstance(each, GraphModule)]
 
 
 def require_results(module: nn.Module, outputs: Any) -> None:

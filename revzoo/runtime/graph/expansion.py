@@ -3,6 +3,7 @@
 The body of a checkpoint becomes calls of the graph itself: what is kept is for a plan to say. Attention without a fused kernel,
 as on a CPU with dropout, is two products with a softmax between them; of what it saves, the softmax alone spares both. A fused
 kernel saves a mask of numbers that attention makes of a mask of booleans in every layer: made apart, it is made again for free.
+Custom autograd functions stay one call, of another function.
 """
 
 import math
@@ -18,13 +19,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from revzoo.runtime.graph.custom_function import call_custom_function
 from revzoo.runtime.nested import map_tensors
 
 _NOT_COMPARED = ("aten.detach", "prim.")  # autograd calls the first where hooks are set; subclasses ask for the others
 
 
 def expand_calls(graph: GraphModule) -> None:
-    """Replace checkpoints by their bodies, and attention that runs as several operations by these.
+    """Replace checkpoints by their bodies, attention that runs as several operations by these, and how custom functions save.
 
     Nothing is left to do in a graph that was expanded before.
     """
@@ -32,6 +34,8 @@ def expand_calls(graph: GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
             _expand_attention(graph, node)
+        elif node.op == "call_function" and node.target is torch.ops.higher_order.autograd_function_apply:
+            node.target = call_custom_function
     graph.recompile()
 
 
