@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from revzoo.bijection import SpaceToDepth
-from revzoo.errors import PartArgumentError
+from revzoo.errors import InputError, PartArgumentError
 
 TensorKind = Literal["image", "tokens", "text"]
 _ALLOWED = {
@@ -79,7 +79,12 @@ class BuildContext:
             kind: what the part can work on; `grid` means tokens on a 2-dimensional grid.
             part: registered name of the part, for the message.
             allowed: what fits instead, for the message; empty for the usual advice.
+        Raises:
+            PartArgumentError: tensors of another kind arrive.
+            InputError: there is no such kind.
         """
+        if kind not in _ALLOWED:
+            raise InputError(f"a kind that require_kind knows: {', '.join(_ALLOWED)} (received {kind!r})")
         shape = self.shape
         if shape.kind == kind or (kind == "grid" and shape.kind == "tokens" and len(shape.size) == 2):
             return

@@ -6,7 +6,7 @@ import pytest
 
 import revzoo
 from revzoo import registry
-from revzoo.errors import PartArgumentError
+from revzoo.errors import InputError, PartArgumentError
 from revzoo.parts.context import BuildContext, Shape
 
 FOLDERS = ("stems", "branches", "transitions", "heads")
@@ -78,3 +78,8 @@ def test_what_fits_is_accepted():
 def test_what_does_not_fit_is_named(check, message):
     with pytest.raises(PartArgumentError, match=message):
         check()
+
+
+def test_an_unknown_kind_is_named():
+    with pytest.raises(InputError, match=r"knows: image, tokens, grid, text \(received 'map'\)"):
+        IMAGE.require_kind("map", "conv")

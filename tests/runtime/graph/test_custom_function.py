@@ -111,7 +111,6 @@ def test_a_plan_spares_what_was_saved():
         revzoo.plan(net, x, 1)
     least = int(str(refused.value).split("(")[1].split(" bytes")[0])
     plan = revzoo.plan(net, x, least)
-    assert plan.no_recompute_peak_bytes == revzoo.measure_memory(net, x).peak_bytes
     assert plan.peak_bytes < 0.6 * plan.no_recompute_peak_bytes
     plan.apply(net)
     assert revzoo.measure_memory(net, x).peak_bytes == plan.peak_bytes == least
