@@ -7,7 +7,7 @@ from typing import Literal
 from torch import nn
 
 from revzoo.bijection import SpaceToDepth
-from revzoo.errors import InputError, PartArgumentError
+from revzoo.errors import PartArgumentError, UnknownNameError
 
 TensorKind = Literal["image", "tokens", "text"]
 _ALLOWED = {
@@ -81,10 +81,10 @@ class BuildContext:
             allowed: what fits instead, for the message; empty for the usual advice.
         Raises:
             PartArgumentError: tensors of another kind arrive.
-            InputError: there is no such kind.
+            UnknownNameError: there is no such kind.
         """
         if kind not in _ALLOWED:
-            raise InputError(f"a kind that require_kind knows: {', '.join(_ALLOWED)} (received {kind!r})")
+            raise UnknownNameError("kind", kind, _ALLOWED)
         shape = self.shape
         if shape.kind == kind or (kind == "grid" and shape.kind == "tokens" and len(shape.size) == 2):
             return
