@@ -122,10 +122,11 @@ class NumericsReport:
     def __str__(self) -> str:
         if self.worst is None:
             return "Nothing was rebuilt: no step or layer of the schedule is inverted."
+        count = f"{len(self.states)} state{'' if len(self.states) == 1 else 's'}"
         if math.isinf(self.worst.snr):
-            return f"{len(self.states)} states rebuilt, bit for bit."
+            return f"{count} rebuilt, bit for bit."
         return (
-            f"{len(self.states)} states rebuilt, with a signal-to-noise ratio of {format_ratio(self.worst.snr)} at least (in "
+            f"{count} rebuilt, with a signal-to-noise ratio of {format_ratio(self.worst.snr)} at least (in "
             f"front of {self.worst.name}). The gradients are turned by {self.angle:.2g} degrees against those of storing "
             "everything."
         )
