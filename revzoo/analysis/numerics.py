@@ -30,7 +30,7 @@ from revzoo.analysis.chains import find_chains, preserve_schedules
 from revzoo.analysis.dry_run import Paths, call, isolated, require_module, select_differentiable
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError
-from revzoo.format import format_ratio
+from revzoo.format import count_noun, format_ratio
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layer_rules import Layer, expand, find_layers
 from revzoo.runtime.layer_update import find_alpha
@@ -122,7 +122,7 @@ class NumericsReport:
     def __str__(self) -> str:
         if self.worst is None:
             return "Nothing was rebuilt: no step or layer of the schedule is inverted."
-        count = f"{len(self.states)} state{'' if len(self.states) == 1 else 's'}"
+        count = count_noun(len(self.states), "state")
         if math.isinf(self.worst.snr):
             return f"{count} rebuilt, bit for bit."
         return (

@@ -17,6 +17,7 @@ from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
 from revzoo.checkpoint.files import read_metadata
 from revzoo.errors import CheckpointError
+from revzoo.format import count_noun
 from revzoo.model.network import Model
 from revzoo.runtime.schedule import MODES, STAGE_INPUTS
 from revzoo.spec import ImageInput, Input, Spec, to_plain
@@ -247,7 +248,7 @@ def _report_parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[Par
                 yield part(name, stage.transition.type, shape, [name])
         branches = " + ".join(branch.type for branch in (stage.f, stage.g) if branch is not None)
         steps = [entry.name for entry in entries]
-        yield part(f"stages.{i}", f"{_pluralise(stage.depth, 'block')}: {branches}", shape, steps, "stage")
+        yield part(f"stages.{i}", f"{count_noun(stage.depth, 'block')}: {branches}", shape, steps, "stage")
     yield part("fuse", spec.fuse.type, _dims(model.fuse), ["fuse"])
     yield part("head", spec.head.type, None, ["head"])
 
@@ -272,7 +273,3 @@ def _measure_twin(model: Model, batch: Tensor) -> TwinReport | None:
 def _dims(part: Any) -> tuple[int, ...]:
     dims: tuple[int, ...] = part.out_shape.dims
     return dims
-
-
-def _pluralise(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -160,6 +160,7 @@ WRONG = [
     ("train images photos", "One run has one recipe. Received: images, photos. Overrides look like data.root=photos."),
     ("train photo.png", "photo.png is not a recipe, which is a .yaml file. revzoo list --recipes prints the names"),
     ("train zzz", "Unknown recipe 'zzz'. Your own is a .yaml file: revzoo train zzz.yaml."),
+    ("predict runs/run photo.png --out a.csv", "Predictions are printed: add > FILE behind --csv or --json."),
     ("train --data photos", f"{SETTINGS}data.root=photos."),
     ("train --model rev_vit_s", f"{SETTINGS}model.name=rev_vit_s."),
     ("train --device cuda", "CUDA_VISIBLE_DEVICES=0 in front of the command chooses it, ACCELERATE_USE_CPU=true the CPU."),
