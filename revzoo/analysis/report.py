@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from revzoo.analysis.bytes_per_pixel import PixelReport, list_stages, report_pixels
@@ -15,8 +14,7 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.memory_report import CountedStep, MemoryReport, run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
-from revzoo.checkpoint.files import read_metadata
-from revzoo.errors import CheckpointError
+from revzoo.checkpoint.files import read_top1
 from revzoo.format import count_noun
 from revzoo.model.network import Model
 from revzoo.runtime.schedule import MODES, STAGE_INPUTS
@@ -186,11 +184,8 @@ def _describe_shipped(spec: Spec) -> dict[str, Any] | None:
 
 
 def _describe_own(file: Path) -> dict[str, Any]:
-    try:
-        top1 = read_metadata(file).get("revzoo.top1")
-    except (CheckpointError, SafetensorError):  # damaged, which matters where they are loaded
-        top1 = None
-    return {"file": str(file), "metric": {} if top1 is None else {"top1": float(top1)}, "command": None}
+    top1 = read_top1(file)
+    return {"file": str(file), "metric": {} if top1 is None else {"top1": top1}, "command": None}
 
 
 def _count_step(
