@@ -27,6 +27,11 @@ def format_count(count: int) -> str:
     return _scale(count, "").rstrip()
 
 
+def count_noun(count: int, noun: str, ending: str = "s") -> str:
+    """Return a number with what is counted, in the plural but for 1: "1 epoch", "2 batches"."""
+    return f"{count} {noun}{'' if count == 1 else ending}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration such as "1.23 ms"."""
     if not seconds:

@@ -30,7 +30,7 @@ from revzoo.analysis.chains import find_chains, preserve_schedules
 from revzoo.analysis.dry_run import Paths, call, isolated, require_module, select_differentiable
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError
-from revzoo.format import format_ratio
+from revzoo.format import count_noun, format_ratio
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layer_rules import Layer, expand, find_layers
 from revzoo.runtime.layer_update import find_alpha
@@ -122,10 +122,11 @@ class NumericsReport:
     def __str__(self) -> str:
         if self.worst is None:
             return "Nothing was rebuilt: no step or layer of the schedule is inverted."
+        count = count_noun(len(self.states), "state")
         if math.isinf(self.worst.snr):
-            return f"{len(self.states)} states rebuilt, bit for bit."
+            return f"{count} rebuilt, bit for bit."
         return (
-            f"{len(self.states)} states rebuilt, with a signal-to-noise ratio of {format_ratio(self.worst.snr)} at least (in "
+            f"{count} rebuilt, with a signal-to-noise ratio of {format_ratio(self.worst.snr)} at least (in "
             f"front of {self.worst.name}). The gradients are turned by {self.angle:.2g} degrees against those of storing "
             "everything."
         )

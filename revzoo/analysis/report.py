@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -13,9 +14,11 @@ from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.memory_report import CountedStep, MemoryReport, run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
+from revzoo.checkpoint.files import read_top1
+from revzoo.format import count_noun
 from revzoo.model.network import Model
 from revzoo.runtime.schedule import MODES, STAGE_INPUTS
-from revzoo.spec import ImageInput, Input, to_plain
+from revzoo.spec import ImageInput, Input, Spec, to_plain
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class ModelReport:
         twin: the ordinary network, None if the spec names none.
         sources: of the spec.
         expect: of the spec.
-        weights: file, metric and command of the weights that ship, None without.
+        weights: file and metric of the weights that ship for this very spec, and the command that trained them; for a model
+            from a folder those in it, without a command. None without weights.
     """
 
     name: str
@@ -127,7 +131,7 @@ def default_batch_size(input: Input) -> int:
     return 32 if isinstance(input, ImageInput) else 8
 
 
-def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
+def report_model(model: Model, batch_size: int | None = None, weights_file: Path | None = None) -> ModelReport:
     """Measure a training step of the model in every mode, and of its twin.
 
     Everything runs under `FakeTensorMode`, so models on the meta device of any size can be measured.
@@ -135,6 +139,7 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
     Args:
         model: the model, on any device.
         batch_size: number of examples in the training step; None is `default_batch_size`.
+        weights_file: the model's weights, in the folder that it is from; None: those that ship for it.
     """
     spec = model.spec
     batch = model.example_input(batch_size or default_batch_size(spec.input), device="meta")
@@ -148,7 +153,6 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
             model.schedule = STAGE_INPUTS
             steps[STAGE_INPUTS], flops[STAGE_INPUTS] = _count_step(model, batch)
     totals = {mode: count.forward + count.backward for mode, count in flops.items()}
-    entry = index.read_index().get(spec.name)
     return ModelReport(
         name=spec.name,
         family=spec.family,
@@ -168,8 +172,20 @@ def report_model(model: Model, batch_size: int | None = None) -> ModelReport:
         twin=_measure_twin(model, batch),
         sources=to_plain(spec.sources),
         expect=to_plain(spec.expect),
-        weights=None if entry is None else {"file": entry.file, "metric": dict(entry.metric), "command": entry.command},
+        weights=_describe_shipped(spec) if weights_file is None else _describe_own(weights_file),
     )
+
+
+def _describe_shipped(spec: Spec) -> dict[str, Any] | None:
+    entry = index.read_index().get(spec.name)
+    if entry is None or entry.digest != spec.digest:
+        return None
+    return {"file": entry.file, "metric": dict(entry.metric), "command": entry.command}
+
+
+def _describe_own(file: Path) -> dict[str, Any]:
+    top1 = read_top1(file)
+    return {"file": str(file), "metric": {} if top1 is None else {"top1": top1}, "command": None}
 
 
 def _count_step(
@@ -227,7 +243,7 @@ def _report_parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[Par
                 yield part(name, stage.transition.type, shape, [name])
         branches = " + ".join(branch.type for branch in (stage.f, stage.g) if branch is not None)
         steps = [entry.name for entry in entries]
-        yield part(f"stages.{i}", f"{_pluralise(stage.depth, 'block')}: {branches}", shape, steps, "stage")
+        yield part(f"stages.{i}", f"{count_noun(stage.depth, 'block')}: {branches}", shape, steps, "stage")
     yield part("fuse", spec.fuse.type, _dims(model.fuse), ["fuse"])
     yield part("head", spec.head.type, None, ["head"])
 
@@ -252,7 +268,3 @@ def _measure_twin(model: Model, batch: Tensor) -> TwinReport | None:
 def _dims(part: Any) -> tuple[int, ...]:
     dims: tuple[int, ...] = part.out_shape.dims
     return dims
-
-
-def _pluralise(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

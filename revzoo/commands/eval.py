@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_scores(name: str, scores: "Scores") -> None:
+    from revzoo.display.console import print_text
+
     for note in scores.notes:
-        print(f"Note: {note}.")
-    print(f"{name}: {scores}")
+        print_text(f"Note: {note}.")
+    print_text(f"{name}: {scores}")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from revzoo.errors import InputError, UnknownNameError, find_nearest
+from revzoo.errors import InputError, UnknownNameError, find_nearest, quote
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DTYPE_HELP = "number format of weights and streams (default: float32)"
@@ -64,7 +64,9 @@ class Parser(argparse.ArgumentParser):
             settings = find_settings(path, known) or find_similar_settings(path, known)
             value = value or next(iter(arguments[arguments.index(received) + 1 :]), "")
             value = value if value and not value.startswith("-") and "=" not in value else "..."
-            hint = "".join(f" Settings are overrides without dashes: {setting}={value}." for setting in settings[:1])
+            hint = "".join(
+                f" Settings are overrides without dashes: {quote(f'{setting}={value}')}." for setting in settings[:1]
+            )
         return UnknownNameError(f"option of {self.prog}", option, self.options, hint)
 
     def error(self, message: str) -> NoReturn:

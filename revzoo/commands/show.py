@@ -9,6 +9,7 @@ from pathlib import Path
 
 from revzoo.commands.model_name import declare_name, read_name
 from revzoo.commands.parser import JSON_HELP, Parser, positive_count, require_png
+from revzoo.errors import CheckpointError
 
 SUMMARY = "Show a model's parts, and the memory and FLOPs of a training step."
 
@@ -37,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         from revzoo.analysis.report import report_model
         from revzoo.model.create import create
 
-        report = report_model(create(name, overrides=overrides, device="meta"), arguments.batch)
+        model = create(name, overrides=overrides, device="meta")
+        report = report_model(model, arguments.batch, _find_weights(name))
     if arguments.plot is not None:
         with show_status("drawing"):
             from revzoo.display.figures.model import plot_model
@@ -50,6 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
 
         print_renderable(tabulate_model(report))
     return 0
+
+
+def _find_weights(name: str) -> Path | None:
+    """Return the weights in a folder; None where there is no folder, or that of a run before the end of its first epoch."""
+    from revzoo.checkpoint.index import find_folder_weights
+
+    try:
+        return find_folder_weights(name)
+    except CheckpointError:
+        return None
 
 
 @contextmanager

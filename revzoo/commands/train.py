@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from revzoo.commands.parser import DEVICE_HINT, Parser, declare_import, require_png, split_overrides
-from revzoo.errors import InputError
+from revzoo.errors import InputError, quote
 
 SUMMARY = "Train a model by a recipe."
 _PICTURE = Path("learning-rate.png")
@@ -105,7 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise InputError("--release-lock and --accept-changes are for runs that go on. Received: no --resume DIR.")
     if len(recipes) > 1:
         words = [word for word in recipes[1:] if Path(word).exists()]
-        example = f"data.root={words[0]}" if words else "train.epochs=3"
+        example = quote(f"data.root={words[0]}") if words else "train.epochs=3"
         raise InputError(f"One run has one recipe. Received: {', '.join(recipes)}. Overrides look like {example}.")
     with _show_status("reading the recipe"):
         from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe

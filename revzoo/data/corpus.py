@@ -109,14 +109,14 @@ def read_utf8(file: Path) -> bytes:
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content)
     except UnicodeDecodeError as error:
-        row = content[: error.start].count(b"\n") + 1
+        line = content[: error.start].count(b"\n") + 1
         if content.startswith(_NOT_TEXT):
             raise DataError(
                 f"{file} is no text: its first bytes are those of an image or an archive. Name a text file."
             ) from error
         wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise DataError(
-            f"{file} is not UTF-8: row {row}, byte {error.start} of the file is {content[error.start : error.start + 1]!r}. "
+            f"{file} is not UTF-8: line {line}, byte {error.start} of the file is {content[error.start : error.start + 1]!r}. "
             f"Convert it, for example with iconv -f {'utf-16' if wide else 'latin1'} -t utf-8."
         ) from error
     return content

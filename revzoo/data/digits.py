@@ -62,7 +62,7 @@ def load_digits(options: DataOptions, input: ImageInput, seed: int) -> tuple[Dig
         size = "x".join(map(str, input.size))
         raise DataError(
             f"Digits are images of 1 channel and 8x8 pixels. Received: a model for {input.channels} channels and {size}. "
-            "Use model.name=rev_vit_digits or revnet_digits, or model.overrides=[input.channels=1, 'input.size=[8,8]']."
+            "Use model.name=rev_vit_digits or revnet_digits, or model.overrides=[input.channels=1,input.size=[8,8]]."
         )
     if options.shift >= 8:
         raise DataError(f"Digits have 8x8 pixels. Received: data.shift={options.shift}. Use data.shift=7 or less.")

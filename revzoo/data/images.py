@@ -195,13 +195,13 @@ def _describe_misfit(shapes: Sequence[tuple[int, int, bool]], input: ImageInput)
         lost, overrides = ["colours"], ["input.channels=3"]
     if side >= _MUCH * taken and taken < 224:
         best = min(side // 32 * 32 or side, 224)
-        lost, overrides = [*lost, "details"], [*overrides, f"'input.size=[{best},{best}]'"]
+        lost, overrides = [*lost, "details"], [*overrides, f"input.size=[{best},{best}]"]
     kind = f"images of about {side} pixels a side{' in colour' if in_colour else ''}"
     takes = f"the model takes {input.size[0]}x{input.size[1]} pixels{' in grey' if input.channels == 1 else ''}"
     if lost:
         return [
             f"{kind}, and {takes}: {' and '.join(lost)} are lost. Use a model for larger images in colour (revzoo list), or "
-            f"model.overrides=[{', '.join(overrides)}]"
+            f"model.overrides=[{','.join(overrides)}]"
         ]
     if taken >= _MUCH * side:
         return [f"{kind}, and {takes}: they are enlarged. A model for smaller images (revzoo list) takes less time and memory"]

@@ -43,13 +43,20 @@ def make_mask(spec: Spec, x: Tensor, attention_mask: Tensor | None, parameter: T
         return _make_token_mask(spec.input, x, attention_mask)
     expected = (spec.input.channels, *spec.input.size)
     if tuple(x.shape[1:]) != expected:
-        raise InputError(
-            f"{spec.name} takes images (B, {', '.join(map(str, expected))}). Received: {tuple(x.shape)}. "
-            "Another size is set with overrides=['input.size=[H,W]']."
-        )
+        takes = f"{spec.name} takes images (B, {', '.join(map(str, expected))})."
+        raise InputError(f"{takes} Received: {tuple(x.shape)}. {_hint_at(expected, x)}")
     if attention_mask is not None:
         raise InputError(f"{spec.name} takes images, which have no attention mask. Received: an attention mask. Leave it out.")
     return None
+
+
+def _hint_at(expected: tuple[int, ...], x: Tensor) -> str:
+    """Return what to change for images (channels, H, W) where a batch has another shape."""
+    if tuple(x.shape) == expected:
+        return "One image is x[None]."
+    if x.dim() == 4 and x.shape[1] != expected[0]:
+        return f"Another number of channels is set with overrides=['input.channels={x.shape[1]}']."
+    return "Another size is set with overrides=['input.size=[H,W]']."
 
 
 def _make_token_mask(text: TextInput, x: Tensor, attention_mask: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import torch
 
 from revzoo.errors import BudgetError, InputError
-from revzoo.format import format_bytes
+from revzoo.format import format_bytes, format_seconds
 from revzoo.model.network import Model
 from revzoo.planning.budget import free_bytes, parse_budget
 from revzoo.planning.plan import Plan, Solver
@@ -88,8 +88,8 @@ class BatchPlan:
     def __str__(self) -> str:
         return (
             f"{self.plan}\nbatch {self.batch} of {self.rows[0].batch} to {self.rows[-1].batch} is best: "
-            f"{self.samples_per_second:.4g} samples a second ({self.seconds:.4g} s a training step measured, "
-            f"{self.predicted_seconds:.4g} s predicted)"
+            f"{self.samples_per_second:.4g} samples a second ({format_seconds(self.seconds)} a training step measured, "
+            f"{format_seconds(self.predicted_seconds)} predicted)"
         )
 
 

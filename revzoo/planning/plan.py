@@ -11,7 +11,7 @@ from torch import nn
 
 from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import PlanError
-from revzoo.format import format_bytes, format_spread
+from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.schedule import PhasePeak
@@ -132,7 +132,7 @@ class Plan:
         work = (
             f"{self.extra_flops:.2e} FLOPs more than storing"
             if self.seconds is None
-            else f"{self.seconds:.4g} s{format_spread(self.spread)} a training step"
+            else f"{format_seconds(self.seconds)}{format_spread(self.spread)} a training step"
         )
         lines = [
             f"{self.setting.model}, {self.setting.describe()}",

@@ -12,7 +12,7 @@ from torch import nn
 from revzoo.analysis.chains import find_block_chains
 from revzoo.analysis.dry_run import accumulated_gradients, require_module
 from revzoo.errors import BudgetError, InputError, UnknownNameError
-from revzoo.format import format_bytes
+from revzoo.format import format_bytes, format_seconds
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.profiling.count import count_peak
@@ -199,7 +199,7 @@ def plan_from_profile(
     if serial is None:
         return replace(ahead, seconds=times[0].seconds, spread=times[0].spread)
     without, beside = (each.seconds for each in times)
-    note = f"A training step takes {beside:.4g} s with look-ahead, {without:.4g} s without."
+    note = f"A training step takes {format_seconds(beside)} with look-ahead, {format_seconds(without)} without."
     best = int(beside < LARGEST_RATIO * without)
     return replace(
         candidates[best], seconds=times[best].seconds, spread=times[best].spread, notes=(*candidates[best].notes, note)

@@ -207,12 +207,25 @@ def _read_override(override: str) -> YamlNode:
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={match[2]}"]))
     except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        hint = (
-            f" Quote what stands in a list and has brackets itself: {path}=['input.size=[96,96]']." if "=" in match[2] else ""
-        )
-        allowed = "a YAML value, such as 3, text, [1, 2] or {key: value}"
-        raise SpecError([SpecProblem(OVERRIDE, path, repr(match[2][:200]), allowed, hint)]) from error
+        values = {"value": _split_overrides(match[2])}
+        if not values["value"]:
+            allowed = "a YAML value, such as 3, text, [1, 2] or {key: value}"
+            raise SpecError([SpecProblem(OVERRIDE, path, repr(match[2][:200]), allowed)]) from error
     return YamlNode.from_plain(values["value"], OVERRIDE, path)
+
+
+def _split_overrides(text: str) -> list[str]:
+    """Return the overrides in a list without quotation marks, which a shell removes: [a=[1,2],b=3]; none if it is not one."""
+    items, depth = [""], 0
+    for char in text[1:-1]:
+        depth += (char in "[{") - (char in "]}")
+        if char == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += char
+    items = [item.strip() for item in items]
+    is_list = text.startswith("[") and text.endswith("]") and depth == 0
+    return items if is_list and all(_OVERRIDE.fullmatch(item) for item in items) else []
 
 
 def _apply(base: YamlNode, value: YamlNode, depth: int = 0) -> YamlNode:

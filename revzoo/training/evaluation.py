@@ -20,7 +20,7 @@ from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, join_names, quote
-from revzoo.format import format_bits
+from revzoo.format import count_noun, format_bits
 from revzoo.model.create import create
 from revzoo.model.network import Model
 from revzoo.spec.loading import load_spec
@@ -57,7 +57,8 @@ class Scores:
 
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}{format_bits(self.loss, self.label_noun, prefix=', ')}"
-        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {loss} on {self.count} {self.label_noun}"
+        labels = count_noun(self.count, self.label_noun.removesuffix("s"))
+        return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {loss} on {labels}"
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from accelerate.utils import broadcast_object_list
 from revzoo.display.console import show_status
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.file import sync
+from revzoo.format import count_noun
 from revzoo.planning.plan import Plan
 from revzoo.training.budget import apply_plan, save_plan
 from revzoo.training.change import check_changes, needs_new_plan
@@ -220,7 +221,7 @@ def _go_on(run: Run, changes: dict[str, str]) -> Summary:
     plan = _apply_plan(run, anew=shared_anew or needs_new_plan(changes))
     save_plan(run, plan)
     call_on_main(run.accelerator, lambda: run.folder.drop_records_after(run.progress.epoch))
-    done = f"{run.progress.epoch} epochs and {run.progress.batch} batches"
+    done = f"{count_noun(run.progress.epoch, 'epoch')} and {count_noun(run.progress.batch, 'batch', 'es')}"
     run.display.console.print(f"Resuming after {done}: {run.folder.path}")
     if shared_anew:
         run.display.console.print(f"Processes: {processes[0]} before, {processes[1]} now, which share the same batches.")

@@ -57,7 +57,7 @@ def find_ineffective_settings(recipe: Recipe) -> list[str]:
         if f.name in names and getattr(options, f.name) != f.default
     ]
     if recipe.schedule.warmup_epochs >= recipe.train.epochs:
-        lines.append(f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} lasts all {recipe.train.epochs} epochs")
+        lines.append(f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} lasts all of train.epochs={recipe.train.epochs}")
     return lines
 
 

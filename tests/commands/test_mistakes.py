@@ -160,3 +160,10 @@ def test_system_errors_are_reported_without_a_traceback(refused, monkeypatch):
     monkeypatch.setattr("revzoo.spec.list_models", list_models)
     allowed = "Change its permissions, or name another place."
     assert refused("list") == f"cannot read or write specs/a.yaml: Permission denied. {allowed}\n"
+
+
+def test_what_to_type_has_quotation_marks_where_a_shell_needs_them(refused, tmp_path):
+    folder = tmp_path / "my photos"
+    folder.mkdir()
+    assert f"overrides without dashes: 'data.root={folder}'." in refused("train", "--data", folder)
+    assert f"Overrides look like 'data.root={folder}'." in refused("train", "images", folder)

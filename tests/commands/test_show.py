@@ -6,6 +6,7 @@ import pytest
 
 import revzoo
 from revzoo.analysis.report import report_model
+from revzoo.checkpoint.files import save_weights
 
 
 @pytest.fixture
@@ -32,6 +33,23 @@ def test_json_is_the_report_and_nothing_else(file, model, run):
 def test_overrides_follow_the_name(model, run):
     printed = json.loads(run("show", "rev_vit_digits", "stages.0.depth=1", "num_classes=7", "--json", "--batch", 3))
     assert (printed["outputs"], printed["steps"]) == (7, 2)
+
+
+def test_the_weights_are_those_of_the_folder_and_not_those_that_ship_for_another_size(run, tmp_path):
+    shipped = json.loads(run("show", "rev_vit_digits", "--json", "--batch", 2))["weights"]
+    assert (shipped["file"], shipped["command"]) == ("rev_vit_digits.safetensors", "revzoo train digits")
+    assert json.loads(run("show", "rev_vit_digits", "stages.0.depth=1", "--json", "--batch", 2))["weights"] is None
+    model, folder = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1"]), tmp_path / "trained"
+    folder.mkdir()
+    (folder / "spec.yaml").write_text(model.spec.to_yaml())
+    (folder / "config.yaml").touch()
+    assert json.loads(run("show", folder, "--json", "--batch", 2))["weights"] is None
+    file = folder / "best.safetensors"
+    save_weights(model, file, {"revzoo.top1": repr(54.5454)})
+    assert json.loads(run("show", folder, "--json", "--batch", 2))["weights"]["metric"] == {"top1": 54.5454}
+    assert f"{file} (top1 54.55)" in "".join(run("show", folder, "--batch", 2).split("\n")[-3:])
+    file.write_text("damaged")
+    assert json.loads(run("show", folder, "--json", "--batch", 2))["weights"]["metric"] == {}
 
 
 def test_the_picture_comes_with_the_text(file, run, tmp_path):

@@ -193,10 +193,10 @@ LOST = (
     [
         (
             (96, 120), True, GREY,
-            LOST.format(96, " in colour", "colours and details", "input.channels=3, 'input.size=[96,96]'"),
+            LOST.format(96, " in colour", "colours and details", "input.channels=3,input.size=[96,96]"),
         ),
         ((8, 8), True, GREY, LOST.format(8, " in colour", "colours", "input.channels=3")),
-        ((32, 32), False, GREY, LOST.format(32, "", "details", "'input.size=[32,32]'")),
+        ((32, 32), False, GREY, LOST.format(32, "", "details", "input.size=[32,32]")),
         ((31, 31), False, GREY, None),
         (
             (8, 8), False, ImageInput("image", 3, (32, 32)),

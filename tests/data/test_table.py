@@ -119,7 +119,17 @@ def test_a_missing_dependency_is_named(error, message):
     [
         ("train.csv", b"", "train.csv is empty."),
         ("train.csv", b"text,label\n", "train.csv has no rows."),
-        ("train.csv", b"text,label\nfine,a\ncaf\xe9,b\n", "train.csv is not UTF-8: row 3, byte 21 of the file is b'\\xe9'."),
+        ("train.csv", b"text,label\nfine,a\ncaf\xe9,b\n", "train.csv is not UTF-8: line 3, byte 21 of the file is b'\\xe9'."),
+        (
+            "train.csv",
+            b'text;label\n"fine, so";a\n',
+            "train.csv has semicolons between its columns; the name says commas. Save it with commas.",
+        ),
+        (
+            "train.csv",
+            b"\ntext\tlabel\nfine\ta\n",
+            "train.csv has tabs between its columns; the name says commas. Save it with commas, or call it .tsv.",
+        ),
         ("train.csv", b"text,label\nfine,a\n,b\n", "train.csv, row 2: the column 'text' is empty."),
         ("train.csv", b"text,label\nfine,a\nalso,\n", "train.csv, row 2: the column 'label' has no label."),
         (
@@ -166,7 +176,7 @@ def test_a_missing_dependency_is_named(error, message):
         (
             "train.csv",
             "text,label\nfine,a\n".encode("utf-16"),
-            "train.csv is not UTF-8: row 1, byte 0 of the file is b'\\xff'. Convert it, for example with iconv -f utf-16",
+            "train.csv is not UTF-8: line 1, byte 0 of the file is b'\\xff'. Convert it, for example with iconv -f utf-16",
         ),
         (
             "test.jsonl",

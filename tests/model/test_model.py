@@ -122,9 +122,14 @@ def test_images_of_any_other_size_or_number_of_channels_are_refused(name, change
     model, (dimension, more) = revzoo.create(name, device="meta"), change
     shape = [1, 1, 8, 8]
     shape[dimension] += more
-    message = rf"{name} takes images \(B, 1, 8, 8\)\. Received: \({', '.join(map(str, shape))}\)\. Another size is set with"
-    with pytest.raises(InputError, match=message):
+    message = rf"{name} takes images \(B, 1, 8, 8\)\. Received: \({', '.join(map(str, shape))}\)\. "
+    hint = (
+        rf"number of channels is set with overrides=\['input.channels={shape[1]}'\]" if dimension == 1 else "size is set with"
+    )
+    with pytest.raises(InputError, match=f"{message}Another {hint}"):
         model(torch.empty(shape, device="meta"))
+    with pytest.raises(InputError, match=r"Received: \(1, 8, 8\)\. One image is x\[None\]\."):
+        model(torch.empty(1, 8, 8, device="meta"))
 
 
 @pytest.mark.parametrize("change", [(1, 1), (1, -1), (2, 1), (2, -1), (3, 1)])
@@ -192,7 +197,7 @@ def test_features_and_head():
 
 def test_a_wrong_image_is_named():
     model = revzoo.create("rev_vit_digits")
-    with pytest.raises(InputError, match=r"takes images \(B, 1, 8, 8\)\. Received: \(2, 3, 8, 8\)\. .*'input\.size"):
+    with pytest.raises(InputError, match=r"takes images \(B, 1, 8, 8\)\. Received: \(2, 3, 8, 8\)\. .*'input\.channels=3'"):
         model(torch.zeros(2, 3, 8, 8))
 
 

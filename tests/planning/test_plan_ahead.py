@@ -7,6 +7,7 @@ import torch
 
 import revzoo
 from revzoo.errors import BudgetError, InputError, PlanError
+from revzoo.format import format_seconds
 from revzoo.planning import planner
 from revzoo.planning.plan import Plan
 from revzoo.planning.planner import enforce_budget, plan_from_profile
@@ -113,7 +114,7 @@ def test_the_faster_is_kept(seconds, kept, timed, tiny, x, budget, takes):
     takes(seconds)
     plan = plan_from_profile(tiny, x, timed, budget, lookahead="auto")
     expected = enforce_budget(tiny, x, timed, revzoo.solve(timed, budget, lookahead=kept))
-    note = f"A training step takes {seconds:.4g} s with look-ahead, 1 s without."
+    note = f"A training step takes {format_seconds(seconds)} with look-ahead, 1 s without."
     assert plan == replace(expected, seconds=(1.0, seconds)[kept], spread=0.02, notes=(*expected.notes, note))
 
 

@@ -122,7 +122,7 @@ def test_the_spread_is_saved_with_the_profile_and_printed_with_the_plan(tiny, tm
     profile = replace(profile, timing=timing.Timing(0.5, (0.1,) * units, (extra,) * units, 0.025, 16))
     plan = revzoo.solve(profile, "8GiB")
     assert plan.spread == 0.025
-    assert "7 store; 0.5 s +- 2.5 % a training step" in str(plan)
+    assert "7 store; 500 ms +- 2.5 % a training step" in str(plan)
     plan.save(tmp_path / "plan.json")
     assert revzoo.Plan.load(tmp_path / "plan.json") == plan
 

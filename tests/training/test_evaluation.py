@@ -35,6 +35,7 @@ def test_scores_by_hand():
     assert scores == Scores(200 / 7, 500 / 7, pytest.approx(loss), 7)
     assert model.training
     assert str(scores) == f"top-1 28.57 %, top-5 71.43 %, loss {loss:.4f} on 7 images"
+    assert str(Scores(0.0, 0.0, 0.5, 1)).endswith("loss 0.5000 on 1 image")
 
 
 @pytest.mark.parametrize("ema", ["null", "{decay: 0.9}"])

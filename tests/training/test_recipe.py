@@ -38,6 +38,19 @@ def test_every_recipe():
         assert load_spec(recipe.model.name).name == recipe.model.name
 
 
+@pytest.mark.parametrize(
+    ("typed", "overrides"),
+    [
+        ("[input.size=[64,64]]", ("input.size=[64,64]",)),
+        ("['input.size=[64,64]']", ("input.size=[64,64]",)),
+        ("[input.channels=3, input.size=[64, 64]]", ("input.channels=3", "input.size=[64, 64]")),
+        ("[head={type: token_linear}, stem.patch=2]", ("head={type: token_linear}", "stem.patch=2")),
+    ],
+)
+def test_a_list_of_overrides_may_have_lost_its_quotation_marks_in_a_shell(typed, overrides):
+    assert load_recipe("digits", [f"model.overrides={typed}"]).model.overrides == overrides
+
+
 def test_published_numbers():
     """Images per update, updates and milestones of the sources."""
     cifar, imagenet = (load_recipe(name, ["data.root=images"]) for name in ("revnet_cifar", "revnet_imagenet"))
@@ -187,7 +200,7 @@ def test_settings_without_effect_are_named(recipe):
         "data.augment has no effect with digits",
         "optimizer.momentum has no effect with adamw",
         "schedule.min_lr has no effect with constant",
-        "schedule.warmup_epochs=2 lasts all 2 epochs",
+        "schedule.warmup_epochs=2 lasts all of train.epochs=2",
     ]
     idle = [
         "schedule.warmup_epochs=0",

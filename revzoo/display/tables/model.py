@@ -135,8 +135,10 @@ def _compare(name: str, expected: object, report: ModelReport) -> str:
 
 
 def describe_weights(report: ModelReport) -> str:
-    """Return a line about the weights that ship for the model, or "none"."""
+    """Return a line about the weights that ship for the model or are in its folder, or "none"."""
     if report.weights is None:
         return "none"
-    metric = ", ".join(f"{name} {value:g}" for name, value in report.weights["metric"].items())
-    return f"{report.weights['file']} ({metric}; trained by: {report.weights['command']})"
+    facts = [", ".join(f"{name} {value:.4g}" for name, value in report.weights["metric"].items())]
+    if report.weights["command"] is not None:
+        facts.append(f"trained by: {report.weights['command']}")
+    return f"{report.weights['file']} ({'; '.join(facts)})" if facts != [""] else report.weights["file"]
