@@ -114,16 +114,24 @@ def _read_columns(file: Path) -> dict[str, list[Any]]:
     return _read_csv(file, content) if TABLES[suffix] == "csv" else _read_dataset(file, content)
 
 
+def _require_delimiter(file: Path, header: str) -> None:
+    """Raise DataError if another character than the one that the file's name promises stands between the columns."""
+    delimiter, noun = _DELIMITERS[file.suffix.lower()]
+    found = next((char for char in ";\t," if char in header), delimiter)
+    if delimiter in header or found == delimiter:
+        return
+    other, remedy = {
+        ";": ("semicolon", f"Save it with {noun}s"),
+        "\t": ("tab", f"Save it with {noun}s, or call it .tsv"),
+        ",": ("comma", f"Save it with {noun}s, or call it .csv"),
+    }[found]
+    raise DataError(f"{file} has {other}s between its columns; the name says {noun}s. {remedy}.")
+
+
 def _read_csv(file: Path, content: str) -> dict[str, list[Any]]:
     """Return the columns of a CSV or TSV file as strings: a label 007 is not 7, and NA is a text like any other."""
     delimiter, noun = _DELIMITERS[file.suffix.lower()]
-    first = content.lstrip("\ufeff\r\n").partition("\n")[0]
-    other = next((each for char, each in ((";", "semicolon"), ("\t", "tab"), (",", "comma")) if char in first), noun)
-    if delimiter not in first and other != noun:
-        remedy = f"Save it with {noun}s" + (
-            f", or call it .{'tsv' if other == 'tab' else 'csv'}" if other != "semicolon" else ""
-        )
-        raise DataError(f"{file} has {other}s between its columns; the name says {noun}s. {remedy}.")
+    _require_delimiter(file, content.lstrip("\ufeff\r\n").partition("\n")[0])
     reader = csv.reader(StringIO(content.removeprefix("\ufeff"), newline=""), delimiter=delimiter, strict=True)
     try:
         with _long_fields():

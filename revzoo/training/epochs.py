@@ -16,6 +16,7 @@ from revzoo.data.random import reseed
 from revzoo.display.figures.curves import plot_curves
 from revzoo.errors import RecoveryError
 from revzoo.file import write_atomically
+from revzoo.format import count_noun
 from revzoo.model.compile_steps import compile_steps
 from revzoo.training.clipping import clip_gradients_
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
@@ -93,7 +94,8 @@ def _has_lost_patience(run: Run) -> bool:
     patience, progress = run.recipe.train.patience, run.progress
     if patience is None or progress.epoch - progress.best_epoch < patience:
         return False
-    run.display.console.print(f"Stopping early: no better top-1 in the last {progress.epoch - progress.best_epoch} epochs.")
+    waited = count_noun(progress.epoch - progress.best_epoch, "epoch")
+    run.display.console.print(f"Stopping early: no better top-1 in the last {waited}.")
     return True
 
 

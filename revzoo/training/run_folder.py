@@ -28,6 +28,7 @@ from typing import Any
 from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, InputError, quote
 from revzoo.file import sync, write_atomically
+from revzoo.format import count_noun
 from revzoo.spec.names import BEST_WEIGHTS, find_beside, find_inside
 from revzoo.training.seal import find_damage, seal
 
@@ -276,7 +277,8 @@ class RunFolder:
         """
         if epoch and not self.metrics.is_file():
             raise CheckpointError(
-                f"There is no {self.metrics}, the metrics of {epoch} epochs. Put it back, or an empty file to go on."
+                f"There is no {self.metrics}, the metrics of {count_noun(epoch, 'epoch')}. Put it back, or an empty file to go "
+                "on."
             )
         kept = [json.dumps(record) + "\n" for record in self.read_records() if record["epoch"] <= epoch]
         write_atomically(self.metrics, lambda path: path.write_text("".join(kept)))

@@ -47,7 +47,7 @@ DAMAGE = {
         ("spec.yaml", None, "there is no spec.yaml in it"),
         ("config.yaml", None, "there is no config.yaml in it"),
         ("spec.yaml", b"name: [", "invalid YAML"),
-        ("metrics.jsonl", None, "There is no .*metrics.jsonl, the metrics of 1 epochs. Put it back"),
+        ("metrics.jsonl", None, "There is no .*metrics.jsonl, the metrics of 1 epoch. Put it back"),
     ],
 )
 def test_damaged_folders_are_not_resumed(copied, file, content, message):
