@@ -47,7 +47,7 @@ def test_the_weights_are_those_of_the_folder_and_not_those_that_ship_for_another
     file = folder / "best.safetensors"
     save_weights(model, file, {"revzoo.top1": repr(54.5454)})
     assert json.loads(run("show", folder, "--json", "--batch", 2))["weights"]["metric"] == {"top1": 54.5454}
-    assert f"{file} (top1 54.55)" in "".join(run("show", folder, "--batch", 2).split("\n")[-3:])
+    assert f"{file}(top154.55)" in "".join(run("show", folder, "--batch", 2).split())  # the path is broken into lines
     file.write_text("damaged")
     assert json.loads(run("show", folder, "--json", "--batch", 2))["weights"]["metric"] == {}
 
