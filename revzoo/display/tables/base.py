@@ -18,7 +18,7 @@ def make_plain_table(title: str) -> Table:
     """Return an empty table of names and values, without lines."""
     table = Table(title=title or None, show_header=False, box=None, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     return table
 
 
