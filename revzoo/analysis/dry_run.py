@@ -169,7 +169,9 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
 
 
 def linear_loss(outputs: Any) -> Tensor:
-    """Return the sum of all outputs that require a gradient. It saves no tensor for backward.
+    """Return the sum of all outputs that require a gradient, of complex ones that of their real parts.
+
+    It saves no tensor for backward.
 
     The gradient of `y.sum()` is one scalar expanded to the shape of y. Here it is a tensor with memory of its own, as after
     a real loss: its bytes are counted, and no kernel has to copy an expanded scalar first.
@@ -303,12 +305,12 @@ class Paths:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
-        ctx.shape = y.shape
-        return y.sum()
+        ctx.shape, ctx.dtype = y.shape, y.dtype
+        return y.sum().real
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].expand(ctx.shape).contiguous()
+        return grads[0].to(ctx.dtype).expand(ctx.shape).contiguous()
 
 
 def has_values(t: Tensor) -> bool:

@@ -315,7 +315,7 @@ def _compute_gradients(
 
 def _sum_with_random_weights(outputs: Any) -> Tensor:
     rng = torch.Generator().manual_seed(0)  # a constant gradient would vanish in a norm before the output
-    parts = [(y * torch.randn(y.shape, generator=rng).to(y)).sum() for y in select_differentiable(outputs)]
+    parts = [(y * torch.randn(y.shape, generator=rng).to(y)).sum().real for y in select_differentiable(outputs)]
     return sum(parts[1:], parts[0])
 
 

@@ -317,6 +317,25 @@ def test_what_cannot_be_planned_is_named(net):
         revzoo.plan(planned, IMAGES, "1GiB")
 
 
+class Spectrum(nn.Module):
+    """One that returns complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+
+    def forward(self, x):
+        return torch.fft.rfft(self.layers(x))
+
+
+def test_complex_outputs():
+    net, x = Spectrum(), torch.randn(512, 64)
+    stored = revzoo.measure_memory(net, x).peak_bytes
+    plan = revzoo.plan(net, x, int(0.8 * stored))
+    plan.apply(net)
+    assert revzoo.measure_memory(net, x).peak_bytes == plan.peak_bytes < 0.8 * stored
+
+
 class Transforming(nn.Module):
     """One that uses a transform of torch.func."""
 
