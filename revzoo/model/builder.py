@@ -14,6 +14,7 @@ from revzoo.bijection import Bijection, SpaceToDepth
 from revzoo.errors import InputError, PartArgumentError, RevzooError, SpecError, SpecProblem
 from revzoo.model.network import Block, Model, Stage
 from revzoo.parts.context import BuildContext, Shape
+from revzoo.plugin import describe_failure
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
 from revzoo.spec import Input, Part, Spec, StageSpec, TextInput, to_plain
 
@@ -113,15 +114,18 @@ class _Builder:
 
     def _make(self, registry: Registry, part: Part, *context: BuildContext) -> Any:
         """Return the built part, or None if it cannot be built; the reason is then among the problems."""
+        make = registry[part.type]
         try:
-            return registry[part.type](*context, **part.arguments)
+            return make(*context, **part.arguments)
         except PartArgumentError as error:
             self._add_problem(f"{part.path}.{error.argument}", error.received, error.allowed)
         except RevzooError as error:
             self._add_problem(part.path, to_plain(part), str(error).rstrip("."))
         except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:  # torch does not say which argument is wrong
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self._add_problem(part.path, to_plain(part), f"a size that torch can build ({reason})")
+            who, reason = "torch", f"{type(error).__name__}: {error}".partition("\n")[0]
+            if not make.__module__.startswith("revzoo."):  # whose author wants to know the line
+                who, reason = part.type, describe_failure(error)
+            self._add_problem(part.path, to_plain(part), f"a size that {who} can build ({reason})")
         return None
 
     def _add_problem(self, path: str, received: object, allowed: str) -> None:

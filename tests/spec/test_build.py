@@ -1,5 +1,6 @@
 """Every shipped spec builds, and what it expects of itself holds."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import revzoo
 from revzoo.errors import InputError, SpecError
+from revzoo.registry import branches
 from revzoo.spec import Part
 
 # The largest networks are built in slow tests only; of the others, some of every family are also run.
@@ -165,6 +167,19 @@ def test_what_only_torch_can_refuse_is_named_too():
     (problem,) = problems("rev_vit_digits", f"stages.0.g.ratio={1e300}")
     assert problem.startswith("stages.0.g: found {'type': 'mlp', 'ratio': 1e+300")
     assert "; allowed: a size that torch can build (" in problem
+
+
+def test_the_line_of_a_part_of_ones_own_is_named(monkeypatch):
+    class Strict(torch.nn.Module):
+        def __init__(self, context, *, size: int = 3):
+            raise ValueError(f"{size} is odd")
+
+    monkeypatch.setitem(branches._entries, "strict", Strict)
+    line = inspect.getsourcelines(Strict)[1] + 2
+    with pytest.raises(
+        SpecError, match=rf"a size that strict can build \(ValueError: 3 is odd, in line {line} of {__file__}\)"
+    ):
+        revzoo.create("irevnet_digits", overrides=["stages=[{depth: 1, width: 64, f: {type: strict}}]"])
 
 
 def test_the_arguments_of_a_twin_are_a_mapping():
