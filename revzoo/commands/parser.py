@@ -1,6 +1,7 @@
 """What the commands share: the argument parser, types of arguments, and checks that come before any work."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -117,7 +118,8 @@ def batch_or_range(text: str) -> int | tuple[int, int]:
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     """Split positional arguments into names and PATH=VALUE overrides; the name of an existing file is no override."""
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    # Unlike pathlib's, os.path.exists does not raise for an override that is longer than the name of a file may be.
+    overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     return [word for word in words if word not in overrides], overrides
 
 

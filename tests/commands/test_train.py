@@ -43,6 +43,11 @@ def result_of(printed: str) -> str:
     return line
 
 
+def test_an_override_may_be_longer_than_the_name_of_a_file(run):
+    """Its words are looked for among the files."""
+    assert "num_outputs: 10" in run("train", "digits", "model.num_outputs=10" + " " * 300, "--print-config")
+
+
 def test_a_loss_that_is_not_finite_is_status_1(capsys, monkeypatch):
     scores = Scores(10.0, 50.0, float("nan"), 355)
     monkeypatch.setattr("revzoo.training.evaluation.evaluate_checkpoint", lambda path, overrides: scores)
