@@ -1,5 +1,6 @@
 """Modules that are not the zoo's, as they are named on a command line."""
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,15 +52,24 @@ def _create_transformers(folder: Path, size: int) -> "tuple[nn.Module, Any]":
 
     with explain_missing("transformers", "Folders with a config.json"):
         import transformers
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    model = transformers.AutoModel.from_config(config) if architecture is None else architecture(config)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        architecture = getattr(transformers, (config.architectures or [""])[0], None)
+        model = transformers.AutoModel.from_config(config) if architecture is None else architecture(config)
+    except Exception as error:  # Transformers raises anything for a configuration that it does not know, or that is damaged
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200)
+        raise InputError(f"Transformers makes no network of {folder / 'config.json'} ({reason}). Correct it there.") from error
     model.train()
     if model.main_input_name == "pixel_values":
         side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
         return model, {"pixel_values": torch.randn(size, config.num_channels, side, side)}
+    if model.main_input_name != "input_ids":
+        raise InputError(
+            f"Batches are made for networks of images or texts. Received: {folder}, a {type(model).__name__} of "
+            f"{model.main_input_name}. Name a function of yours that returns module and batch: package.module:function."
+        )
     length = min(_LONGEST_TEXT, getattr(config, "max_position_embeddings", _LONGEST_TEXT))
-    return model, {model.main_input_name: torch.randint(config.vocab_size, (size, length))}
+    return model, {"input_ids": torch.randint(config.vocab_size, (size, length))}
 
 
 def _call_function(name: str, size: int | None) -> "tuple[nn.Module, Any]":

@@ -25,8 +25,9 @@ SUMMARY = "Find the fastest mix of modes that fits a memory budget."
 
 _LOOKAHEADS: dict[str, "LookaheadOption"] = {"0": 0, "1": 1, "auto": "auto"}
 _OF_RANKS = ("--shard", "--nodes", "--offload", "--tensor-parallel")
-_OF_THE_ZOO = ("--estimate", "--device", "--lookahead", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
 _OF_RUNNING = ("--device", "--estimate", "--lookahead")
+_OF_THE_ZOO = (*_OF_RUNNING, "--dtype", "--meta", "--loss", "--accumulate", "--ranks", *_OF_RANKS)
+_DEFAULTS = {"--dtype": "float32", "--lookahead": "0"}  # of those that have one
 
 
 def declare(parser: Parser) -> None:
@@ -165,9 +166,9 @@ def _plan_any_module(arguments: argparse.Namespace, name: str, overrides: Sequen
 
 
 def _list_given(arguments: argparse.Namespace, options: Iterable[str]) -> list[str]:
-    """Return those of the options that have another value than by default, which is none, False or "0"."""
+    """Return those of the options that have another value than by default."""
     values = {option: getattr(arguments, option.strip("-").replace("-", "_")) for option in options}
-    return [option for option, value in values.items() if value is not None and value is not False and value != "0"]
+    return [name for name, value in values.items() if not (value is None or value is False or value == _DEFAULTS.get(name))]
 
 
 def _plan_batch(arguments: argparse.Namespace, model: "Model") -> "Plan":

@@ -81,6 +81,7 @@ def test_times_are_measured_where_asked_for(own, run):
         ("plan my_net:make --budget lots", "A budget is bytes, a size such as '8GiB', a share such as '60%', or 'auto'. "),
         ("plan my_net:make --budget 1GiB --batch 4", "my_net:make makes its own batch. Received: --batch 4. Leave it out."),
         ("plan my_net:make --budget 1GiB --meta", "Only models of the zoo take --meta. Received: my_net:make."),
+        ("plan my_net:make --budget 1GiB --dtype bfloat16", "Only models of the zoo take --dtype. Received: my_net:make."),
         ("plan my_net:make_nothing --budget 1GiB", "my_net:make_nothing has to return a module and a batch. Received: Net."),
         ("plan my_net:make_silent --budget 1GiB", "The forward of Silent returns no tensor, so there is no backward to plan. "),
         ("plan my_net:nowhere --budget 1GiB", "my_net has no function 'nowhere'. It has: "),
@@ -90,3 +91,21 @@ def test_times_are_measured_where_asked_for(own, run):
 )
 def test_mistakes(arguments, message, own, refused):
     assert refused(*arguments.split())[: len(message)] == message
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "Transformers makes no network of sounds/config.json (OSError: It looks like the config file at "),
+        ('{"a": 1}', "Transformers makes no network of sounds/config.json (ValueError: Unrecognized model in sounds. "),
+        (
+            '{"model_type": "wav2vec2", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 1}',
+            "Batches are made for networks of images or texts. Received: sounds, a Wav2Vec2Model of input_values.",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be_planned(config, message, tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sounds").mkdir()
+    (tmp_path / "sounds" / "config.json").write_text(config)
+    assert refused("plan", "sounds", "--budget", "1GiB")[: len(message)] == message
