@@ -75,7 +75,7 @@ class FolderImages(StoredImages):
 
     def list_contents(self) -> list[bytes]:
         """Return the names of the files within the folder of the classes."""
-        return [str(file.relative_to(self.path)).encode() for file in self.files]
+        return [os.fsencode(file.relative_to(self.path)) for file in self.files]  # also of a name that is not UTF-8
 
 
 def find_classes(folder: Path) -> ClassFolders:
@@ -91,6 +91,7 @@ def find_classes(folder: Path) -> ClassFolders:
     files: dict[str, list[Path]] = {}
     for entry in _list(folder, skipped):
         if _is_folder(entry):
+            _require_utf8(entry)
             inside = _walk(Path(entry.path), {_identify(folder)}, skipped)
             files[entry.name] = [Path(each.path) for each in inside if _is_image(each, suffixes, skipped)]
         elif entry.is_symlink() and not os.path.exists(entry.path):  # without it the labels of other classes would shift
@@ -106,6 +107,14 @@ def find_classes(folder: Path) -> ClassFolders:
     if empty := sorted(name for name, paths in files.items() if not paths):
         raise DataError(f"Class folders in {folder} without images in them: {join_names(empty)}. Fill or remove them.")
     return ClassFolders(folder, files, skipped)
+
+
+def _require_utf8(folder: "os.DirEntry[str]") -> None:
+    """Raise DataError unless the name of a class can be written to files and printed."""
+    try:
+        folder.name.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"The name of the class folder {folder.path!a} is not UTF-8. Rename it.") from error
 
 
 def list_images(folder: Path) -> list[Path]:

@@ -81,7 +81,13 @@ def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tu
         if not os.path.exists(file):  # unlike pathlib's, it does not raise for a name that no file can have
             what = "Texts are in tables or text files, a text in each line" if is_text else "Name images or folders of them"
             raise InputError(f"There is no file {str(file)[:300]}.{find_beside(str(file))} {what}.")
-        yield from _list_texts(file, column) if is_text else _list_images(file, model.spec.name)
+        inputs = _list_texts(file, column) if is_text else _list_images(file, model.spec.name)
+        yield from ((_make_printable(name), example) for name, example in inputs)
+
+
+def _make_printable(name: str) -> str:
+    """Return a file's name as it is, or with an escape for each byte that is not UTF-8."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _list_texts(file: Path, column: str) -> Iterator[tuple[str, str]]:

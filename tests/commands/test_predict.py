@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import numpy as np
 import pytest
@@ -37,6 +38,13 @@ def test_predictions_in_every_form(run, zero):
     assert head == ["input", "rank", "class", "probability"]
     assert [row[:3] for row in rows] == [[str(zero), "1", "0"]] * 2
     assert float(rows[0][3]) == pytest.approx(probabilities[0], abs=1e-5)
+
+
+def test_a_name_that_is_not_utf8_is_printed_with_escapes(run, zero):
+    other = os.path.join(os.fsencode(zero.parent), b"\xe9.png")
+    os.rename(zero, other)
+    [line] = run("predict", "rev_vit_digits", os.fsdecode(other), "--json").splitlines()
+    assert json.loads(line)["input"] == f"{zero.parent}/\\xe9.png"
 
 
 def test_texts_come_from_tables_and_lines(run, tmp_path, tables):

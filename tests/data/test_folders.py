@@ -148,6 +148,16 @@ def test_classes_are_in_natural_order_and_have_the_images_of_nested_folders(imag
     assert list(found.files) == ["class2", "class10"]
 
 
+def test_names_that_are_not_utf8(image_folder):
+    """Such as those of an archive that another system has packed: of images they may be, of classes not."""
+    cat = image_folder / "train" / "cat"
+    os.rename(cat / "0.png", os.path.join(os.fsencode(cat), b"\xe9.png"))
+    assert load(image_folder).describe_examples()["training"]["count"] == 8
+    os.rename(cat, os.path.join(os.fsencode(cat.parent), b"caf\xe9"))
+    with pytest.raises(DataError, match=r"The name of the class folder '.*/train/caf.udce9' is not UTF-8\. Rename it"):
+        load(image_folder)
+
+
 def test_names_of_splits_may_have_capitals(image_folder):
     """Otherwise Train and Val would be the classes, and what is in them their images."""
     plain = load(image_folder)
