@@ -232,7 +232,7 @@ def _open_published(name: str, root: Path, input: ImageInput) -> ImageSplits:
         raise DataError(f"{name} has images of {len(published.mean)} channels. Received: a model for {input.channels}.")
     try:
         train, test = (create_dataset(f"torch/{name}", root=str(root), split=split, download=False) for split in SPLITS)
-    except RuntimeError as error:
+    except Exception as error:  # files that end too early make torchvision raise anything
         raise DataError(
             f"No complete {name} in {root}: looked for the folder {published.folder} and its files. {published.how}, or set "
             "data.root to where it is."

@@ -1,5 +1,6 @@
 """Data sets of the user's own, and those that torchvision reads."""
 
+import os
 import re
 import struct
 import sys
@@ -275,3 +276,5 @@ def test_mnist(name, folder, tmp_path, refusal):
     torch.testing.assert_close(images[:, 0], (pixels / 255 - mean) / std, atol=1e-5, rtol=0)
     coloured = load_data(options, ImageInput("image", channels=3, size=(28, 28)), seed=0)
     torch.testing.assert_close(torch.cat([images for images, _ in coloured.test]), images.expand(-1, 3, -1, -1))
+    os.truncate(raw / "train-images-idx3-ubyte", 6)
+    assert refusal(options, grey).startswith(f"No complete {name} in {tmp_path}: ")
