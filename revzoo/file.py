@@ -23,7 +23,7 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.open("w").close()
+        partial.open("wb").close()
         mode = partial.stat().st_mode
         write(partial)
         partial.chmod(mode)
@@ -36,6 +36,11 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         with suppress(OSError):  # what the caller has to know is why writing failed
             partial.unlink()
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, as `write_atomically` does."""
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def sync(path: Path) -> None:

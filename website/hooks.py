@@ -35,7 +35,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what does not stand in docs/."""
-    table = json.loads((ROOT / "docs/zoo.json").read_text())
+    table = json.loads((ROOT / "docs/zoo.json").read_text(encoding="utf-8"))
 
     def add(uri: str, **source: Any) -> None:
         file = File.generated(config, uri, **source)
@@ -45,7 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(file)
 
     for source, page in TEXTS.items():
-        add(page, content=_move_to_docs((ROOT / source).read_text()))
+        add(page, content=_move_to_docs((ROOT / source).read_text(encoding="utf-8")))
     for asset in ASSETS:
         add(f"assets/{asset}", abs_src_path=str(HERE / asset))
     for picture in sorted((ROOT / "benchmarks/results").rglob("*.png")):
@@ -167,7 +167,7 @@ Activations are those at the peak of a training step in float32, for {row["batch
 ## Spec
 
 ```yaml
-{file.read_text()}```
+{file.read_text(encoding="utf-8")}```
 
 [All models](../zoo.md)
 """

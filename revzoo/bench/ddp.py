@@ -30,7 +30,7 @@ def check_ddp(methods: Sequence[Method]) -> Verdicts:
     with TemporaryDirectory() as folder:
         names = [method.name for method in methods]
         spawn(_run_rank, args=(Path(folder), names), nprocs=2)
-        verdicts: Verdicts = json.loads((Path(folder) / "verdicts.json").read_text())
+        verdicts: Verdicts = json.loads((Path(folder) / "verdicts.json").read_text(encoding="utf-8"))
     return verdicts
 
 
@@ -44,7 +44,7 @@ def _run_rank(rank: int, folder: Path, names: Sequence[str]) -> None:
             for setting in SETTINGS
         }
     if rank == 0:
-        (folder / "verdicts.json").write_text(json.dumps(verdicts))
+        (folder / "verdicts.json").write_text(json.dumps(verdicts), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ from torch import nn
 from revzoo.checkpoint.files import find_weights, save_weights
 from revzoo.checkpoint.writing import SHARD_BYTES, call_once
 from revzoo.errors import InputError
-from revzoo.file import write_atomically
+from revzoo.file import write_text
 from revzoo.spec.names import BEST_WEIGHTS, BYTES, CONVERTED_WEIGHTS, TOKENIZER
 from revzoo.spec.schema import Spec
 
@@ -42,7 +42,7 @@ def _begin(folder: Path, spec: Spec) -> None:
         raise InputError(f"No folder can be made at {folder} ({error}). Name another.") from error
     if find_weights(folder / BEST_WEIGHTS).exists():
         raise InputError(f"{folder} is the folder of a run, which keeps its own spec and weights. Name another.")
-    write_atomically(folder / "spec.yaml", partial(Path.write_text, data=spec.to_yaml()))
+    write_text(folder / "spec.yaml", spec.to_yaml())
 
 
 def _copy_tokenizer(model: nn.Module, folder: Path) -> None:
@@ -53,5 +53,4 @@ def _copy_tokenizer(model: nn.Module, folder: Path) -> None:
         return
     source = Path(name)
     if source.is_file() and not (target.exists() and target.samefile(source)):
-        text = source.read_text(encoding="utf-8")
-        write_atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(target, source.read_text(encoding="utf-8"))

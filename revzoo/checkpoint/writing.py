@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from revzoo.checkpoint.slices import RowOrder, gather_whole
-from revzoo.file import write_atomically
+from revzoo.file import write_atomically, write_text
 from revzoo.sharded import is_sharded
 from revzoo.spec.names import INDEX_SUFFIX
 
@@ -97,7 +97,7 @@ def _publish(path: Path, places: dict[str, str], total_size: int) -> None:
     if new != {path.name}:
         index = path.with_name(path.name + INDEX_SUFFIX)
         content = {"metadata": {"total_size": total_size}, "weight_map": places}
-        write_atomically(index, partial(Path.write_text, data=json.dumps(content, indent=2)))
+        write_text(index, json.dumps(content, indent=2))
         new |= {index.name}
     written = match_written(path)
     for other in path.parent.iterdir():

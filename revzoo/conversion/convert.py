@@ -319,7 +319,7 @@ def _write(folder: Path, model: Model, report: ConvertReport, unused: Mapping[st
             if unused:
                 write_tensors(writing / UNUSED_WEIGHTS, {key: tensor.contiguous() for key, tensor in unused.items()}, {})
             report.save(writing / "report.json")
-            (writing / "report.txt").write_text(f"{report}\n")
+            (writing / "report.txt").write_text(f"{report}\n", encoding="utf-8")
             _draw(report, writing / "report.png")
             if folder.exists():
                 folder.rmdir()

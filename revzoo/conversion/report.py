@@ -108,7 +108,7 @@ class ConvertReport:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         coupling = ", ".join(f"{key} {value}" for key, value in self.coupling.items() if key != "type")

@@ -181,7 +181,7 @@ def _read_info(root: Path) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        splits = json.loads(file.read_text())["splits"]
+        splits = json.loads(file.read_text(encoding="utf-8"))["splits"]
         return {name: dict(zip(split["filenames"], split["shard_lengths"], strict=True)) for name, split in splits.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from revzoo.data.table import read_lines
 from revzoo.errors import DataError, InputError, explain_missing, join_names, quote
-from revzoo.file import write_atomically
+from revzoo.file import write_text
 from revzoo.spec.names import BYTES
 from revzoo.spec.schema import TextInput
 
@@ -197,5 +197,5 @@ def train_tokenizer(
     tokenizer.train_from_iterator(texts, trainer)
     padding = special.index("<pad>" if kind == "bytes" else "[PAD]")
     tokenizer.enable_padding(pad_id=padding, pad_token=special[padding])
-    write_atomically(out, lambda path: path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8"))
+    write_text(out, tokenizer.to_str(pretty=True))
     return int(tokenizer.get_vocab_size()), padding

@@ -13,7 +13,7 @@ from revzoo import hub
 from revzoo.checkpoint.folder import save_folder
 from revzoo.checkpoint.writing import call_once
 from revzoo.errors import InputError
-from revzoo.file import write_atomically
+from revzoo.file import write_text
 from revzoo.model.card import CARD, write_card
 from revzoo.spec.schema import Spec
 
@@ -117,7 +117,6 @@ class HubMethods:
 
         def write() -> None:
             if not (folder / CARD).exists():
-                card = write_card(self.spec, model, source)
-                write_atomically(folder / CARD, lambda path: path.write_text(card, encoding="utf-8"))
+                write_text(folder / CARD, write_card(self.spec, model, source))
 
         call_once(write, model.parameters())

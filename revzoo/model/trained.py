@@ -47,5 +47,5 @@ def _create_from_file(file: Path, device: torch.device | str) -> Model:
         raise CheckpointError(f"{file} does not say of which network it is. Name the folder of a run, which has a spec.yaml.")
     with TemporaryDirectory() as folder:
         spec = Path(folder) / "spec.yaml"
-        spec.write_text(text)
+        spec.write_text(text, encoding="utf-8")
         return create(spec, checkpoint=file, device=device).eval()

@@ -83,7 +83,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
@@ -93,7 +93,7 @@ class Plan:
             PlanError: there is no such file, or it is not a plan.
         """
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
             if "schedule" in fields and fields.keys() != cls.__dataclass_fields__.keys():
                 raise ValueError("its fields are those of another version of revzoo")
             fields |= {key: tuple(fields[key]) for key in ("units", "schedule", "notes")}

@@ -172,7 +172,8 @@ def _read_yaml(path: Path) -> YamlNode:
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else TOP
         raise SpecError([SpecProblem(str(path), place, f"invalid YAML ({error.problem})", "valid YAML")]) from error
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:  # integers of 4,301 digits
-        received = f"an unreadable file ({textwrap.shorten(str(error), 200)})"
+        reason = str(error).replace(os.path.abspath(path), path.name)  # so that a long path hides nothing
+        received = f"an unreadable file ({textwrap.shorten(reason, 200)})"
         raise SpecError([SpecProblem(str(path), TOP, received, "a YAML file")]) from error
     if not isinstance(values, dict) or not values:
         received = "a list" if isinstance(values, list) else "an empty file"

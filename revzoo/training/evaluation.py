@@ -134,7 +134,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         overrides = [_set("data.text.tokenizer", tokenizer), *overrides]
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
-            (Path(folder) / name).write_text(texts[key])
+            (Path(folder) / name).write_text(texts[key], encoding="utf-8")
         recipe = load_recipe(folder, overrides)
         _refuse_ineffective(recipe, typed)
         return _load_and_evaluate(recipe, folder, checkpoint=checkpoint)

@@ -42,7 +42,7 @@ def hold_lock(file: Path, folder: Path, *, release: bool = False) -> Iterator[No
         LockedError: another process holds the lock, or one on another host did and may still run.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+") as stream:
+    with file.open("a+", encoding="utf-8") as stream:
         _acquire(stream, folder, release)
         try:
             _rewrite(stream, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))

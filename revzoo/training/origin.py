@@ -47,7 +47,7 @@ class Origin:
 
     def save(self, state: Path) -> None:
         """Write origin.json into the folder of a state."""
-        (state / ORIGIN).write_text(json.dumps(asdict(self)))
+        (state / ORIGIN).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, state: Path) -> "Origin":
@@ -57,7 +57,7 @@ class Origin:
             OSError: it is missing.
             ValueError, TypeError: it is damaged.
         """
-        return cls(**json.loads((state / ORIGIN).read_text()))
+        return cls(**json.loads((state / ORIGIN).read_text(encoding="utf-8")))
 
     def list_changes(self, now: "Origin") -> dict[str, str]:
         """Return what is different now, and in words what it was and is.

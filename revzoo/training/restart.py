@@ -62,7 +62,7 @@ def name_agent() -> str:
 def sign_folder(folder: RunFolder, agents: set[str]) -> None:
     """Write into the folder of a run which agents work on it."""
     if agents:
-        folder.job.write_text("\n".join(sorted(agents)))
+        folder.job.write_text("\n".join(sorted(agents)), encoding="utf-8")
 
 
 def name_agents() -> set[str]:
@@ -83,4 +83,4 @@ def find_own_folder(parent: Path, name: str, out: Path | None, agents: set[str])
         return None
     paths = [path for path in parent.glob("*") if is_numbered(path.name, name)] if out is None else [out]
     signed = (folder for folder in map(RunFolder, paths) if folder.job.is_file())
-    return next((folder for folder in signed if agents & set(folder.job.read_text().splitlines())), None)
+    return next((folder for folder in signed if agents & set(folder.job.read_text(encoding="utf-8").splitlines())), None)

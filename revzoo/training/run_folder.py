@@ -20,14 +20,13 @@ import shutil
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from revzoo.checkpoint.files import find_weights
 from revzoo.errors import CheckpointError, InputError, quote
-from revzoo.file import sync, write_atomically
+from revzoo.file import sync, write_text
 from revzoo.format import count_noun
 from revzoo.spec.names import BEST_WEIGHTS, find_beside, find_inside
 from revzoo.training.seal import find_damage, seal
@@ -102,7 +101,7 @@ class RunFolder:
     def write(self, files: dict[str, str]) -> None:
         """Write text files, given by name."""
         for name, text in files.items():
-            write_atomically(self.path / name, partial(Path.write_text, data=text))
+            write_text(self.path / name, text)
 
     def require_run(self) -> None:
         """Check that the folder is that of a run, whether or not its first state was saved.
@@ -161,7 +160,7 @@ class RunFolder:
         state = self.find_state()
         file = state / "progress.json"
         try:
-            content = json.loads(file.read_text())
+            content = json.loads(file.read_text(encoding="utf-8"))
             progress = None if "loss_sums" in content else Progress(**content)
         except (OSError, ValueError, TypeError) as error:
             raise self.explain_damage(file, error) from error
@@ -232,7 +231,7 @@ class RunFolder:
             keep: how many states stay.
             checksums: of the files whose checksums are known, by name.
         """
-        (written / "progress.json").write_text(json.dumps(asdict(progress), allow_nan=False))
+        (written / "progress.json").write_text(json.dumps(asdict(progress), allow_nan=False), encoding="utf-8")
         seal(written, checksums)
         state = self.states / _state_name(progress)
         replaced = self.states / f"replaced-{state.name}"
@@ -251,7 +250,7 @@ class RunFolder:
         Raises:
             CheckpointError: a line is damaged.
         """
-        text = self.metrics.read_text(errors="replace") if self.metrics.is_file() else ""
+        text = self.metrics.read_text(encoding="utf-8", errors="replace") if self.metrics.is_file() else ""
         return [self._parse_record(number, line) for number, line in enumerate(text.split("\n")[:-1], 1)]
 
     def _parse_record(self, number: int, line: str) -> dict[str, Any]:
@@ -265,7 +264,7 @@ class RunFolder:
 
     def append_record(self, record: dict[str, Any]) -> None:
         """Add the metrics of an epoch."""
-        with self.metrics.open("a") as file:
+        with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
         sync(self.metrics)
 
@@ -281,7 +280,7 @@ class RunFolder:
                 "on."
             )
         kept = [json.dumps(record) + "\n" for record in self.read_records() if record["epoch"] <= epoch]
-        write_atomically(self.metrics, lambda path: path.write_text("".join(kept)))
+        write_text(self.metrics, "".join(kept))
 
 
 def _state_name(progress: Progress) -> str:

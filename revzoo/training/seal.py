@@ -21,7 +21,8 @@ def seal(folder: Path, known: Mapping[str, str]) -> None:
     """
     files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
     checksums = folder / CHECKSUMS
-    checksums.write_text("".join(f"{known.get(path.name) or hash_file(path)}  {path.name}\n" for path in files))
+    lines = (f"{known.get(path.name) or hash_file(path)}  {path.name}\n" for path in files)
+    checksums.write_text("".join(lines), encoding="utf-8")
     mode = checksums.stat().st_mode  # that of any new file; some libraries write files that only their owner can read
     for path in (*files, checksums):
         path.chmod(mode)
@@ -32,7 +33,7 @@ def seal(folder: Path, known: Mapping[str, str]) -> None:
 def find_damage(folder: Path) -> str:
     """Return in words what is not as it was when the folder was sealed, or an empty string."""
     try:
-        lines = (folder / CHECKSUMS).read_text().splitlines()
+        lines = (folder / CHECKSUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return f"{CHECKSUMS} is missing or damaged"
     for line in lines:

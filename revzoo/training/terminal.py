@@ -42,7 +42,7 @@ def send_output_to(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    with (folder / f"process-{_rank()}.txt").open("a") as file:
+    with (folder / f"process-{_rank()}.txt").open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 

@@ -17,7 +17,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from PIL import Image
 
 from revzoo.errors import CheckpointError, RevzooError, SpecError, SpecProblem, quote
-from revzoo.file import write_atomically
+from revzoo.file import write_text
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import walk_leaves
 from revzoo.training.options import Recipe
@@ -74,7 +74,7 @@ class Tracking:
                     raise RevzooError(self._explain(name, error, begun=name in ids)) from error
             if self._trackers:
                 ids = {tracker.name: _identify(tracker) for tracker in self._trackers}
-                write_atomically(self._file, lambda path: path.write_text(json.dumps(ids)))
+                write_text(self._file, json.dumps(ids))
             yield
         finally:
             self._call_each(lambda tracker: tracker.finish())
@@ -127,7 +127,7 @@ class Tracking:
         if not (self._names and self._file.is_file()):
             return {}
         try:
-            ids = json.loads(self._file.read_text())
+            ids = json.loads(self._file.read_text(encoding="utf-8"))
         except ValueError:
             ids = None
         if not isinstance(ids, dict) or not all(isinstance(id, str) for id in ids.values()):
@@ -142,7 +142,7 @@ class Tracking:
                 tracker.log_artifact(str(file))
         elif tracker.name in ("tensorboard", "wandb"):
             indent = "    " if tracker.name == "tensorboard" else ""  # which shows Markdown: indented text is code
-            tracker.log({file.name: textwrap.indent(file.read_text(), indent) for file in files}, step=0)
+            tracker.log({file.name: textwrap.indent(file.read_text(encoding="utf-8"), indent) for file in files}, step=0)
 
     def _make(self, name: str, epoch: int, id: str | None) -> GeneralTracker:
         kind = LOGGER_TYPE_TO_CLASS[name]

@@ -1,11 +1,15 @@
-"""A file is written completely or not at all, and is on the disk when it gets its name."""
+"""A file is written completely or not at all, and is on the disk when it gets its name. Texts are in UTF-8 everywhere."""
 
+import ast
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
 from revzoo.file import sync, write_atomically
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_file_is_there_when_it_is_complete(tmp_path):
@@ -92,3 +96,20 @@ def test_a_file_that_cannot_be_synced_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="refused"):
         write_atomically(tmp_path / "file.txt", lambda partial: partial.write_text("new"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_text_has_the_encoding_of_the_system():
+    """A run goes on, and its folder is read, on a system with another one."""
+    found, number = list[str](), 0
+    for file in (ROOT / "zoo_cli.py", *(ROOT / "website").glob("*.py"), *(ROOT / "revzoo").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        texts = {node for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("read_text", "write_text")}
+        texts |= {
+            call.func for call in calls if call.args and ast.unparse(call.args[0]) in ("'r'", "'w'", "'a'", "'x'", "'a+'")
+        }
+        number += len(texts)
+        chosen = {call.func for call in calls if any(keyword.arg == "encoding" for keyword in call.keywords)}
+        found += [f"{file}:{node.lineno}" for node in texts - chosen]
+    assert number > 20
+    assert found == []

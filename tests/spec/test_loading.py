@@ -256,7 +256,7 @@ def test_base_by_name(write, monkeypatch):
         (
             "name: \x00",
             "(top level): found an unreadable file (unacceptable character #x0000: control characters are not allowed"
-            ' in "/bad.yaml", position 6); allowed: a YAML file.',
+            ' in "bad.yaml", position 6); allowed: a YAML file.',
         ),
         ("base: 3", "base: found 3; allowed: a path ending in .yaml, or one of none."),
         ("base: no", f"base: found false; allowed: a path ending in .yaml, or one of none.{QUOTE}"),
@@ -267,8 +267,7 @@ def test_base_by_name(write, monkeypatch):
 )
 def test_unreadable_file(write, monkeypatch, text, problem):
     monkeypatch.setattr(names, "data_root", lambda: Path("nowhere"))
-    shown = message(load_spec, write(text, "bad.yaml")).replace(str(Path.cwd()), "")
-    assert shown == f"1 problem found:\n  bad.yaml: {problem}"
+    assert message(load_spec, write(text, "bad.yaml")) == f"1 problem found:\n  bad.yaml: {problem}"
 
 
 def test_longer_cycle_is_shown(write):

@@ -76,7 +76,7 @@ class ModulePlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(asdict(self)) + "\n")
+        Path(path).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> "ModulePlan":
@@ -86,7 +86,7 @@ class ModulePlan:
             PlanError: there is no such file, or it is not a plan for a module.
         """
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
             graphs = tuple(GraphPlan(**{key: _freeze(value) for key, value in each.items()}) for each in fields["graphs"])
             schedules = _freeze(fields["schedules"])
             setting = {key: _freeze(value) for key, value in fields["setting"].items()}
