@@ -1,7 +1,10 @@
 """A recipe that trains in a second, and the comparison of runs."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +32,18 @@ _SHOWN = [
     (module, name, getattr(module, name))
     for module, name in ((WholeStep, "measure_modes"), (loop, "describe_gradients"), (epochs, "plot_curves"))
 ]
+# Trains as `revzoo train` does, and sends itself a signal when it has written the metrics of an epoch.
+SIGNALLED = """
+import os, sys, zoo_cli
+from revzoo.training.run_folder import RunFolder
+append, (epoch, signum) = RunFolder.append_record, map(int, sys.argv[1:3])
+def append_and_signal(folder, record):
+    append(folder, record)
+    if record["epoch"] == epoch:
+        os.kill(os.getpid(), signum)
+RunFolder.append_record = append_and_signal
+sys.exit(zoo_cli.main(["train", *sys.argv[3:]]))
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,6 +61,18 @@ def shown(monkeypatch) -> None:
     """Show everything, as outside of the tests."""
     for module, name, function in _SHOWN:
         monkeypatch.setattr(module, name, function)
+
+
+@pytest.fixture
+def start_training(tmp_path: Path) -> Callable[..., subprocess.Popen]:
+    """Return a function that trains in a process of its own, in `tmp_path`, which sends itself a signal after an epoch."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def start(*arguments: str, epoch: int = 0, signum: int = 0) -> subprocess.Popen:
+        command = [sys.executable, "-c", SIGNALLED, str(epoch), str(int(signum)), *arguments]
+        return subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+    return start
 
 
 @pytest.fixture(scope="session")

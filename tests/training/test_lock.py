@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +22,12 @@ from revzoo.training.run_folder import RunFolder
 ROOT = Path(__file__).parents[2]
 # Holds the lock as training does, says so, and waits to be killed.
 HOLDER = """
-import sys, time
+import sys
 from pathlib import Path
 from revzoo.training.lock import hold_lock
 with hold_lock(Path(sys.argv[1]), Path("run")):
     print("held", flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
 
 
@@ -36,7 +35,7 @@ with hold_lock(Path(sys.argv[1]), Path("run")):
 def held_elsewhere(file: Path) -> Iterator[subprocess.Popen]:
     """Another process of this host holds the lock inside the block; then it is killed."""
     command = [sys.executable, "-c", HOLDER, str(file)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process
@@ -155,25 +154,17 @@ def test_new_runs_that_start_together_get_a_folder_each(tmp_path, monkeypatch, r
 
 
 @pytest.mark.slow
-def test_a_requeued_job_is_refused_and_the_first_ends_as_if_alone(tmp_path, fast, monkeypatch, recipe, assert_same_run):
+def test_a_requeued_job_is_refused_and_the_first_ends_as_if_alone(tmp_path, fast, start_training, recipe, assert_same_run):
     """With the command line, as a queue does it."""
-    train(recipe("train.epochs=8"), tmp_path / "whole")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-    def start(*arguments: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "zoo_cli", "train", *arguments]
-        return subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-
-    with start("digits", *fast, "train.epochs=8", "--out", "run") as first:
-        while not (tmp_path / "run" / "metrics.jsonl").is_file():
-            assert first.poll() is None
-            time.sleep(0.01)
-        first.send_signal(signal.SIGSTOP)  # so that it does not end before the others have started
-        with start("--resume", "run") as second, start("digits", *fast, "--out", "run") as third:
-            _, errors = second.communicate(timeout=120)
+    train(recipe(), tmp_path / "whole")
+    with start_training("digits", *fast, "--out", "run", epoch=1, signum=signal.SIGSTOP) as first:
+        assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])  # it does not end before the others have started
+        with start_training("--resume", "run") as second, start_training("digits", *fast, "--out", "run") as third:
+            errors = second.communicate()[1]
+            assert f"revzoo: run is in use by process {first.pid} on {socket.gethostname()}." in errors
             assert second.returncode == 2
-            assert errors.startswith(f"revzoo: run is in use by process {first.pid} on {socket.gethostname()}.")
-            assert "is not empty" in third.communicate(timeout=120)[1]
+            assert "is not empty" in third.communicate()[1]
         first.send_signal(signal.SIGCONT)
-        assert first.wait(120) == 0
+        errors = first.communicate()[1]
+        assert first.returncode == 0, errors
     assert_same_run(tmp_path / "whole", tmp_path / "run")

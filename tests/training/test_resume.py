@@ -1,12 +1,8 @@
 """Stopped, killed and damaged runs: each resumes to the end of an uninterrupted one, or says what is wrong."""
 
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -23,8 +19,6 @@ from revzoo.training.lock import hold_lock
 from revzoo.training.loop import resume, train
 from revzoo.training.recipe import load_recipe
 from revzoo.training.run_folder import RunFolder
-
-ROOT = Path(__file__).parents[2]
 
 
 class Killed(BaseException):
@@ -90,33 +84,21 @@ def test_a_real_signal_is_recorded_once(signum):
 
 
 @pytest.mark.slow
-def test_killed_processes_go_on_to_the_same_end(fast, tmp_path, monkeypatch, read_records, assert_same_run, random_settings):
+def test_killed_processes_go_on_to_the_same_end(
+    fast, tmp_path, monkeypatch, start_training, read_records, assert_same_run, random_settings
+):
     """Ctrl-C, then SIGKILL after resuming, then to the end, with the command line and real signals."""
-    long = [*fast, *random_settings, "train.epochs=12"]
+    long = [*fast, *random_settings, "train.epochs=5"]
     train(load_recipe("digits", long), tmp_path / "whole")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-    def start(*arguments: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "zoo_cli", "train", *arguments]
-        return subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-
-    def wait_for_epochs(count: int, process: subprocess.Popen) -> None:
-        metrics = tmp_path / "digits" / "metrics.jsonl"
-        while not metrics.is_file() or len(metrics.read_text().splitlines()) < count:
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.01)
-
-    with start("digits", *long, "--out", "digits") as process:
-        wait_for_epochs(2, process)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert errors == "\nrevzoo: Stopped, everything is saved. Resume with: revzoo train --resume digits\n"
-    assert 2 <= len(read_records(tmp_path / "digits")) < 12
-    with start("--resume", "digits") as process:
-        wait_for_epochs(len(read_records(tmp_path / "digits")) + 2, process)
-        process.kill()
-    assert len(read_records(tmp_path / "digits")) < 12
+    with start_training("digits", *long, "--out", "digits", epoch=2, signum=signal.SIGINT) as process:
+        _, errors = process.communicate()
+    assert errors.endswith("\nrevzoo: Stopped, everything is saved. Resume with: revzoo train --resume digits\n"), errors
+    assert process.returncode == 130
+    assert len(read_records(tmp_path / "digits")) == 2
+    with start_training("--resume", "digits", epoch=4, signum=signal.SIGKILL) as process:
+        _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
+    assert len(read_records(tmp_path / "digits")) == 4
     monkeypatch.chdir(tmp_path)
     resume(Path("digits"))
     assert_same_run(tmp_path / "whole", tmp_path / "digits")
