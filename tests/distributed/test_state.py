@@ -6,7 +6,6 @@ so on to a single one; the tests read what they have written. Two of them only s
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ SECONDS = 300  # processes wait for each other no longer than this
 
 
 @contextmanager
-def world(rank: int, processes: int, port: int) -> Iterator[bool]:
+def world(rank: int, processes: int, port: str) -> Iterator[bool]:
     """Yield whether this process is one of the first so many, which form a group inside the block, as Accelerate does it.
 
     One process is alone, without a group, as without a launcher.
@@ -59,7 +58,7 @@ def world(rank: int, processes: int, port: int) -> Iterator[bool]:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             del os.environ[name]
     elif rank < processes:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "MASTER_PORT": port}
     yield rank < processes
     if distributed.is_initialized():
         distributed.destroy_process_group()
@@ -209,7 +208,7 @@ def work(rank: int, processes: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.chdir(folder)
     results: dict[str, Any] = {"loaded": {}, "files": 0}
-    ports, first = count(int(os.environ["MASTER_PORT"])), processes
+    ports, first = iter(os.environ["PORTS"].split()), processes
     while processes:
         with world(rank, processes, next(ports)) as is_one:
             if is_one:
@@ -240,14 +239,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     @cache
     def run(processes: int) -> Path:
         folder = tmp_path_factory.mktemp("processes")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # A store for each group, as torchrun has one: no other process can take a port before it is used.
+        stores = [distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
         environment = os.environ | {
             "ACCELERATE_USE_CPU": "true",
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "PORTS": " ".join(str(store.port) for store in stores),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
             "PYTHONPATH": str(Path(revzoo.__file__).parents[1]),
         }
         with (folder / "output").open("w+") as output, ExitStack() as stack:
