@@ -1,7 +1,6 @@
 """The command line: parses arguments and calls the command, which is the file of its name in `revzoo/commands/`."""
 
 import atexit
-import errno
 import os
 import select
 import signal
@@ -15,7 +14,7 @@ from types import FrameType
 from typing import NoReturn, TextIO, cast
 
 from revzoo.commands.parser import Command, Parser
-from revzoo.errors import RevzooError, UnknownNameError
+from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
 
 # What other tools call a command.
 OTHER_NAMES = {
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _is_closed(sys.stdout):  # whoever reads it, such as head, has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it exits
             return 128 + signal.SIGPIPE
-        print(f"revzoo: {_explain(error)}", file=sys.stderr)
+        print(f"revzoo: {explain_os_error(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print(f"\nrevzoo: {stopped if stopped.args else 'stopped'}", file=sys.stderr)
@@ -105,24 +104,6 @@ def _is_closed(stream: TextIO) -> bool:
     except UnsupportedOperation:  # it is no file
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _explain(error: OSError) -> str:
-    """Return what the system could not do, and what to change."""
-    path = str(error.filename or "a file")
-    remedy = {
-        errno.EACCES: "Change its permissions, or name another place",
-        errno.EPERM: "Change its permissions, or name another place",
-        errno.EROFS: "Name another place",
-        errno.ENOTDIR: "Name another place: a folder in it is a file",
-        errno.EISDIR: "Name a file",
-        errno.ENAMETOOLONG: "Name a shorter one",
-        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room, or name another place"),
-    }.get(error.errno or 0, "Check that it is there")
-    folder = os.path.dirname(path)
-    if error.errno == errno.ENOENT and folder and not os.path.isdir(folder):
-        remedy = f"There is no folder {folder}: make it first"
-    return f"cannot read or write {path[:300]}: {error.strerror or error}. {remedy}."
 
 
 def _import_packages(names: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ Every error says what was received, where, what is allowed and what to type inst
 """
 
 import difflib
+import errno
 import os
 import shlex
 import textwrap
@@ -179,6 +180,24 @@ class DataError(RevzooError, ValueError):
 def quote(word: object) -> str:
     """Return a path, or a setting with one, as it is typed in a shell: in quotation marks if it has blanks."""
     return shlex.quote(str(word))
+
+
+def explain_os_error(error: OSError) -> str:
+    """Return what the system could not do, and what to change."""
+    path = str(error.filename or "a file")
+    remedy = {
+        errno.EACCES: "Change its permissions, or name another place",
+        errno.EPERM: "Change its permissions, or name another place",
+        errno.EROFS: "Name another place",
+        errno.ENOTDIR: "Name another place: a folder in it is a file",
+        errno.EISDIR: "Name a file",
+        errno.ENAMETOOLONG: "Name a shorter one",
+        **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room, or name another place"),
+    }.get(error.errno or 0, "Check that it is there")
+    folder = os.path.dirname(path)
+    if error.errno == errno.ENOENT and folder and not os.path.isdir(folder):
+        remedy = f"There is no folder {folder}: make it first"
+    return f"cannot read or write {path[:_LONGEST_PATH]}: {error.strerror or error}. {remedy}."
 
 
 def find_nearest(received: str, allowed: Iterable[str], cutoff: float = 0.5) -> str | None:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, cast
 
-from revzoo.errors import RevzooError
+from revzoo.errors import RevzooError, explain_os_error
 
 _LOST = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|wait timeout")
 
@@ -64,7 +64,7 @@ def _describe(error: Exception | KeyboardInterrupt) -> tuple[str, int]:
         reason = textwrap.shorten(str(error), 100)
         return f"process {_rank()} waited in vain for another one, which has ended or hangs ({reason})", 1
     if isinstance(error, OSError):
-        return f"cannot read or write {error.filename or 'a file'}: {error.strerror or error}", 2
+        return explain_os_error(error), 2
     traceback.print_exception(error)
     return f"process {_rank()} ended with {type(error).__name__}: {str(error).partition(os.linesep)[0]}", 1
 

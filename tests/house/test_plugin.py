@@ -50,7 +50,7 @@ def test_an_installed_package_adds_parts_and_specs(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert (done.stdout, done.stderr) == ("['template_digits'] TemplateMixer\n", "")
+    assert done.stdout == "['template_digits'] TemplateMixer\n", done.stderr
 
 
 @pytest.fixture
