@@ -337,10 +337,9 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 def read_top1(path: Path) -> float | None:
     """Return the top-1 that training saved with weights [%]; None where it did not, or the file is damaged."""
     try:
-        top1 = read_metadata(path).get("revzoo.top1")
-    except (CheckpointError, SafetensorError):
+        return float(read_metadata(path)["revzoo.top1"])
+    except (CheckpointError, SafetensorError, KeyError, ValueError):
         return None
-    return None if top1 is None else float(top1)
 
 
 def strip_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -61,7 +61,8 @@ def _transform_images(model: Model) -> Callable[[Any], Tensor]:
             with explain_broken(lambda: str(image)):
                 return apply(read_image(Path(image), mode))
         if isinstance(image, Image.Image):
-            return apply(convert_image(image, mode))
+            with explain_broken(lambda: f"in mode {image.mode}"):
+                return apply(convert_image(image, mode))
         raise InputError(f"An image is a file or an image of Pillow. Received: {type(image).__name__}.")
 
     return prepare

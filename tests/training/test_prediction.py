@@ -71,6 +71,8 @@ def test_what_cannot_be_prepared_is_refused(image_folder):
         prepare(np.zeros((8, 8)))
     with pytest.raises(DataError, match=r"The image .*missing\.png cannot be read"):
         prepare(image_folder / "missing.png")
+    with pytest.raises(DataError, match=r"The image in mode F cannot be read \(its pixels are 32-bit numbers"):
+        prepare(Image.new("F", (8, 8)))
     with pytest.raises(InputError, match="1 or 3 channels. Received: rev_vit_digits, which takes 2"):
         revzoo.transform(revzoo.create("rev_vit_digits", overrides=["input.channels=2"], device="meta"))
     text = revzoo.create("rev_roberta_mini", device="meta")
