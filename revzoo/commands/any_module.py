@@ -1,10 +1,12 @@
 """Modules that are not the zoo's, as they are named on a command line."""
 
+import os
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from revzoo.errors import InputError, UnknownNameError, did_you_mean, explain_missing, join_names
+from revzoo.hub import HUB_PREFIX
 from revzoo.plugin import describe_failure, import_from_here
 
 if TYPE_CHECKING:
@@ -15,8 +17,9 @@ _LONGEST_TEXT = 512
 
 
 def is_any_module(name: str) -> bool:
-    """Return whether a name stands for a module that is not the zoo's."""
-    return ":" in name or (Path(name) / "config.json").is_file()
+    """Return whether a name stands for a module that is not the zoo's; a folder may have a colon in its name."""
+    names_function = ":" in name and not name.startswith(HUB_PREFIX) and not os.path.exists(name)
+    return names_function or (Path(name) / "config.json").is_file()
 
 
 def create_any_module(name: str, size: int | None) -> "tuple[nn.Module, Any]":
@@ -31,7 +34,7 @@ def create_any_module(name: str, size: int | None) -> "tuple[nn.Module, Any]":
     """
     if name.startswith("timm:"):
         return _create_timm(name.removeprefix("timm:"), size or 32)
-    if ":" not in name:
+    if os.path.isdir(name):
         return _create_transformers(Path(name), size or 8)
     return _call_function(name, size)
 

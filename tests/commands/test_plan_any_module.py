@@ -109,3 +109,12 @@ def test_configurations_that_cannot_be_planned(config, message, tmp_path, monkey
     (tmp_path / "sounds").mkdir()
     (tmp_path / "sounds" / "config.json").write_text(config)
     assert refused("plan", "sounds", "--budget", "1GiB")[: len(message)] == message
+
+
+def test_colons_in_other_names(short, tmp_path, monkeypatch, run):
+    """Of models on the hub, and of folders."""
+    monkeypatch.chdir(tmp_path)
+    short("rev_vit_digits", "cpu").save_pretrained("runs:1")
+    monkeypatch.setattr("revzoo.hub.fetch_folder", lambda name, revision: tmp_path / "runs:1")
+    for name in ("runs:1", "hf-hub:me/digits"):
+        assert "stages.0" in run("plan", name, "--meta", "--batch", 2, "--budget", "1GiB")
