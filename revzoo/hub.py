@@ -11,7 +11,7 @@ from typing import Any
 from revzoo.errors import CheckpointError, InputError
 
 HUB_PREFIX = "hf-hub:"
-# Nothing else of a repository is fetched: what is not a spec or safetensors is never read.
+# Nothing else of a repository is fetched: what is not a spec, safetensors or a tokenizer is never read.
 _REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "tokenizer.json")
 _OF_RUNS = ("best.safetensors", "best-*-of-*.safetensors", "best.safetensors.index.json")
 _FETCHED = ("spec.yaml", *_REPLACED, *_OF_RUNS)
@@ -51,7 +51,7 @@ def fetch_folder(
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Fetch the spec and the weights of a repository, and return the folder that holds them.
+    """Fetch spec, weights and tokenizer of a repository, and return the folder that holds them.
 
     Args:
         repository: OWNER/NAME.

@@ -19,7 +19,10 @@ from revzoo.spec.schema import Spec
 
 
 class HubMethods:
-    """What a model can do with folders and the hub. A folder holds spec.yaml, safetensors and a model card, README.md."""
+    """What a model can do with folders and the hub.
+
+    A folder holds spec.yaml, safetensors, the tokenizer of a model of texts, and a model card, README.md.
+    """
 
     spec: Spec
 
