@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from revzoo.commands.parser import Parser, positive_count
+from revzoo.errors import quote
 
 SUMMARY = "Train a tokenizer on your own texts."
 
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         size, padding = train_tokenizer(arguments.files, arguments.vocabulary, arguments.out, arguments.kind, arguments.column)
     print(
-        f"{arguments.out}: {size} tokens. Use it with data.text.tokenizer={arguments.out} "
+        f"{arguments.out}: {size} tokens. Use it with {quote(f'data.text.tokenizer={arguments.out}')} "
         f"model.overrides=[input.vocabulary={size},input.padding={padding}]"
     )
     return 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from revzoo.errors import InputError, SpecError, SpecProblem
+from revzoo.errors import InputError, SpecError, SpecProblem, quote
 from revzoo.hub import find_source
 from revzoo.spec.names import SPEC_FILE, hint_at_model, model_files, refuse_source
 from revzoo.spec.parsing import parse
@@ -42,8 +42,9 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
         refuse_source("model or spec file", source, models, "a model's spec", SPEC_FILE, "revzoo list", hint)
     if path.suffix not in (".yaml", ".yml", ""):
         raise InputError(
-            f"{source} is not a model's spec, which is a .yaml file. Weights go with the name of their model: "
-            f"model=NAME model.checkpoint={source} in training, checkpoint= in Python, --weights {source} of revzoo convert."
+            f"{source} is not a model's spec, which is a .yaml file. Weights go with the name of their model: model=NAME "
+            f"{quote(f'model.checkpoint={source}')} in training, checkpoint= in Python, --weights {quote(source)} of revzoo "
+            "convert."
         )
     words = [overrides] if isinstance(overrides, str) else list(overrides)
     if wrong := [word for word in words if not isinstance(word, str)]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from revzoo.checkpoint.files import find_weights
-from revzoo.errors import InputError, join_names
+from revzoo.errors import InputError, join_names, quote
 from revzoo.training.options import Recipe
 from revzoo.training.origin import read_origin
 from revzoo.training.setup import Run
@@ -74,7 +74,8 @@ def check_changes(run: Run, typed: Iterable[str], accept: bool) -> dict[str, str
     if run.recipe.train.epochs < done:
         _refuse(folder, lines, f"{done} epochs are done. Use train.epochs={done} or more.")
     if "train.epochs" in changes and (reason := _find_end(run.recipe)) and not accept:
-        weights = f" from the weights (model.checkpoint={run.folder.last})" if find_weights(run.folder.last).is_file() else ""
+        setting = quote(f"model.checkpoint={run.folder.last}")
+        weights = f" from the weights ({setting})" if find_weights(run.folder.last).is_file() else ""
         remedy = f"Start a new run{weights}, or accept the jump with --accept-changes."
         _refuse(folder, lines, f"{reason} reaches its end in the last epoch, so it would jump. {remedy}")
     if not accept and any(not _is_within(path, typed) for path in changes):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from revzoo.checkpoint.files import find_not_finite
 from revzoo.checkpoint.slices import get_own_part
-from revzoo.errors import RevzooError, join_names
+from revzoo.errors import RevzooError, join_names, quote
 from revzoo.training.setup import Run
 
 
@@ -63,5 +63,5 @@ def _explain(run: Run, what: str) -> DivergedError:
         f"{what} in epoch {progress.epoch + 1}, by update {progress.updates}; {kept}. Try a smaller optimizer.lr (it is "
         f"{recipe.optimizer.lr:g}), a longer schedule.warmup_epochs ({recipe.schedule.warmup_epochs}), train.clip_grad=1 "
         f"({recipe.train.clip_grad}) or train.mixed_precision=no ({recipe.train.mixed_precision}); revzoo verify "
-        f"{recipe.model.name} checks the gradients."
+        f"{quote(recipe.model.name)} checks the gradients."
     )
