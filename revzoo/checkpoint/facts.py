@@ -35,6 +35,9 @@ def restore_facts(model: nn.Module, metadata: Mapping[str, str], file: Path, *, 
         metadata: of the file.
         file: the file of weights.
         has_new_head: whether the head is not the file's, so that its classes are others.
+
+    Raises:
+        CheckpointError: they are damaged.
     """
     names, config = read_class_names(metadata, file), read_data_config(metadata, file)
     if names is not None and not has_new_head:

@@ -30,7 +30,10 @@ def create_any_module(name: str, size: int | None) -> "tuple[nn.Module, Any]":
             yours that returns a module and a batch. It is looked for from the present folder, too.
         size: examples in the batch; None is 32 images or 8 texts. A function of yours makes its own batch.
     Raises:
-        InputError: no such module.
+        UnknownNameError: timm has no model of that name.
+        InputError: there is no such function, or it does not return a module and a batch; or Transformers makes no network for
+            images or texts of the folder.
+        RevzooError: Transformers is not installed.
     """
     if name.startswith("timm:"):
         return _create_timm(name.removeprefix("timm:"), size or 32)

@@ -17,6 +17,7 @@ from revzoo.commands.parser import (
     positive_count,
     require_png,
 )
+from revzoo.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         torch.manual_seed(0)
         model = create(name, overrides=overrides, dtype=getattr(torch, arguments.dtype), exact=arguments.exact)
+        if arguments.updates is not None:
+            _require_digits(model)
         autocast = arguments.autocast
         with nullcontext() if autocast is None else torch.autocast("cpu", getattr(torch, autocast)):
             report = measure_numerics(model, model.example_input(arguments.batch))
@@ -82,6 +85,17 @@ def run(arguments: argparse.Namespace) -> int:
 
         print_renderable(tabulate_numerics(title, report, training))
     return 0
+
+
+def _require_digits(model: "Model") -> None:
+    """Raise InputError unless the model takes the images that a training is on."""
+    from revzoo.spec.schema import ImageInput
+
+    if model.spec.input != ImageInput("image", 1, (8, 8)):
+        raise InputError(
+            f"--updates trains on digits, images of 1 channel and 8x8 pixels. Received: {model.spec.name}. Use rev_vit_digits, "
+            "or overrides of a model for images: input.channels=1 input.size=[8,8]."
+        )
 
 
 def _train(model: "Model", updates: int) -> list["TrainingPoint"]:

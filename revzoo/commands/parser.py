@@ -36,7 +36,12 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the parsed arguments; positional ones may stand anywhere among the options."""
+        """Return the parsed arguments; positional ones may stand anywhere among the options.
+
+        Raises:
+            UnknownNameError: there is no such option.
+            InputError: a value is missing or wrong, or there is one too many.
+        """
         parsed, rest = self.parse_known_intermixed_args(self._join_negative_values(arguments))
         if rest and rest[0].startswith("-"):
             raise self._unknown_option(rest[0], arguments)

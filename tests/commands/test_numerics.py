@@ -67,7 +67,7 @@ def test_the_picture_comes_with_the_text(tiny, run, tmp_path):
         (("a", "b"), "Name one model. Received: a, b."),
         (("stages.0.depth=2",), "Name one model. Received: none."),
         (("rev_vit_digits", "--plot", "noise.pdf"), "A picture is written as PNG. Received: --plot noise.pdf."),
-        (("rev_roberta_mini", "--updates", "2"), "data.name=digits is images. Received: a model for text."),
+        (("rev_roberta_mini", "--updates", "2"), "--updates trains on digits, images of 1 channel and 8x8 pixels. Received: "),
     ],
 )
 def test_refusals(arguments, message, refused):
