@@ -19,7 +19,7 @@ def declare(parser: Parser) -> None:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="also methods and checks that compile, DDP in two processes, more blocks and rounds: about an hour instead of "
+        help="also methods and checks that compile, DDP in two processes, more blocks and rounds: an hour or two instead of "
         "minutes",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw memory, FLOPs and checks")
