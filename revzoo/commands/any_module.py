@@ -75,7 +75,8 @@ def _create_transformers(folder: Path, size: int) -> "tuple[nn.Module, Any]":
             f"{model.main_input_name}. Name a function of yours that returns module and batch: package.module:function."
         )
     length = min(_LONGEST_TEXT, getattr(config, "max_position_embeddings", _LONGEST_TEXT))
-    return model, {"input_ids": torch.randint(config.vocab_size, (size, length))}
+    names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
+    return model, {name: torch.randint(config.vocab_size, (size, length)) for name in names}
 
 
 def _call_function(name: str, size: int | None) -> "tuple[nn.Module, Any]":

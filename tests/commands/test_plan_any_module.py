@@ -118,3 +118,12 @@ def test_colons_in_other_names(short, tmp_path, monkeypatch, run):
     monkeypatch.setattr("revzoo.hub.fetch_folder", lambda name, revision: tmp_path / "runs:1")
     for name in ("runs:1", "hf-hub:me/digits"):
         assert "stages.0" in run("plan", name, "--meta", "--batch", 2, "--budget", "1GiB")
+
+
+@pytest.mark.slow
+def test_an_encoder_with_a_decoder(tmp_path, monkeypatch, run):
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5" / "config.json").write_text(json.dumps({"model_type": "t5", **sizes}))
+    monkeypatch.chdir(tmp_path)
+    assert run("plan", "t5", "--budget", "1GiB", "--batch", 1).startswith("T5Model, batch of [1, 512] int64, [1, 512] int64")
