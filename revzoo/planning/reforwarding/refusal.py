@@ -85,10 +85,10 @@ def explain_failures(module: nn.Module, batch: Any) -> Iterator[None]:
             yield
     except TorchRuntimeError as error:
         reason = _REASON.search(str(error))
-        words = reason[1] if reason else str(error).splitlines()[0]
+        words = (reason[1] if reason else str(error).splitlines()[0]).rstrip(".")
         given = ", ".join(f"{list(t.shape)} {format_dtype(t.dtype)}" for t in tensors_in(batch))
         raise InputError(
-            f"The forward of {type(module).__name__} fails with this batch ({given}): {words} Give one that module(batch) "
+            f"The forward of {type(module).__name__} fails with this batch ({given}): {words}. Give one that module(batch) "
             "takes."
         ) from error
 
