@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAMES_HELP = "or timm:NAME, a folder with the config.json of a Transformers model, or package.module:function"
-_LONGEST_TEXT = 512
+_LONGEST_TEXT, _SIDE = 512, 224  # tokens; pixels of an image whose size a configuration does not say
 
 
 def is_any_module(name: str) -> bool:
@@ -67,12 +67,13 @@ def _create_transformers(folder: Path, size: int) -> "tuple[nn.Module, Any]":
         raise InputError(f"Transformers makes no network of {folder / 'config.json'} ({reason}). Correct it there.") from error
     model.train()
     if model.main_input_name == "pixel_values":
-        side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        return model, {"pixel_values": torch.randn(size, config.num_channels, side, side)}
-    if model.main_input_name != "input_ids":
+        sides = getattr(config, "image_size", _SIDE)
+        height, width = (sides, sides) if isinstance(sides, int) else sides
+        return model, {"pixel_values": torch.randn(size, getattr(config, "num_channels", 3), height, width)}
+    if model.main_input_name != "input_ids" or not hasattr(config, "vocab_size"):
         raise InputError(
-            f"Batches are made for networks of images or texts. Received: {folder}, a {type(model).__name__} of "
-            f"{model.main_input_name}. Name a function of yours that returns module and batch: package.module:function."
+            f"Batches are made for networks of images or texts. Received: {folder}, a {type(model).__name__}. Name a "
+            "function of yours that returns module and batch: package.module:function."
         )
     length = min(_LONGEST_TEXT, getattr(config, "max_position_embeddings", _LONGEST_TEXT))
     names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)

@@ -100,7 +100,7 @@ def test_mistakes(arguments, message, own, refused):
         ('{"a": 1}', "Transformers makes no network of sounds/config.json (ValueError: Unrecognized model in sounds. "),
         (
             '{"model_type": "wav2vec2", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 1}',
-            "Batches are made for networks of images or texts. Received: sounds, a Wav2Vec2Model of input_values.",
+            "Batches are made for networks of images or texts. Received: sounds, a Wav2Vec2Model. Name a ",
         ),
     ],
 )
@@ -121,9 +121,21 @@ def test_colons_in_other_names(short, tmp_path, monkeypatch, run):
 
 
 @pytest.mark.slow
-def test_an_encoder_with_a_decoder(tmp_path, monkeypatch, run):
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
-    (tmp_path / "t5").mkdir()
-    (tmp_path / "t5" / "config.json").write_text(json.dumps({"model_type": "t5", **sizes}))
+@pytest.mark.parametrize(
+    ("config", "title"),
+    [
+        (
+            {"model_type": "t5", "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 50},
+            "T5Model, batch of [1, 512] int64, [1, 512] int64",  # of encoder and decoder
+        ),
+        (
+            {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1]},
+            "ResNetModel, batch of [1, 3, 224, 224] float32",  # of which nothing says the size
+        ),
+    ],
+)
+def test_folders_of_transformers(config, title, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
-    assert run("plan", "t5", "--budget", "1GiB", "--batch", 1).startswith("T5Model, batch of [1, 512] int64, [1, 512] int64")
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    assert run("plan", "small", "--budget", "1GiB", "--batch", 1).startswith(title)
