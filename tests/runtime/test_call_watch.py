@@ -343,7 +343,6 @@ def test_a_sample_of_memory_without_gaps_is_of_it_alone(numel):
     assert read_sample(view) != before
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of forward derivatives, when they are first used
 def test_what_has_no_bytes_has_no_sample():
     freed = torch.ones(9)
     freed.untyped_storage().resize_(0)

@@ -28,8 +28,6 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from revzoo.runtime import ReversibleChain
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-
 MODES = ["selective", "recompute", "invert", ["invert", "selective", "invert", "invert"]]
 TOKENS, IMAGE, SIGNAL = (2, 9, 16), (2, 8, 6, 6), (2, 8, 12)
 

@@ -223,7 +223,6 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")  # torch.func's own
 def test_transforms_of_torch_func_and_forward_mode_use_ordinary_batch_norm():
     layer, twin = pair(track_running_stats=False)
     x, tangent = images(), images()

@@ -367,8 +367,6 @@ def make_streams() -> list[Tensor]:
     return [x.requires_grad_() for x in torch.randn(2, B, N, D).unbind()]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning")  # torch.func's own
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
 def test_gradients_are_bit_identical_to_the_stored_ones(function):
     results = {}
