@@ -61,8 +61,8 @@ class MissingFileError(UnknownNameError):
 
     def __init__(self, path: str, wanted: str, hint: str = "", missing: str = ""):
         kind = "file" if os.path.splitext(path)[1] else "file or folder"
-        there = f"no {missing} in the folder {path}, which would be" if missing else f"no {kind} {path[:_LONGEST_PATH]}, to be"
-        Exception.__init__(self, f"There is {there} {wanted}.{hint}")
+        there = f"no {missing} in the folder {path}" if missing else f"no {kind} {path[:_LONGEST_PATH]}"
+        Exception.__init__(self, f"There is {there}; {wanted} was expected.{hint}")
 
 
 @dataclass(frozen=True)

@@ -90,12 +90,12 @@ def find_settings(path: str, known: Iterable[str]) -> list[str]:
 
 
 def find_similar_settings(path: str, known: Iterable[str]) -> list[str]:
-    """Return the settings whose last key is spelled most like that of an unknown path: none, one or two."""
-    by_key: dict[str, list[str]] = {}
-    for other in known:
-        by_key.setdefault(other.rpartition(".")[2], []).append(other)
-    nearest = find_nearest(path.rpartition(".")[2], by_key, cutoff=_ALIKE)
-    return [] if nearest is None else _take_closest(path, by_key[nearest])
+    """Return the settings whose last key, or what another tool calls it, is spelled most like that of an unknown path."""
+    known = list(known)
+    section, dot, key = path.rpartition(".")
+    foreign = [word for word in _OURS if find_settings(word, known)]
+    nearest = find_nearest(key, [*foreign, *(other.rpartition(".")[2] for other in known)], cutoff=_ALIKE)
+    return [] if nearest is None else find_settings(f"{section}{dot}{nearest}", known)
 
 
 def _take_closest(path: str, settings: Iterable[str]) -> list[str]:

@@ -60,17 +60,17 @@ MODELS = ", ".join(list_models()[:3])
         ),
         (
             "train ./nofile.yaml",
-            "There is no file ./nofile.yaml, to be a recipe. revzoo list --recipes prints the names that need no file.",
+            "There is no file ./nofile.yaml; a recipe was expected. revzoo list --recipes prints the names that need no file.",
         ),
         (
             "show ./nofile.yaml",
-            "There is no file ./nofile.yaml, to be a model's spec. revzoo list prints the names that need no file.",
+            "There is no file ./nofile.yaml; a model's spec was expected. revzoo list prints the names that need no file.",
         ),
         (
             f"show {Path(__file__).parent}",
-            f"There is no spec.yaml in the folder {Path(__file__).parent}, which would be a model's spec.",
+            f"There is no spec.yaml in the folder {Path(__file__).parent}; a model's spec was expected.",
         ),
-        (f"show {__file__}l", f"There is no file {__file__}l, to be a model's spec. Did you mean '{__file__}'?"),
+        (f"show {__file__}l", f"There is no file {__file__}l; a model's spec was expected. Did you mean '{__file__}'?"),
         ("show", "The following arguments are required: name. See revzoo show --help."),
         ("show a b", "Name one model. Received: a, b. Overrides look like head.outputs=10."),
         (
@@ -141,7 +141,10 @@ MODELS = ", ".join(list_models()[:3])
             "Digits are images of 1 channel and 8x8 pixels. Received: a model for 3 channels and ",
         ),
         ("eval", "Name one thing to evaluate: the folder of a run, a checkpoint in it, or --pretrained NAME."),
-        ("eval nowhere", "There is no file or folder nowhere, to be a checkpoint or the folder of a run. Name one that "),
+        (
+            "eval nowhere",
+            "There is no file or folder nowhere; a checkpoint or the folder of a run was expected. Name one that ",
+        ),
         ("eval --pretrained rev_vit_s", "Unknown shipped weights 'rev_vit_s'."),
     ],
 )

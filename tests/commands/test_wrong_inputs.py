@@ -110,8 +110,8 @@ SETTINGS = "Settings are overrides without dashes: "
 SHIPPED = "irevnet_digits, rev_mvit_digits, rev_swin_digits, rev_vit_digits, revnet_digits"
 WRONG = [
     # models
-    ("show runs/rum", "There is no file or folder runs/rum, to be a model's spec. Did you mean 'runs/run'?"),
-    ("show runs", "There is no spec.yaml in the folder runs, which would be a model's spec. Did you mean 'runs/damaged' or "),
+    ("show runs/rum", "There is no file or folder runs/rum; a model's spec was expected. Did you mean 'runs/run'?"),
+    ("show runs", "There is no spec.yaml in the folder runs; a model's spec was expected. Did you mean 'runs/damaged' or "),
     ("show photo.png", "photo.png is not a model's spec, which is a .yaml file. Weights go with the name of their model: "),
     ("verify small.pth", "model=NAME model.checkpoint=small.pth in training, checkpoint= in Python, --weights small.pth of "),
     ("show digits", "Unknown model or spec file 'digits'. digits is a recipe, which trains a model: revzoo train digits."),

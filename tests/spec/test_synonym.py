@@ -37,6 +37,22 @@ def test_the_setting_of_the_same_key_is_found(path, settings):
 def test_the_most_similar_setting_is_found():
     assert find_similar_settings("train.epoch", RECIPE) == ["train.epochs"]
     assert find_similar_settings("qqqq", RECIPE) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [
+        ("optimizer.learningrate", ["optimizer.lr"]),
+        ("num_class", ["model.num_outputs"]),
+        ("workerss", ["data.num_workers"]),
+        ("vocab_sise", []),  # of a model, and no setting of a recipe
+    ],
+)
+def test_a_misspelled_word_of_another_tool_leads_to_ours(path, settings):
+    assert find_similar_settings(path, RECIPE) == settings
+
+
+def test_settings_are_suggested_in_words():
     assert suggest_settings(["a.b", "c"]) == " Did you mean 'a.b' or 'c'?"
     assert suggest_settings([]) == ""
 
