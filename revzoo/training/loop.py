@@ -205,7 +205,7 @@ def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator, ty
     if begun is not None and "data.batch_size" not in typed:
         batch = begun.batch_size
     run = _build_run(recipe, folder.path, accelerator, begun_with=batch)
-    run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
+    run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.", markup=False)
     run.print_start()
     plan = _apply_plan(run, anew=needs_new_plan(typed))
     call_on_main(accelerator, lambda: _describe(run))
@@ -222,7 +222,7 @@ def _go_on(run: Run, changes: dict[str, str]) -> Summary:
     save_plan(run, plan)
     call_on_main(run.accelerator, lambda: run.folder.drop_records_after(run.progress.epoch))
     done = f"{count_noun(run.progress.epoch, 'epoch')} and {count_noun(run.progress.batch, 'batch', 'es')}"
-    run.display.console.print(f"Resuming after {done}: {run.folder.path}")
+    run.display.console.print(f"Resuming after {done}: {run.folder.path}", markup=False)
     if shared_anew:
         run.display.console.print(f"Processes: {processes[0]} before, {processes[1]} now, which share the same batches.")
     _print_plan(run, plan)
