@@ -6,13 +6,15 @@ process holds its share of everything, and at any time one unit in full, or two 
 Source: `torch.distributed.fsdp.fully_shard`; Zhao et al. 2023, "PyTorch FSDP".
 """
 
+import re
+import warnings
 from collections import Counter
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from revzoo.model.network import Model
 from revzoo.sharding.mesh import leave_out_tensor, read_sizes
@@ -62,3 +64,16 @@ def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offlo
     policy = MixedPrecisionPolicy(output_dtype=None if precision == "no" else torch.float32)
     # The root is freed after forward too: nobody outside a forward or backward ever meets a gathered parameter.
     fully_shard(model, mesh=data, offload_policy=host, mp_policy=policy, reshard_after_forward=True)
+    ignore_views(model)
+
+
+def ignore_views(model: Model) -> None:
+    """Ignore, from now on, FSDP2's warning that units of a divided network return views.
+
+    It warns of changes in place, which would lose the gradient's hook. Only the network sees what steps and nodes return, and
+    it changes nothing. The head's output is the user's, so there the warning stays.
+    """
+    units = [entry.module for entry in model.layout() if entry.module is not model.head]
+    if names := sorted({type(unit).__name__ for unit in units if isinstance(unit, FSDPModule)}):
+        pattern = "|".join(map(re.escape, names))
+        warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \(({pattern})\) returned a view tensor")

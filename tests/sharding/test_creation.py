@@ -1,5 +1,6 @@
 """Networks made in pieces: the second of three processes, of which only this one exists, makes its own part alone."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -15,6 +16,7 @@ from revzoo.checkpoint import files
 from revzoo.errors import CheckpointError, InputError
 from revzoo.sharding.create import create_sharded
 from revzoo.sharding.materialize import allocate_, list_parameters, materialize_
+from revzoo.sharding.shard import ignore_views
 
 PROCESSES, RANK = 3, 1
 ONE_BLOCK = ["stages.0.depth=1"]
@@ -245,3 +247,17 @@ def test_another_network_is_refused():
         model = nn.Linear(3, 3)
     with pytest.raises(InputError, match="build makes a network without bias, weight"):
         materialize_(model, lambda: nn.ReLU())
+
+
+def test_warnings_of_views_stay_only_for_what_the_head_returns(mesh):
+    model = revzoo.create("rev_vit_digits", device="meta")
+    for module in [*model.steps, model.head, model]:
+        fully_shard(module, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ignore_views(model)
+        for step in model.steps:
+            warnings.warn(f"FSDP2-wrapped module ({type(step).__name__}) returned a view tensor.", stacklevel=1)
+        for module in (model.head, model):
+            with pytest.raises(UserWarning):
+                warnings.warn(f"FSDP2-wrapped module ({type(module).__name__}) returned a view tensor.", stacklevel=1)
