@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 from revzoo.after_import import call_after_import
 
 if TYPE_CHECKING:
-    from revzoo.analysis.bytes_per_pixel import PixelReport, bytes_per_pixel
-    from revzoo.analysis.memory_report import MemoryReport, measure_memory
+    from revzoo.analysis.bytes_per_pixel import bytes_per_pixel
+    from revzoo.analysis.memory import measure_memory
     from revzoo.analysis.numerics import NumericsReport, measure_numerics
+    from revzoo.analysis.report import MemoryReport, PixelReport
     from revzoo.analysis.verify import VerifyReport, verify
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
@@ -33,11 +34,11 @@ __version__ = "0.1.0"
 # Public names, and the modules that define them. Each is imported on first use: listing models does not import torch.
 _HOMES = {
     "ConvertReport": "revzoo.conversion.report",
-    "MemoryReport": "revzoo.analysis.memory_report",
+    "MemoryReport": "revzoo.analysis.report",
     "Model": "revzoo.model.network",
     "ModulePlan": "revzoo.planning.reforwarding.module_plan",
     "NumericsReport": "revzoo.analysis.numerics",
-    "PixelReport": "revzoo.analysis.bytes_per_pixel",
+    "PixelReport": "revzoo.analysis.report",
     "Plan": "revzoo.planning.plan",
     "Profile": "revzoo.planning.profiling.profile",
     "ReversiblePreview": "revzoo.conversion.preview",
@@ -53,7 +54,7 @@ _HOMES = {
     "inplace_abn_": "revzoo.conversion.inplace_abn",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
-    "measure_memory": "revzoo.analysis.memory_report",
+    "measure_memory": "revzoo.analysis.memory",
     "measure_numerics": "revzoo.analysis.numerics",
     "ordinary_": "revzoo.conversion.reversible",
     "plan": "revzoo.planning.planner",

@@ -1,6 +1,7 @@
 """Settings of the whole suite, and small data sets on disk."""
 
 import json
+import os
 import tarfile
 from collections.abc import Callable
 from io import BytesIO
@@ -13,6 +14,7 @@ from PIL import Image
 
 # The tests' tensors are tiny: a second thread costs more than it gives, and one thread makes sums repeatable.
 torch.set_num_threads(1)
+os.environ["REVZOO_CACHE"] = os.devnull  # no test reads what another one has counted
 
 
 @pytest.fixture(autouse=True)

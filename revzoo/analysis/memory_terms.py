@@ -17,40 +17,14 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from revzoo.analysis.report import Peak, Phase
 from revzoo.runtime.live_bytes import DEVICE, LiveBytes, Storages
-
-Phase = Literal["forward", "backward"]
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes that are alive at once while a unit runs.
-
-    Args:
-        unit: name of the unit.
-        phase: whether that is in its forward or in its backward.
-        hidden_bytes: activations that backward has yet to use, z.
-        gradient_bytes: gradients of activations, g.
-        temporary_bytes: all else.
-    """
-
-    unit: str
-    phase: Phase
-    hidden_bytes: int
-    gradient_bytes: int
-    temporary_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """The sum of the terms."""
-        return self.hidden_bytes + self.gradient_bytes + self.temporary_bytes
 
 
 class Unit(NamedTuple):

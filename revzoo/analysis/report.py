@@ -1,24 +1,166 @@
-"""Everything that `revzoo show` prints, draws and writes as JSON, measured once."""
+"""What is counted of a model, as plain records: reading and printing them needs no torch."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from torch import Tensor, nn
+from revzoo.format import format_bytes
 
-from revzoo.analysis.bytes_per_pixel import PixelReport, list_stages, report_pixels
-from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import isolated
-from revzoo.analysis.flops import FlopCounter
-from revzoo.analysis.memory_report import CountedStep, MemoryReport, run_and_measure
-from revzoo.analysis.twin import build_twin
-from revzoo.checkpoint import index
-from revzoo.checkpoint.files import read_top1
-from revzoo.format import count_noun
-from revzoo.model.network import Model
-from revzoo.runtime.schedule import MODES, STAGE_INPUTS
-from revzoo.spec import ImageInput, Input, Spec, to_plain
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one forward and backward.
+
+    Args:
+        peak_bytes: peak of all memory: weights, buffers, the gradients that exist by then, the optimizer's state if one was
+            given, batch and activations; or at the optimizer's update, if that takes more.
+        activation_bytes: peak of everything but weights, buffers, parameter gradients, optimizer state and batch. These are
+            activations, their gradients and temporaries, the only memory that depends on the schedule.
+        after_forward_bytes: activations that are kept from forward to backward, with the loss; the outputs are freed by then.
+        weight_bytes: all parameters, shared ones once.
+        buffer_bytes: all buffers.
+        gradient_bytes: gradients of all parameters, as after backward.
+        optimizer_bytes: the optimizer's state, as after a step; 0 without an optimizer.
+        update_bytes: the most that an update of the optimizer takes besides its state, such as copies of weights.
+        batch_bytes: the tensors of the batch.
+        other_bytes: what else is alive during the whole step, such as averaged weights, labels, the next batch, and buckets in
+            which processes exchange gradients. None: nothing.
+        allocator_peak_bytes: the CUDA allocator's own peak. It includes workspaces of kernels, and all else that the process
+            has on the GPU. None without CUDA.
+        allocator_reserved_bytes: the most memory that the CUDA allocator has taken from the driver, which `nvidia-smi` shows.
+            None without CUDA.
+    """
+
+    peak_bytes: int
+    activation_bytes: int
+    after_forward_bytes: int
+    weight_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    update_bytes: int
+    batch_bytes: int
+    other_bytes: int | None = None
+    allocator_peak_bytes: int | None = None
+    allocator_reserved_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, int | None]:
+        """Return the fields by name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [(label, getattr(self, field)) for field, label in LABELS.items() if getattr(self, field) is not None]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {format_bytes(size):>10}" for label, size in rows)
+
+
+LABELS = {
+    "weight_bytes": "weights",
+    "buffer_bytes": "buffers",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer state",
+    "update_bytes": "optimizer update",
+    "batch_bytes": "batch",
+    "other_bytes": "next batch, labels, other",
+    "after_forward_bytes": "activations after forward",
+    "activation_bytes": "activations at the peak",
+    "peak_bytes": "peak of everything",
+    "allocator_peak_bytes": "CUDA peak allocated",
+    "allocator_reserved_bytes": "CUDA peak reserved",
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that are alive at once while a unit runs.
+
+    Args:
+        unit: name of the unit.
+        phase: whether that is in its forward or in its backward.
+        hidden_bytes: activations that backward has yet to use, z.
+        gradient_bytes: gradients of activations, g.
+        temporary_bytes: all else.
+    """
+
+    unit: str
+    phase: Phase
+    hidden_bytes: int
+    gradient_bytes: int
+    temporary_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of the terms."""
+        return self.hidden_bytes + self.gradient_bytes + self.temporary_bytes
+
+
+@dataclass(frozen=True)
+class PixelReport:
+    """The memory of a training step, in the terms of Hascoet et al. 2023, section 3.
+
+    Weights are apart, since they do not grow with the images. What grows is hidden activations z that backward has yet to use,
+    their gradients g, and temporaries: a stage has the three at its own peak, and the peak of the training step is that of one
+    stage. Buffers, gradients of weights, and the images themselves are left out, as in the paper.
+
+    Args:
+        images: number of images in the batch.
+        size: height and width of an image.
+        weight_bytes: all parameters, shared ones once.
+        stages: the peak of every stage by its name, in order.
+        counted_bytes: the peak as `revzoo.measure_memory` counts it, `activation_bytes`. The terms of the highest stage add up
+            to it.
+    """
+
+    images: int
+    size: tuple[int, int]
+    weight_bytes: int
+    stages: dict[str, Peak]
+    counted_bytes: int
+
+    @property
+    def pixels(self) -> int:
+        """The number of pixels in the batch."""
+        return self.images * self.size[0] * self.size[1]
+
+    @property
+    def bytes_per_pixel(self) -> float:
+        """The counted peak over the pixels."""
+        return self.counted_bytes / self.pixels
+
+    @property
+    def peak_stage(self) -> str:
+        """The name of the stage that has the peak."""
+        return max(self.stages, key=lambda name: self.stages[name].total_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as mappings, lists and scalars, ready for JSON."""
+        return asdict(self) | {"bytes_per_pixel": self.bytes_per_pixel, "peak_stage": self.peak_stage}
+
+    def list_rows(self) -> list[tuple[str, ...]]:
+        """Return the headings of a table of bytes per pixel, then a row for each stage; a star marks the peak."""
+        rows: list[tuple[str, ...]] = [("stage", "z", "g", "temporaries", "sum", "at its peak in")]
+        for name, peak in self.stages.items():
+            terms = (peak.hidden_bytes, peak.gradient_bytes, peak.temporary_bytes, peak.total_bytes)
+            mark = " *" if name == self.peak_stage else ""
+            rows.append((f"{name}{mark}", *(f"{each / self.pixels:.1f}" for each in terms), f"{peak.phase} of {peak.unit}"))
+        return rows
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.list_rows(), strict=True)]
+        lines = [self.describe()]
+        for stage, *numbers, place in self.list_rows():
+            cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=False)]
+            lines.append("  ".join([stage.ljust(widths[0]), *cells, place]))
+        return "\n".join(lines)
+
+    def describe(self) -> str:
+        """Return a line with the peak and the weights."""
+        height, width = self.size
+        return (
+            f"{self.bytes_per_pixel:.1f} bytes per pixel of {self.images} images of {height} x {width} "
+            f"({format_bytes(self.counted_bytes)}), and {format_bytes(self.weight_bytes)} of weights"
+        )
 
 
 @dataclass(frozen=True)
@@ -120,151 +262,36 @@ class ModelReport:
         """Return everything as mappings, lists and scalars, ready for JSON."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """Return the report whose `to_dict` these are, also after they were JSON."""
+        twin = fields["twin"]
+        if twin is not None:
+            memory = None if twin["memory"] is None else MemoryReport(**twin["memory"])
+            twin = TwinReport(**twin | {"memory": memory, "pixels": _read_pixels(twin["pixels"])})
+        parts = (PartReport(**part | {"shape": part["shape"] and tuple(part["shape"])}) for part in fields["parts"])
+        records = {
+            "parts": tuple(parts),
+            "memory": {mode: MemoryReport(**memory) for mode, memory in fields["memory"].items()},
+            "pixels": _read_pixels(fields["pixels"]),
+            "twin": twin,
+            "sources": tuple(fields["sources"]),
+        }
+        return cls(**fields | records)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes in which it was measured: that of every step and node is the same."""
+        return tuple(self.parts[0].kept_bytes)
+
     @property
     def example(self) -> str:
         """The noun for one example: image or text."""
         return "image" if self.input["kind"] == "image" else "text"
 
 
-def default_batch_size(input: Input) -> int:
-    """Return the number of examples to measure a model with where none is given."""
-    return 32 if isinstance(input, ImageInput) else 8
-
-
-def report_model(model: Model, batch_size: int | None = None, weights_file: Path | None = None) -> ModelReport:
-    """Measure a training step of the model in every mode, and of its twin.
-
-    Everything runs under `FakeTensorMode`, so models on the meta device of any size can be measured.
-
-    Args:
-        model: the model, on any device.
-        batch_size: number of examples in the training step; None is `default_batch_size`.
-        weights_file: the model's weights, in the folder that it is from; None: those that ship for it.
-    """
-    spec = model.spec
-    batch = model.example_input(batch_size or default_batch_size(spec.input), device="meta")
-    steps: dict[str, CountedStep] = {}
-    flops: dict[str, FlopCounter] = {}
-    with preserve_schedules(model) as assign:
-        for mode in MODES:
-            assign(mode)
-            steps[mode], flops[mode] = _count_step(model, batch, model.units, splits_pixels=mode == "invert")
-        if any(entry.kind == "node" and entry.stage is not None for entry in model.layout()):
-            model.schedule = STAGE_INPUTS
-            steps[STAGE_INPUTS], flops[STAGE_INPUTS] = _count_step(model, batch)
-    totals = {mode: count.forward + count.backward for mode, count in flops.items()}
-    return ModelReport(
-        name=spec.name,
-        family=spec.family,
-        digest=spec.digest,
-        input=to_plain(spec.input),
-        outputs=model.num_outputs,
-        coupling=spec.coupling.type,
-        steps=len(model.steps),
-        batch_size=len(batch),
-        parameters=sum(p.numel() for p in model.parameters()),
-        step_parameters=sum(p.numel() for step in model.steps for p in step.parameters()),
-        flops=_per_example(flops["store"], batch),
-        flop_ratios={mode: total / totals["store"] for mode, total in totals.items()},
-        parts=tuple(_report_parts(model, {mode: steps[mode].kept for mode in MODES})),
-        memory={mode: step.memory for mode, step in steps.items()},
-        pixels=_report_pixels(steps["invert"], batch),
-        twin=_measure_twin(model, batch),
-        sources=to_plain(spec.sources),
-        expect=to_plain(spec.expect),
-        weights=_describe_shipped(spec) if weights_file is None else _describe_own(weights_file),
-    )
-
-
-def _describe_shipped(spec: Spec) -> dict[str, Any] | None:
-    entry = index.read_index().get(spec.name)
-    if entry is None or entry.digest != spec.digest:
+def _read_pixels(fields: dict[str, Any] | None) -> PixelReport | None:
+    if fields is None:
         return None
-    return {"file": entry.file, "metric": dict(entry.metric), "command": entry.command}
-
-
-def _describe_own(file: Path) -> dict[str, Any]:
-    top1 = read_top1(file)
-    return {"file": str(file), "metric": {} if top1 is None else {"top1": top1}, "command": None}
-
-
-def _count_step(
-    model: nn.Module, batch: Tensor, units: tuple[str, ...] = (), *, splits_pixels: bool = False
-) -> tuple[CountedStep, FlopCounter]:
-    """Return the memory of a training step and its FLOPs.
-
-    Args:
-        splits_pixels: whether the peaks of its stages are split into terms, if the batch is one of images.
-    """
-    flops = FlopCounter()
-    stages = list(list_stages(model)) if splits_pixels and batch.is_floating_point() else []
-    with isolated(model, batch, fake=True) as inputs, flops:
-        step = run_and_measure(model, inputs, units=units, stages=stages)
-    return step, flops
-
-
-def _report_pixels(step: CountedStep, batch: Tensor) -> PixelReport | None:
-    return report_pixels(step, batch) if step.peaks else None
-
-
-def _per_example(flops: FlopCounter, batch: Tensor) -> int:
-    return flops.forward // 2 // len(batch)
-
-
-def _report_parts(model: Model, kept: dict[str, dict[str, int]]) -> Iterator[PartReport]:
-    """Yield the parts in order.
-
-    Args:
-        kept: bytes that each unit keeps, by mode and name.
-    """
-    spec, known = model.spec, set[int]()
-
-    def part(
-        name: str, what: str, shape: tuple[int, ...] | None, units: list[str], kind: Literal["node", "stage"] = "node"
-    ) -> PartReport:
-        new = {id(p): p.numel() for unit in units for p in model.get_submodule(unit).parameters() if id(p) not in known}
-        known.update(new)
-        sizes = {mode: sum(bytes_of[unit] for unit in units) for mode, bytes_of in kept.items()}
-        steps = len(units) if kind == "stage" and model.has_streams else 0
-        return PartReport(name, kind, what, steps, shape, sum(new.values()), sizes)
-
-    shape = _dims(model.split)
-    stem = [entry.name for entry in model.layout() if f"{entry.name}.".startswith("stem.")]
-    split = f", then {spec.split.type}" if model.has_streams else ""
-    yield part("stem", f"{spec.stem.type}{split}", shape, stem)
-    for i, stage in enumerate(spec.stages):
-        entries = [entry for entry in model.layout() if entry.stage == i]
-        if stage.transition is not None:
-            transition = entries.pop(0)
-            name, shape = transition.name, _dims(transition.module)
-            if transition.kind == "bijection":
-                yield PartReport(name, "bijection", stage.transition.type, 0, shape, 0, dict.fromkeys(MODES, 0))
-            else:
-                yield part(name, stage.transition.type, shape, [name])
-        branches = " + ".join(branch.type for branch in (stage.f, stage.g) if branch is not None)
-        steps = [entry.name for entry in entries]
-        yield part(f"stages.{i}", f"{count_noun(stage.depth, 'block')}: {branches}", shape, steps, "stage")
-    yield part("fuse", spec.fuse.type, _dims(model.fuse), ["fuse"])
-    yield part("head", spec.head.type, None, ["head"])
-
-
-def _measure_twin(model: Model, batch: Tensor) -> TwinReport | None:
-    twin = model.spec.twin
-    if twin is None:
-        return None
-    built = build_twin(model.spec)
-    if isinstance(built, str):
-        return TwinReport(twin["library"], twin["name"], problem=built)
-    try:
-        step, flops = _count_step(built, batch, splits_pixels=True)
-    except Exception as error:  # a library's network with the spec's arguments may raise anything
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return TwinReport(twin["library"], twin["name"], problem=f"it does not take the model's input ({reason})")
-    parameters = sum(p.numel() for p in built.parameters())
-    pixels = _report_pixels(step, batch)
-    return TwinReport(twin["library"], twin["name"], parameters, _per_example(flops, batch), step.memory, pixels)
-
-
-def _dims(part: Any) -> tuple[int, ...]:
-    dims: tuple[int, ...] = part.out_shape.dims
-    return dims
+    stages = {name: Peak(**peak) for name, peak in fields["stages"].items()}
+    return PixelReport(**fields | {"size": tuple(fields["size"]), "stages": stages})

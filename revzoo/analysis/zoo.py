@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from revzoo.analysis.report import report_model
+from revzoo.analysis.counting import report_model
 from revzoo.analysis.zoo_table import TABLE, Row, read_table
 from revzoo.checkpoint import index
 from revzoo.format import format_bytes, format_flops, format_shape
@@ -18,7 +18,8 @@ _PAGE = """\
 # The zoo
 
 `revzoo list --docs docs` writes this page. It measures a model if the row in `docs/zoo.json` belongs to another spec or twin;
-delete that file to measure all models again. `revzoo show NAME` says more about one model.
+delete that file to measure all models again. `revzoo show NAME` says more about one model. It counts that once, and keeps it in
+`~/.cache/revzoo` (or `REVZOO_CACHE`) until revzoo, PyTorch, timm or Transformers change.
 
 FLOPs are those of a forward of one example, where a multiply-add counts once; norms and activation functions are left out.
 Memory is the peak of all activations in a training step in float32, without weights, gradients and batch, for 32 images or 8

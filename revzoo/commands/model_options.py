@@ -62,7 +62,7 @@ def create_model(arguments: argparse.Namespace) -> "Model":
 
 def create_batch(model: "Model", size: int | None) -> "Tensor":
     """Return random examples; as many as is usual for the kind of input where no number is given."""
-    from revzoo.analysis.report import default_batch_size
+    from revzoo.analysis.counting import default_batch_size
 
     return model.example_input(size or default_batch_size(model.spec.input))
 

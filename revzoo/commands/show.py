@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from revzoo.analysis.report import ModelReport
+from revzoo.analysis.report_cache import read_or_count
 from revzoo.commands.model_name import declare_name, read_name
 from revzoo.commands.parser import JSON_HELP, Parser, positive_count, require_png
 from revzoo.errors import CheckpointError
@@ -35,11 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_renderable, show_status
 
     with show_status("counting memory and FLOPs"), pause_collection():
-        from revzoo.analysis.report import report_model
-        from revzoo.model.create import create
-
-        model = create(name, overrides=overrides, device="meta")
-        report = report_model(model, arguments.batch, _find_weights(name))
+        if overrides:
+            report = _count(name, overrides, arguments.batch)
+        else:
+            report = read_or_count(name, arguments.batch, lambda: _count(name, [], arguments.batch))
     if arguments.plot is not None:
         with show_status("drawing"):
             from revzoo.display.figures.model import plot_model
@@ -52,6 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
 
         print_renderable(tabulate_model(report))
     return 0
+
+
+def _count(name: str, overrides: list[str], batch_size: int | None) -> ModelReport:
+    from revzoo.analysis.counting import report_model
+    from revzoo.model.create import create
+
+    return report_model(create(name, overrides=overrides, device="meta"), batch_size, _find_weights(name))
 
 
 def _find_weights(name: str) -> Path | None:

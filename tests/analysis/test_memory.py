@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import revzoo
 from revzoo.analysis.dry_run import FakeMode
-from revzoo.analysis.memory_report import measure_modes
+from revzoo.analysis.memory import measure_modes
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.errors import InputError
 from revzoo.runtime import LiveBytes, ReversibleChain

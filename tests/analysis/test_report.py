@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import revzoo
+from revzoo.analysis.counting import report_model
 from revzoo.analysis.flops import count_flops
-from revzoo.analysis.memory_report import measure_modes, run_and_measure
-from revzoo.analysis.report import ModelReport, report_model
+from revzoo.analysis.memory import measure_modes, run_and_measure
+from revzoo.analysis.report import ModelReport
 from revzoo.runtime.schedule import MODES
 
 TINY = ["stages.0.depth=1"]
@@ -64,7 +65,7 @@ def test_every_mode_and_the_twin_run_once(monkeypatch):
         runs.append(type(model).__name__)
         return run_and_measure(model, *arguments, **options)
 
-    monkeypatch.setattr("revzoo.analysis.report.run_and_measure", count)
+    monkeypatch.setattr("revzoo.analysis.counting.run_and_measure", count)
     twin = "twin={library: revzoo, name: resnet_32, arguments: {channels: 1, size: [8, 8]}}"
     report = report_model(revzoo.create("rev_vit_digits", overrides=[*TINY, twin], device="meta"), 2)
     assert report.pixels is not None
@@ -136,7 +137,7 @@ def test_the_model_is_left_as_it_was():
 def test_the_twin_is_measured_with_the_same_batch(monkeypatch):
     with torch.device("meta"):
         built = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Sigmoid(), nn.Linear(32, 10, bias=False))
-    monkeypatch.setattr("revzoo.analysis.report.build_twin", lambda spec: built)
+    monkeypatch.setattr("revzoo.analysis.counting.build_twin", lambda spec: built)
     model = revzoo.create("rev_vit_digits", overrides=[*TINY, *twin_of("plain")], device="meta")
     twin = report_model(model, 10**9).twin  # nothing is allocated
     assert (twin.parameters, twin.flops, twin.problem) == (64 * 32 + 32 + 320, 64 * 32 + 320, None)
@@ -146,7 +147,7 @@ def test_the_twin_is_measured_with_the_same_batch(monkeypatch):
 
 
 def test_a_twin_that_cannot_be_built_says_why(monkeypatch):
-    monkeypatch.setattr("revzoo.analysis.report.build_twin", lambda spec: "timm has no such model")
+    monkeypatch.setattr("revzoo.analysis.counting.build_twin", lambda spec: "timm has no such model")
     model = revzoo.create("rev_vit_digits", overrides=[*TINY, *twin_of("plain")], device="meta")
     twin = report_model(model, 2).twin
     assert (twin.memory, twin.parameters, twin.problem) == (None, None, "timm has no such model")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import revzoo
-from revzoo.analysis.report import report_model
+from revzoo.analysis.counting import report_model
 from revzoo.analysis.resnet import RESNETS, ResNet
 from revzoo.analysis.twin import build_twin
 

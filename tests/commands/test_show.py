@@ -5,7 +5,7 @@ import json
 import pytest
 
 import revzoo
-from revzoo.analysis.report import report_model
+from revzoo.analysis.counting import report_model
 from revzoo.checkpoint.files import save_weights
 
 

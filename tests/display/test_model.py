@@ -11,8 +11,9 @@ from rich.console import Console
 from torch import nn
 
 import revzoo
-from revzoo.analysis.memory_report import MemoryReport, measure_modes
-from revzoo.analysis.report import ModelReport, TwinReport, report_model
+from revzoo.analysis.counting import report_model
+from revzoo.analysis.memory import measure_modes
+from revzoo.analysis.report import MemoryReport, ModelReport, TwinReport
 from revzoo.display.figures import model as model_figure
 from revzoo.display.figures.model import plot_model
 from revzoo.display.tables.memory import MemoryTable

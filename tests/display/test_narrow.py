@@ -12,8 +12,8 @@ from rich.table import Table
 
 import revzoo
 from revzoo import list_models
+from revzoo.analysis.counting import report_model
 from revzoo.analysis.numerics import LayerAlpha, NumericsReport, RebuiltState
-from revzoo.analysis.report import report_model
 from revzoo.analysis.zoo_table import read_shipped_table
 from revzoo.bench.report import BenchReport
 from revzoo.display.console import print_renderable

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from revzoo.analysis.memory_report import LABELS, MemoryReport
+from revzoo.analysis.report import LABELS, MemoryReport
 from revzoo.display.tables.base import DottedName, Fitted, make_table
 from revzoo.format import format_bytes
 

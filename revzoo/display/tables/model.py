@@ -6,12 +6,10 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from revzoo.analysis.bytes_per_pixel import PixelReport
-from revzoo.analysis.report import ModelReport, PartReport, TwinReport
+from revzoo.analysis.report import ModelReport, PartReport, PixelReport, TwinReport
 from revzoo.display.tables.base import DottedName, Fitted, make_plain_table, make_table
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.format import format_bytes, format_flops, format_shape
-from revzoo.runtime.schedule import MODES
 
 _LEAST_NAME, _LEAST_WORDS = 19, 24  # columns that names and descriptions have on a wide terminal
 _CAPTION = (
@@ -63,9 +61,9 @@ def _tabulate_parts(report: ModelReport) -> Fitted:
 
     def build(narrow: bool) -> RenderableType:
         if not narrow:
-            return _tabulate_columns(report, (*facts, *MODES), title, caption)
+            return _tabulate_columns(report, (*facts, *report.modes), title, caption)
         parts = _tabulate_columns(report, facts, "Parts", None, narrow)
-        return Group(parts, _tabulate_columns(report, MODES, title, caption, narrow))
+        return Group(parts, _tabulate_columns(report, report.modes, title, caption, narrow))
 
     return Fitted(build)
 
@@ -82,7 +80,7 @@ def _tabulate_columns(
             table.add_column(heading, justify="right", no_wrap=True)
     for part in report.parts:
         cells = {"what": _describe_part(part), "output": format_shape(part.shape), "parameters": f"{part.parameters:,}"}
-        cells |= {m: "nothing" if part.kind == "bijection" else format_bytes(part.kept_bytes[m]) for m in MODES}
+        cells |= {m: "nothing" if part.kind == "bijection" else format_bytes(part.kept_bytes[m]) for m in report.modes}
         table.add_row(DottedName(part.name), *(cells[heading] for heading in columns))
     return table
 

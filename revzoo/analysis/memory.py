@@ -1,9 +1,8 @@
 """Count the memory of a training step: weights, gradients, batch and activations, to the byte, with or without a device."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,77 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.chains import find_chains, preserve_schedules
 from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss, require_whole, updates_in_backward
-from revzoo.analysis.memory_terms import OperationLog, Peak, Unit
+from revzoo.analysis.memory_terms import OperationLog, Unit
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
-from revzoo.format import format_bytes
+from revzoo.analysis.report import MemoryReport, Peak
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.graph.captured_call import is_replaced
 from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
 from revzoo.runtime.observation import observe_calls
 from revzoo.runtime.schedule import MODES
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """Bytes of one forward and backward.
-
-    Args:
-        peak_bytes: peak of all memory: weights, buffers, the gradients that exist by then, the optimizer's state if one was
-            given, batch and activations; or at the optimizer's update, if that takes more.
-        activation_bytes: peak of everything but weights, buffers, parameter gradients, optimizer state and batch. These are
-            activations, their gradients and temporaries, the only memory that depends on the schedule.
-        after_forward_bytes: activations that are kept from forward to backward, with the loss; the outputs are freed by then.
-        weight_bytes: all parameters, shared ones once.
-        buffer_bytes: all buffers.
-        gradient_bytes: gradients of all parameters, as after backward.
-        optimizer_bytes: the optimizer's state, as after a step; 0 without an optimizer.
-        update_bytes: the most that an update of the optimizer takes besides its state, such as copies of weights.
-        batch_bytes: the tensors of the batch.
-        other_bytes: what else is alive during the whole step, such as averaged weights, labels, the next batch, and buckets in
-            which processes exchange gradients. None: nothing.
-        allocator_peak_bytes: the CUDA allocator's own peak. It includes workspaces of kernels, and all else that the process
-            has on the GPU. None without CUDA.
-        allocator_reserved_bytes: the most memory that the CUDA allocator has taken from the driver, which `nvidia-smi` shows.
-            None without CUDA.
-    """
-
-    peak_bytes: int
-    activation_bytes: int
-    after_forward_bytes: int
-    weight_bytes: int
-    buffer_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    update_bytes: int
-    batch_bytes: int
-    other_bytes: int | None = None
-    allocator_peak_bytes: int | None = None
-    allocator_reserved_bytes: int | None = None
-
-    def to_dict(self) -> dict[str, int | None]:
-        """Return the fields by name."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        rows = [(label, getattr(self, field)) for field, label in LABELS.items() if getattr(self, field) is not None]
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {format_bytes(size):>10}" for label, size in rows)
-
-
-LABELS = {
-    "weight_bytes": "weights",
-    "buffer_bytes": "buffers",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer state",
-    "update_bytes": "optimizer update",
-    "batch_bytes": "batch",
-    "other_bytes": "next batch, labels, other",
-    "after_forward_bytes": "activations after forward",
-    "activation_bytes": "activations at the peak",
-    "peak_bytes": "peak of everything",
-    "allocator_peak_bytes": "CUDA peak allocated",
-    "allocator_reserved_bytes": "CUDA peak reserved",
-}
 
 
 def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:

@@ -1,0 +1,84 @@
+"""Reports of models that ship, kept on disk: counting one takes a second, but importing what builds it takes several.
+
+A report is counted anew as soon as it might be another: after any change of a source file or a spec, and with other versions of
+Python, PyTorch or the libraries from which models and their twins are built.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from revzoo.analysis.report import ModelReport
+from revzoo.file import write_text
+from revzoo.spec.names import data_root, model_files, shipped_model_files
+
+VARIABLE = "REVZOO_CACHE"
+_LIBRARIES = ("torch", "torchvision", "timm", "transformers")  # of which models and their twins consist
+
+
+def read_or_count(name: str, batch_size: int | None, count: Callable[[], ModelReport]) -> ModelReport:
+    """Return the report of a model: the one that is kept, if the model ships and nothing has changed since, or else a new one.
+
+    Args:
+        name: as it was typed. What is not the name of a model that ships is counted, and not kept.
+        batch_size: number of examples; None: the default.
+        count: counts the report.
+    """
+    spec = model_files().get(name)
+    if spec is None or spec != shipped_model_files().get(name):
+        return count()
+    file, state = f"{name}.{batch_size or 'default'}.json", _describe_installation()
+    report = _read(file, state)
+    if report is None:
+        report = count()
+        _write(file, state, report)
+    return report
+
+
+def find_folder() -> Path:
+    """Return the folder of the reports: REVZOO_CACHE, or one in XDG_CACHE_HOME, which is ~/.cache where it is not set.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "revzoo")
+
+
+def _read(file: str, state: str) -> ModelReport | None:
+    with suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):  # there is none yet, or it is damaged
+        kept = json.loads((find_folder() / file).read_text(encoding="utf-8"))
+        if kept["state"] == state:
+            return ModelReport.from_dict(kept["report"])
+    return None
+
+
+def _write(file: str, state: str, report: ModelReport) -> None:
+    with suppress(OSError, RuntimeError):  # there is no place that can be written
+        folder = find_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / file, json.dumps({"state": state, "report": report.to_dict()}))
+
+
+def _describe_installation() -> str:
+    """Return a digest of all versions, and of the places, times and sizes of all files on which reports depend."""
+    package, data = Path(__file__).parents[1], data_root()
+    files = [*package.rglob("*.py"), *(data / "specs").rglob("*.yaml"), *(data / "weights").glob("*.yaml")]
+    facts = [sys.version, *map(_find_version, _LIBRARIES)]
+    for file in sorted(files):
+        status = file.stat()
+        facts.append(f"{file} {status.st_mtime_ns} {status.st_size}")
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+def _find_version(library: str) -> str:
+    try:
+        return f"{library} {version(library)}"
+    except PackageNotFoundError:
+        return f"no {library}"
