@@ -13,6 +13,7 @@ from revzoo.data.options import IMAGES, TEXT_FILES
 from revzoo.errors import InputError, quote
 
 if TYPE_CHECKING:
+    from revzoo.data.base import BrokenExampleError
     from revzoo.training.prediction import Prediction
 
 _OF_EXAMPLES = (*IMAGES, *TEXT_FILES)  # endings of files that are no models
@@ -41,7 +42,7 @@ def declare(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predict and print."""
+    """Predict and print; images that cannot be read are named at the end."""
     if arguments.csv and arguments.json:
         raise InputError("Predictions are printed in one form. Received: --csv and --json. Leave one of them out.")
     if Path(arguments.model).suffix.lower() in _OF_EXAMPLES and Path(arguments.model).is_file():
@@ -59,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = load_classifier(arguments.model, device)
         inputs = list_inputs(model, arguments.files, arguments.column)
-    predictions = predict(model, inputs, top=arguments.top, batch_size=arguments.batch)
+    broken: list[BrokenExampleError] = []
+    predictions = predict(model, inputs, top=arguments.top, batch_size=arguments.batch, leave_out=broken.append)
     if arguments.json:
         for prediction in predictions:
             print(json.dumps(prediction.to_dict(), ensure_ascii=False))
@@ -70,8 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         with show_status("predicting"):
             rows = [each.to_dict() for each in predictions]
-        print_renderable(tabulate_predictions(rows))
-    return 0
+        if rows:
+            print_renderable(tabulate_predictions(rows))
+    for error in broken:
+        print(f"revzoo: {error}", file=sys.stderr)
+    return broken[0].exit_status if broken else 0
 
 
 def _write_csv(predictions: "Iterable[Prediction]") -> None:

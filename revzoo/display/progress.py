@@ -26,7 +26,7 @@ class TrainingDisplay:
     def __init__(
         self, shown: bool, epochs: int, batches: int, batch_size: int, example_noun: str, label_noun: str, memory_noun: str
     ):
-        self.console = Console(quiet=not shown, highlight=False, soft_wrap=not sys.stdout.isatty())
+        self.console = Console(quiet=not shown, markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
         self.epochs, self.batches, self.batch_size = epochs, batches, batch_size
         self.example_noun, self.label_noun, self.memory_noun = example_noun, label_noun, memory_noun
         self.top1 = "-"

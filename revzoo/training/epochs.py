@@ -85,7 +85,7 @@ def train_epochs(run: Run) -> Summary:
         run.upload.wait()
         _save_curves(run)
     summary = Summary(run.folder.path, progress.top1, progress.best_top1, progress.best_epoch)
-    run.display.console.print(str(summary), markup=False)
+    run.display.console.print(str(summary))
     return summary
 
 

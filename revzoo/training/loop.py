@@ -193,7 +193,7 @@ def resume(folder: Path, overrides: Iterable[str] = (), *, accept_changes: bool 
         damage = call_on_main(accelerator, run_folder.set_damaged_states_aside)
         run = _build_run(recipe, folder, accelerator, resumed=True)
         for line in damage:
-            run.display.console.print(line, markup=False)
+            run.display.console.print(line)
         changes = check_changes(run, typed, accept_changes)
         return _go_on(run, changes)
 
@@ -205,7 +205,7 @@ def _begin_again(recipe: Recipe, folder: RunFolder, accelerator: Accelerator, ty
     if begun is not None and "data.batch_size" not in typed:
         batch = begun.batch_size
     run = _build_run(recipe, folder.path, accelerator, begun_with=batch)
-    run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.", markup=False)
+    run.display.console.print(f"Nothing was trained yet in {folder.path}: starting from the beginning.")
     run.print_start()
     plan = _apply_plan(run, anew=needs_new_plan(typed))
     call_on_main(accelerator, lambda: _describe(run))
@@ -222,14 +222,14 @@ def _go_on(run: Run, changes: dict[str, str]) -> Summary:
     save_plan(run, plan)
     call_on_main(run.accelerator, lambda: run.folder.drop_records_after(run.progress.epoch))
     done = f"{count_noun(run.progress.epoch, 'epoch')} and {count_noun(run.progress.batch, 'batch', 'es')}"
-    run.display.console.print(f"Resuming after {done}: {run.folder.path}", markup=False)
+    run.display.console.print(f"Resuming after {done}: {run.folder.path}")
     if shared_anew:
         run.display.console.print(f"Processes: {processes[0]} before, {processes[1]} now, which share the same batches.")
     _print_plan(run, plan)
     _verify_gradients(run)
     if changes:
         for path, words in changes.items():
-            run.display.console.print(f"Changed: {path}: {words}.", markup=False)
+            run.display.console.print(f"Changed: {path}: {words}.")
         call_on_main(run.accelerator, lambda: run.folder.write({"config.yaml": run.recipe.to_yaml()}))
         save_state(run)
     return train_epochs(run)
@@ -239,12 +239,12 @@ def _verify_gradients(run: Run) -> None:
     with show_status("comparing gradients", shown=run.accelerator.is_main_process):
         line = call_on_main(run.accelerator, lambda: describe_gradients(run)) if run.mesh is None else describe_gradients(run)
     if line:
-        run.display.console.print(line, markup=False)
+        run.display.console.print(line)
 
 
 def _print_plan(run: Run, plan: Plan | None) -> None:
     if plan is not None:
-        run.display.console.print(f"The plan: {plan}", markup=False)
+        run.display.console.print(f"The plan: {plan}")
     elif run.model.lookahead == "auto":
         run.display.console.print("Look-ahead: the first training steps are timed with and without it.")
     elif run.model.lookahead:

@@ -1,9 +1,9 @@
 """The most probable classes of images and texts of one's own."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from revzoo.data.base import BrokenExampleError
 from revzoo.data.folders import list_images
 from revzoo.data.options import TABLES, TEXT_FILES
 from revzoo.data.stored_images import list_suffixes
@@ -66,7 +67,7 @@ def load_classifier(source: str, device: torch.device | str) -> Model:
 
 
 def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each example in some files, and what `revzoo.transform` takes.
+    """Return an iterator over the name of each example in some files, and what `revzoo.transform` takes.
 
     Args:
         model: for images or texts.
@@ -76,13 +77,13 @@ def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tu
         InputError: a file is missing, or a folder holds no images.
         DataError: a file of texts cannot be read.
     """
-    is_text = isinstance(model.spec.input, TextInput)
-    for file in files:
+    is_text, files = isinstance(model.spec.input, TextInput), list(files)
+    for file in files:  # all of them, before anything is predicted
         if not os.path.exists(file):  # unlike pathlib's, it does not raise for a name that no file can have
             what = "Texts are in tables or text files, a text in each line" if is_text else "Name images or folders of them"
             raise InputError(f"There is no file {str(file)[:300]}.{find_beside(str(file))} {what}.")
-        inputs = _list_texts(file, column) if is_text else _list_images(file, model.spec.name)
-        yield from ((_make_printable(name), example) for name, example in inputs)
+    found = (_list_texts(file, column) if is_text else _list_images(file, model.spec.name) for file in files)
+    return ((_make_printable(name), example) for name, example in chain.from_iterable(found))
 
 
 def _make_printable(name: str) -> str:
@@ -108,7 +109,14 @@ def _list_images(file: Path, model: str) -> Iterator[tuple[str, Path]]:
 
 
 @torch.inference_mode()
-def predict(model: Model, inputs: Iterable[tuple[str, Any]], *, top: int = 5, batch_size: int = 32) -> Iterator[Prediction]:
+def predict(
+    model: Model,
+    inputs: Iterable[tuple[str, Any]],
+    *,
+    top: int = 5,
+    batch_size: int = 32,
+    leave_out: Callable[[BrokenExampleError], object] | None = None,
+) -> Iterator[Prediction]:
     """Yield the predictions of a model for named images or texts.
 
     Args:
@@ -116,19 +124,37 @@ def predict(model: Model, inputs: Iterable[tuple[str, Any]], *, top: int = 5, ba
         inputs: names, and what `revzoo.transform` takes.
         top: how many classes of each.
         batch_size: examples that are computed together.
+        leave_out: called with the error of an image that cannot be read, which is then left out. None: the error is raised.
     Raises:
+        BrokenExampleError: an image cannot be read, and `leave_out` is None.
         RevzooError: the model returns infinities or NaN.
     """
-    prepare, device = transform(model), next(model.parameters()).device
-    rest = iter(inputs)
-    while batch := list(islice(rest, batch_size)):
-        names, examples = zip(*((name, prepare(example)) for name, example in batch), strict=True)
+    device = next(model.parameters()).device
+    ready = _prepare(transform(model), inputs, leave_out)
+    while batch := list(islice(ready, batch_size)):
+        names, examples = zip(*batch, strict=True)
         logits = model(_stack(model, examples).to(device)).float()
         if broken := [name for name, row in zip(names, logits.isfinite().all(1).tolist(), strict=True) if not row]:
             raise RevzooError(f"{model.spec.name} returns infinities or NaN for {broken[0]}: its weights cannot be used.")
         best = logits.softmax(1).topk(min(top, model.num_outputs))
         for name, values, indices in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):
             yield Prediction(name, tuple(_name_class(model, i) for i in indices), tuple(values))
+
+
+def _prepare(
+    prepare: Callable[[Any], Tensor],
+    inputs: Iterable[tuple[str, Any]],
+    leave_out: Callable[[BrokenExampleError], object] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    for name, example in inputs:
+        try:
+            prepared = prepare(example)
+        except BrokenExampleError as error:
+            if leave_out is None:
+                raise
+            leave_out(error)
+        else:
+            yield name, prepared
 
 
 def _stack(model: Model, examples: tuple[Tensor, ...]) -> Tensor:

@@ -165,11 +165,10 @@ class Run:
         classes = "" if data.num_classes is None else f", {data.num_classes} classes"
         console.print(
             f"{self.model.spec.name}: {parameters:,} parameters{frozen} on {self.accelerator.device}{divided}; "
-            f"{data.num_train:,} {data.example_noun} for training, {data.num_test:,} for testing{classes}",
-            markup=False,
+            f"{data.num_train:,} {data.example_noun} for training, {data.num_test:,} for testing{classes}"
         )
         for line in [*data.notes, *self.notes, *find_ineffective_settings(self.recipe)]:
-            console.print(f"Note: {line}.", markup=False)
+            console.print(f"Note: {line}.")
 
 
 def build_run(

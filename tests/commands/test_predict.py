@@ -47,6 +47,26 @@ def test_a_name_that_is_not_utf8_is_printed_with_escapes(run, zero):
     assert json.loads(line)["input"] == f"{zero.parent}/\\xe9.png"
 
 
+@pytest.mark.parametrize("form", [["--json"], ["--csv", "--top", "1"], ["--top", "1"]])
+def test_images_that_cannot_be_read_are_left_out_and_named_at_the_end(form, zero, tmp_path, capsys):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name in ("a.png", "c.png"):
+        (folder / name).write_bytes(zero.read_bytes())
+    for name in ("b.png", "d.png"):
+        (folder / name).write_bytes(zero.read_bytes()[:40])
+    assert zoo_cli.main(["predict", "rev_vit_digits", str(folder), *form, "--batch", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert [name for name in "abcd" if f"{name}.png" in out] == ["a", "c"]
+    assert [line.partition(" cannot")[0] for line in err.splitlines()] == [
+        f"revzoo: The image {folder}/{name}.png" for name in "bd"
+    ]
+
+
+def test_missing_files_are_named_before_anything_is_predicted(refused, zero):
+    assert refused("predict", "rev_vit_digits", zero, "no.png", "--json").startswith("There is no file no.png.")
+
+
 def test_texts_come_from_tables_and_lines(run, tmp_path, tables):
     model = revzoo.create("rev_bert_mini", overrides=["stages.0.depth=1"])
     model.class_names, model.data_config = ("cat", "dog"), {"tokenizer": "bytes"}

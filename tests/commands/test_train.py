@@ -1,5 +1,7 @@
 """`revzoo train` and `revzoo eval`, for a recipe that trains in a second."""
 
+import pytest
+
 import zoo_cli
 from revzoo.training.evaluation import Scores
 
@@ -19,6 +21,16 @@ def test_train_eval_resume(run, refused, tmp_path, monkeypatch):
     assert message.startswith("The run folder runs/digits is not empty. Resume that run (--resume runs/digits)")
     message = refused("eval", "runs/digits", "train.epochs=3")
     assert "Received: train.epochs=3. Evaluation takes data.... and train.mixed_precision" in message
+
+
+@pytest.mark.parametrize("name", ["r[mk]", "a[/b]", "[bold]x"])
+def test_a_folder_with_brackets_is_printed_as_it_is(name, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert result_of(run("train", *FAST, "--out", name)).endswith(name)
+    resumed = run("train", "--resume", name, "train.epochs=2", "--accept-changes")
+    assert f"Resuming after 1 epoch and 0 batches: {name}\n" in resumed
+    assert "Changed: train.epochs: " in resumed
+    assert result_of(resumed).endswith(name)
 
 
 def test_a_dry_run_stops_before_the_first_step(run, tmp_path, monkeypatch):
