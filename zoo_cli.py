@@ -15,6 +15,7 @@ from typing import NoReturn, TextIO, cast
 
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
+from revzoo.plugin import explain_part
 
 # What other tools call a command.
 OTHER_NAMES = {
@@ -72,6 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it exits
             return 128 + signal.SIGPIPE
         print(f"revzoo: {explain_os_error(error)}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        if (reason := explain_part(error)) is None:
+            raise
+        print(f"revzoo: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stopped:
         print(f"\nrevzoo: {stopped if stopped.args else 'stopped'}", file=sys.stderr)

@@ -63,12 +63,25 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, ImportError | RevzooError | SyntaxError):  # which say it themselves
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    others = [each for each in frames if not _is_inside(each, Path(__file__).parent) and "<" not in each.filename]
+    package = Path(__file__).parent
+    foreign = [each for each in frames if not _is_inside(each, package) and "<" not in each.filename]
+    others = [each for each in foreign if Path(each.filename) != package.parent / "zoo_cli.py"]
     installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     own = [each for each in others if not _is_inside(each, *installed)] or others  # an installed package may be the user's
     place = f", in line {own[-1].lineno} of {own[-1].filename}" if own else ""
-    words = f": {error}" if str(error) else ""
+    words = f": {str(error).rstrip('.')}" if str(error) else ""
     return f"{type(error).__name__}{words}{place}"
+
+
+def explain_part(error: BaseException) -> str | None:
+    """Return which part of a network raised an error, if it is of a package that adds parts, and in which line; else None."""
+    packages = set(_list_packages())
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        part = frame.f_locals.get("self")
+        if type(part).__module__.partition(".")[0] in packages:
+            kind, name = type(part).__name__, getattr(part, "name", None)  # which the steps of a model have
+            return f"{f'{name}, a {kind},' if name else kind} raises {describe_failure(error)}. Correct it there."
+    return None
 
 
 def _is_inside(frame: traceback.FrameSummary, *folders: Path) -> bool:
@@ -107,9 +120,13 @@ def list_spec_folders() -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"{VARIABLE} names folders, separated by {os.pathsep!r}. Received: {folder}, which is none.")
-    packages = dict.fromkeys([*(point.module.partition(".")[0] for point in _list_plugins()), *_imported])
-    folders += [Path(place) / _FOLDER for package in packages for place in _find_places(package)]
+    folders += [Path(place) / _FOLDER for package in _list_packages() for place in _find_places(package)]
     return list(dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir()))
+
+
+def _list_packages() -> list[str]:
+    """Return the names of the packages that add parts or specs, each once."""
+    return list(dict.fromkeys([*(point.module.partition(".")[0] for point in _list_plugins()), *_imported]))
 
 
 @cache

@@ -1,5 +1,6 @@
 """Run a forward and backward of any model and leave no trace in it."""
 
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,6 +63,18 @@ def updates_in_backward(model: nn.Module, update_bytes: Sequence[int]) -> Iterat
 
 
 @contextmanager
+def _leave_errors_to_callers() -> Iterator[None]:
+    """Log nothing of an operation that fails under `FakeTensorMode`: it raises, too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
 def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     """Yield the batch for a run of the model inside the `with` block, and restore the model afterwards.
 
@@ -94,6 +107,7 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         torch.clear_autocast_cache()  # of casts in earlier runs
         stack.callback(torch.clear_autocast_cache)
         if mode := find_fake_mode(tensors, always=fake):
+            stack.enter_context(_leave_errors_to_callers())
             batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
             if not _is_divided_copy(model):
                 _replace_tensors(model, stack, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))

@@ -16,6 +16,7 @@ from revzoo.model.network import Block, Model, Stage
 from revzoo.parts.context import BuildContext, Shape
 from revzoo.plugin import describe_failure
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
+from revzoo.runtime.coupling import Coupling
 from revzoo.spec import Input, Part, Spec, StageSpec, TextInput, to_plain
 
 
@@ -116,16 +117,23 @@ class _Builder:
         """Return the built part, or None if it cannot be built; the reason is then among the problems."""
         make = registry[part.type]
         try:
-            return make(*context, **part.arguments)
+            made = make(*context, **part.arguments)
+            if (wanted := _find_misfit(registry.kind, made)) is None:
+                return made
+            self._add_problem(f"{part.path}.type", part.type, f"{wanted}; {make.__module__}.{make.__qualname__} makes none")
         except PartArgumentError as error:
             self._add_problem(f"{part.path}.{error.argument}", error.received, error.allowed)
         except RevzooError as error:
             self._add_problem(part.path, to_plain(part), str(error).rstrip("."))
-        except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:  # torch does not say which argument is wrong
-            who, reason = "torch", f"{type(error).__name__}: {error}".partition("\n")[0]
-            if not make.__module__.startswith("revzoo."):  # whose author wants to know the line
-                who, reason = part.type, describe_failure(error)
-            self._add_problem(part.path, to_plain(part), f"a size that {who} can build ({reason})")
+        except Exception as error:
+            if not make.__module__.startswith("revzoo."):  # a part of the user's own, who wants to know the line
+                allowed = f"a part that can be built ({describe_failure(error)})"
+            elif isinstance(error, RuntimeError | TypeError | ValueError | ArithmeticError):
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                allowed = f"a size that torch can build ({reason})"  # torch does not say which argument is wrong
+            else:
+                raise
+            self._add_problem(part.path, to_plain(part), allowed)
         return None
 
     def _add_problem(self, path: str, received: object, allowed: str) -> None:
@@ -134,6 +142,22 @@ class _Builder:
     def _raise_problems(self) -> None:
         if self._problems:
             raise SpecError(list(self._problems.values()))
+
+
+def _find_misfit(kind: str, made: Any) -> str | None:
+    """Return what a part of this kind has to be, if what was made is something else: only parts of users can be."""
+    if kind == "coupling":
+        return None if isinstance(made, Coupling) else "what makes a revzoo.runtime.Coupling"
+    if kind == "init":
+        return None if callable(made) else "what makes a function of a module"
+    if not isinstance(made, nn.Module) or "_modules" not in vars(made):
+        return "an nn.Module whose __init__ calls super().__init__()"
+    if kind == "head":
+        is_named = isinstance(getattr(made, "outputs", None), int)
+        return None if is_named else "a head with an attribute outputs, the size of the last dimension of the logits"
+    if kind == "branch" or isinstance(getattr(made, "out_shape", None), Shape):
+        return None
+    return f"a {kind} with an attribute out_shape, the Shape of what it returns"
 
 
 def _stem_context(input: Input) -> BuildContext:

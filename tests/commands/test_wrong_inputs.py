@@ -1,5 +1,7 @@
 """Wrong inputs of every kind: status 2, one message without a traceback, which says what to type or to change."""
 
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import revzoo
 from revzoo import plugin
 from revzoo.checkpoint.files import save_weights
 from revzoo.errors import RevzooError
+from revzoo.registry import branches
 from revzoo.training.recipe import load_recipe
 
 OWN_DATA = """
@@ -23,6 +26,32 @@ def one_set(options, input):
     return ([1],)
 
 number = 3
+"""
+BROKEN_PARTS = """
+from torch import nn
+from revzoo.registry import branches
+
+@branches.register("unbuilt")
+class Unbuilt(nn.Module):
+    def __init__(self, context):
+        self.linear = nn.Linear(5, 5)
+
+@branches.register("narrow")
+class Narrow(nn.Module):
+    def __init__(self, context):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.linear(x)
+
+@branches.register("empty")
+class Empty(nn.Module):
+    def __init__(self, context):
+        super().__init__()
+
+    def forward(self, x):
+        pass
 """
 TABLES = {
     "table.csv": "text,label\n" + "a cat,cat\na dog,dog\n" * 12,
@@ -38,6 +67,7 @@ TABLES = {
     "parts_of_nothing.py": "import no_such_package\n",
     "parts_unfinished.py": "def (:\n",
     "parts_failing.py": "1 / 0\n",
+    "parts_broken.py": BROKEN_PARTS,
     "own_data.py": OWN_DATA,
     "list.yaml": "- a\n",
     "open.yaml": "name: [a\n",
@@ -104,6 +134,9 @@ def write_models(place: Path) -> None:
 def _inside(place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.setattr(plugin, "_imported", [])
+    monkeypatch.setattr(branches, "_entries", dict(branches._load()))
+    yield
+    sys.modules.pop("parts_broken", None)
 
 
 SETTINGS = "Settings are overrides without dashes: "
@@ -155,6 +188,15 @@ WRONG = [
     ("show rev_vit_s --import parts_unfinished", "invalid syntax (parts_unfinished.py, line 1)). Correct it there."),
     ("show rev_vit_s --import parts_failing", "ZeroDivisionError: division by zero, in line 1 of ", "Correct it there."),
     ("show rev_vit_s --import my-parts.py", "my_parts for my_parts.py or my_parts/__init__.py."),
+    *(
+        (f"{command} rev_vit_digits --import parts_broken 'block.f={{type: {part}}}'", *expected)
+        for command in ("show", "verify")
+        for part, expected in {
+            "unbuilt": ["a part that can be built (AttributeError: cannot assign module before", "line 8 of ", "stages.0.f"],
+            "narrow": ["stages.0.blocks.0.f, a Narrow, raises RuntimeError: ", "in line 17 of ", "Correct it there."],
+            "empty": ["stages.0.blocks.0.f"],
+        }.items()
+    ),
     # recipes and settings
     ("train photos", "To train on the images in it: revzoo train images data.root=photos."),
     ("train images photos", "One run has one recipe. Received: images, photos. Overrides look like data.root=photos."),
@@ -267,7 +309,7 @@ def test_there_are_many():
 def test_the_message_says_what_to_type(words, refused, place):
     command, *expected = words
     before = list_files(place)
-    message = refused(*command.split())
+    message = refused(*shlex.split(command))
     assert [part for part in expected if part not in message] == [], message
     assert list_files(place) == before
 

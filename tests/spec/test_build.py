@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import revzoo
 from revzoo.errors import InputError, SpecError
-from revzoo.registry import branches
+from revzoo.registry import branches, couplings, heads, inits, stems
 from revzoo.spec import Part
 
 # The largest networks are built in slow tests only; of the others, some of every family are also run.
@@ -176,10 +176,35 @@ def test_the_line_of_a_part_of_ones_own_is_named(monkeypatch):
 
     monkeypatch.setitem(branches._entries, "strict", Strict)
     line = inspect.getsourcelines(Strict)[1] + 2
-    with pytest.raises(
-        SpecError, match=rf"a size that strict can build \(ValueError: 3 is odd, in line {line} of {__file__}\)"
-    ):
+    with pytest.raises(SpecError, match=rf"a part that can be built \(ValueError: 3 is odd, in line {line} of {__file__}\)"):
         revzoo.create("irevnet_digits", overrides=["stages=[{depth: 1, width: 64, f: {type: strict}}]"])
+
+
+class Bare(torch.nn.Module):
+    def __init__(self, context):
+        super().__init__()
+
+
+class Uninitialised(torch.nn.Module):
+    def __init__(self, context):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("registry", "make", "override", "allowed"),
+    [
+        (stems, Bare, "stem={type: own}", "a stem with an attribute out_shape, the Shape of what it returns"),
+        (heads, Bare, "head={type: own}", "a head with an attribute outputs, the size of the last dimension of the logits"),
+        (branches, Uninitialised, "block.f={type: own}", "an nn.Module whose __init__ calls super().__init__()"),
+        (branches, lambda context: None, "block.f={type: own}", "an nn.Module whose __init__ calls super().__init__()"),
+        (couplings, lambda: 3, "block.coupling={type: own}", "what makes a revzoo.runtime.Coupling"),
+        (inits, lambda: 3, "init={type: own}", "what makes a function of a module"),
+    ],
+)
+def test_parts_of_ones_own_are_what_the_network_needs(registry, make, override, allowed, monkeypatch):
+    monkeypatch.setattr(registry, "_entries", registry._load() | {"own": make})
+    for problem in problems("rev_vit_digits", override):
+        assert f".type: found own; allowed: {allowed}; {__name__}." in problem.replace("'", "")
 
 
 def test_the_arguments_of_a_twin_are_a_mapping():
