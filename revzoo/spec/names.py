@@ -35,7 +35,7 @@ def model_files() -> dict[str, Path]:
         SpecError: two files have the same name.
         InputError: REVZOO_SPECS names what is no folder.
     """
-    return _sort_by_stem([*_list_shipped(), *_list_own("*.yaml", "models/**/*.yaml")])
+    return _name_files(_list_shipped(), _list_own("*.yaml", "models/**/*.yaml"))
 
 
 def shipped_model_files() -> dict[str, Path]:
@@ -44,7 +44,7 @@ def shipped_model_files() -> dict[str, Path]:
     Raises:
         SpecError: two families have a file of the same name.
     """
-    return _sort_by_stem(_list_shipped())
+    return _name_files(_list_shipped())
 
 
 def _list_shipped() -> Iterable[Path]:
@@ -57,7 +57,7 @@ def _list_own(*patterns: str) -> Iterable[Path]:
 
 def recipe_files() -> dict[str, Path]:
     """Return the file of every training recipe that has a name, sorted by name: as for models."""
-    return _sort_by_stem([*(data_root() / "specs" / "recipes").glob("*.yaml"), *_list_own("recipes/*.yaml")])
+    return _name_files((data_root() / "specs" / "recipes").glob("*.yaml"), _list_own("recipes/*.yaml"))
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -150,13 +150,15 @@ def hint_at_model(name: str) -> str:
     return " A network of timm or Transformers becomes reversible first: revzoo convert NAME --out DIR."
 
 
-def _sort_by_stem(paths: Iterable[Path]) -> dict[str, Path]:
+def _name_files(shipped: Iterable[Path], own: Iterable[Path] = ()) -> dict[str, Path]:
+    """Return files by their names, sorted by name; of two with the same name, the user's own is refused."""
     files: dict[str, Path] = {}
-    for path in sorted(paths, key=lambda path: (path.stem, path)):
+    for path in [*sorted(shipped), *sorted(own)]:
         first = files.setdefault(path.stem, path)
         if first != path:
-            raise SpecError([SpecProblem(str(path), "(file name)", path.stem, f"a name of its own: {first} has this one")])
-    return files
+            allowed = f"a name of its own: {first} has this one. Rename the file"
+            raise SpecError([SpecProblem(str(path), "(file name)", path.stem, allowed)])
+    return dict(sorted(files.items()))
 
 
 def _look_up(kind: str, name: str, files: dict[str, Path]) -> Path:

@@ -289,6 +289,9 @@ def _read_members(
             # `load_tree` has removed `base`, but at the top level an unknown key may be a misspelling of it.
             candidates = {*members} if node.path else {*members, "base"} - {key}
             hint = BOOLEAN_HINT if isinstance(key, bool) else did_you_mean(str(key), candidates)
+            name, colon, value = str(key).partition(":")
+            if colon and name in {*members, "type"}:
+                hint = f" YAML wants a blank after the colon: {name}: {value}."
             problem = item.problem(_keys(members), f"the unknown key {key!r}", hint)
             problems.append(_UnknownKeyProblem(**vars(problem)))
     values = {}

@@ -112,6 +112,17 @@ def walk_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk_leaves(item, join(path, key))
 
 
+def list_places(node: YamlNode, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted path of every value below a node, and the file in which it was written, or OVERRIDE."""
+    items = (
+        node.value.items() if isinstance(node.value, dict) else enumerate(node.value if isinstance(node.value, list) else ())
+    )
+    for key, item in items:
+        here = join(path, key)
+        yield here, item.file
+        yield from list_places(item, here)
+
+
 def merge(base: YamlNode, over: YamlNode) -> YamlNode:
     """Merge two trees: mappings key by key; of anything else, `over` replaces `base`.
 

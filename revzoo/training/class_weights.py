@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from revzoo.data.base import Data
-from revzoo.errors import SpecError, SpecProblem, join_names
+from revzoo.errors import SpecError, join_names
+from revzoo.spec.parsing import to_plain
 from revzoo.training.options import Recipe
 
 
@@ -26,7 +27,8 @@ def weigh_classes(recipe: Recipe, data: Data, outputs: int) -> Tensor | None:
         raise _refuse(recipe, "null for a language model, whose labels are not classes")
     if isinstance(chosen, tuple):
         if len(chosen) != classes:
-            raise _refuse(recipe, f"a list of {classes} numbers, one for each class of the data, or balanced")
+            order = join_names(names)
+            raise _refuse(recipe, f"a list of {classes} numbers, for the classes in this order: {order}; or balanced")
         weights = torch.tensor(chosen)
     else:
         if data.train_labels is None:
@@ -39,4 +41,4 @@ def weigh_classes(recipe: Recipe, data: Data, outputs: int) -> Tensor | None:
 
 
 def _refuse(recipe: Recipe, allowed: str) -> SpecError:
-    return SpecError([SpecProblem(recipe.file, "train.class_weights", str(recipe.train.class_weights), allowed)])
+    return recipe.refuse("train.class_weights", str(to_plain(recipe.train.class_weights)), allowed)

@@ -3,6 +3,7 @@
 A setting that is passed on to timm has timm's name and meaning.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -21,7 +22,7 @@ from revzoo.bounds import (
     UnitInterval,
 )
 from revzoo.data.options import DataOptions
-from revzoo.errors import InputError
+from revzoo.errors import InputError, SpecError, SpecProblem
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Solver
 from revzoo.runtime.schedule import Mode
@@ -267,6 +268,7 @@ class Recipe:
         memory: budget for memory.
         coupling: how the coupling changes; None: it stays.
         file: file the recipe was read from.
+        places: of each setting that was written, the file, or "override".
     """
 
     model: ModelOptions
@@ -279,6 +281,20 @@ class Recipe:
     memory: MemoryOptions = MemoryOptions()
     coupling: CouplingOptions | None = None
     file: str = field(default="", compare=False, metadata=NOT_WRITTEN)
+    places: Mapping[str, str] = field(default_factory=dict, compare=False, metadata=NOT_WRITTEN)
+
+    def refuse(self, path: str, received: str, allowed: str) -> SpecError:
+        """Return the error of a setting that does not fit the data, the model or the machine, with the place of the setting.
+
+        Args:
+            path: of the setting.
+            received: the value as it was written.
+            allowed: which values are allowed.
+        """
+        keys = path.split(".")
+        written = [".".join(keys[:length]) for length in range(len(keys), 0, -1)]
+        file = next((self.places[each] for each in written if each in self.places), self.file)
+        return SpecError([SpecProblem(file, path, received, allowed)])
 
     def to_yaml(self) -> str:
         """Return the recipe as self-contained YAML: no base, no overrides, every default written out."""

@@ -17,7 +17,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from revzoo.errors import InputError, SpecError, SpecProblem
+from revzoo.errors import InputError, SpecError
 from revzoo.sharding.mesh import make_mesh, read_sizes
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import YamlNode
@@ -90,8 +90,7 @@ def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, begun: bool) -> D
         return None
     if is_alone:
         command = f"torchrun --nproc_per_node N -m zoo_cli train ... train.shard={options.shard}"
-        problem = SpecProblem(recipe.file, "train.shard", f"{options.shard!r} without a launcher", f"none, or start {command}")
-        raise SpecError([problem])
+        raise recipe.refuse("train.shard", f"{options.shard!r} without a launcher", f"none, or start {command}")
     nodes = max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
     return make_mesh(processes, options.shard, options.tensor_parallel, nodes, accelerator.device.type)
 

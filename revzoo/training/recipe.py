@@ -10,7 +10,7 @@ from revzoo.spec.names import BYTES, model_files, recipe_files, refuse_source
 from revzoo.spec.parsing import parse, to_plain
 from revzoo.spec.schema import Spec
 from revzoo.spec.synonym import TIMM
-from revzoo.spec.tree import YamlNode, apply_overrides, load_tree, merge
+from revzoo.spec.tree import YamlNode, apply_overrides, list_places, load_tree, merge
 from revzoo.training.options import ModelOptions, Recipe
 from revzoo.training.recipe_check import find_contradictions
 
@@ -60,7 +60,8 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     data = recipe.data
     file = data.text.tokenizer
     text = replace(data.text, tokenizer=file if file == BYTES else _make_absolute(file))
-    return replace(recipe, data=replace(data, root=_make_absolute(data.root), text=text), file=str(path))
+    data = replace(data, root=_make_absolute(data.root), text=text)
+    return replace(recipe, data=data, file=str(path), places=dict(list_places(tree)))
 
 
 def _merge_recipes(base: YamlNode, over: YamlNode) -> YamlNode:

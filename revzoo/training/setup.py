@@ -209,7 +209,7 @@ def build_run(
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
     spec, is_open = call_on_all(accelerator, lambda: load_model_spec(model_options))
     if recipe.mixup is not None and isinstance(spec.input, TextInput):  # hfds may be either
-        raise SpecError([SpecProblem(recipe.file, "mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")])
+        raise recipe.refuse("mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")
     prepared_as: list[str] = []
     if not resumed:  # the recipe in the folder of a run has it
         recipe, prepared_as = call_on_all(accelerator, partial(adopt_preprocessing, recipe, spec))
@@ -225,7 +225,7 @@ def build_run(
     optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
     if mesh is not None and not updates_divided(optimizer, mesh):
         allowed = f"one that updates divided parameters as it does whole ones with train.shard={options.shard}, such as adamw"
-        raise SpecError([SpecProblem(recipe.file, "optimizer.opt", repr(recipe.optimizer.opt), allowed)])
+        raise recipe.refuse("optimizer.opt", repr(recipe.optimizer.opt), allowed)
     if options.optimizer_in_backward:
         _require_updates_in_backward(recipe, optimizer, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
@@ -291,8 +291,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     """
     options = recipe.train
     if options.mixed_precision == "fp16" and not torch.accelerator.is_available():
-        problem = SpecProblem(recipe.file, "train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
-        raise SpecError([problem])
+        raise recipe.refuse("train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
     group: dict[str, Any] = {}
     if options.timeout_seconds is not None:
         group["timeout"] = timedelta(seconds=options.timeout_seconds)
@@ -341,7 +340,7 @@ def _require_updates_in_backward(recipe: Recipe, optimizer: torch.optim.Optimize
     elif not updates_each_alone(optimizer):
         allowed = f"false with optimizer.opt={recipe.optimizer.opt}, which needs all gradients for an update, or adamw or sgd"
     if allowed:
-        raise SpecError([SpecProblem(recipe.file, "train.optimizer_in_backward", "true", allowed)])
+        raise recipe.refuse("train.optimizer_in_backward", "true", allowed)
 
 
 def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from PIL import Image
 
-from revzoo.errors import CheckpointError, RevzooError, SpecError, SpecProblem, quote
+from revzoo.errors import CheckpointError, RevzooError, quote
 from revzoo.file import write_text
 from revzoo.spec.parsing import to_plain
 from revzoo.spec.tree import walk_leaves
@@ -37,7 +37,7 @@ def require_trackers(recipe: Recipe) -> None:
     missing = [name for name in recipe.train.track if name not in installed]
     if missing:
         allowed = f"trackers whose package is installed: python -m pip install {' '.join(missing).replace('_', '-')}"
-        raise SpecError([SpecProblem(recipe.file, "train.track", str(list(recipe.train.track)), allowed)])
+        raise recipe.refuse("train.track", str(list(recipe.train.track)), allowed)
 
 
 class Tracking:

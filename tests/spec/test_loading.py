@@ -322,7 +322,15 @@ def test_names(write, monkeypatch):
     write(SPEC, "root/specs/models/b/x_s.yaml")
     assert message(list_models) == (
         "1 problem found:\n  root/specs/models/b/x_s.yaml: (file name): found x_s;"
-        " allowed: a name of its own: root/specs/models/a/x_s.yaml has this one."
+        " allowed: a name of its own: root/specs/models/a/x_s.yaml has this one. Rename the file."
+    )
+
+
+def test_a_name_that_ships_stays_with_the_file_that_ships(write, monkeypatch, tmp_path):
+    file = write(SPEC, f"{tmp_path}/rev_vit_b.yaml")
+    monkeypatch.setenv("REVZOO_SPECS", str(tmp_path))
+    assert message(list_models).startswith(
+        f"1 problem found:\n  {file}: (file name): found rev_vit_b; allowed: a name of its own"
     )
 
 

@@ -24,7 +24,9 @@ def test_balanced_weights_are_those_of_scikit_learn(recipe, image_folder, tmp_pa
     labels = [0] * 1 + [1] * 4
     expected = torch.tensor(compute_class_weight("balanced", classes=np.array([0, 1]), y=labels), dtype=torch.float32)
     torch.testing.assert_close(run.loss.weights, expected)
-    with pytest.raises(SpecError, match=r"train.class_weights: found \(1.0,\); allowed: a list of 2 numbers"):
+    with pytest.raises(
+        SpecError, match=r"override: train.class_weights: found \[1.0\]; allowed: a list of 2 numbers, for .*: cat, dog;"
+    ):
         build_run(recipe(*data, "train.class_weights=[1]"), tmp_path / "run", resumed=False)
 
 
