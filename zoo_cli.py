@@ -15,7 +15,6 @@ from typing import NoReturn, TextIO, cast
 
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
-from revzoo.plugin import explain_part
 
 # What other tools call a command.
 OTHER_NAMES = {
@@ -75,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"revzoo: {explain_os_error(error)}", file=sys.stderr)
         return 2
     except Exception as error:
+        from revzoo.plugin import explain_part
+
         if (reason := explain_part(error)) is None:
             raise
         print(f"revzoo: {reason}", file=sys.stderr)

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from revzoo.analysis.report import ModelReport
-from revzoo.analysis.report_cache import read_or_count
 from revzoo.commands.model_name import declare_name, read_name
 from revzoo.commands.parser import JSON_HELP, Parser, positive_count, require_png
 from revzoo.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from revzoo.analysis.report import ModelReport
 
 SUMMARY = "Show a model's parts, and the memory and FLOPs of a training step."
 
@@ -34,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     name, overrides = read_name(arguments.name)
     if arguments.plot is not None:
         require_png(arguments.plot)
+    from revzoo.analysis.report_cache import read_or_count
     from revzoo.display.console import print_renderable, show_status
 
     with show_status("counting memory and FLOPs"), pause_collection():
@@ -55,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _count(name: str, overrides: list[str], batch_size: int | None) -> ModelReport:
+def _count(name: str, overrides: list[str], batch_size: int | None) -> "ModelReport":
     from revzoo.analysis.counting import report_model
     from revzoo.model.create import create
 
