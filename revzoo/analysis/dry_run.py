@@ -63,8 +63,8 @@ def updates_in_backward(model: nn.Module, update_bytes: Sequence[int]) -> Iterat
 
 
 @contextmanager
-def _leave_errors_to_callers() -> Iterator[None]:
-    """Log nothing of an operation that fails under `FakeTensorMode`: it raises, too."""
+def silence_failures() -> Iterator[None]:
+    """Keep PyTorch from logging the tracebacks of operations that fail under `FakeTensorMode`: they raise, too."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -107,7 +107,7 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         torch.clear_autocast_cache()  # of casts in earlier runs
         stack.callback(torch.clear_autocast_cache)
         if mode := find_fake_mode(tensors, always=fake):
-            stack.enter_context(_leave_errors_to_callers())
+            stack.enter_context(silence_failures())
             batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
             if not _is_divided_copy(model):
                 _replace_tensors(model, stack, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))

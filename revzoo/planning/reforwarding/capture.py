@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from revzoo.analysis.dry_run import call, find_fake_mode, has_values, isolated, mark_python_streams, require_module
+from revzoo.analysis.dry_run import (
+    call,
+    find_fake_mode,
+    has_values,
+    isolated,
+    mark_python_streams,
+    require_module,
+    silence_failures,
+)
 from revzoo.errors import InputError
 from revzoo.planning.reforwarding.graph_plan import compute_digest
 from revzoo.planning.reforwarding.refusal import (
@@ -23,7 +31,6 @@ from revzoo.planning.reforwarding.refusal import (
     require_no_transforms,
     require_results,
     require_uncompiled,
-    silence_failures,
 )
 from revzoo.runtime.graph.atoms import Atom, split_into_atoms
 from revzoo.runtime.graph.captured_call import Runner, capture_calls

@@ -1,7 +1,6 @@
 """Modules, batches and losses that cannot be planned: what is said about them, and what to type instead."""
 
 import inspect
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
 from torch.fx import GraphModule
 
-from revzoo.analysis.dry_run import linear_loss
+from revzoo.analysis.dry_run import linear_loss, silence_failures
 from revzoo.errors import InputError, join_names
 from revzoo.format import format_dtype
 from revzoo.runtime.block_chain import get_step
@@ -63,18 +62,6 @@ def require_arguments(module: nn.Module, batch: Any) -> None:
             f"The forward of {type(module).__name__} cannot be called with this batch: {error}. A batch is a tensor, a tuple "
             "or list of positional arguments, or a mapping of keyword arguments."
         ) from error
-
-
-@contextmanager
-def silence_failures() -> Iterator[None]:
-    """Keep PyTorch from logging the tracebacks of operations that fail while it captures."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 @contextmanager
