@@ -2,8 +2,9 @@
 
 import json
 import os
+import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 
@@ -21,6 +22,15 @@ os.environ["REVZOO_CACHE"] = os.devnull  # no test reads what another one has co
 def most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure times in one round. On a busy machine there would be many, and only tests of measuring depend on seconds."""
     monkeypatch.setattr("revzoo.planning.profiling.clock.MOST_ROUNDS", 1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps the first precision and accumulation it was given for the rest of the process."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture

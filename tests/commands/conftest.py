@@ -1,11 +1,10 @@
 """Commands run in this process, on small models whose specs are files."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from timm.optim import create_optimizer_v2
 
 import revzoo
@@ -18,14 +17,6 @@ SHORT = {
     "rev_roberta_mini": ["stages.0.depth=1"],
 }
 BATCH = 4
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps the first precision and accumulation it was given for the rest of the process."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture

@@ -45,16 +45,8 @@ def compute_gradients(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture
-def accelerate_state():
-    """Let every test begin with another precision."""
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("accelerate_state")
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}])
 def test_the_trainer_reaches_the_weights_of_storing(make, tmp_path, precision):
     weights = {}
@@ -82,7 +74,6 @@ def test_the_trainer_reaches_the_weights_of_storing(make, tmp_path, precision):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("accelerate_state")
 def test_the_trainer_with_checkpointing_is_told_to_switch_it_off(make, tmp_path):
     model = make()
     revzoo.reversible_(model)
@@ -143,7 +134,6 @@ def test_saving_and_loading_is_that_of_the_ordinary_network(make, tmp_path):
         assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
-@pytest.mark.usefixtures("accelerate_state")
 def test_accelerate_prepares_and_unwraps(make):
     gradients = []
     for schedule in ("store", "invert"):
