@@ -7,9 +7,9 @@ from revzoo.after_import import call_after_import
 
 if TYPE_CHECKING:
     from revzoo.analysis.bytes_per_pixel import bytes_per_pixel
-    from revzoo.analysis.memory import measure_memory
     from revzoo.analysis.numerics import NumericsReport, measure_numerics
     from revzoo.analysis.report import MemoryReport, PixelReport
+    from revzoo.analysis.step_memory import measure_memory
     from revzoo.analysis.verify import VerifyReport, verify
     from revzoo.conversion.convert import convert
     from revzoo.conversion.export import export
@@ -54,7 +54,7 @@ _HOMES = {
     "inplace_abn_": "revzoo.conversion.inplace_abn",
     "list_models": "revzoo.spec",
     "load_spec": "revzoo.spec",
-    "measure_memory": "revzoo.analysis.memory",
+    "measure_memory": "revzoo.analysis.step_memory",
     "measure_numerics": "revzoo.analysis.numerics",
     "ordinary_": "revzoo.conversion.reversible",
     "plan": "revzoo.planning.planner",

@@ -14,13 +14,15 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
+from typing import Any
 
 from revzoo.errors import InputError, RevzooError
 
 GROUP = "revzoo.plugins"
 VARIABLE = "REVZOO_SPECS"
 _FOLDER = "specs"  # in a package
+_MARK = "_registered_by_user"  # an attribute of parts
 _logger = logging.getLogger("revzoo")
 _imported: list[str] = []  # packages named by --import
 
@@ -50,7 +52,8 @@ def import_from_here(name: str) -> ModuleType:
     try:
         module = import_module(name)
     except (Exception, SystemExit) as error:  # of a module of others, which may raise anything
-        raise InputError(f"{name} cannot be imported ({describe_failure(error)}). {_suggest_remedy(name, error)}") from error
+        reason = str(error) if isinstance(error, ImportError) else describe_failure(error)
+        raise InputError(f"{name} cannot be imported ({reason}). {_suggest_remedy(name, error)}") from error
     finally:
         sys.path.remove(here)
     if here not in sys.path:
@@ -58,29 +61,49 @@ def import_from_here(name: str) -> ModuleType:
     return module
 
 
-def describe_failure(error: BaseException) -> str:
-    """Return what code of a user raised, and in which line of it."""
-    if isinstance(error, ImportError | RevzooError | SyntaxError):  # which say it themselves
+def describe_failure(error: BaseException, since: TracebackType | None = None) -> str:
+    """Return what code of a user raised, and in which line of it.
+
+    Args:
+        error: the error.
+        since: where in its traceback that code begins; None: at the beginning.
+    """
+    if isinstance(error, RevzooError | SyntaxError):  # which say it themselves
         return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    package = Path(__file__).parent
-    foreign = [each for each in frames if not _is_inside(each, package) and "<" not in each.filename]
-    others = [each for each in foreign if Path(each.filename) != package.parent / "zoo_cli.py"]
+    frames = traceback.extract_tb(since or error.__traceback__)
+    others = [each for each in frames if not _is_inside(each, Path(__file__).parent) and "<" not in each.filename]
     installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    own = [each for each in others if not _is_inside(each, *installed)] or others  # an installed package may be the user's
+    own = [each for each in others if not _is_inside(each, *installed)]
+    own = own or [each for each in others if "torch" not in Path(each.filename).parts]  # an installed package may be the user's
     place = f", in line {own[-1].lineno} of {own[-1].filename}" if own else ""
-    words = f": {str(error).rstrip('.')}" if str(error) else ""
+    words = f": {_shorten(error)}" if str(error) else ""
     return f"{type(error).__name__}{words}{place}"
 
 
+def _shorten(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+def mark_part(part: Any, place: str, name: str) -> None:
+    """Let an error of a part that a user registered be told from one of revzoo.
+
+    Args:
+        part: the module.
+        place: of the part in the spec.
+        name: under which it is registered.
+    """
+    part.__dict__[_MARK] = f"{place} (type {name})"
+
+
 def explain_part(error: BaseException) -> str | None:
-    """Return which part of a network raised an error, if it is of a package that adds parts, and in which line; else None."""
-    packages = set(_list_packages())
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        part = frame.f_locals.get("self")
-        if type(part).__module__.partition(".")[0] in packages:
-            kind, name = type(part).__name__, getattr(part, "name", None)  # which the steps of a model have
-            return f"{f'{name}, a {kind},' if name else kind} raises {describe_failure(error)}. Correct it there."
+    """Return which part that a user registered raised an error, and in which line; None if none did."""
+    if type(error).__name__ == "OutOfMemoryError":  # nothing is wrong with the part
+        return None
+    place = error.__traceback__
+    while place is not None:
+        if (mark := getattr(place.tb_frame.f_locals.get("self"), "__dict__", {}).get(_MARK)) is not None:
+            return f"{mark} raises {describe_failure(error, place)}. Correct it there."
+        place = place.tb_next
     return None
 
 
@@ -120,13 +143,9 @@ def list_spec_folders() -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"{VARIABLE} names folders, separated by {os.pathsep!r}. Received: {folder}, which is none.")
-    folders += [Path(place) / _FOLDER for package in _list_packages() for place in _find_places(package)]
+    packages = dict.fromkeys([*(point.module.partition(".")[0] for point in _list_plugins()), *_imported])
+    folders += [Path(place) / _FOLDER for package in packages for place in _find_places(package)]
     return list(dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir()))
-
-
-def _list_packages() -> list[str]:
-    """Return the names of the packages that add parts or specs, each once."""
-    return list(dict.fromkeys([*(point.module.partition(".")[0] for point in _list_plugins()), *_imported]))
 
 
 @cache

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from revzoo.analysis.dry_run import isolated, require_module
-from revzoo.analysis.memory import CountedStep, run_and_measure
 from revzoo.analysis.memory_terms import Unit
 from revzoo.analysis.report import PixelReport
+from revzoo.analysis.step_memory import CountedStep, run_and_measure
 from revzoo.errors import InputError
 from revzoo.model.create import create
 from revzoo.model.network import Model

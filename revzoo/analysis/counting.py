@@ -10,8 +10,8 @@ from revzoo.analysis.bytes_per_pixel import list_stages, report_pixels
 from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter
-from revzoo.analysis.memory import CountedStep, run_and_measure
 from revzoo.analysis.report import ModelReport, PartReport, PixelReport, TwinReport
+from revzoo.analysis.step_memory import CountedStep, run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.checkpoint import index
 from revzoo.checkpoint.files import read_top1

@@ -281,7 +281,7 @@ class ModelReport:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The modes in which it was measured: that of every step and node is the same."""
+        """The modes that set all steps and nodes alike; `memory` may also have the schedule `stage_inputs`."""
         return tuple(self.parts[0].kept_bytes)
 
     @property

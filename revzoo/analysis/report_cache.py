@@ -1,7 +1,7 @@
-"""Reports of models that ship, kept on disk: counting one takes a second, but importing what builds it takes several.
+"""Reports of models that ship, cached on disk: counting one takes a second, but importing what builds it takes several.
 
-A report is counted anew as soon as it might be another: after any change of a source file or a spec, and with other versions of
-Python, PyTorch or the libraries from which models and their twins are built.
+A report is counted anew as soon as it might be another: after any change of a source file or a spec, and with other versions or
+settings of Python, PyTorch or the libraries from which models and their twins are built.
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from revzoo.analysis.report import ModelReport
 from revzoo.file import write_text
 from revzoo.spec.names import data_root, model_files, shipped_model_files
 
-VARIABLE = "REVZOO_CACHE"
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers")  # of which models and their twins consist
+_VARIABLES = ("TIMM_", "TORCH", "PYTORCH")  # settings of theirs in the environment, such as TIMM_FUSED_ATTN
 
 
 def read_or_count(name: str, batch_size: int | None, count: Callable[[], ModelReport]) -> ModelReport:
-    """Return the report of a model: the one that is kept, if the model ships and nothing has changed since, or else a new one.
+    """Return the cached report of a model, if it ships and nothing has changed since, or else a new one.
 
     Args:
-        name: as it was typed. What is not the name of a model that ships is counted, and not kept.
+        name: as it was typed. What is not the name of a model that ships is counted, and not cached.
         batch_size: number of examples; None: the default.
         count: counts the report.
     """
@@ -46,16 +46,17 @@ def find_folder() -> Path:
     Raises:
         RuntimeError: the user has no home.
     """
-    if folder := os.environ.get(VARIABLE):
-        return Path(folder)
+    if folder := os.environ.get("REVZOO_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "revzoo")
 
 
 def _read(file: str, state: str) -> ModelReport | None:
-    with suppress(OSError, RuntimeError, ValueError, KeyError, TypeError):  # there is none yet, or it is damaged
-        kept = json.loads((find_folder() / file).read_text(encoding="utf-8"))
-        if kept["state"] == state:
-            return ModelReport.from_dict(kept["report"])
+    # There is no such file yet, it is damaged, or the user has no home.
+    with suppress(OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+        cached = json.loads((find_folder() / file).read_text(encoding="utf-8"))
+        if cached["state"] == state:
+            return ModelReport.from_dict(cached["report"])
     return None
 
 
@@ -67,13 +68,15 @@ def _write(file: str, state: str, report: ModelReport) -> None:
 
 
 def _describe_installation() -> str:
-    """Return a digest of all versions, and of the places, times and sizes of all files on which reports depend."""
+    """Return a digest of all versions and settings, and of the places, times and sizes of all files on which reports depend."""
     package, data = Path(__file__).parents[1], data_root()
     files = [*package.rglob("*.py"), *(data / "specs").rglob("*.yaml"), *(data / "weights").glob("*.yaml")]
-    facts = [sys.version, *map(_find_version, _LIBRARIES)]
+    variables = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES))
+    facts = [sys.version, *map(_find_version, _LIBRARIES), *variables]
     for file in sorted(files):
-        status = file.stat()
-        facts.append(f"{file} {status.st_mtime_ns} {status.st_size}")
+        if file.is_file():  # and no lock of an editor, which is a link to nowhere
+            status = file.stat()
+            facts.append(f"{file} {status.st_mtime_ns} {status.st_size}")
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from revzoo.analysis.memory import measure_memory
+from revzoo.analysis.step_memory import measure_memory
 from revzoo.bench import peers
 from revzoo.bench.net import Net, Pair
 from revzoo.bench.torch_only import Checkpointed, Compiled, Loop, Partitioned

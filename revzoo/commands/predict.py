@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"The model comes first, and then the files. Received: {arguments.model}. Type revzoo predict runs/images "
             f"{quote(arguments.model)}, for example."
         )
-    from revzoo.display.console import print_renderable, show_status
+    from revzoo.display.console import show_status
 
     with show_status("loading the model"):
         import torch
@@ -61,7 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
         model = load_classifier(arguments.model, device)
         inputs = list_inputs(model, arguments.files, arguments.column)
     broken: list[BrokenExampleError] = []
-    predictions = predict(model, inputs, top=arguments.top, batch_size=arguments.batch, leave_out=broken.append)
+    predictions = predict(model, inputs, top=arguments.top, batch_size=arguments.batch, on_broken=broken.append)
+    try:
+        _print(predictions, arguments)
+    finally:
+        for error in broken:
+            print(f"revzoo: {error}", file=sys.stderr)
+    return broken[0].exit_status if broken else 0
+
+
+def _print(predictions: "Iterable[Prediction]", arguments: argparse.Namespace) -> None:
+    from revzoo.display.console import print_renderable, show_status
+
     if arguments.json:
         for prediction in predictions:
             print(json.dumps(prediction.to_dict(), ensure_ascii=False))
@@ -74,9 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
             rows = [each.to_dict() for each in predictions]
         if rows:
             print_renderable(tabulate_predictions(rows))
-    for error in broken:
-        print(f"revzoo: {error}", file=sys.stderr)
-    return broken[0].exit_status if broken else 0
 
 
 def _write_csv(predictions: "Iterable[Prediction]") -> None:

@@ -5,6 +5,7 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     from revzoo.display.console import print_renderable, show_status
 
     with show_status("counting memory and FLOPs"), pause_collection():
-        if overrides:
-            report = _count(name, overrides, arguments.batch)
-        else:
-            report = read_or_count(name, arguments.batch, lambda: _count(name, [], arguments.batch))
+        count = partial(_count, name, overrides, arguments.batch)
+        report = count() if overrides else read_or_count(name, arguments.batch, count)
     if arguments.plot is not None:
         with show_status("drawing"):
             from revzoo.display.figures.model import plot_model

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils.checkpoint import checkpoint
 
 from revzoo.analysis.dry_run import has_values, isolated
-from revzoo.analysis.memory import run_and_measure
 from revzoo.analysis.report import MemoryReport
+from revzoo.analysis.step_memory import run_and_measure
 from revzoo.conversion.block_lists import BlockLists, choose_lists
 from revzoo.conversion.reversible import ordinary_, reversible_
 from revzoo.errors import ConversionError, InputError

@@ -4,9 +4,9 @@ One pass over the spec builds part after part, and hands the shape that each one
 on the family.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from revzoo.bijection import Bijection, SpaceToDepth
 from revzoo.errors import InputError, PartArgumentError, RevzooError, SpecError, SpecProblem
 from revzoo.model.network import Block, Model, Stage
 from revzoo.parts.context import BuildContext, Shape
-from revzoo.plugin import describe_failure
+from revzoo.plugin import describe_failure, mark_part
 from revzoo.registry import Registry, branches, couplings, fuses, heads, inits, splits, stems, transitions
 from revzoo.runtime.coupling import Coupling
 from revzoo.spec import Input, Part, Spec, StageSpec, TextInput, to_plain
@@ -62,7 +62,9 @@ class _Builder:
         init = self._make(inits, spec.init) if spec.init is not None else None
         self._raise_problems()
         model = Model(spec, coupling, stem, split, stages, fuse, head)
-        return model if init is None else model.apply(init)
+        if init is not None:
+            self._initialise(model, init)
+        return model
 
     def _build_stage(self, i: int, stage: StageSpec, shape: Shape, rates: Iterator[float]) -> tuple[Shape, Stage]:
         transition = None
@@ -118,15 +120,12 @@ class _Builder:
         make = registry[part.type]
         try:
             made = make(*context, **part.arguments)
-            if (wanted := _find_misfit(registry.kind, made)) is None:
-                return made
-            self._add_problem(f"{part.path}.type", part.type, f"{wanted}; {make.__module__}.{make.__qualname__} makes none")
         except PartArgumentError as error:
             self._add_problem(f"{part.path}.{error.argument}", error.received, error.allowed)
         except RevzooError as error:
             self._add_problem(part.path, to_plain(part), str(error).rstrip("."))
         except Exception as error:
-            if not make.__module__.startswith("revzoo."):  # a part of the user's own, who wants to know the line
+            if _is_own(make):  # its author wants to know the line
                 allowed = f"a part that can be built ({describe_failure(error)})"
             elif isinstance(error, RuntimeError | TypeError | ValueError | ArithmeticError):
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -134,27 +133,49 @@ class _Builder:
             else:
                 raise
             self._add_problem(part.path, to_plain(part), allowed)
+        else:
+            if (wanted := _find_misfit(registry.kind, made)) is None:
+                if _is_own(make) and isinstance(made, nn.Module):
+                    mark_part(made, part.path, part.type)
+                return made
+            self._add_problem(f"{part.path}.type", part.type, wanted)
         return None
 
+    def _initialise(self, model: Model, init: Callable[[nn.Module], None]) -> None:
+        part = cast(Part, self._spec.init)
+        try:
+            model.apply(init)
+        except Exception as error:
+            if not _is_own(inits[part.type]):
+                raise
+            self._add_problem(part.path, to_plain(part), f"a part that initialises modules ({describe_failure(error)})")
+        self._raise_problems()
+
     def _add_problem(self, path: str, received: object, allowed: str) -> None:
-        self._problems.setdefault(path, SpecProblem(self._spec.file, path, repr(received), allowed))
+        file = self._spec.places.get(path, self._spec.file)
+        self._problems.setdefault(path, SpecProblem(file, path, repr(received), allowed))
 
     def _raise_problems(self) -> None:
         if self._problems:
             raise SpecError(list(self._problems.values()))
 
 
+def _is_own(make: Callable[..., Any]) -> bool:
+    """Return whether a user registered it."""
+    return not str(getattr(make, "__module__", "")).startswith("revzoo.")
+
+
 def _find_misfit(kind: str, made: Any) -> str | None:
-    """Return what a part of this kind has to be, if what was made is something else: only parts of users can be."""
+    """Return what a part of this kind has to be, or None if `made` is that. Parts that ship always are."""
     if kind == "coupling":
-        return None if isinstance(made, Coupling) else "what makes a revzoo.runtime.Coupling"
+        return None if isinstance(made, Coupling) else "a function that returns a revzoo.runtime.Coupling"
     if kind == "init":
-        return None if callable(made) else "what makes a function of a module"
+        return None if callable(made) else "a function that returns a function of a module"
     if not isinstance(made, nn.Module) or "_modules" not in vars(made):
         return "an nn.Module whose __init__ calls super().__init__()"
     if kind == "head":
-        is_named = isinstance(getattr(made, "outputs", None), int)
-        return None if is_named else "a head with an attribute outputs, the size of the last dimension of the logits"
+        has_size = isinstance(getattr(made, "outputs", None), int)
+        return None if has_size else "a head with an integer attribute outputs, the size of the last dimension of the logits"
     if kind == "branch" or isinstance(getattr(made, "out_shape", None), Shape):
         return None
     return f"a {kind} with an attribute out_shape, the Shape of what it returns"

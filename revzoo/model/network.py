@@ -307,6 +307,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
                     del pair
                 if entry.kind == "split":
                     tensors, segment = self._split(layers, *tensors, lookahead=lookahead)
+                    _require_tensors(tensors, entry.name, 2)
                     chain, layers = [], []
                     continue
                 if layers and getattr(entry.module, "takes_halves", False):
@@ -316,6 +317,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
                     tensors, layers = (run_layers(layers, *tensors, lookahead=lookahead),), []
                 out = run_node(entry.module, entry.name, modes.get(entry.name, "store"), *tensors, lookahead=lookahead)
                 tensors = out if isinstance(out, tuple) else (out,)
+                _require_tensors(tensors, entry.name)
                 del out
         return tensors[0]
 
@@ -382,3 +384,18 @@ def check_num_outputs(num_outputs: object) -> int:
     if not isinstance(num_outputs, int) or isinstance(num_outputs, bool) or num_outputs < 1:
         raise InputError(f"num_outputs is an integer >= 1. Received: {num_outputs!r}.")
     return num_outputs
+
+
+def _require_tensors(out: Any, name: str, count: int | None = None) -> None:
+    """Check what a part has returned, which may be one that a user registered.
+
+    Args:
+        out: what it has returned, in a tuple.
+        name: of the part.
+        count: number of tensors; None: any.
+    Raises:
+        InputError: it is something else.
+    """
+    if not (isinstance(out, tuple) and all(isinstance(each, Tensor) for each in out) and count in (None, len(out))):
+        received = ", ".join(type(each).__name__ for each in (out if isinstance(out, tuple) else (out,)))
+        raise InputError(f"{name} must return {'two' if count else 'one or more'} tensors. Received: {received}.")

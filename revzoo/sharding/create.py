@@ -14,7 +14,7 @@ from revzoo.model.create import create, find_original, find_weights
 from revzoo.model.network import Model
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.sharding.materialize import allocate_, materialize_
-from revzoo.sharding.shard import ignore_views
+from revzoo.sharding.shard import ignore_view_warnings
 from revzoo.spec.loading import load_spec
 
 
@@ -73,7 +73,7 @@ def create_sharded(
     build = partial(create, spec.file, num_outputs=num_outputs, overrides=changes)
     model = build(schedule=schedule, lookahead=lookahead, exact=exact, device="meta", dtype=dtype)
     shard(model)
-    ignore_views(model)
+    ignore_view_warnings(model)
     if file is None or num_outputs is not None:
         materialize_(model, build, device=device, offload=offload)
     else:

@@ -64,14 +64,14 @@ def shard_(model: Model, mesh: DeviceMesh, *, precision: Precision = "no", offlo
     policy = MixedPrecisionPolicy(output_dtype=None if precision == "no" else torch.float32)
     # The root is freed after forward too: nobody outside a forward or backward ever meets a gathered parameter.
     fully_shard(model, mesh=data, offload_policy=host, mp_policy=policy, reshard_after_forward=True)
-    ignore_views(model)
+    ignore_view_warnings(model)
 
 
-def ignore_views(model: Model) -> None:
-    """Ignore, from now on, FSDP2's warning that units of a divided network return views.
+def ignore_view_warnings(model: Model) -> None:
+    """Ignore FSDP2's warnings that steps and nodes of a divided network return views, in this process from now on.
 
-    It warns of changes in place, which would lose the gradient's hook. Only the network sees what steps and nodes return, and
-    it changes nothing. The head's output is the user's, so there the warning stays.
+    It warns because a view that is changed in place would lose the hook of its gradient. Steps and nodes hand what they return
+    only to the network, which changes nothing in place. What the head returns is the user's, so there the warning stays.
     """
     units = [entry.module for entry in model.layout() if entry.module is not model.head]
     if names := sorted({type(unit).__name__ for unit in units if isinstance(unit, FSDPModule)}):

@@ -13,7 +13,7 @@ from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
 from revzoo.spec.statement import drop_null, end_statements, merge_specs
 from revzoo.spec.synonym import translate_timm
-from revzoo.spec.tree import OVERRIDE, YamlNode, apply_overrides, load_tree, merge
+from revzoo.spec.tree import OVERRIDE, YamlNode, apply_overrides, list_places, load_tree, merge
 
 _MOST_BLOCKS = 10_000  # of all stages; more only fill the memory while they are built
 
@@ -77,7 +77,7 @@ def _check(tree: YamlNode, problems: Sequence[SpecProblem], file: str) -> Spec:
     if (depth := sum(stage.depth for stage in spec.stages)) > _MOST_BLOCKS:
         allowed = f"stages of at most {_MOST_BLOCKS} blocks together"
         raise SpecError([SpecProblem(file, "stages", f"{depth} blocks", allowed)])
-    return replace(spec, file=file)
+    return replace(spec, file=file, places=dict(list_places(filled)))
 
 
 def _fill_stages(tree: YamlNode) -> YamlNode:

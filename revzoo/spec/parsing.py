@@ -258,7 +258,8 @@ def _hint_at_list(node: YamlNode, types: tuple[Any, ...]) -> str:
 
 def _read_mapping(node: YamlNode, cls: Any, path: str, problems: list[SpecProblem]) -> Any:
     before = len(problems)
-    values = _read_members(node, node.value, _members(cls), path, problems)
+    others = () if node.path else ("base",)  # which `load_tree` has removed
+    values = _read_members(node, node.value, _members(cls), path, problems, others)
     return cls(**values) if len(problems) == before else None
 
 
@@ -277,22 +278,25 @@ def _read_part(node: YamlNode, registry: Registry, template: bool, path: str, pr
         argument: _Member(parameter.annotation, parameter.default is parameter.empty and not template)
         for argument, parameter in registry.arguments(name.value).items()
     }
-    return Part(name.value, _read_members(node, arguments, members, path, problems), path)
+    return Part(name.value, _read_members(node, arguments, members, path, problems, ("type",)), path)
 
 
 def _read_members(
-    node: YamlNode, written: Mapping[Any, YamlNode], members: Mapping[str, _Member], path: str, problems: list[SpecProblem]
+    node: YamlNode,
+    written: Mapping[Any, YamlNode],
+    members: Mapping[str, _Member],
+    path: str,
+    problems: list[SpecProblem],
+    others: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Read a mapping key by key, and report all unknown keys, missing keys and wrong values."""
+    """Read a mapping key by key, and report all unknown keys, missing keys and wrong values.
+
+    Args:
+        others: keys that are read elsewhere, of which an unknown one may be a misspelling.
+    """
     for key, item in written.items():
         if key not in members:
-            # `load_tree` has removed `base`, but at the top level an unknown key may be a misspelling of it.
-            candidates = {*members} if node.path else {*members, "base"} - {key}
-            hint = BOOLEAN_HINT if isinstance(key, bool) else did_you_mean(str(key), candidates)
-            name, colon, value = str(key).partition(":")
-            if colon and name in {*members, "type"}:
-                hint = f" YAML wants a blank after the colon: {name}: {value}."
-            problem = item.problem(_keys(members), f"the unknown key {key!r}", hint)
+            problem = item.problem(_keys(members), f"the unknown key {key!r}", _hint_at_key(key, {*members, *others} - {key}))
             problems.append(_UnknownKeyProblem(**vars(problem)))
     values = {}
     for name, member in members.items():
@@ -300,6 +304,16 @@ def _read_members(
             child = written.get(name) or node.missing(name)
             values[name] = _read(child, member.annotation, join(path, name), problems)
     return values
+
+
+def _hint_at_key(key: object, known: Iterable[str]) -> str:
+    """Return what to type instead of an unknown key, with a leading blank; or an empty string."""
+    if isinstance(key, bool):
+        return BOOLEAN_HINT
+    name, colon, value = str(key).partition(":")
+    return (
+        f" YAML wants a blank after the colon: {name}: {value}." if colon and name in known else did_you_mean(str(key), known)
+    )
 
 
 @cache

@@ -11,6 +11,7 @@ A spec describes the architecture alone. Which arguments a part takes is declare
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -152,6 +153,7 @@ class Spec:
         twin: the ordinary network whose reversible version this is, if there is one.
         expect: numbers that the built model must have.
         file: the file that the spec was read from.
+        places: of each value that was written, the file, or "override".
     """
 
     name: str
@@ -168,6 +170,7 @@ class Spec:
     twin: Twin | None = None
     expect: Expect = field(default_factory=Expect)
     file: str = field(default="", compare=False, metadata=NOT_WRITTEN)
+    places: Mapping[str, str] = field(default_factory=dict, compare=False, metadata=NOT_WRITTEN)
 
     @property
     def coupling(self) -> Part:

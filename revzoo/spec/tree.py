@@ -114,10 +114,12 @@ def walk_leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def list_places(node: YamlNode, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted path of every value below a node, and the file in which it was written, or OVERRIDE."""
-    items = (
-        node.value.items() if isinstance(node.value, dict) else enumerate(node.value if isinstance(node.value, list) else ())
-    )
-    for key, item in items:
+    children: Iterable[tuple[Any, YamlNode]] = ()
+    if isinstance(node.value, dict):
+        children = node.value.items()
+    elif isinstance(node.value, list):
+        children = enumerate(node.value)
+    for key, item in children:
         here = join(path, key)
         yield here, item.file
         yield from list_places(item, here)

@@ -41,4 +41,4 @@ def weigh_classes(recipe: Recipe, data: Data, outputs: int) -> Tensor | None:
 
 
 def _refuse(recipe: Recipe, allowed: str) -> SpecError:
-    return recipe.refuse("train.class_weights", str(to_plain(recipe.train.class_weights)), allowed)
+    return recipe.error("train.class_weights", str(to_plain(recipe.train.class_weights)), allowed)

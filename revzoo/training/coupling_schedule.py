@@ -78,8 +78,8 @@ def make_coupling_schedule(recipe: Recipe, model: Model, updates: int) -> Coupli
     for key in schedule.at(0):
         if key not in known:
             allowed = f"what the coupling of {model.spec.name} has ({part.type}: {join_names(known)}), or null"
-            raise recipe.refuse(f"coupling.{key}", "a schedule", allowed)
+            raise recipe.error(f"coupling.{key}", "a schedule", allowed)
     if schedule.is_exact != (model.coupling.kept_bits is not None):
         allowed = "m, alpha or beta for a network converted with m or beta, kept_bits for one converted with kept bits"
-        raise recipe.refuse("coupling", str(sorted(schedule.at(0))), allowed)
+        raise recipe.error("coupling", str(sorted(schedule.at(0))), allowed)
     return schedule

@@ -169,7 +169,7 @@ def _choose_arguments(options: ModelOptions, spec: Spec, is_open: bool, data: Da
     outputs, overrides = options.num_outputs, options.overrides
     if outputs is not None and outputs < needed:
         allowed = f"at least {needed}, the {'classes in the data' if data.num_classes else 'vocabulary'}"
-        raise recipe.refuse("model.num_outputs", str(outputs), allowed)
+        raise recipe.error("model.num_outputs", str(outputs), allowed)
     if "outputs" in heads.arguments(spec.head.type):  # other heads have one output for each id of the vocabulary
         outputs = outputs or needed
         # Pretrained weights may have another head, which is replaced after loading. Without them the head is built with the
@@ -194,7 +194,7 @@ def _freeze(model: Model, recipe: Recipe) -> None:
     for name in recipe.train.freeze:
         if name not in known:
             parts = [part for part in known if part.count(".") < 2]
-            raise recipe.refuse("train.freeze", repr(name), f"parts of the model, such as {join_names(parts)}")
+            raise recipe.error("train.freeze", repr(name), f"parts of the model, such as {join_names(parts)}")
         model.get_submodule(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
-        raise recipe.refuse("train.freeze", str(list(recipe.train.freeze)), "some parts of the model, not all")
+        raise recipe.error("train.freeze", str(list(recipe.train.freeze)), "some parts of the model, not all")

@@ -283,7 +283,7 @@ class Recipe:
     file: str = field(default="", compare=False, metadata=NOT_WRITTEN)
     places: Mapping[str, str] = field(default_factory=dict, compare=False, metadata=NOT_WRITTEN)
 
-    def refuse(self, path: str, received: str, allowed: str) -> SpecError:
+    def error(self, path: str, received: str, allowed: str) -> SpecError:
         """Return the error of a setting that does not fit the data, the model or the machine, with the place of the setting.
 
         Args:
@@ -291,10 +291,7 @@ class Recipe:
             received: the value as it was written.
             allowed: which values are allowed.
         """
-        keys = path.split(".")
-        written = [".".join(keys[:length]) for length in range(len(keys), 0, -1)]
-        file = next((self.places[each] for each in written if each in self.places), self.file)
-        return SpecError([SpecProblem(file, path, received, allowed)])
+        return SpecError([SpecProblem(self.places.get(path, self.file), path, received, allowed)])
 
     def to_yaml(self) -> str:
         """Return the recipe as self-contained YAML: no base, no overrides, every default written out."""

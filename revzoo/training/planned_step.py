@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from revzoo.analysis.dry_run import accumulated_gradients, leave_autocast, updates_in_backward
-from revzoo.analysis.memory import measure_modes
 from revzoo.analysis.optimizer_step import copy_optimizer, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport
+from revzoo.analysis.step_memory import measure_modes
 from revzoo.data.random import seeded
 from revzoo.model.builder import build
 from revzoo.model.network import Model

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,24 +66,24 @@ def load_classifier(source: str, device: torch.device | str) -> Model:
     return model
 
 
-def list_inputs(model: Model, files: Iterable[Path], column: str) -> Iterator[tuple[str, Any]]:
-    """Return an iterator over the name of each example in some files, and what `revzoo.transform` takes.
+def list_inputs(model: Model, files: Iterable[Path], column: str) -> list[tuple[str, Any]]:
+    """Return the name of each example in some files, and what `revzoo.transform` takes.
 
     Args:
         model: for images or texts.
         files: images and folders of them; or tables, and text files, of which each line is a text.
         column: that of the texts in a table.
     Raises:
-        InputError: a file is missing, or a folder holds no images.
+        InputError: a file is missing or of another kind, or a folder holds no images.
         DataError: a file of texts cannot be read.
     """
-    is_text, files = isinstance(model.spec.input, TextInput), list(files)
-    for file in files:  # all of them, before anything is predicted
+    is_text, inputs = isinstance(model.spec.input, TextInput), list[tuple[str, Any]]()
+    for file in files:
         if not os.path.exists(file):  # unlike pathlib's, it does not raise for a name that no file can have
             what = "Texts are in tables or text files, a text in each line" if is_text else "Name images or folders of them"
             raise InputError(f"There is no file {str(file)[:300]}.{find_beside(str(file))} {what}.")
-    found = (_list_texts(file, column) if is_text else _list_images(file, model.spec.name) for file in files)
-    return ((_make_printable(name), example) for name, example in chain.from_iterable(found))
+        inputs += _list_texts(file, column) if is_text else _list_images(file, model.spec.name)
+    return [(_make_printable(name), example) for name, example in inputs]
 
 
 def _make_printable(name: str) -> str:
@@ -115,7 +115,7 @@ def predict(
     *,
     top: int = 5,
     batch_size: int = 32,
-    leave_out: Callable[[BrokenExampleError], object] | None = None,
+    on_broken: Callable[[BrokenExampleError], object] | None = None,
 ) -> Iterator[Prediction]:
     """Yield the predictions of a model for named images or texts.
 
@@ -124,18 +124,18 @@ def predict(
         inputs: names, and what `revzoo.transform` takes.
         top: how many classes of each.
         batch_size: examples that are computed together.
-        leave_out: called with the error of an image that cannot be read, which is then left out. None: the error is raised.
+        on_broken: called with the error of an image that cannot be read, which is then left out. None: the error is raised.
     Raises:
-        BrokenExampleError: an image cannot be read, and `leave_out` is None.
+        BrokenExampleError: an image cannot be read, and `on_broken` is None.
         RevzooError: the model returns infinities or NaN.
     """
     device = next(model.parameters()).device
-    ready = _prepare(transform(model), inputs, leave_out)
+    ready = _prepare(transform(model), inputs, on_broken)
     while batch := list(islice(ready, batch_size)):
         names, examples = zip(*batch, strict=True)
         logits = model(_stack(model, examples).to(device)).float()
-        if broken := [name for name, row in zip(names, logits.isfinite().all(1).tolist(), strict=True) if not row]:
-            raise RevzooError(f"{model.spec.name} returns infinities or NaN for {broken[0]}: its weights cannot be used.")
+        if invalid := [name for name, row in zip(names, logits.isfinite().all(1).tolist(), strict=True) if not row]:
+            raise RevzooError(f"{model.spec.name} returns infinities or NaN for {invalid[0]}: its weights cannot be used.")
         best = logits.softmax(1).topk(min(top, model.num_outputs))
         for name, values, indices in zip(names, best.values.tolist(), best.indices.tolist(), strict=True):
             yield Prediction(name, tuple(_name_class(model, i) for i in indices), tuple(values))
@@ -144,15 +144,15 @@ def predict(
 def _prepare(
     prepare: Callable[[Any], Tensor],
     inputs: Iterable[tuple[str, Any]],
-    leave_out: Callable[[BrokenExampleError], object] | None,
+    on_broken: Callable[[BrokenExampleError], object] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     for name, example in inputs:
         try:
             prepared = prepare(example)
         except BrokenExampleError as error:
-            if leave_out is None:
+            if on_broken is None:
                 raise
-            leave_out(error)
+            on_broken(error)
         else:
             yield name, prepared
 

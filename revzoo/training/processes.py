@@ -90,7 +90,7 @@ def make_run_mesh(recipe: Recipe, accelerator: Accelerator, *, begun: bool) -> D
         return None
     if is_alone:
         command = f"torchrun --nproc_per_node N -m zoo_cli train ... train.shard={options.shard}"
-        raise recipe.refuse("train.shard", f"{options.shard!r} without a launcher", f"none, or start {command}")
+        raise recipe.error("train.shard", f"{options.shard!r} without a launcher", f"none, or start {command}")
     nodes = max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
     return make_mesh(processes, options.shard, options.tensor_parallel, nodes, accelerator.device.type)
 

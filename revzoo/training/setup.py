@@ -24,7 +24,7 @@ from revzoo.data.loading import load_data
 from revzoo.data.options import TextOptions
 from revzoo.data.random import reseed
 from revzoo.display.progress import TrainingDisplay
-from revzoo.errors import InputError, SpecError, SpecProblem, join_names
+from revzoo.errors import InputError, join_names
 from revzoo.model.network import Model
 from revzoo.spec.names import BYTES, TOKENIZER
 from revzoo.spec.schema import TextInput
@@ -36,7 +36,7 @@ from revzoo.training.main_process import call_on_all
 from revzoo.training.mixup import SharedMixup
 from revzoo.training.network import load_model_spec, make_network
 from revzoo.training.optimizer import OptimizerError, find_accepted_options, make_optimizer
-from revzoo.training.options import ModelOptions, OptimizerOptions, Recipe
+from revzoo.training.options import ModelOptions, Recipe
 from revzoo.training.origin import Origin, read_origin, require_same_origin, require_same_recipe
 from revzoo.training.preprocessing import adopt_preprocessing
 from revzoo.training.processes import Shares, describe_division, make_run_mesh, open_accelerator
@@ -209,7 +209,7 @@ def build_run(
         model_options = ModelOptions(spec_file, schedule=model_options.schedule, exact=model_options.exact)
     spec, is_open = call_on_all(accelerator, lambda: load_model_spec(model_options))
     if recipe.mixup is not None and isinstance(spec.input, TextInput):  # hfds may be either
-        raise recipe.refuse("mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")
+        raise recipe.error("mixup", str(recipe.mixup), "null, for texts: ids cannot be mixed")
     prepared_as: list[str] = []
     if not resumed:  # the recipe in the folder of a run has it
         recipe, prepared_as = call_on_all(accelerator, partial(adopt_preprocessing, recipe, spec))
@@ -222,10 +222,10 @@ def build_run(
     )
     origin = Origin.of(recipe, spec if resumed else model.spec, data, whole_batch)
     require_same_origin(origin)
-    optimizer = _make_optimizer(recipe.optimizer, model, recipe.file)
+    optimizer = _make_optimizer(recipe, model)
     if mesh is not None and not updates_divided(optimizer, mesh):
         allowed = f"one that updates divided parameters as it does whole ones with train.shard={options.shard}, such as adamw"
-        raise recipe.refuse("optimizer.opt", repr(recipe.optimizer.opt), allowed)
+        raise recipe.error("optimizer.opt", repr(recipe.optimizer.opt), allowed)
     if options.optimizer_in_backward:
         _require_updates_in_backward(recipe, optimizer, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
@@ -291,7 +291,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     """
     options = recipe.train
     if options.mixed_precision == "fp16" and not torch.accelerator.is_available():
-        raise recipe.refuse("train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
+        raise recipe.error("train.mixed_precision", "'fp16' without a GPU", "bf16 or 'no'")
     group: dict[str, Any] = {}
     if options.timeout_seconds is not None:
         group["timeout"] = timedelta(seconds=options.timeout_seconds)
@@ -315,7 +315,8 @@ def _share_batch(whole: int, shares: Shares, recipe: Recipe) -> int:
     return whole // shares.count
 
 
-def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch.optim.Optimizer:
+def _make_optimizer(recipe: Recipe, model: Model) -> torch.optim.Optimizer:
+    options = recipe.optimizer
     values = {name: getattr(options, name) for name in find_accepted_options(options.opt)}
     arguments = {name: value for name, value in values.items() if value is not None}
     try:
@@ -330,7 +331,7 @@ def _make_optimizer(options: OptimizerOptions, model: Model, file: str) -> torch
         )
     except OptimizerError as error:
         allowed = f"what timm's {options.opt} accepts on this machine"
-        raise SpecError([SpecProblem(file, "optimizer", str(error), allowed)]) from error
+        raise recipe.error("optimizer.opt", str(error), allowed) from error
 
 
 def _require_updates_in_backward(recipe: Recipe, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> None:
@@ -340,7 +341,7 @@ def _require_updates_in_backward(recipe: Recipe, optimizer: torch.optim.Optimize
     elif not updates_each_alone(optimizer):
         allowed = f"false with optimizer.opt={recipe.optimizer.opt}, which needs all gradients for an update, or adamw or sgd"
     if allowed:
-        raise recipe.refuse("train.optimizer_in_backward", "true", allowed)
+        raise recipe.error("train.optimizer_in_backward", "true", allowed)
 
 
 def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:

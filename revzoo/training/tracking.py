@@ -37,7 +37,7 @@ def require_trackers(recipe: Recipe) -> None:
     missing = [name for name in recipe.train.track if name not in installed]
     if missing:
         allowed = f"trackers whose package is installed: python -m pip install {' '.join(missing).replace('_', '-')}"
-        raise recipe.refuse("train.track", str(list(recipe.train.track)), allowed)
+        raise recipe.error("train.track", str(list(recipe.train.track)), allowed)
 
 
 class Tracking:

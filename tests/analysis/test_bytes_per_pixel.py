@@ -7,9 +7,9 @@ from torch.nn.modules import module as torch_module
 
 import revzoo
 from revzoo.analysis.dry_run import isolated
-from revzoo.analysis.memory import run_and_measure
 from revzoo.analysis.memory_terms import Unit
 from revzoo.analysis.report import Peak
+from revzoo.analysis.step_memory import run_and_measure
 from revzoo.analysis.twin import build_twin
 from revzoo.errors import InputError
 from revzoo.runtime import InvertibleLeakyReLU, LayerChain

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import revzoo
 from revzoo.analysis.dry_run import FakeMode
-from revzoo.analysis.memory import measure_modes
 from revzoo.analysis.optimizer_step import count_optimizer
+from revzoo.analysis.step_memory import measure_modes
 from revzoo.errors import InputError
 from revzoo.runtime import LiveBytes, ReversibleChain
 from revzoo.training.optimizer import make_optimizer

@@ -9,8 +9,8 @@ from torch import nn
 import revzoo
 from revzoo.analysis.counting import report_model
 from revzoo.analysis.flops import count_flops
-from revzoo.analysis.memory import measure_modes, run_and_measure
 from revzoo.analysis.report import ModelReport
+from revzoo.analysis.step_memory import measure_modes, run_and_measure
 from revzoo.runtime.schedule import MODES
 
 TINY = ["stages.0.depth=1"]

@@ -34,8 +34,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def kept(folder, reports) -> ModelReport:
-    """Keep a report, which does not say what the model is, so that it is known again."""
+def cached(folder, reports) -> ModelReport:
+    """Cache the report of another model under this name, to recognise it."""
     return read_or_count("rev_vit_digits", None, lambda: reports["rev_bert_mini"])
 
 
@@ -48,12 +48,12 @@ def test_a_report_is_the_same_after_it_was_json(name, reports):
     assert ModelReport.from_dict(json.loads(json.dumps(reports[name].to_dict()))) == reports[name]
 
 
-def test_a_report_is_counted_once_for_each_model_and_batch(kept, reports):
-    assert read_or_count("rev_vit_digits", None, refuse) == kept
+def test_a_report_is_counted_once_for_each_model_and_batch(cached, reports):
+    assert read_or_count("rev_vit_digits", None, refuse) == cached
     other = reports["revnet_digits"]
     assert read_or_count("rev_vit_digits", 3, lambda: other) == other
     assert read_or_count("rev_vit_s", None, lambda: other) == other
-    assert read_or_count("rev_vit_digits", None, refuse) == kept
+    assert read_or_count("rev_vit_digits", None, refuse) == cached
 
 
 def test_only_models_that_ship_are_kept(folder, tmp_path, monkeypatch, reports):
@@ -67,8 +67,8 @@ def test_only_models_that_ship_are_kept(folder, tmp_path, monkeypatch, reports):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("library", ["torch", "timm"])
-def test_another_version_is_counted_anew(library, kept, reports, monkeypatch):
+@pytest.mark.parametrize("library", ["torch", "torchvision", "timm", "transformers"])
+def test_another_version_is_counted_anew(library, cached, reports, monkeypatch):
     version = report_cache.version
     monkeypatch.setattr(report_cache, "version", lambda name: "0.0.1" if name == library else version(name))
     other = reports["revnet_digits"]
@@ -76,26 +76,43 @@ def test_another_version_is_counted_anew(library, kept, reports, monkeypatch):
     assert read_or_count("rev_vit_digits", None, refuse) == other
 
 
+def test_another_setting_of_a_library_is_counted_anew(cached, reports, monkeypatch):
+    monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
+    other = reports["revnet_digits"]
+    assert read_or_count("rev_vit_digits", None, lambda: other) == other
+    assert read_or_count("rev_vit_digits", None, refuse) == other
+    monkeypatch.delenv("TIMM_FUSED_ATTN")
+    assert read_or_count("rev_vit_digits", None, lambda: cached) == cached
+
+
 def test_a_changed_file_is_counted_anew(tmp_path, folder, reports, monkeypatch):
     root = tmp_path / "root"
-    for name in ("specs/models/a/rev_vit_digits.yaml", "weights/index.yaml"):
+    for name in ("specs/models/a/rev_vit_digits.yaml", "weights/index.yaml", "revzoo/analysis/report_cache.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
+    (root / "revzoo" / ".#module.py").symlink_to("gone")
+    monkeypatch.setattr(report_cache, "__file__", str(root / "revzoo/analysis/report_cache.py"))
     monkeypatch.setattr("revzoo.spec.names.data_root", lambda: root)
     monkeypatch.setattr(report_cache, "data_root", lambda: root)
     first, second = reports["revnet_digits"], reports["rev_bert_mini"]
     assert read_or_count("rev_vit_digits", None, lambda: first) == first
-    for file in sorted(root.rglob("*.yaml")):
+    files = [file for file in sorted(root.rglob("*.*")) if file.is_file()]
+    assert len(files) == 3
+    for file in files:
         os.utime(file, ns=(1, 1))
         assert read_or_count("rev_vit_digits", None, lambda: second) == second
         assert read_or_count("rev_vit_digits", None, refuse) == second
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"state": 1}', None])
-def test_a_damaged_file_is_counted_anew(content, kept, folder, reports):
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"state": 1}', {"name": "x"}, {"memory": []}, {"pixels": {"stages": None}}]
+)
+def test_a_damaged_file_is_counted_anew(content, cached, folder, reports):
     file = folder / "rev_vit_digits.default.json"
-    state = json.loads(file.read_text())["state"]
-    file.write_text(json.dumps({"state": state, "report": {"name": "x"}}) if content is None else content)
+    found = json.loads(file.read_text())
+    if isinstance(content, dict):
+        content = json.dumps(found | {"report": content if "name" in content else found["report"] | content})
+    file.write_text(content)
     other = reports["revnet_digits"]
     assert read_or_count("rev_vit_digits", None, lambda: other) == other
 
@@ -112,6 +129,9 @@ def test_the_folder_is_that_of_caches(monkeypatch, tmp_path):
     assert report_cache.find_folder() == tmp_path / "revzoo"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("REVZOO_CACHE", "~/x")
+    assert report_cache.find_folder() == tmp_path / "x"
+    monkeypatch.delenv("REVZOO_CACHE")
     assert report_cache.find_folder() == tmp_path / ".cache" / "revzoo"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import revzoo
-from revzoo.analysis.memory import measure_modes
+from revzoo.analysis.step_memory import measure_modes
 
 LENGTHS = (64, 40, 1)
 

@@ -63,8 +63,16 @@ def test_images_that_cannot_be_read_are_left_out_and_named_at_the_end(form, zero
     ]
 
 
-def test_missing_files_are_named_before_anything_is_predicted(refused, zero):
-    assert refused("predict", "rev_vit_digits", zero, "no.png", "--json").startswith("There is no file no.png.")
+def test_files_that_cannot_be_used_are_named_before_anything_is_predicted(refused, zero, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "table.csv").write_text("text\na cat\n")
+    others = {
+        "no.png": "There is no file no.png.",
+        tmp_path / "empty": "There are no images in ",
+        tmp_path / "table.csv": "rev_vit",
+    }
+    for other, message in others.items():
+        assert refused("predict", "rev_vit_digits", zero, other, "--json").startswith(message)
 
 
 def test_texts_come_from_tables_and_lines(run, tmp_path, tables):

@@ -45,13 +45,22 @@ class Narrow(nn.Module):
     def forward(self, x):
         return self.linear(x)
 
-@branches.register("empty")
-class Empty(nn.Module):
+@branches.register("linear")
+def make_linear(context):
+    return nn.Linear(5, 5)
+
+@branches.register("unfinished")
+class Unfinished(nn.Module):
+    def __init__(self, context):
+        super().__init__()
+
+@branches.register("importing")
+class Importing(nn.Module):
     def __init__(self, context):
         super().__init__()
 
     def forward(self, x):
-        pass
+        import no_such_package
 """
 TABLES = {
     "table.csv": "text,label\n" + "a cat,cat\na dog,dog\n" * 12,
@@ -195,8 +204,10 @@ WRONG = [
         for command in ("show", "verify")
         for part, expected in {
             "unbuilt": ["a part that can be built (AttributeError: cannot assign module before", "line 8 of ", "stages.0.f"],
-            "narrow": ["stages.0.blocks.0.f, a Narrow, raises RuntimeError: ", "in line 17 of ", "Correct it there."],
-            "empty": ["stages.0.blocks.0.f"],
+            "narrow": ["stages.0.f (type narrow) raises RuntimeError: ", "in line 17 of ", "Correct it there."],
+            "unfinished": ['is missing the required "forward" function. Correct it there.'],
+            "linear": ["stages.0.f (type linear) raises RuntimeError: "],
+            "importing": ["raises ModuleNotFoundError: No module named 'no_such_package', in line 34 of "],
         }.items()
     ),
     # recipes and settings

@@ -8,7 +8,7 @@ import transformers
 from packaging.version import Version
 
 import revzoo
-from revzoo.analysis.memory import measure_modes
+from revzoo.analysis.step_memory import measure_modes
 from revzoo.errors import InputError
 from revzoo.runtime import LiveBytes
 from tests.conversion.conftest import NETWORKS, TEXT, Tanh, Toy, X, count_bytes, llama, switch_checkpointing

@@ -12,8 +12,8 @@ from torch import nn
 
 import revzoo
 from revzoo.analysis.counting import report_model
-from revzoo.analysis.memory import measure_modes
 from revzoo.analysis.report import MemoryReport, ModelReport, TwinReport
+from revzoo.analysis.step_memory import measure_modes
 from revzoo.display.figures import model as model_figure
 from revzoo.display.figures.model import plot_model
 from revzoo.display.tables.memory import MemoryTable

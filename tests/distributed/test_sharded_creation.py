@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ import revzoo
 from revzoo.checkpoint import files
 from revzoo.errors import CheckpointError
 from revzoo.sharding.create import create_sharded
+from revzoo.sharding.mesh import make_mesh
+from revzoo.sharding.shard import shard_
 
 pytestmark = pytest.mark.slow
 SECONDS = 300  # the two processes wait for each other no longer than this
-OVERRIDES = {"rev_vit_digits": ["stages.0.depth=1"], "rev_bert_mini": []}
+OVERRIDES = {"rev_vit_digits": ["stages.0.depth=1"], "rev_bert_mini": [], "rev_swin_digits": []}
 
 
 def create(name: str) -> revzoo.Model:
@@ -43,9 +46,13 @@ def shard(model: nn.Module) -> None:
         fully_shard(module, mesh=mesh)
 
 
-def create_divided(name: str, **arguments: Any) -> revzoo.Model:
+def shard_units(model: nn.Module) -> None:
+    shard_(model, make_mesh(2, "full"))
+
+
+def create_divided(name: str, divide: Callable[[Any], None] = shard, **arguments: Any) -> revzoo.Model:
     torch.manual_seed(3)
-    return create_sharded(name, shard, overrides=OVERRIDES[name], **arguments)
+    return create_sharded(name, divide, overrides=OVERRIDES[name], **arguments)
 
 
 def gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -54,7 +61,7 @@ def gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def compare(name: str) -> dict[str, Any]:
     """Compare values, and gradients of a batch that both processes have."""
-    alone, divided = create(name), create_divided(name)
+    alone, divided = create(name), create_divided(name, shard_units if name == "rev_swin_digits" else shard)
     batch = alone.example_input(2)
     for model in (alone, divided):
         torch.manual_seed(4)  # of dropout

@@ -1,5 +1,7 @@
 """Packages of users: installed with an entry point, or imported; and folders of specs."""
 
+import copy
+import inspect
 import logging
 import os
 import shutil
@@ -9,6 +11,7 @@ from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 
 import pytest
+import torch
 
 import revzoo
 from revzoo import plugin, registry
@@ -51,6 +54,43 @@ def test_an_installed_package_adds_parts_and_specs(tmp_path):
         text=True,
     )
     assert done.stdout == "['template_digits'] TemplateMixer\n", done.stderr
+
+
+def raised_in(part: torch.nn.Module) -> BaseException:
+    try:
+        part(torch.zeros(2, 3))
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+def test_an_error_names_the_part_that_a_user_registered():
+    part = torch.nn.Sequential(torch.nn.Linear(5, 5))
+    error = raised_in(part)
+    words = f"RuntimeError: {error}"
+    assert plugin.explain_part(error) is None
+    plugin.mark_part(part, "head", "mine")
+    for each in (part, copy.deepcopy(part), torch.nn.Sequential(part)):
+        assert plugin.explain_part(raised_in(each)) == f"head (type mine) raises {words}. Correct it there."
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), None),  # with the part nothing is wrong
+        (KeyError("x\ny"), "head (type mine) raises KeyError: 'x\\ny', in line {line} of {file}. Correct it there."),
+        (ValueError("first\nsecond"), "head (type mine) raises ValueError: first, in line {line} of {file}. Correct it there."),
+    ],
+)
+def test_what_is_said_of_an_error(error, reason):
+    class Failing(torch.nn.Module):
+        def forward(self, x):
+            raise error
+
+    part = Failing()
+    plugin.mark_part(part, "head", "mine")
+    line = inspect.getsourcelines(Failing)[1] + 2
+    assert plugin.explain_part(raised_in(part)) == (reason and reason.format(line=line, file=__file__))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from revzoo.checkpoint import files
 from revzoo.errors import CheckpointError, InputError
 from revzoo.sharding.create import create_sharded
 from revzoo.sharding.materialize import allocate_, list_parameters, materialize_
-from revzoo.sharding.shard import ignore_views
+from revzoo.sharding.shard import ignore_view_warnings
 
 PROCESSES, RANK = 3, 1
 ONE_BLOCK = ["stages.0.depth=1"]
@@ -255,7 +255,7 @@ def test_warnings_of_views_stay_only_for_what_the_head_returns(mesh):
         fully_shard(module, mesh=mesh)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ignore_views(model)
+        ignore_view_warnings(model)
         for step in model.steps:
             warnings.warn(f"FSDP2-wrapped module ({type(step).__name__}) returned a view tensor.", stacklevel=1)
         for module in (model.head, model):

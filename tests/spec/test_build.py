@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import revzoo
 from revzoo.errors import InputError, SpecError
-from revzoo.registry import branches, couplings, heads, inits, stems
+from revzoo.registry import branches, couplings, fuses, heads, inits, splits, stems
 from revzoo.spec import Part
 
 # The largest networks are built in slow tests only; of the others, some of every family are also run.
@@ -194,17 +194,74 @@ class Uninitialised(torch.nn.Module):
     ("registry", "make", "override", "allowed"),
     [
         (stems, Bare, "stem={type: own}", "a stem with an attribute out_shape, the Shape of what it returns"),
-        (heads, Bare, "head={type: own}", "a head with an attribute outputs, the size of the last dimension of the logits"),
+        (
+            heads,
+            Bare,
+            "head={type: own}",
+            "a head with an integer attribute outputs, the size of the last dimension of the logits",
+        ),
         (branches, Uninitialised, "block.f={type: own}", "an nn.Module whose __init__ calls super().__init__()"),
         (branches, lambda context: None, "block.f={type: own}", "an nn.Module whose __init__ calls super().__init__()"),
-        (couplings, lambda: 3, "block.coupling={type: own}", "what makes a revzoo.runtime.Coupling"),
-        (inits, lambda: 3, "init={type: own}", "what makes a function of a module"),
+        (couplings, lambda: 3, "block.coupling={type: own}", "a function that returns a revzoo.runtime.Coupling"),
+        (inits, lambda: 3, "init={type: own}", "a function that returns a function of a module"),
     ],
 )
 def test_parts_of_ones_own_are_what_the_network_needs(registry, make, override, allowed, monkeypatch):
     monkeypatch.setattr(registry, "_entries", registry._load() | {"own": make})
     for problem in problems("rev_vit_digits", override):
-        assert f".type: found own; allowed: {allowed}; {__name__}." in problem.replace("'", "")
+        assert problem.endswith(f".type: found 'own'; allowed: {allowed}")
+
+
+@pytest.mark.parametrize(
+    ("override", "path"), [("block.f.heads=5", "stages.0.f.heads"), ("stages.0.width=60", "stages.0.width")]
+)
+def test_what_an_override_set_is_placed_there(override, path):
+    with pytest.raises(SpecError) as error:
+        revzoo.create("rev_vit_digits", overrides=[override], device="meta")
+    (problem,) = (each for each in error.value.problems if each.path == path)
+    assert problem.file == "override"
+
+
+def test_what_a_base_wrote_is_placed_there(tmp_path):
+    (tmp_path / "base.yaml").write_text("name: base\nbase: rev_vit_digits\nblock: {f: {heads: 5}}\n")
+    (tmp_path / "mine.yaml").write_text("name: mine\nbase: base.yaml\n")
+    with pytest.raises(SpecError, match=rf"{tmp_path}/base.yaml: stages.0.f.heads: found 5"):
+        revzoo.create(tmp_path / "mine.yaml", device="meta")
+
+
+def test_an_initialisation_of_ones_own_that_fails_is_named(monkeypatch):
+    def make():
+        def fail(module):
+            raise KeyError(type(module).__name__)
+
+        return fail
+
+    monkeypatch.setattr(inits, "_entries", inits._load() | {"own": make})
+    line = inspect.getsourcelines(make)[1] + 2
+    (problem,) = problems("rev_vit_digits", "init={type: own}")
+    assert problem.endswith(f", in line {line} of {__file__})")
+
+
+@pytest.mark.parametrize(
+    ("registry", "override", "message"),
+    [
+        (splits, "split={type: own}", "split must return two tensors. Received: Tensor."),
+        (fuses, "fuse={type: own}", "fuse must return one or more tensors. Received: NoneType."),
+    ],
+)
+def test_what_parts_of_ones_own_return_is_checked(registry, override, message, monkeypatch):
+    class Own(torch.nn.Module):
+        def __init__(self, context):
+            super().__init__()
+            self.out_shape = context.shape
+
+        def forward(self, *inputs):
+            return inputs[0] if len(inputs) == 1 else None
+
+    monkeypatch.setattr(registry, "_entries", registry._load() | {"own": Own})
+    model = revzoo.create("rev_vit_digits", overrides=["stages.0.depth=1", override])
+    with pytest.raises(InputError, match=message):
+        model(model.example_input(2))
 
 
 def test_the_arguments_of_a_twin_are_a_mapping():

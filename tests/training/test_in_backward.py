@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import revzoo
-from revzoo.analysis.memory import measure_modes
+from revzoo.analysis.step_memory import measure_modes
 from revzoo.errors import InputError, SpecError
 from revzoo.runtime.schedule import MODES
 from revzoo.training import epochs, loop

@@ -182,6 +182,21 @@ def test_second_order_optimizers_are_refused():
         load_recipe("digits", ["optimizer.opt=adahessian"])
 
 
+def test_a_setting_that_does_not_fit_is_placed_where_it_was_written(tmp_path):
+    (tmp_path / "base.yaml").write_text("base: digits\ntrain: {epochs: 3}\ndata: {batch_size: 5}\n")
+    (tmp_path / "mine.yaml").write_text("base: base.yaml\ndata: {batch_size: 7}\n")
+    recipe = load_recipe(tmp_path / "mine.yaml", ["train.freeze=[stem]"])
+    places = {
+        "train.freeze": "override",
+        "data.batch_size": str(tmp_path / "mine.yaml"),
+        "train.epochs": str(tmp_path / "base.yaml"),
+        "model.name": str(recipe_file("digits")),
+        "train.class_weights": str(tmp_path / "mine.yaml"),  # it has its default
+    }
+    for path, file in places.items():
+        assert str(recipe.error(path, "3", "4")).endswith(f" {file}: {path}: found 3; allowed: 4.")
+
+
 def test_unknown_recipe():
     with pytest.raises(UnknownNameError, match="Unknown recipe 'digit'. Did you mean 'digits'?"):
         load_recipe("digit")
