@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from revzoo.analysis.dry_run import (
-    call,
-    find_fake_mode,
-    has_values,
-    isolated,
-    mark_python_streams,
-    require_module,
-    silence_failures,
-)
+from revzoo.analysis.dry_run import call, find_fake_mode, has_values, isolated, mark_python_streams, require_module
 from revzoo.errors import InputError
 from revzoo.planning.reforwarding.graph_plan import compute_digest
 from revzoo.planning.reforwarding.refusal import (
@@ -193,8 +185,7 @@ def capture(module: nn.Module, batch: Any, *, with_values: bool = False) -> Iter
 
 def _try_without_values(module: nn.Module, batch: Any) -> Capture | None:
     try:
-        with silence_failures():
-            return Capture(module, batch)
+        return Capture(module, batch)
     except InputError:
         raise
     except Exception:  # of which there are many kinds; with values it is raised again, or there is none
