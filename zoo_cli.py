@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from io import UnsupportedOperation
 from types import FrameType
-from typing import NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from revzoo.commands.parser import Command, Parser
 from revzoo.errors import RevzooError, UnknownNameError, explain_os_error
@@ -121,25 +121,46 @@ def _import_packages(names: Sequence[str]) -> None:
             import_package(name)
 
 
-class _Terminated(KeyboardInterrupt):
-    signum = signal.SIGTERM
+class _Stopped(KeyboardInterrupt):
+    """A signal asked the command to end."""
+
+    def __init__(self, signum: int):
+        super().__init__()
+        self.signum = signum
 
 
 @contextmanager
 def _end_by_exception() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, by an exception: temporary files are then removed."""
+    """Let SIGTERM end a command as Ctrl-C does, by an exception: temporary files are then removed.
+
+    A library that meets the exception where it expects none may raise another one in its place, or go on. The command has been
+    stopped all the same.
+
+    Raises:
+        _Stopped: a signal has come.
+    """
+    received: list[int] = []
 
     def end(signum: int, frame: FrameType | None) -> NoReturn:
-        raise _Terminated
+        received.append(signum)
+        raise _Stopped(signum)
 
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield  # signals can only be caught in the main thread, and a handler of the caller's stays
-        return
-    signal.signal(signal.SIGTERM, end)
+    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    is_main = threading.current_thread() is threading.main_thread()  # signals can only be caught there
+    ours = [signum for signum, default in defaults.items() if is_main and signal.getsignal(signum) is default]
+    for signum in ours:
+        signal.signal(signum, end)
     try:
         yield
+    except Exception as error:
+        if received:
+            raise _Stopped(received[0]) from error
+        raise
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for signum in ours:
+            signal.signal(signum, defaults[signum])
+    if received:
+        raise _Stopped(received[0])
 
 
 def load_command(name: str) -> Command:

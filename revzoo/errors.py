@@ -112,6 +112,10 @@ class InputError(RevzooError, ValueError):
     """A tensor or an argument that the called function, model or chain does not accept."""
 
 
+class MissingValueError(InputError):
+    """A model or a loss that asks for the value of a tensor where only shapes and bytes are known."""
+
+
 @contextmanager
 def put_name_in_front(name: str) -> Iterator[None]:
     """Say in an InputError that is raised inside in which layer it was.

@@ -143,9 +143,13 @@ def list_spec_folders() -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"{VARIABLE} names folders, separated by {os.pathsep!r}. Received: {folder}, which is none.")
-    packages = dict.fromkeys([*(point.module.partition(".")[0] for point in _list_plugins()), *_imported])
-    folders += [Path(place) / _FOLDER for package in packages for place in _find_places(package)]
+    folders += [Path(place) / _FOLDER for package in list_packages() for place in _find_places(package)]
     return list(dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir()))
+
+
+def list_packages() -> list[str]:
+    """Return the names of the packages that add parts or specs: installed ones, and those named by `--import`."""
+    return list(dict.fromkeys([*(point.module.partition(".")[0] for point in _list_plugins()), *_imported]))
 
 
 @cache

@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
-from revzoo.errors import InputError
+from revzoo.errors import InputError, MissingValueError
 from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.sharded import is_sharded
@@ -72,6 +78,22 @@ def silence_failures() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def explain_missing_values() -> Iterator[None]:
+    """Say that something inside the block asks for a value under `FakeTensorMode`.
+
+    Raises:
+        MissingValueError: in place of PyTorch's error.
+    """
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise MissingValueError(
+            "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that out "
+            "while they are counted."
+        ) from error
 
 
 @contextmanager

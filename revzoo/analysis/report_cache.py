@@ -15,6 +15,7 @@ from pathlib import Path
 
 from revzoo.analysis.report import ModelReport
 from revzoo.file import write_text
+from revzoo.plugin import list_packages
 from revzoo.spec.names import data_root, model_files, shipped_model_files
 
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers")  # of which models and their twins consist
@@ -25,12 +26,13 @@ def read_or_count(name: str, batch_size: int | None, count: Callable[[], ModelRe
     """Return the cached report of a model, if it ships and nothing has changed since, or else a new one.
 
     Args:
-        name: as it was typed. What is not the name of a model that ships is counted, and not cached.
+        name: as it was typed. What is not the name of a model that ships is counted, and not cached; so is everything where
+            packages of users add parts, which may do anything when they are imported.
         batch_size: number of examples; None: the default.
         count: counts the report.
     """
     spec = model_files().get(name)
-    if spec is None or spec != shipped_model_files().get(name):
+    if spec is None or spec != shipped_model_files().get(name) or list_packages():
         return count()
     file, state = f"{name}.{batch_size or 'default'}.json", _describe_installation()
     report = _read(file, state)

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         from revzoo.training.evaluation import evaluate_checkpoint, evaluate_pretrained
 
         shipped = arguments.pretrained
-        if targets and targets[0] in read_index() and not Path(targets[0]).exists():
+        if targets and targets[0] in read_index():  # as for every command, a name goes before a folder that has it
             shipped = targets[0]
         if shipped is None:
             scores, entry = evaluate_checkpoint(Path(targets[0]), overrides), None

@@ -42,6 +42,8 @@ class Parser(argparse.ArgumentParser):
             UnknownNameError: there is no such option.
             InputError: a value is missing or wrong, or there is one too many.
         """
+        if "" in arguments:
+            raise self.error("an empty word was typed, such as that of a shell variable that is not set")
         parsed, rest = self.parse_known_intermixed_args(self._join_negative_values(arguments))
         if rest and rest[0].startswith("-"):
             raise self._unknown_option(rest[0], arguments)

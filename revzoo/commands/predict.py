@@ -36,7 +36,7 @@ def declare(parser: Parser) -> None:
     parser.add_argument("--top", type=positive_count, default=5, metavar="N", help="classes of each (default: 5)")
     parser.add_argument("--batch", type=positive_count, default=32, metavar="N", help="computed together (default: 32)")
     parser.add_argument("--device", metavar="D", help="where to run (default: cuda if available, else cpu)")
-    parser.add_argument("--column", default="text", metavar="NAME", help="column of the texts in tables (default: text)")
+    parser.add_argument("--column", metavar="NAME", help="column of the texts in tables (default: text)")
     parser.add_argument("--csv", action="store_true", help="print a table of comma-separated values, a line for each class")
     parser.add_argument("--json", action="store_true", help="print JSON, a line for each image or text")
 

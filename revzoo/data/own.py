@@ -95,6 +95,12 @@ def load_own(options: DataOptions, input: Input, seed: int) -> tuple[OwnExamples
         if not all(map(len, returned)):
             raise DataError(f"{name} returned a data set without examples. Return at least one for training and for testing.")
         class_names = _list_classes(name, returned[0])
+        tested = _list_classes(name, returned[1])
+        if tested not in (None, class_names):
+            raise DataError(
+                f"The two data sets of {name} have different classes, and so their labels different meanings. Received: "
+                f"{join_names(class_names or [])}; for testing {join_names(tested or [])}. Give both the same list `classes`."
+            )
         if isinstance(input, ImageInput) and class_names is None:
             raise DataError(f"The training data of {name} need an attribute `classes`: a list with the names of the classes.")
         train, test = (OwnExamples(source, name, class_names, input, seed) for source in returned)
@@ -133,13 +139,13 @@ def _list_classes(name: str, source: Any) -> list[str] | None:
         return None
     if isinstance(classes, str) or not isinstance(classes, Iterable):
         raise DataError(
-            f"The training data of {name} have an attribute `classes`, which is a list with the names of the classes. "
+            f"A data set of {name} has an attribute `classes`, which is a list with the names of the classes. "
             f"Received: {classes!r}."
         )
     names = [str(each) for each in classes]
     if len(set(names)) < max(2, len(names)):
         raise DataError(
-            f"The training data of {name} have these classes: {join_names(names)}. Classification needs two or more, each with "
+            f"A data set of {name} has these classes: {join_names(names)}. Classification needs two or more, each with "
             "a name of its own."
         )
     return names

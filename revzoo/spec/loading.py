@@ -8,7 +8,7 @@ from typing import Any
 
 from revzoo.errors import InputError, SpecError, SpecProblem, quote
 from revzoo.hub import find_source
-from revzoo.spec.names import SPEC_FILE, hint_at_model, model_files, refuse_source
+from revzoo.spec.names import SPEC_FILE, hint_at_model, model_files, recipe_files, refuse_source
 from revzoo.spec.parsing import parse
 from revzoo.spec.schema import Spec
 from revzoo.spec.statement import drop_null, end_statements, merge_specs
@@ -50,9 +50,15 @@ def load_spec(source: str | Path, overrides: Iterable[str] = ()) -> Spec:
     if wrong := [word for word in words if not isinstance(word, str)]:
         raise InputError(f"overrides is a list of strings, such as ['head.outputs=10']. Received: {wrong[0]!r} in it.")
     translated = map(translate_timm, words)
-    tree = load_tree(path, models, merge_specs)
+    tree = load_tree(path, models, merge_specs, lambda base: _hint_at_recipe(base, path))
     changed, problems = apply_overrides(tree, translated)
     return _check(end_statements(tree, changed), problems, str(path))
+
+
+def _hint_at_recipe(base: str, file: Path) -> str:
+    if base not in recipe_files():
+        return ""
+    return f" {base} is a recipe, and so is a file that inherits from it: revzoo train {quote(file)}."
 
 
 def parse_spec(mapping: Mapping[str, Any], file: str) -> Spec:

@@ -111,7 +111,7 @@ def refuse_source(
     folder, name = os.path.split(text)
     if os.path.isdir(text):
         raise MissingFileError(text, wanted, find_inside(text, file) or hint or listed, missing=file)
-    if os.path.isfile(text):
+    if os.path.exists(text):
         raise InputError(f"{text} is not {wanted}, which is a .yaml file.{listed}")
     if not folder and not name.endswith((".yaml", ".yml")):
         raise UnknownNameError(kind, text, known, hint)

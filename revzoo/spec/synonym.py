@@ -18,6 +18,8 @@ _OURS = {
     "classes": ("num_outputs", "outputs"),
     "learning_rate": ("lr",),
     "wd": ("weight_decay",),
+    "name": ("opt", "sched"),
+    "type": ("opt", "sched"),
     "optim": ("opt",),
     "optimizer_name": ("opt",),
     "num_epochs": ("epochs",),

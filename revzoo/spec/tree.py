@@ -138,7 +138,12 @@ def merge(base: YamlNode, over: YamlNode) -> YamlNode:
     return YamlNode(base.value | merged, over.file, over.path)
 
 
-def load_tree(path: Path, known: Mapping[str, Path], join_layers: Callable[[YamlNode, YamlNode], YamlNode] = merge) -> YamlNode:
+def load_tree(
+    path: Path,
+    known: Mapping[str, Path],
+    join_layers: Callable[[YamlNode, YamlNode], YamlNode] = merge,
+    hint_at: Callable[[str], str] = lambda base: "",
+) -> YamlNode:
     """Read a YAML file, merged over the files that it inherits from through its `base` key.
 
     Nothing in a file is evaluated: `${...}` stays text.
@@ -147,13 +152,14 @@ def load_tree(path: Path, known: Mapping[str, Path], join_layers: Callable[[Yaml
         path: the file.
         known: files by the name that a `base` may give them; a base that ends in .yaml is a path relative to the file.
         join_layers: merges what a file inherits, in the end nothing, and the file.
+        hint_at: returns what to type for a base that is not known, with a leading blank; or an empty string.
 
     Raises:
         SpecError: a file cannot be read, or is not YAML or not a mapping; or a base is missing or inherits from itself.
     """
     files, layers = [path.resolve()], [_read_yaml(path)]
     while (base := layers[-1].value.pop("base", None)) is not None:
-        path = _find_base(base, path.parent, known)
+        path = _find_base(base, path.parent, known, hint_at)
         files.append(path.resolve())
         if files[-1] in files[:-1]:
             cycle = " -> ".join(file.name for file in files)
@@ -162,14 +168,14 @@ def load_tree(path: Path, known: Mapping[str, Path], join_layers: Callable[[Yaml
     return reduce(join_layers, reversed(layers), YamlNode({}, str(path)))
 
 
-def _find_base(base: YamlNode, folder: Path, known: Mapping[str, Path]) -> Path:
+def _find_base(base: YamlNode, folder: Path, known: Mapping[str, Path], hint_at: Callable[[str], str]) -> Path:
     name = base.value
     if isinstance(name, str) and name.endswith(".yaml"):
         path = folder / name
     elif isinstance(name, str) and name in known:
         path = known[name]
     else:
-        hint = did_you_mean(name, known, _ALIKE) if isinstance(name, str) else ""
+        hint = hint_at(name) or did_you_mean(name, known, _ALIKE) if isinstance(name, str) else ""
         raise SpecError([base.problem(f"a path ending in .yaml, or one of {join_names(sorted(known))}", hint=hint)])
     if not os.path.isfile(path):  # unlike pathlib's, it does not raise for a name that no file can have
         received = f"{name[:200]!r}, but there is no file {str(path)[:300]}"

@@ -19,7 +19,7 @@ from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_ind
 from revzoo.data.base import IGNORED
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
-from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, join_names, quote
+from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, SpecError, join_names, quote
 from revzoo.format import count_noun, format_bits
 from revzoo.model.create import create
 from revzoo.model.network import Model
@@ -135,9 +135,13 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
     with TemporaryDirectory() as folder:
         for name, key in (("spec.yaml", "revzoo.spec"), ("config.yaml", "revzoo.recipe")):
             (Path(folder) / name).write_text(texts[key], encoding="utf-8")
-        recipe = load_recipe(folder, overrides)
-        _refuse_ineffective(recipe, typed)
-        return _load_and_evaluate(recipe, folder, checkpoint=checkpoint)
+        try:
+            recipe = load_recipe(folder, overrides)
+            _refuse_ineffective(recipe, typed)
+            return _load_and_evaluate(recipe, folder, checkpoint=checkpoint)
+        except SpecError as error:
+            inside = [replace(each, file=each.file.replace(f"{folder}/", f"{checkpoint}: ")) for each in error.problems]
+            raise SpecError(inside) from error
 
 
 def _explain_missing(path: Path) -> RevzooError:

@@ -19,6 +19,7 @@ from accelerate.utils import broadcast_object_list
 
 from revzoo.display.console import show_status
 from revzoo.display.tables.memory import MemoryTable
+from revzoo.errors import MissingValueError
 from revzoo.file import sync
 from revzoo.format import count_noun
 from revzoo.planning.plan import Plan
@@ -158,9 +159,12 @@ def _begin(run: Run, plan: Plan | None) -> Summary:
 def _print_setting(run: Run, plan: Plan | None) -> None:
     """Print the memory of a training step in every mode, the plan, and how well gradients agree."""
     if run.accelerator.is_main_process and run.mesh is None:
-        with show_status("counting the memory of every mode"):
-            modes = WholeStep(run).measure_modes()
-        run.display.console.print(MemoryTable(*modes))
+        try:
+            with show_status("counting the memory of every mode"):
+                modes = WholeStep(run).measure_modes()
+            run.display.console.print(MemoryTable(*modes))
+        except MissingValueError as error:
+            run.display.console.print(f"Note: memory is not counted. {error}")
     _print_plan(run, plan)
     _verify_gradients(run)
 

@@ -66,23 +66,25 @@ def load_classifier(source: str, device: torch.device | str) -> Model:
     return model
 
 
-def list_inputs(model: Model, files: Iterable[Path], column: str) -> list[tuple[str, Any]]:
+def list_inputs(model: Model, files: Iterable[Path], column: str | None = None) -> list[tuple[str, Any]]:
     """Return the name of each example in some files, and what `revzoo.transform` takes.
 
     Args:
         model: for images or texts.
         files: images and folders of them; or tables, and text files, of which each line is a text.
-        column: that of the texts in a table.
+        column: that of the texts in a table; None: "text".
     Raises:
-        InputError: a file is missing or of another kind, or a folder holds no images.
+        InputError: a file is missing or of another kind, a folder holds no images, or images are to have a column.
         DataError: a file of texts cannot be read.
     """
     is_text, inputs = isinstance(model.spec.input, TextInput), list[tuple[str, Any]]()
+    if column is not None and not is_text:
+        raise InputError(f"{model.spec.name} takes images, which have no column. Received: --column {column}. Leave it out.")
     for file in files:
         if not os.path.exists(file):  # unlike pathlib's, it does not raise for a name that no file can have
             what = "Texts are in tables or text files, a text in each line" if is_text else "Name images or folders of them"
             raise InputError(f"There is no file {str(file)[:300]}.{find_beside(str(file))} {what}.")
-        inputs += _list_texts(file, column) if is_text else _list_images(file, model.spec.name)
+        inputs += _list_texts(file, column or "text") if is_text else _list_images(file, model.spec.name)
     return [(_make_printable(name), example) for name, example in inputs]
 
 

@@ -1,6 +1,7 @@
 """Before training goes on: are the gradients of the run's model, with its weights and schedule, those of storing everything?"""
 
 import copy
+import math
 
 import torch
 
@@ -55,14 +56,14 @@ def _summarise(report: VerifyReport, model: Model, examples: int) -> str:
         return f"Gradients verified on {examples} examples against storing everything: {agreement}."
     return (
         f"Warning: gradients are not those of storing everything (relative error {report.gradient_error:.1e} on {examples} "
-        f"examples). {report.problems[0]} {_advise(model)}"
+        f"examples). {report.problems[0]}{_advise(model) if math.isfinite(report.gradient_error) else ''}"
     )
 
 
 def _advise(model: Model) -> str:
-    """Return what to type so that gradients are right."""
+    """Return what to type so that gradients are right, with a leading blank."""
     try:
         require_exact(model.coupling)
     except InputError:
-        return "Use model.schedule=recompute."
-    return "Use model.schedule=recompute." if model.exact else "Use model.exact=true: inversion is then exact."
+        return " Use model.schedule=recompute."
+    return " Use model.schedule=recompute." if model.exact else " Use model.exact=true: inversion is then exact."

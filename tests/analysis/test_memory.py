@@ -9,7 +9,7 @@ import revzoo
 from revzoo.analysis.dry_run import FakeMode
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.step_memory import measure_modes
-from revzoo.errors import InputError
+from revzoo.errors import InputError, MissingValueError
 from revzoo.runtime import LiveBytes, ReversibleChain
 from revzoo.training.optimizer import make_optimizer
 
@@ -230,6 +230,21 @@ def test_an_optimizer_that_cannot_be_predicted_is_refused():
     model = nn.Linear(4, 4)
     with pytest.raises(InputError, match=r"state of LBFGS cannot be predicted .* Measure without the optimizer"):
         revzoo.measure_memory(model, torch.randn(2, 4), torch.optim.LBFGS(model.parameters()))
+
+
+class Valued(nn.Linear):
+    """Compute by the value of its input."""
+
+    def forward(self, x):
+        return super().forward(x) if x.mean().item() < 1 else x
+
+
+def test_a_model_that_asks_for_a_value_is_counted_only_with_values():
+    x = torch.zeros(2, 4)
+    assert revzoo.measure_memory(Valued(4, 4), x).batch_bytes == 32
+    for measure, model in ((measure_modes, Valued(4, 4)), (revzoo.measure_memory, Valued(4, 4, device="meta"))):
+        with pytest.raises(MissingValueError, match="Bytes are counted without values. Received: a model or a loss that asks"):
+            measure(model, x if measure is measure_modes else x.to("meta"))
 
 
 @pytest.mark.parametrize(

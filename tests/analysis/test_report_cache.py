@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import revzoo
+from revzoo import plugin
 from revzoo.analysis import report_cache
 from revzoo.analysis.counting import report_model
 from revzoo.analysis.report import ModelReport
@@ -65,6 +66,14 @@ def test_only_models_that_ship_are_kept(folder, tmp_path, monkeypatch, reports):
     for name in ("mine", str(file), str(tmp_path), "no_such_model"):
         assert read_or_count(name, None, lambda: report) is report
     assert not folder.exists()
+
+
+def test_nothing_is_cached_where_a_package_may_change_anything(cached, reports, monkeypatch):
+    monkeypatch.setattr(plugin, "_imported", ["my_parts"])
+    other = reports["revnet_digits"]
+    assert read_or_count("rev_vit_digits", None, lambda: other) is other
+    monkeypatch.setattr(plugin, "_imported", [])
+    assert read_or_count("rev_vit_digits", None, refuse) == cached
 
 
 @pytest.mark.parametrize("library", ["torch", "torchvision", "timm", "transformers"])

@@ -108,6 +108,26 @@ def test_a_stopped_command_ends_with_its_signal(capsys, monkeypatch):
     assert capsys.readouterr().err == "\nrevzoo: stopped\n"
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("library", ["lets it pass", "raises another error", "goes on"])
+def test_a_signal_ends_a_command_whatever_a_library_makes_of_it(signum, library, capsys, monkeypatch):
+    def meet(pattern):
+        try:
+            signal.raise_signal(signum)
+        except BaseException:
+            if library == "raises another error":
+                raise ImportError("cannot load module more than once per process") from None
+            if library == "lets it pass":
+                raise
+        return []
+
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr("revzoo.spec.list_models", meet)
+    assert zoo_cli.main(["list"]) == 128 + signum
+    assert capsys.readouterr().err.endswith("\nrevzoo: stopped\n")
+    assert {each: signal.getsignal(each) for each in handlers} == handlers
+
+
 def test_a_reader_who_has_seen_enough_ends_a_command_silently(capsys, monkeypatch):
     reading, writing = os.pipe()
     os.close(reading)

@@ -3,7 +3,9 @@
 import pytest
 
 import zoo_cli
+from revzoo.errors import MissingValueError
 from revzoo.training.evaluation import Scores
+from revzoo.training.planned_step import WholeStep
 
 SMALL = "stem.width=8,stages.0.width=8,stages.0.depth=1,block.f.heads=2"
 FAST = ["data.batch_size=512", "train.epochs=1", "schedule.warmup_epochs=0", f"model.overrides=[{SMALL}]"]
@@ -40,6 +42,17 @@ def test_a_dry_run_stops_before_the_first_step(run, tmp_path, monkeypatch):
     assert any("peak of everything" in line for line in lines)
     assert lines[-1] == "Dry run: nothing was trained, and nothing is written."
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_network_that_cannot_be_counted_is_trained(run, tmp_path, monkeypatch):
+    def fail(step):
+        raise MissingValueError("Bytes are counted without values.")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(WholeStep, "measure_modes", fail)
+    printed = run("train", *FAST)
+    assert "Note: memory is not counted. Bytes are counted without values.\n" in printed
+    assert result_of(printed).endswith("runs/digits")
 
 
 def test_the_recipe_that_is_printed_is_a_recipe(run, tmp_path, monkeypatch):

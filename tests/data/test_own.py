@@ -107,6 +107,11 @@ def spelled(options, input):
     train.classes = "wren"
     return train, test
 
+def reordered(options, input):
+    train, test = birds(options, input)
+    test.classes = ["finch", "wren"]
+    return train, test
+
 def configured(options, input):
     train, test = birds(options, input)
     test.data_config = 0.5
@@ -187,9 +192,13 @@ def test_arrays_of_preprocessing_become_numbers(own):
             "unsized",
             r"unsized: what it returns raises RuntimeError: no length, in line \d+ of .* Correct it there.",
         ),
-        ("counted", "counted have an attribute `classes`, which is a list with the names of the classes. Received: 2"),
+        (
+            "reordered",
+            "reordered have different classes, .* Received: wren, finch; for testing finch, wren. Give both the same",
+        ),
+        ("counted", "counted has an attribute `classes`, which is a list with the names of the classes. Received: 2"),
         ("spelled", "Received: 'wren'"),
-        ("twins", "twins have these classes: wren, wren. Classification needs two or more, each with a name of its own"),
+        ("twins", "twins has these classes: wren, wren. Classification needs two or more, each with a name of its own"),
         ("configured", "configured have an attribute `data_config`, which is a dictionary .* Received: 0.5"),
         ("grey", r"grey have 'mean': \(0.5,\) in `data_config`. Allowed: 3 numbers, one for each channel"),
         ("words", "need an attribute `classes`"),

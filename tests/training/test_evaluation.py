@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import revzoo
 from revzoo.checkpoint import files, index
 from revzoo.data.base import IGNORED
-from revzoo.errors import CheckpointError, InputError
+from revzoo.errors import CheckpointError, InputError, SpecError
 from revzoo.training.evaluation import Scores, evaluate, evaluate_checkpoint, evaluate_pretrained
 from revzoo.training.loop import train
 from zoo_cli import main
@@ -59,6 +59,15 @@ def test_remarks_on_the_data_are_printed(recipe, image_folder, tmp_path, capsys)
     note, scores = capsys.readouterr().out.splitlines()
     assert note == f"Note: skipped in {image_folder}/val: 1 .txt."
     assert scores.startswith(f"{tmp_path / 'run'}: top-1 ")
+
+
+def test_a_part_that_is_not_there_is_placed_in_the_checkpoint(recipe, tmp_path):
+    spec = revzoo.load_spec("rev_vit_digits").to_yaml().replace("type: mlp", "type: my_mlp")
+    facts = {"revzoo.spec": spec, "revzoo.recipe": recipe().to_yaml()}
+    file = tmp_path / "w.safetensors"
+    files.save_weights(revzoo.create("rev_vit_digits"), file, facts)
+    with pytest.raises(SpecError, match=rf" {file}: spec.yaml: block.g.type: found 'my_mlp'; allowed: one of "):
+        evaluate_checkpoint(file)
 
 
 def test_foreign_checkpoints(tmp_path):

@@ -49,6 +49,12 @@ def test_gradients_that_are_off_are_said(recipe, tmp_path, monkeypatch, setting,
 
 
 @pytest.mark.slow
+def test_nothing_is_advised_where_nothing_can_be_compared(recipe, tmp_path, monkeypatch):
+    report = VerifyReport(torch.float32, {}, gradient_error=float("nan"), problems=("The gradients are not finite.",))
+    monkeypatch.setattr(verification, "verify", lambda model, batch: report)
+    assert describe_gradients(build_run(recipe(), tmp_path / "run", resumed=False)).endswith(" The gradients are not finite.")
+
+
 def test_a_network_whose_inverse_is_inaccurate(image_folder, tmp_path):
     """54 steps in float32; exact arithmetic mends it."""
     deep = ["model.name=irevnet_cifar10", "data.name=folder", f"data.root={image_folder}", "data.batch_size=4", "data.shift=0"]

@@ -12,11 +12,10 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from revzoo.analysis.chains import find_block_chains, preserve_schedules
-from revzoo.analysis.dry_run import has_values, isolated
-from revzoo.errors import InputError, join_names
+from revzoo.analysis.dry_run import explain_missing_values, has_values, isolated
+from revzoo.errors import InputError, MissingValueError, join_names
 from revzoo.planning.profiling.derivation import build_problem
 from revzoo.planning.profiling.hooks import list_units, read_layout
 from revzoo.planning.profiling.trace import LossFunction, Trace, trace
@@ -153,15 +152,12 @@ def _trace_apart(
     lookahead: Literal[0, 1] = 0,
 ) -> Trace:
     try:
-        with isolated(model, batch, fake=fake) as inputs:
+        with explain_missing_values(), isolated(model, batch, fake=fake) as inputs:
             return trace(model, inputs, modes, loss, lookahead)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except MissingValueError:
         if fake and find_block_chains(model) and all(map(has_values, model.parameters())):
             return _trace_apart(model, batch, modes, loss, False, lookahead)  # a mixture of experts, for example
-        raise InputError(
-            "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that "
-            "out while planning."
-        ) from error
+        raise
 
 
 def _step_peak(traced: Trace) -> int:
