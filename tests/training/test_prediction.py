@@ -100,7 +100,7 @@ def test_pictures_of_digits_are_recognised(pictures):
     """Shipped weights read them as the data set has them, up to the rounding to 8 bits."""
     folder, test = pictures
     model = load_classifier("rev_vit_digits", "cpu")
-    found = list(predict(model, list_inputs(model, [folder], "text"), top=2, batch_size=16))
+    found = list(predict(model, list_inputs(model, [folder]), top=2, batch_size=16))
     images, labels = test.__getitems__(list(range(40)))
     with torch.no_grad():
         expected = model(images).softmax(1).topk(2)
@@ -114,7 +114,7 @@ def test_pictures_of_digits_are_recognised(pictures):
 def test_classes_without_names_have_numbers(pictures):
     model = load_classifier("rev_vit_digits", "cpu")
     model.class_names = ["zero"]
-    classes = {name for each in predict(model, list_inputs(model, [pictures[0]], ""), top=10) for name in each.classes}
+    classes = {name for each in predict(model, list_inputs(model, [pictures[0]]), top=10) for name in each.classes}
     assert classes == {"zero", *(f"class {i}" for i in range(1, 10))}
 
 
