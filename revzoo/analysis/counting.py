@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from revzoo.analysis.bytes_per_pixel import list_stages, report_pixels
 from revzoo.analysis.chains import preserve_schedules
-from revzoo.analysis.dry_run import explain_missing_values, isolated
+from revzoo.analysis.dry_run import isolated
 from revzoo.analysis.flops import FlopCounter
 from revzoo.analysis.report import ModelReport, PartReport, PixelReport, TwinReport
 from revzoo.analysis.step_memory import CountedStep, run_and_measure
@@ -93,7 +93,7 @@ def _count_step(
     """
     flops = FlopCounter()
     stages = list(list_stages(model)) if splits_pixels and batch.is_floating_point() else []
-    with explain_missing_values(), isolated(model, batch, fake=True) as inputs, flops:
+    with isolated(model, batch, fake=True) as inputs, flops:
         step = run_and_measure(model, inputs, units=units, stages=stages)
     return step, flops
 

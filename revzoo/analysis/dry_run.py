@@ -1,6 +1,5 @@
 """Run a forward and backward of any model and leave no trace in it."""
 
-import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,14 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
+from revzoo.analysis.fake_tensors import find_fake_mode, has_values, is_divided_copy, make_fake, silence_failures
 from revzoo.errors import InputError, MissingValueError
 from revzoo.runtime.complete_gradients import take_gradients
 from revzoo.runtime.nested import map_tensors, tensors_in
@@ -69,34 +63,6 @@ def updates_in_backward(model: nn.Module, update_bytes: Sequence[int]) -> Iterat
 
 
 @contextmanager
-def silence_failures() -> Iterator[None]:
-    """Keep PyTorch from logging the tracebacks of operations that fail under `FakeTensorMode`: they raise, too."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def explain_missing_values() -> Iterator[None]:
-    """Say that something inside the block asks for a value under `FakeTensorMode`.
-
-    Raises:
-        MissingValueError: in place of PyTorch's error.
-    """
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise MissingValueError(
-            "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that out "
-            "while they are counted."
-        ) from error
-
-
-@contextmanager
 def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
     """Yield the batch for a run of the model inside the `with` block, and restore the model afterwards.
 
@@ -110,7 +76,8 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         fake: run under `FakeTensorMode` even if the parameters have values.
     Raises:
         InputError: the model is no module or none of its parameters requires a gradient; the batch has no tensor or no
-            example, or has no values although the parameters have some (allowed with `fake`).
+            example, or has no values although the parameters have some (allowed with `fake`). MissingValueError, which is one:
+            the run asks for a value under `FakeTensorMode`.
     """
     require_module(model)
     inputs = list(tensors_in(batch))
@@ -124,14 +91,14 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         raise InputError("The model's parameters have values. Received: a meta or fake batch. Give both values, or neither.")
     tensors = [*model.parameters(), *model.buffers(), *inputs]
     home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))
-    with ExitStack() as stack:
+    with _explain_missing_values(), ExitStack() as stack:
         stack.enter_context(preserve_random_streams(tensors))
         torch.clear_autocast_cache()  # of casts in earlier runs
         stack.callback(torch.clear_autocast_cache)
         if mode := find_fake_mode(tensors, always=fake):
             stack.enter_context(silence_failures())
             batch = _map_once(lambda t: make_fake(t, mode, home).requires_grad_(t.requires_grad), batch)
-            if not _is_divided_copy(model):
+            if not is_divided_copy(model):
                 _replace_tensors(model, stack, "_parameters", lambda p: nn.Parameter(make_fake(p, mode, home), p.requires_grad))
                 _replace_tensors(model, stack, "_buffers", lambda b: make_fake(b, mode, home))
                 _keep_attributes(model, stack)  # which forward may set to FakeTensors
@@ -144,6 +111,17 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
             p.grad = None
         stack.enter_context(torch.enable_grad())
         yield batch
+
+
+@contextmanager
+def _explain_missing_values() -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise MissingValueError(
+            "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that out "
+            "while they are counted."
+        ) from error
 
 
 @contextmanager
@@ -232,86 +210,6 @@ def select_differentiable(outputs: Any) -> list[Tensor]:
     return tensors
 
 
-def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMode | None:
-    """Return the mode of the first FakeTensor; without one, a new mode if a tensor is on meta or `always` is set, else None."""
-    for t in map(_find_local, tensors):
-        if isinstance(t, FakeTensor):
-            return t.fake_mode
-    return FakeMode(allow_non_fake_inputs=True) if always or any(t.is_meta for t in tensors) else None
-
-
-def _find_local(t: Tensor) -> Tensor:
-    """Return what this process holds of a tensor that is divided over processes; any other tensor as it is."""
-    local: Tensor = getattr(t, "_local_tensor", t)
-    return local
-
-
-def _is_divided_copy(model: nn.Module) -> bool:
-    """Return whether FSDP has divided parameters without values. It exchanges them itself, so they are left where they are."""
-    return any(isinstance(getattr(p, "_local_tensor", None), FakeTensor) for p in model.parameters())
-
-
-def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
-    """Return a FakeTensor like t that requires no gradient. In place of the meta device its device is `home`."""
-    if t.is_meta and not isinstance(t, FakeTensor):
-        return FakeTensor(mode, torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), home)
-    return mode.from_tensor(t.detach())
-
-
-_NORMS = {
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.native_layer_norm.default,
-    torch.ops.aten.native_group_norm.default,
-}
-# Views of their first argument alone, of sizes that follow from the arguments.
-_VIEWS = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.t.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.select.int,
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.unbind.int,
-    torch.ops.aten.split.Tensor,
-}
-_GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
-
-
-class FakeMode(FakeTensorMode):
-    """One under which norms on a CPU return the dtypes of their kernels, and views take a fifth of the time.
-
-    With an input in half precision and weights in float32, norms compute statistics in float32, and a gradient of the input in
-    half precision. Under PyTorch's mode it is the other way round.
-
-    PyTorch's mode looks every operation up in a cache. For a view, of which a step has more than of all else, that takes
-    longer than the view itself.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _VIEWS and type(args[0]) is FakeTensor and args[0].fake_mode is self and args[0].constant is None:
-            with in_kernel_invocation_manager(self):
-                views = func(*args, **(kwargs or {}))
-            return map_tensors(lambda t: FakeTensor(self, t, args[0].fake_device), views)
-        out: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in _NORMS and args[0].device.type == "cpu":
-            dtypes = {t.dtype for t in args[1:] if isinstance(t, Tensor)}
-            y, *statistics = out
-            return y, *(t.to(torch.float32) if torch.float32 in dtypes - {t.dtype} else t for t in statistics)
-        if func is _GROUP_NORM_BACKWARD and args[0].device.type == "cpu":
-            dx, *others = out
-            return (None if dx is None else dx.to(args[1].dtype)), *others
-        return out
-
-    # `torch.compile` goes on capturing the calls that `graph/captured_call.py` replaces.
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-
 def mark_python_streams() -> Callable[[], None]:
     """Return what sets the random streams of Python and NumPy back to where they are now."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
@@ -347,11 +245,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0].to(ctx.dtype).expand(ctx.shape).contiguous()
-
-
-def has_values(t: Tensor) -> bool:
-    """Return whether a tensor has values: it is neither on the meta device nor a FakeTensor."""
-    return not t.is_meta and not isinstance(_find_local(t), FakeTensor)
 
 
 def _map_once(function: Callable[[Tensor], Tensor], batch: Any) -> Any:

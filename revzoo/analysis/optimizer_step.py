@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
-from revzoo.analysis.dry_run import find_fake_mode, make_fake, require_module
+from revzoo.analysis.dry_run import require_module
+from revzoo.analysis.fake_tensors import find_fake_mode, make_fake
 from revzoo.errors import InputError
 from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
 

@@ -10,15 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.analysis.chains import find_chains, preserve_schedules
-from revzoo.analysis.dry_run import (
-    call,
-    explain_missing_values,
-    isolated,
-    leave_autocast,
-    linear_loss,
-    require_whole,
-    updates_in_backward,
-)
+from revzoo.analysis.dry_run import call, isolated, leave_autocast, linear_loss, require_whole, updates_in_backward
 from revzoo.analysis.memory_terms import OperationLog, Unit
 from revzoo.analysis.optimizer_step import NO_OPTIMIZER, OptimizerBytes, count_optimizer, count_updates_apart
 from revzoo.analysis.report import MemoryReport, Peak
@@ -47,7 +39,7 @@ def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
             optimizer has other parameters than the model's, or a state that cannot be predicted.
     """
     taken = count_optimizer(model, optimizer)
-    with explain_missing_values(), isolated(model, batch) as inputs:
+    with isolated(model, batch) as inputs:
         return run_and_measure(model, inputs, taken).memory
 
 
@@ -182,10 +174,10 @@ def measure_modes(
         for mode in MODES if present else ():
             assign(mode)
             current = mode if [chain.schedule for chain in find_chains(model).values()] == present else current
-            with explain_missing_values(), isolated(model, batch, fake=True) as inputs, ignore_error_growth():
+            with isolated(model, batch, fake=True) as inputs, ignore_error_growth():
                 reports[mode] = run_and_measure(model, inputs, taken, loss=loss, other_bytes=other_bytes).memory
         if not present:
-            with explain_missing_values(), isolated(model, batch, fake=True) as inputs:
+            with isolated(model, batch, fake=True) as inputs:
                 reports["as it is"] = run_and_measure(model, inputs, taken, loss=loss, other_bytes=other_bytes).memory
     return reports, current
 

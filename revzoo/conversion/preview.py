@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils.checkpoint import checkpoint
 
-from revzoo.analysis.dry_run import has_values, isolated
+from revzoo.analysis.dry_run import isolated
+from revzoo.analysis.fake_tensors import has_values
 from revzoo.analysis.report import MemoryReport
 from revzoo.analysis.step_memory import run_and_measure
 from revzoo.conversion.block_lists import BlockLists, choose_lists
 from revzoo.conversion.reversible import ordinary_, reversible_
-from revzoo.errors import ConversionError, InputError
+from revzoo.errors import ConversionError, InputError, MissingValueError
 from revzoo.format import format_bytes
 from revzoo.runtime.block_conventions import leave_out_caches
 
@@ -110,8 +110,8 @@ def _list_arguments(lists: BlockLists, kept_bits: int) -> Iterator[tuple[str, di
 def _count_memory(model: nn.Module, batch: Any) -> MemoryReport:
     try:
         return _run_and_measure(model, batch, fake=True)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        reason = str(error)
+    except MissingValueError as error:
+        reason = str(error.__cause__)
     # Only now the frames of that run are freed, and with them the hooks of its checkpoints.
     if all(map(has_values, model.parameters())):
         return _run_and_measure(model, batch, fake=False)  # a mixture of experts, for example

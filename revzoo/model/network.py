@@ -22,7 +22,7 @@ from revzoo.runtime.layer_rules import Layer, has_inverse, list_layers
 from revzoo.runtime.layout import LayoutEntry, expand_schedule
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
-from revzoo.runtime.node import run_node
+from revzoo.runtime.node import require_tensors, run_node
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.schedule import Applicable, Mode
 from revzoo.runtime.tape import InvertedSegment
@@ -307,7 +307,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
                     del pair
                 if entry.kind == "split":
                     tensors, segment = self._split(layers, *tensors, lookahead=lookahead)
-                    _require_tensors(tensors, entry.name, 2)
+                    require_tensors(tensors, entry.name, 2)
                     chain, layers = [], []
                     continue
                 if layers and getattr(entry.module, "takes_halves", False):
@@ -317,7 +317,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
                     tensors, layers = (run_layers(layers, *tensors, lookahead=lookahead),), []
                 out = run_node(entry.module, entry.name, modes.get(entry.name, "store"), *tensors, lookahead=lookahead)
                 tensors = out if isinstance(out, tuple) else (out,)
-                _require_tensors(tensors, entry.name)
+                require_tensors(tensors, entry.name)
                 del out
         return tensors[0]
 
@@ -384,18 +384,3 @@ def check_num_outputs(num_outputs: object) -> int:
     if not isinstance(num_outputs, int) or isinstance(num_outputs, bool) or num_outputs < 1:
         raise InputError(f"num_outputs is an integer >= 1. Received: {num_outputs!r}.")
     return num_outputs
-
-
-def _require_tensors(out: Any, name: str, count: int | None = None) -> None:
-    """Check what a part has returned, which may be one that a user registered.
-
-    Args:
-        out: what it has returned, in a tuple.
-        name: of the part.
-        count: number of tensors; None: any.
-    Raises:
-        InputError: it is something else.
-    """
-    if not (isinstance(out, tuple) and all(isinstance(each, Tensor) for each in out) and count in (None, len(out))):
-        received = ", ".join(type(each).__name__ for each in (out if isinstance(out, tuple) else (out,)))
-        raise InputError(f"{name} must return {'two' if count else 'one or more'} tensors. Received: {received}.")

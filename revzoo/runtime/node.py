@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.observation import begin_call, end_call
@@ -45,3 +46,18 @@ def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, loo
     judge_arrived()
     call = RecordedCall(module, name, Settings(inputs[0].device), selective=mode == "selective")
     return call.first_run(SavedInputs(inputs), *inputs, lookahead=lookahead)
+
+
+def require_tensors(out: Any, name: str, count: int | None = None) -> None:
+    """Check what a part has returned, which may be one that a user registered.
+
+    Args:
+        out: what it has returned, in a tuple.
+        name: of the part.
+        count: number of tensors; None: any.
+    Raises:
+        InputError: it is something else.
+    """
+    if not (isinstance(out, tuple) and all(isinstance(each, Tensor) for each in out) and count in (None, len(out))):
+        received = ", ".join(type(each).__name__ for each in (out if isinstance(out, tuple) else (out,)))
+        raise InputError(f"{name} must return {'two' if count else 'one or more'} tensors. Received: {received}.")

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import revzoo
-from revzoo.analysis.dry_run import FakeMode
+from revzoo.analysis.fake_tensors import FakeMode
 from revzoo.analysis.optimizer_step import count_optimizer
 from revzoo.analysis.step_memory import measure_modes
 from revzoo.errors import InputError, MissingValueError

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from torch import nn
 
 from revzoo.analysis.chains import find_block_chains, preserve_schedules
-from revzoo.analysis.dry_run import explain_missing_values, has_values, isolated
+from revzoo.analysis.dry_run import isolated
+from revzoo.analysis.fake_tensors import has_values
 from revzoo.errors import InputError, MissingValueError, join_names
 from revzoo.planning.profiling.derivation import build_problem
 from revzoo.planning.profiling.hooks import list_units, read_layout
@@ -152,7 +153,7 @@ def _trace_apart(
     lookahead: Literal[0, 1] = 0,
 ) -> Trace:
     try:
-        with explain_missing_values(), isolated(model, batch, fake=fake) as inputs:
+        with isolated(model, batch, fake=fake) as inputs:
             return trace(model, inputs, modes, loss, lookahead)
     except MissingValueError:
         if fake and find_block_chains(model) and all(map(has_values, model.parameters())):

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from revzoo.analysis.dry_run import FakeMode, make_fake
+from revzoo.analysis.fake_tensors import FakeMode, make_fake
 from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.planning.ranks.division import Division

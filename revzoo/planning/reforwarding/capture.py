@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from revzoo.analysis.dry_run import call, find_fake_mode, has_values, isolated, mark_python_streams, require_module
+from revzoo.analysis.dry_run import call, isolated, mark_python_streams, require_module
+from revzoo.analysis.fake_tensors import find_fake_mode, has_values
 from revzoo.errors import InputError
 from revzoo.planning.reforwarding.graph_plan import compute_digest
 from revzoo.planning.reforwarding.refusal import (

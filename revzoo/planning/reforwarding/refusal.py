@@ -11,7 +11,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TorchRuntimeError
 from torch.fx import GraphModule
 
-from revzoo.analysis.dry_run import linear_loss, silence_failures
+from revzoo.analysis.dry_run import linear_loss
+from revzoo.analysis.fake_tensors import silence_failures
 from revzoo.errors import InputError, join_names
 from revzoo.format import format_dtype
 from revzoo.runtime.block_chain import get_step

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from revzoo.analysis.dry_run import call, find_fake_mode, has_values, isolated
+from revzoo.analysis.dry_run import call, isolated
+from revzoo.analysis.fake_tensors import find_fake_mode, has_values
 from revzoo.errors import InputError
 from revzoo.planning.profiling.clock import Median, combine_spreads, find_median, make_clock, repeat
 from revzoo.planning.profiling.timing import memory_errors

@@ -1,0 +1,109 @@
+"""Tensors that have a shape, a dtype and a device, but no values: what a model runs on where nothing is to be allocated."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from revzoo.runtime.nested import map_tensors
+
+
+def has_values(t: Tensor) -> bool:
+    """Return whether a tensor has values: it is neither on the meta device nor a FakeTensor."""
+    return not t.is_meta and not isinstance(_find_local(t), FakeTensor)
+
+
+def find_fake_mode(tensors: list[Tensor], always: bool = False) -> FakeTensorMode | None:
+    """Return the mode of the first FakeTensor; without one, a new mode if a tensor is on meta or `always` is set, else None."""
+    for t in map(_find_local, tensors):
+        if isinstance(t, FakeTensor):
+            return t.fake_mode
+    return FakeMode(allow_non_fake_inputs=True) if always or any(t.is_meta for t in tensors) else None
+
+
+def _find_local(t: Tensor) -> Tensor:
+    """Return what this process holds of a tensor that is divided over processes; any other tensor as it is."""
+    local: Tensor = getattr(t, "_local_tensor", t)
+    return local
+
+
+def is_divided_copy(model: nn.Module) -> bool:
+    """Return whether FSDP has divided parameters without values. It exchanges them itself, so they are left where they are."""
+    return any(isinstance(getattr(p, "_local_tensor", None), FakeTensor) for p in model.parameters())
+
+
+def make_fake(t: Tensor, mode: FakeTensorMode, home: torch.device) -> Tensor:
+    """Return a FakeTensor like t that requires no gradient. In place of the meta device its device is `home`."""
+    if t.is_meta and not isinstance(t, FakeTensor):
+        return FakeTensor(mode, torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), home)
+    return mode.from_tensor(t.detach())
+
+
+_NORMS = {
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_group_norm.default,
+}
+# Views of their first argument alone, of sizes that follow from the arguments.
+_VIEWS = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.unbind.int,
+    torch.ops.aten.split.Tensor,
+}
+_GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
+
+
+class FakeMode(FakeTensorMode):
+    """One under which norms on a CPU return the dtypes of their kernels, and views take a fifth of the time.
+
+    With an input in half precision and weights in float32, norms compute statistics in float32, and a gradient of the input in
+    half precision. Under PyTorch's mode it is the other way round.
+
+    PyTorch's mode looks every operation up in a cache. For a view, of which a step has more than of all else, that takes
+    longer than the view itself.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _VIEWS and type(args[0]) is FakeTensor and args[0].fake_mode is self and args[0].constant is None:
+            with in_kernel_invocation_manager(self):
+                views = func(*args, **(kwargs or {}))
+            return map_tensors(lambda t: FakeTensor(self, t, args[0].fake_device), views)
+        out: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _NORMS and args[0].device.type == "cpu":
+            dtypes = {t.dtype for t in args[1:] if isinstance(t, Tensor)}
+            y, *statistics = out
+            return y, *(t.to(torch.float32) if torch.float32 in dtypes - {t.dtype} else t for t in statistics)
+        if func is _GROUP_NORM_BACKWARD and args[0].device.type == "cpu":
+            dx, *others = out
+            return (None if dx is None else dx.to(args[1].dtype)), *others
+        return out
+
+    # `torch.compile` goes on capturing the calls that `graph/captured_call.py` replaces.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+@contextmanager
+def silence_failures() -> Iterator[None]:
+    """Keep PyTorch from logging the tracebacks of operations that fail under `FakeTensorMode`: they raise, too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
