@@ -4,12 +4,51 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch._C._distributed_c10d import FakeWork, Work
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 import revzoo
+from revzoo.runtime.live_bytes import LiveBytes
+from revzoo.runtime.nested import tensors_in
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class BytesOfRank(LiveBytes):
+    """Live bytes without two things that are not the rank's.
+
+    One is what gloo holds: its copies of what it reduces, and what it has sent or received, which its threads let go of only
+    some time after the call. The other are the FakeTensors with which DTensor finds out, once, what shape an operation returns.
+    """
+
+    def watch(self, tensors: Any) -> frozenset[int]:
+        return super().watch([t for t in tensors_in(tensors) if not isinstance(t, FakeTensor)])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_collective = func.namespace in ("c10d", "_c10d_functional") and func is not WAIT
+        run = partial(communicate, func) if is_collective else func
+        return super().__torch_dispatch__(run, types, args, kwargs)
+
+
+def communicate(collective: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a collective to its end on copies that nobody counts."""
+    copies = tree_map_only(torch.Tensor, torch.clone, args)
+    returned = collective(*copies, **kwargs)
+    if collective.namespace == "_c10d_functional":
+        return tree_map_only(torch.Tensor, lambda t: WAIT(t).clone(), returned)
+    work = returned[-1] if isinstance(returned, tuple) else returned
+    Work.unbox(work).wait()
+    for own, copy in zip(tensors_in(args[0]), tensors_in(copies[0]), strict=True):  # the first argument is what it writes to
+        own.data.copy_(copy)
+    done = FakeWork().boxed()
+    return (args[0], done) if isinstance(returned, tuple) else done
 
 
 def fork(processes: int, work: Callable[[int], object]) -> int:

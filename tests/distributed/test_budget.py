@@ -18,13 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
-from torch._subclasses.fake_tensor import FakeTensor
 
 from revzoo.data import digits  # noqa: F401  what the processes share
 from revzoo.planning import budget
 from revzoo.planning.plan import Plan
-from revzoo.runtime.live_bytes import LiveBytes
-from revzoo.runtime.nested import tensors_in
 from revzoo.training import epochs, loop
 from revzoo.training.interrupt import Interrupted, StopSignal
 from revzoo.training.options import Recipe
@@ -67,22 +64,6 @@ SLOW = {
     "bytes": Case("text_reformer", REFORMER, 32, "8900KiB"),
 }
 MEMORY = 4 * 690 * 1024  # of which each of two processes takes half of a half
-
-
-class BytesOfRank(LiveBytes):
-    """Live bytes without two things that are not the rank's.
-
-    One is the copy that gloo makes of what it reduces; it is seen where gloo splits it. The other are the FakeTensors with
-    which DTensor finds out, once, what shape an operation returns.
-    """
-
-    def watch(self, tensors: Any) -> frozenset[int]:
-        return super().watch([t for t in tensors_in(tensors) if not isinstance(t, FakeTensor)])
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.split.Tensor:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 # --- one of the processes
@@ -147,7 +128,7 @@ def work(rank: int, processes: int, folder: Path, cases: dict[str, Case]) -> Non
 
 
 if __name__ == "__main__":
-    from conftest import fork
+    from conftest import BytesOfRank, fork
 
     torch.set_num_threads(1)
     processes, cases = (2, QUICK) if sys.argv[2] == "quick" else (4, SLOW)

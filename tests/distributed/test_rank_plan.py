@@ -4,10 +4,8 @@ This file is also the program of the two processes. They run all cases in one pr
 """
 
 import json
-import os
-import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import revzoo
 from revzoo.planning.ranks.division import Division
 from revzoo.planning.ranks.rank_plan import RankPlan, plan_ranks
-from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.sharding.mesh import make_mesh
 from revzoo.sharding.shard import shard_
 
 NAMES = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
-SECONDS = 300  # two processes wait for each other no longer than this
+SECONDS = 300  # what the two processes are given
 RANKS, BATCH = 2, 8
 
 
@@ -52,15 +49,6 @@ CASES = [
     Case("revnet_digits", "4MiB"),
     Case("rev_swin_digits", "3MiB"),
 ]
-
-
-class BytesOfRank(LiveBytes):
-    """Live bytes without the copy that gloo makes of what it reduces; it is seen where gloo splits it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.split.Tensor:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Collectives(TorchDispatchMode):
@@ -127,7 +115,6 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def work(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     results = {str(case): run(case) for case in CASES}
     (folder / f"{rank}.json").write_text(json.dumps(results))
@@ -135,27 +122,19 @@ def work(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), Path(sys.argv[2]))
+    from conftest import BytesOfRank, fork
+
+    torch.set_num_threads(1)
+    sys.exit(fork(RANKS, lambda rank: work(rank, Path(sys.argv[1]))))
 
 
 # --- the tests
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(run_all: Callable[[bool], Path]) -> list[dict[str, Any]]:
     """Return what each of the two processes reported."""
-    folder = tmp_path_factory.mktemp("rank_plan")
-    environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1])}
-    with (folder / "output").open("w+") as output, ExitStack() as stack:
-        processes = []
-        for rank in range(RANKS):
-            command = [sys.executable, __file__, str(rank), str(folder)]
-            process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-            stack.callback(process.kill)
-            processes.append(process)
-        statuses = [process.wait(SECONDS) for process in processes]
-        output.seek(0)
-        assert statuses == [0] * RANKS, output.read()
+    folder = run_all(False)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
