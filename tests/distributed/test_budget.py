@@ -28,7 +28,7 @@ from revzoo.training.options import Recipe
 from revzoo.training.recipe import load_recipe
 from revzoo.training.setup import Run
 
-SECONDS = 300
+SECONDS = 600
 VIT = "stem.width=8,stages.0.width=8,stages.0.depth=1,block.f.heads=2,block.drop_path.max=0.2,head.dropout=0.1"
 DEEP = "stem.width=32,stages.0.width=32,stages.0.depth=12"
 REVNET = ",".join(["stem.width=8", *(f"stages.{i}.width=8,stages.{i}.depth=1" for i in range(3))])
