@@ -139,7 +139,7 @@ def list_spec_folders() -> list[Path]:
     Raises:
         InputError: REVZOO_SPECS names what is no folder.
     """
-    folders = [Path(folder).expanduser() for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
+    folders = [Path(os.path.expanduser(folder)) for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"{VARIABLE} names folders, separated by {os.pathsep!r}. Received: {folder}, which is none.")

@@ -7,9 +7,9 @@ take none), and what a spec may set as keyword-only parameters. A spec can reach
 import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from revzoo.errors import UnknownNameError
+from revzoo.errors import InputError, UnknownNameError
 from revzoo.plugin import load_plugins
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -33,6 +33,8 @@ class Registry:
 
     def register(self, name: str) -> Callable[[Target], Target]:
         """Return a decorator that adds a class or function under `name`."""
+        if not isinstance(name, str):
+            raise TypeError(f'A {self.kind} is registered with its name: .register("NAME"). Received: {name!r}.')
 
         def add(target: Target) -> Target:
             if name in self._entries:
@@ -55,9 +57,34 @@ class Registry:
         return iter(sorted(self._load()))
 
     def arguments(self, name: str) -> dict[str, inspect.Parameter]:
-        """Return the keyword-only parameters of an entry, which are what a spec may set, with evaluated annotations."""
-        signature = inspect.signature(self[name], eval_str=True)
-        return {key: p for key, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        """Return the keyword-only parameters of an entry, which are what a spec may set, with evaluated annotations.
+
+        Raises:
+            InputError: an annotation names what its module does not have, such as what only type checkers import.
+        """
+        target = self[name]
+        return {
+            key: p.replace(annotation=self._evaluate(p, name, target)) if isinstance(p.annotation, str) else p
+            for key, p in inspect.signature(target).parameters.items()
+            if p.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+
+    def list_others(self, name: str) -> list[str]:
+        """Return the names of the other parameters of an entry, which no spec sets."""
+        return [key for key in inspect.signature(self[name]).parameters if key not in self.arguments(name)]
+
+    def _evaluate(self, parameter: inspect.Parameter, name: str, target: Callable[..., Any]) -> Any:
+        function = inspect.unwrap(cast(Any, target).__init__ if inspect.isclass(target) else target)
+        annotation = parameter.annotation
+        try:
+            while isinstance(annotation, str):
+                annotation = eval(annotation, getattr(function, "__globals__", {}))
+        except Exception as error:  # the user's own text
+            raise InputError(
+                f"The annotation of {parameter.name} in the {self.kind} {name!r} cannot be read ({error}). Received: "
+                f"{parameter.annotation}. Import what it names where the program runs, too, not only `if TYPE_CHECKING`."
+            ) from error
+        return annotation
 
     def _load(self) -> dict[str, Callable[..., Any]]:
         """Return all entries, those of the home module and of installed packages included."""

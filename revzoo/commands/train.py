@@ -110,7 +110,8 @@ def _run(arguments: argparse.Namespace) -> int:
     with _show_status("reading the recipe"):
         from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
 
-        recipe = load_recipe(recipes[0] if recipes else DEFAULT_RECIPE, overrides)  # refused before the loop is imported
+        source = recipes[0] if recipes else DEFAULT_RECIPE
+        recipe = load_recipe(source, overrides, complete=not arguments.print_config)  # refused before the loop is imported
     if arguments.find_lr:
         with _show_status("loading the libraries"):
             from revzoo.training.learning_rate import find_learning_rate

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from revzoo.checkpoint.facts import IMAGE_FACTS
 from revzoo.data.stored_images import convert_image, explain_broken, read_image
-from revzoo.data.tokenizer import open_tokenizer
+from revzoo.data.tokenizer import Tokenizer, open_tokenizer
 from revzoo.errors import InputError
 from revzoo.model.network import Model
 from revzoo.spec.schema import TextInput
@@ -53,19 +54,24 @@ def _transform_images(model: Model) -> Callable[[Any], Tensor]:
     if channels not in modes:
         raise InputError(f"Images have 1 or 3 channels. Received: {model.spec.name}, which takes {channels}.")
     chosen = {key: config[key] for key in IMAGE_FACTS}
-    apply: Callable[[Any], Tensor] = create_transform(tuple(size), **chosen)
-    mode = modes[channels]
+    return _PrepareImage(create_transform(tuple(size), **chosen), modes[channels])
 
-    def prepare(image: Any) -> Tensor:
+
+@dataclass(frozen=True)
+class _PrepareImage:
+    """Makes an input of an image; unlike a local function it can be sent to the workers of a DataLoader."""
+
+    apply: Callable[[Any], Tensor]
+    mode: str
+
+    def __call__(self, image: Any) -> Tensor:
         if isinstance(image, str | Path):
             with explain_broken(lambda: str(image)):
-                return apply(read_image(Path(image), mode))
+                return self.apply(read_image(Path(image), self.mode))
         if isinstance(image, Image.Image):
             with explain_broken(lambda: f"in mode {image.mode}"):
-                return apply(convert_image(image, mode))
+                return self.apply(convert_image(image, self.mode))
         raise InputError(f"An image is a file or an image of Pillow. Received: {type(image).__name__}.")
-
-    return prepare
 
 
 def _tokenize_with(model: Model, input: TextInput) -> Callable[[Any], Tensor]:
@@ -74,11 +80,17 @@ def _tokenize_with(model: Model, input: TextInput) -> Callable[[Any], Tensor]:
             f"Nothing says which tokenizer {model.spec.name} has: revzoo train saves it with the weights. Set "
             "model.data_config = {'tokenizer': 'tokenizer.json'}, or {'tokenizer': 'bytes'}."
         )
-    tokenizer = open_tokenizer(model.data_config["tokenizer"], input)
+    return _PrepareText(open_tokenizer(model.data_config["tokenizer"], input), input.length)
 
-    def prepare(text: Any) -> Tensor:
+
+@dataclass(frozen=True)
+class _PrepareText:
+    """Makes an input of a text."""
+
+    tokenizer: Tokenizer
+    length: int
+
+    def __call__(self, text: Any) -> Tensor:
         if not isinstance(text, str):
             raise InputError(f"A text is a string. Received: {type(text).__name__}.")
-        return torch.tensor(tokenizer.encode([text], input.length)[0])
-
-    return prepare
+        return torch.tensor(self.tokenizer.encode([text], self.length)[0])

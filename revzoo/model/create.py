@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from revzoo.checkpoint.files import compare_specs, load_weights
+from revzoo.checkpoint.files import compare_specs, load_weights, read_tensors, strip_wrappers
 from revzoo.checkpoint.index import find_folder_weights, find_shipped_weights
 from revzoo.errors import CheckpointError, InputError, did_you_mean, join_names
 from revzoo.hub import find_source
 from revzoo.model.adapt import adapt_input
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
+from revzoo.model.timm_methods import find_classifier
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.spec.loading import load_spec
@@ -51,8 +52,8 @@ def create(
             random, which is logged as well.
         pretrained: load the weights that ship with revzoo for this model. Those in a folder are loaded anyway.
         checkpoint: file with the weights to load: safetensors, or a pickled state dict (read with `weights_only=True`).
-        num_outputs: number of classes. If it is not the spec's number, the last linear layer is replaced by a new one with
-            random weights, after loading. None: the spec's number.
+        num_outputs: number of classes. The last linear layer is new, with random weights, if those loaded have another number.
+            None: the spec's number.
         overrides: values to replace in the spec, such as `["stages.0.depth=6"]`. Shipped weights and those of a folder are
             adapted to another `input.size` or `input.channels`: positions are interpolated, the first convolution repeated.
         schedule: one mode for all steps, "stage_inputs", or a list with one mode for each of `model.units`.
@@ -89,8 +90,10 @@ def create(
     model.to(dtype)
     if model.coupling.is_exact:
         Grid(next(model.parameters()).dtype)  # raises for a dtype without a grid
+    if not is_own and num_outputs not in (None, model.num_classes):
+        model.reset_head(num_outputs)
     if file is not None:
-        load_weights(model, file)
+        load_weights(model, file, original=None if is_own or num_outputs is None else make_like_file(model.spec, file))
     if original.input != spec.input:
         model = adapt_input(model, replace(spec, head=original.head))
         _logger.info("The weights are of images %s, and were adapted to %s.", original.input, spec.input)
@@ -138,6 +141,16 @@ def find_weights(
     if file is not None and file.name.startswith(BEST_WEIGHTS):  # or its index
         _logger.info("%s is the folder of a run: loading its best weights, %s; checkpoint= takes others.", source, file)
     return file
+
+
+def make_like_file(spec: Spec, file: str | Path) -> Model:
+    """Return, on the meta device, the network of a spec with as many outputs as a file of weights for it has."""
+    with torch.device("meta"):
+        model = build(spec)
+        weight = strip_wrappers(read_tensors(file)).get(f"{find_classifier(model.head)}.weight")
+        if weight is not None and weight.ndim == 2 and len(weight) != model.num_classes:
+            model.reset_head(len(weight))
+    return model
 
 
 def find_original(source: str | Path, spec: Spec) -> Spec:

@@ -65,7 +65,6 @@ class TimmMethods:
         std: tuple[float, ...] = IMAGENET_DEFAULT_STD
         if channels != 3:
             mean, std = ((sum(values) / 3,) * channels for values in (mean, std))
-        classifier = next((f"head.{name}" for name, each in self.head.named_children() if each is self.head.classifier), None)
         return {
             "architecture": self.spec.name,
             "num_classes": self.num_classes,
@@ -78,7 +77,7 @@ class TimmMethods:
             "mean": mean,
             "std": std,
             "first_conv": find_first_convolution(self.stem),
-            "classifier": classifier if self.num_classes else None,
+            "classifier": find_classifier(self.head) if self.num_classes else None,
             **({} if self.class_names is None else {"label_names": self.class_names}),
             **self.data_config,
         }
@@ -272,6 +271,12 @@ class TimmMethods:
                 f"The head {self.spec.head.type} has no classifier. Classes of texts need another head: "
                 "overrides=['head={type: sequence_classification, outputs: 2}']."
             )
+
+
+def find_classifier(head: nn.Module) -> str | None:
+    """Return the name in the model of the last layer; None where the head has none of its own."""
+    layer = getattr(head, "classifier", None)
+    return next((f"head.{name}" for name, module in head.named_children() if module is layer), None)
 
 
 def find_first_convolution(stem: nn.Module) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from revzoo.checkpoint.files import load_weights
 from revzoo.errors import InputError
 from revzoo.hub import find_source
-from revzoo.model.create import create, find_original, find_weights
+from revzoo.model.create import create, find_original, find_weights, make_like_file
 from revzoo.model.network import Model
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.sharding.materialize import allocate_, materialize_
@@ -79,5 +79,5 @@ def create_sharded(
     else:
         allocate_(model, device=device, offload=offload)
     if file is not None:
-        load_weights(model, file, original=create(spec.file, overrides=changes, device="meta"))
+        load_weights(model, file, original=None if num_outputs is None else make_like_file(model.spec, file))
     return model

@@ -13,10 +13,10 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from revzoo.bounds import Bound
-from revzoo.errors import SpecProblem, did_you_mean, find_nearest, join_names
+from revzoo.errors import InputError, SpecProblem, did_you_mean, find_nearest, join_names
 from revzoo.registry import Registry
 from revzoo.spec.synonym import find_settings, find_similar_settings, suggest_settings
-from revzoo.spec.tree import BOOLEAN_HINT, YamlNode, join
+from revzoo.spec.tree import BOOLEAN_HINT, OVERRIDE, YamlNode, join
 
 T = TypeVar("T")
 NOT_WRITTEN = {"written": False}  # metadata of a dataclass field that the program sets and YAML must not
@@ -113,6 +113,7 @@ def _point_elsewhere(problem: SpecProblem, known: Iterable[str]) -> SpecProblem:
     """Return a problem of an unknown key as an ordinary one, which names the setting that has this key elsewhere."""
     if not isinstance(problem, _UnknownKeyProblem):
         return problem
+    known = [path for path in known if path != problem.path]  # of another kind of the same section
     settings = find_settings(problem.path, known)
     if not settings and not problem.hint:
         settings = find_similar_settings(problem.path, known)
@@ -278,7 +279,35 @@ def _read_part(node: YamlNode, registry: Registry, template: bool, path: str, pr
         argument: _Member(parameter.annotation, parameter.default is parameter.empty and not template)
         for argument, parameter in registry.arguments(name.value).items()
     }
+    _require_readable(members, f"{registry.kind} {name.value!r}")
+    for argument in [key for key in registry.list_others(name.value) if key in arguments]:
+        received = f"the parameter {argument!r} without a * before it"
+        hint = " A spec sets what stands after a * in the signature."
+        problems.append(arguments.pop(argument).problem(_keys(members), received, hint))
     return Part(name.value, _read_members(node, arguments, members, path, problems, ("type",)), path)
+
+
+def _require_readable(members: Mapping[str, _Member], part: str) -> None:
+    """Raise InputError for an annotation of a part's argument that `parse` does not know."""
+    for argument, member in members.items():
+        if not _is_readable(member.annotation):
+            annotation = inspect.formatannotation(member.annotation)
+            raise InputError(
+                f"The argument {argument} of the {part} is annotated with {annotation}, which no spec can set. Allowed: int, "
+                "float, bool, str, None, Any, Literal, tuple[int, ...] for a list, unions of these, Annotated ones with a "
+                "Bound (revzoo.bounds), dataclasses and TypedDicts."
+            )
+
+
+def _is_readable(annotation: Any) -> bool:
+    origin, marks = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return marks[0] is Part or _is_readable(marks[0])
+    if origin in (Union, UnionType, tuple):
+        return all(mark is Ellipsis or _is_readable(mark) for mark in marks)
+    if is_dataclass(annotation) or is_typeddict(annotation):
+        return all(_is_readable(member.annotation) for member in _members(annotation).values())
+    return origin is Literal or annotation in (*_TYPE_NAMES, inspect.Parameter.empty)
 
 
 def _read_members(
@@ -297,13 +326,23 @@ def _read_members(
     for key, item in written.items():
         if key not in members:
             problem = item.problem(_keys(members), f"the unknown key {key!r}", _hint_at_key(key, {*members, *others} - {key}))
-            problems.append(_UnknownKeyProblem(**vars(problem)))
+            chosen = _find_other_choice(node, item)
+            problems.append(replace(problem, hint=chosen) if chosen else _UnknownKeyProblem(**vars(problem)))
     values = {}
     for name, member in members.items():
         if name in written or member.required:
             child = written.get(name) or node.missing(name)
             values[name] = _read(child, member.annotation, join(path, name), problems)
     return values
+
+
+def _find_other_choice(node: YamlNode, item: YamlNode) -> str:
+    """Return how to choose another part or kind than the one that an unknown key was written for, or an empty string."""
+    choices = {key: node.value[key] for key in ("type", "kind") if isinstance(node.value, dict) and key in node.value}
+    for key, chosen in choices.items():
+        if chosen.file == OVERRIDE != item.file:
+            return f" It was written for another {key}. Replace all of it: {node.path}={{{key}: {chosen.value}, ...}}."
+    return ""
 
 
 def _hint_at_key(key: object, known: Iterable[str]) -> str:

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from revzoo.checkpoint.files import find_weights
-from revzoo.errors import InputError, join_names, quote
+from revzoo.errors import InputError, join_names
 from revzoo.training.options import Recipe
 from revzoo.training.origin import read_origin
 from revzoo.training.setup import Run
@@ -74,9 +73,7 @@ def check_changes(run: Run, typed: Iterable[str], accept: bool) -> dict[str, str
     if run.recipe.train.epochs < done:
         _refuse(folder, lines, f"{done} epochs are done. Use train.epochs={done} or more.")
     if "train.epochs" in changes and (reason := _find_end(run.recipe)) and not accept:
-        setting = quote(f"model.checkpoint={run.folder.last}")
-        weights = f" from the weights ({setting})" if find_weights(run.folder.last).is_file() else ""
-        remedy = f"Start a new run{weights}, or accept the jump with --accept-changes."
+        remedy = f"Accept the jump with --accept-changes, or start a new run{run.folder.say_from_weights()}."
         _refuse(folder, lines, f"{reason} reaches its end in the last epoch, so it would jump. {remedy}")
     if not accept and any(not _is_within(path, typed) for path in changes):
         _refuse(folder, lines, "Put it back, or accept it with --accept-changes.")

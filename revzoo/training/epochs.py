@@ -1,5 +1,6 @@
 """The epochs of a run: its updates, its evaluations, and what is written of them."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -219,6 +220,7 @@ def _write_epoch(run: Run, record: dict[str, Any], improved: bool) -> None:
     """Write the metrics and weights of an epoch."""
     metadata = {
         "revzoo.recipe": run.recipe.to_yaml(),
+        "revzoo.examples": json.dumps(run.origin.examples),
         "revzoo.epoch": str(record["epoch"]),
         "revzoo.top1": repr(record["top1"]),
     }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from revzoo.checkpoint.files import find_weights, read_metadata, read_tensors
 from revzoo.checkpoint.index import WeightsEntry, find_shipped_weights, read_index
-from revzoo.data.base import IGNORED
+from revzoo.data.base import IGNORED, Data
 from revzoo.data.loading import load_data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import CheckpointError, InputError, MissingFileError, RevzooError, SpecError, join_names, quote
@@ -27,6 +27,7 @@ from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS, CONVERTED_WEIGHTS, TOKENIZER, WEIGHTS_INDEX, find_beside, find_inside, model_files
 from revzoo.spec.schema import TextInput
 from revzoo.training.options import Recipe
+from revzoo.training.origin import compare_examples
 from revzoo.training.preprocessing import adopt_preprocessing
 from revzoo.training.processes import open_accelerator
 from revzoo.training.recipe import DEFAULT_RECIPE, load_recipe
@@ -138,7 +139,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         try:
             recipe = load_recipe(folder, overrides)
             _refuse_ineffective(recipe, typed)
-            return _load_and_evaluate(recipe, folder, checkpoint=checkpoint)
+            return _load_and_evaluate(recipe, folder, texts.get("revzoo.examples"), checkpoint=checkpoint)
         except SpecError as error:
             inside = [replace(each, file=each.file.replace(f"{folder}/", f"{checkpoint}: ")) for each in error.problems]
             raise SpecError(inside) from error
@@ -216,12 +217,12 @@ def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
     return overrides
 
 
-def _load_and_evaluate(recipe: Recipe, source: str, **weights: Any) -> Scores:
+def _load_and_evaluate(recipe: Recipe, source: str, examples: str | None = None, **weights: Any) -> Scores:
     accelerator = open_accelerator(recipe.train.mixed_precision)
-    return _evaluate_on(recipe, create(source, device=accelerator.device, **weights), accelerator)
+    return _evaluate_on(recipe, create(source, device=accelerator.device, **weights), accelerator, examples)
 
 
-def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator) -> Scores:
+def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator, examples: str | None) -> Scores:
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
     if model.num_outputs < (needed := count_required_outputs(model.spec, data, recipe.data.name)):
         targets = f"{needed} classes" if data.num_classes else f"the {needed} ids of its vocabulary"
@@ -241,4 +242,16 @@ def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator) -> Scor
             f"{len(data.class_names)} classes: {join_names(data.class_names)}. Evaluate it on data with the same classes."
         )
     scores = evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
-    return replace(scores, notes=tuple(data.notes))
+    return replace(scores, notes=(*data.notes, *_compare_examples(examples, data)))
+
+
+def _compare_examples(trained: str | None, data: Data) -> list[str]:
+    """Return a line if the split of the data is another one than in training, so that examples may have changed sides."""
+    changes = {} if trained is None else compare_examples(json.loads(trained), data.describe_examples())
+    if len(changes) < 2:  # of the examples of one side only, none was on the other
+        return []
+    words, noun = "; ".join(f"{split}: {change}" for split, change in changes.items()), data.example_noun
+    return [
+        f"these are not the {noun} of the run ({words}). If some were added, removed or renamed since, others are held out, "
+        f"and the {noun} evaluated may have been trained on: give those to evaluate a place of their own (val)"
+    ]

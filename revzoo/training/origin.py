@@ -68,13 +68,7 @@ class Origin:
         changes |= {f"spec.{path}": words for path, words in find_differences(self.spec, now.spec).items()}
         if self.classes != now.classes:
             changes["classes"] = _compare_names(self.classes or [], now.classes or [])
-        for split, examples in self.examples.items():
-            if examples != now.examples[split]:
-                counts = f"{examples['count']} at the start, {now.examples[split]['count']} now"
-                changes[f"{split} examples"] = (
-                    counts if examples["count"] != now.examples[split]["count"] else "others than then"
-                )
-        return changes
+        return changes | compare_examples(self.examples, now.examples)
 
 
 def read_origin(folder: RunFolder) -> Origin:
@@ -133,6 +127,17 @@ def _refuse_others(differing: list[str]) -> None:
             f"All processes have to train the same model on the same data, and {join_names(lines, most=4)} than process 0. "
             "Give all of them the same files."
         )
+
+
+def compare_examples(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return in words how the examples of each split differ, by "training examples" and the like."""
+    return {
+        f"{split} examples": f"{examples['count']} at the start, {now[split]['count']} now"
+        if examples["count"] != now[split]["count"]
+        else "others than then"
+        for split, examples in before.items()
+        if examples != now[split]
+    }
 
 
 def _compare_names(before: list[str], now: list[str]) -> str:

@@ -18,12 +18,14 @@ DEFAULT_RECIPE = "digits"
 _FILE = "config.yaml"  # the recipe in the folder of a run
 
 
-def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: bool = True) -> Recipe:
     """Read, resolve and check a recipe.
 
     Args:
         source: a recipe's name, a .yaml file, or the folder of a run.
         overrides: changes to it as dot lists, such as `train.epochs=3`.
+        complete: require what a recipe may leave to the command line: the model's name, `???` if not required, and the folder
+            of the data.
 
     Raises:
         UnknownNameError: there is no recipe or file of that name.
@@ -48,10 +50,13 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         changed, more = apply_overrides(tree, [override])
         tree = _merge_recipes(tree, changed)
         problems += more
+    if not complete:
+        tree = merge(YamlNode.from_plain({"model": {"name": "???"}}, str(path)), tree)
     recipe, parse_problems = parse(Recipe, tree)
     problems += map(_point_to_model, parse_problems)
     # Sections that parsed are checked further even if another one did not, so that all problems are reported at once.
-    problems += [problem for problem in find_contradictions(tree) if problem.path not in {p.path for p in parse_problems}]
+    known = {problem.path for problem in parse_problems} | (set() if complete else {"data.root"})
+    problems += [problem for problem in find_contradictions(tree) if problem.path not in known]
     if recipe is None or problems:
         raise SpecError(problems)
     model = recipe.model
@@ -103,4 +108,4 @@ def _absolute_if_folder(name: str) -> str:
 
 def _make_absolute(path: str | None) -> str | None:
     """Return an absolute path, so that a run finds its data when it is resumed from another folder."""
-    return None if path is None else os.path.abspath(Path(path).expanduser())
+    return None if path is None else os.path.abspath(os.path.expanduser(path))

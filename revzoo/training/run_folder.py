@@ -147,7 +147,7 @@ class RunFolder:
         states = self.list_states()
         if not states:
             raise CheckpointError(
-                f"{self.path} cannot be resumed: there is no state in {self.states}. Start again{self._say_from_weights()}."
+                f"{self.path} cannot be resumed: there is no state in {self.states}. Start again{self.say_from_weights()}."
             )
         return states[-1]
 
@@ -175,10 +175,10 @@ class RunFolder:
     def _explain_age(self) -> str:
         return (
             f"The states in {self.states} are of an earlier version of revzoo, and this one cannot read them. Resume with that "
-            f"version, or start again{self._say_from_weights()}."
+            f"version, or start again{self.say_from_weights()}."
         )
 
-    def _say_from_weights(self) -> str:
+    def say_from_weights(self) -> str:
         """Return in words how to start from the last weights, or an empty string where there are none."""
         config, weights = quote(f"{self.path}/{RECIPE}"), quote(f"model.checkpoint={self.last}")
         command = f"revzoo train {config} {weights}"
@@ -220,7 +220,7 @@ class RunFolder:
     def _explain_loss(self, damaged: list[tuple[Path, str]]) -> str:
         reasons = "; ".join(f"{state.name}: {damage}" for state, damage in damaged)
         text = f"No state in {self.states} can be used ({reasons}). Put one back from a backup, or start again"
-        return f"{text}{self._say_from_weights()}."
+        return f"{text}{self.say_from_weights()}."
 
     def publish_state(self, written: Path, progress: Progress, keep: int, checksums: Mapping[str, str]) -> None:
         """Rename a completely written state to its final name, which makes it the newest, and delete all but `keep` states.

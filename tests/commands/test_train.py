@@ -1,9 +1,11 @@
 """`revzoo train` and `revzoo eval`, for a recipe that trains in a second."""
 
 import pytest
+from omegaconf import OmegaConf
 
 import zoo_cli
 from revzoo.errors import MissingValueError
+from revzoo.spec.names import model_files, recipe_files
 from revzoo.training.evaluation import Scores
 from revzoo.training.planned_step import WholeStep
 
@@ -61,6 +63,16 @@ def test_the_recipe_that_is_printed_is_a_recipe(run, tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text(printed)
     assert "  # number of epochs.\n  epochs: 7\n" in printed
     assert run("train", "mine.yaml", "--print-config") == printed
+
+
+@pytest.mark.parametrize("recipe", recipe_files())
+def test_every_recipe_is_printed(recipe, run, refused):
+    """What is left to the command line, too: the folder of the data, and the model that finetune starts from."""
+    printed = run("train", recipe, "--print-config")
+    settings = OmegaConf.to_container(OmegaConf.create(printed))
+    assert settings["model"]["name"] in {*model_files(), "???"}
+    assert "  # folder or file of the data" in printed
+    refused("train", recipe, "--print-config", "train.epochs=none")
 
 
 def result_of(printed: str) -> str:

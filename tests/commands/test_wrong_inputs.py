@@ -62,6 +62,22 @@ class Importing(nn.Module):
     def forward(self, x):
         import no_such_package
 """
+UNREADABLE_PARTS = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+from revzoo.registry import branches
+if TYPE_CHECKING:
+    from revzoo.parts import Activation
+
+@branches.register("listed")
+def make_listed(context, *, widths: list[int]): ...
+
+@branches.register("unknown")
+def make_unknown(context, *, act: Activation): ...
+
+@branches.register("positional")
+def make_positional(context, hidden=3): ...
+"""
 TABLES = {
     "table.csv": "text,label\n" + "a cat,cat\na dog,dog\n" * 12,
     "other.csv": "review,stars\ngood,5\n",
@@ -77,6 +93,8 @@ TABLES = {
     "parts_unfinished.py": "def (:\n",
     "parts_failing.py": "1 / 0\n",
     "parts_broken.py": BROKEN_PARTS,
+    "parts_unnamed.py": "import revzoo\n@revzoo.registry.branches.register\nclass Mine: ...\n",
+    "parts_unreadable.py": UNREADABLE_PARTS,
     "own_data.py": OWN_DATA,
     "list.yaml": "- a\n",
     "open.yaml": "name: [a\n",
@@ -146,7 +164,8 @@ def _inside(place, monkeypatch):
     monkeypatch.setattr(plugin, "_imported", [])
     monkeypatch.setattr(branches, "_entries", dict(branches._load()))
     yield
-    sys.modules.pop("parts_broken", None)
+    for name in ("parts_broken", "parts_unreadable"):
+        sys.modules.pop(name, None)
 
 
 SETTINGS = "Settings are overrides without dashes: "
@@ -204,6 +223,17 @@ WRONG = [
     ("show rev_vit_s --import parts_unfinished", "invalid syntax (parts_unfinished.py, line 1)). Correct it there."),
     ("show rev_vit_s --import parts_failing", "ZeroDivisionError: division by zero, in line 1 of ", "Correct it there."),
     ("show rev_vit_s --import my-parts.py", "my_parts for my_parts.py or my_parts/__init__.py."),
+    ("show rev_vit_s --import parts_unnamed", 'registered with its name: .register("NAME"). Received: <class ', "line 2 of "),
+    *(
+        (f"show rev_vit_digits --import parts_unreadable 'block.f={{type: {part}}}'", *expected)
+        for part, expected in {
+            "listed, widths: [3]": ["branch 'listed' is annotated with list[int]", "tuple[int, ...] for a list, "],
+            "unknown, act: gelu": ["of act in the branch 'unknown' cannot be read (", "Received: Activation. Import what"],
+            "positional, hidden: 3": ["found the parameter 'hidden' without a * before it; allowed: none. A spec sets"],
+        }.items()
+    ),
+    ("show rev_vit_digits input.kind=text input.length=9 input.vocabulary=9", "Replace all of it: input={kind: text, ...}."),
+    ("show rev_vit_digits stem.type=resnet", "It was written for another type. Replace all of it: stem={type: resnet, ...}."),
     *(
         (f"{command} rev_vit_digits --import parts_broken 'block.f={{type: {part}}}'", *expected)
         for command in ("show", "verify")
@@ -217,6 +247,7 @@ WRONG = [
     ),
     # recipes and settings
     ("train photos", "To train on the images in it: revzoo train images data.root=photos."),
+    ("train images data.root=~nobody-has-this-name", "There is no folder ", "Set data.root to where the data are."),
     ("train images photos", "One run has one recipe. Received: images, photos. Overrides look like data.root=photos."),
     ("train photo.png", "photo.png is not a recipe, which is a .yaml file. revzoo list --recipes prints the names"),
     ("train zzz", "Unknown recipe 'zzz'. Your own is a .yaml file: revzoo train zzz.yaml."),

@@ -130,9 +130,11 @@ def test_folders_of_specs_have_names(own, monkeypatch):
     (own / "rev_vit_digits.yaml").touch()
     with pytest.raises(SpecError, match="a name of its own"):
         revzoo.list_models()
-    monkeypatch.setenv("REVZOO_SPECS", str(own / "nowhere"))
-    with pytest.raises(InputError, match="REVZOO_SPECS names folders, separated by ':'. Received: .*nowhere, which is none."):
-        revzoo.list_models()
+    for missing in (str(own / "nowhere"), "~nobody-has-this-name"):
+        monkeypatch.setenv("REVZOO_SPECS", missing)
+        message = f"REVZOO_SPECS names folders, separated by ':'. Received: {missing}, which is none."
+        with pytest.raises(InputError, match=message):
+            revzoo.list_models()
 
 
 def test_a_plugin_that_fails_is_left_out(tmp_path, monkeypatch, caplog):

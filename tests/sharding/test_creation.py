@@ -177,6 +177,20 @@ def test_a_new_head_starts_with_the_random_values_of_create(shard):
     assert model.num_outputs == 4
 
 
+@pytest.mark.parametrize("num_outputs", [4, 7])
+def test_a_file_may_have_the_head_of_other_classes(shard, tmp_path, num_outputs):
+    """It is kept where it has the number that is asked for, and new otherwise."""
+    saved = revzoo.create("rev_vit_digits", num_outputs=7)
+    files.save_weights(saved, tmp_path / "w.safetensors")
+    arguments = {"checkpoint": tmp_path / "w.safetensors", "num_outputs": num_outputs}
+    torch.manual_seed(3)
+    whole = revzoo.create("rev_vit_digits", **arguments)
+    torch.manual_seed(3)
+    assert_same(values(create_sharded("rev_vit_digits", shard, **arguments)), own_part(whole))
+    kept = [name for name, tensor in whole.state_dict().items() if torch.equal(tensor, saved.state_dict()[name][: len(tensor)])]
+    assert len(whole.state_dict()) - len(kept) == (0 if num_outputs == 7 else 2)
+
+
 def test_the_best_weights_of_a_run_are_read_from_several_files(shard, tmp_path):
     saved = revzoo.create("rev_vit_digits", overrides=ONE_BLOCK)
     (tmp_path / "spec.yaml").write_text(saved.spec.to_yaml())

@@ -113,6 +113,27 @@ def test_value_does_not_fit(annotation, value, allowed):
     assert read(annotation, value) == {allowed}
 
 
+def test_the_refused_key_is_not_suggested():
+    """Though another kind of the same section has it."""
+
+    @dataclass
+    class Image:
+        kind: Literal["image"]
+        channels: int
+
+    @dataclass
+    class Text:
+        kind: Literal["text"]
+
+    @dataclass
+    class One:
+        input: Image | Text
+
+    image = YamlNode.from_plain({"input": {"kind": "text", "channels": 3}}, "one.yaml")
+    [problem] = parse(One, image)[1]
+    assert (problem.path, problem.hint) == ("input.channels", "")
+
+
 def test_union_is_described_with_null_first():
     assert describe(int | None | str) == "null or an integer or text"
 

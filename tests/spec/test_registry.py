@@ -6,7 +6,8 @@ from itertools import count
 import pytest
 
 from revzoo import registry
-from revzoo.errors import UnknownNameError
+from revzoo.bounds import PositiveInt
+from revzoo.errors import InputError, UnknownNameError
 from revzoo.registry import Registry
 
 HOME = """
@@ -48,6 +49,42 @@ def test_the_first_lookup_imports_the_home_module(toys, look_up, expected):
 def test_an_unknown_name_is_answered_with_the_known_ones(toys):
     with pytest.raises(UnknownNameError, match=r"^Unknown toy 'cart'\. Did you mean 'car'\? Allowed: car\.$"):
         toys["cart"]
+
+
+HALF_IMPORTED = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+from revzoo.bounds import PositiveInt
+if TYPE_CHECKING:
+    from revzoo.parts import BuildContext
+    from revzoo.parts import Activation
+
+class Base:
+    def __init__(self, context: BuildContext, size: Activation, *, wheels: PositiveInt, doors: "int | None" = None): ...
+"""
+
+
+def test_only_what_a_spec_sets_has_to_be_known_where_the_program_runs(toys):
+    namespace = {}
+    exec(HALF_IMPORTED, namespace)
+    toys.register("bus")(type("Bus", (namespace["Base"],), {}))  # which is of another module
+    annotations = {key: parameter.annotation for key, parameter in toys.arguments("bus").items()}
+    assert annotations == {"wheels": PositiveInt, "doors": int | None}
+    assert toys.list_others("bus") == ["context", "size"]
+    exec(HALF_IMPORTED.replace("wheels: PositiveInt", "wheels: Activation"), namespace)
+    toys.register("van")(namespace["Base"])
+    message = (
+        r"of wheels in the toy 'van' cannot be read \(name 'Activation' is not defined\)\. Received: Activation\. Import what"
+    )
+    with pytest.raises(InputError, match=message):
+        toys.arguments("van")
+
+
+def test_a_name_is_needed(toys):
+    with pytest.raises(TypeError, match=r'A toy is registered with its name: .register\("NAME"\). Received: <class'):
+
+        @toys.register
+        class Boat: ...
 
 
 def test_registering_needs_no_home_module_and_a_name_is_registered_once(toys):

@@ -87,12 +87,14 @@ def test_a_finished_run_is_extended(tmp_path, recipe, assert_same_run):
 def test_a_schedule_that_ended_is_not_extended_silently(copied, read_records):
     message = (
         r"train.epochs: 1 at the start, 2 now\nschedule.sched=cosine reaches its end in the last epoch, so it would jump. "
-        r"Start a new run from the weights \(model.checkpoint=.*last.safetensors\), or accept the jump with --accept-changes"
+        r"Accept the jump with --accept-changes, or start a new run from the weights after the last epoch: revzoo train "
+        r".*config.yaml model.checkpoint=.*last.safetensors\.$"
     )
     refuse(copied, message, "train.epochs=2")
     (copied / "last.safetensors").rename(copied / "weights")  # as before the end of the first epoch
-    refuse(copied, r"would jump. Start a new run, or accept the jump with --accept-changes\.", "train.epochs=2")
+    refuse(copied, r"would jump. Accept the jump with --accept-changes, or start a new run\.$", "train.epochs=2")
     (copied / "weights").rename(copied / "last.safetensors")
+    train(load_recipe(copied / "config.yaml", [f"model.checkpoint={copied / 'last.safetensors'}"]), copied.parent / "new")
     resume(copied, ["train.epochs=2"], accept_changes=True)
     assert [record["epoch"] for record in read_records(copied)] == [1, 2]
     assert load_recipe(copied / "config.yaml").train.epochs == 2

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,27 @@ def test_what_training_saved(recipe, tmp_path, ema):
     alone = tmp_path / "alone.safetensors"  # a checkpoint says by itself what it is of, and which data it is for
     (tmp_path / "run" / "best.safetensors").rename(alone)
     assert evaluate_checkpoint(alone, ["data.batch_size=7"]).top1 == best["top1"]
+
+
+def test_images_that_changed_sides_are_noticed(recipe, image_folder, tmp_path):
+    """Where every fifth image is held out, new ones shift the others, and some of those held out now were trained on."""
+    images = image_folder / "train"
+    data = [f"data.root={images}", "data.name=folder", "data.batch_size=4", "data.shift=0"]
+    train(recipe(*data, "train.epochs=1", "schedule.warmup_epochs=0"), tmp_path / "run")
+    assert not any("the run" in note for note in evaluate_checkpoint(tmp_path / "run").notes)
+    (tmp_path / "run" / "best.safetensors").rename(tmp_path / "alone.safetensors")
+    for i in range(4):
+        shutil.copy(images / "cat" / "0.png", images / "cat" / f"0-{i}.png")  # 0.png is the fifth now, and was trained on
+    note = evaluate_checkpoint(tmp_path / "alone.safetensors").notes[-1]
+    assert note.startswith("these are not the images of the run (training examples: 6 at the start, 10 now; ")
+    assert note.endswith("may have been trained on: give those to evaluate a place of their own (val)")
+
+
+def test_other_images_of_their_own_are_not_remarked_on(recipe, image_folder, tmp_path):
+    data = [f"data.root={image_folder}", "data.name=folder", "data.batch_size=8", "data.shift=0"]
+    train(recipe(*data, "train.epochs=1", "schedule.warmup_epochs=0"), tmp_path / "run")
+    shutil.copy(image_folder / "val" / "cat" / "0.png", image_folder / "val" / "cat" / "0-0.png")
+    assert evaluate_checkpoint(tmp_path / "run").notes == ()
 
 
 def test_remarks_on_the_data_are_printed(recipe, image_folder, tmp_path, capsys):

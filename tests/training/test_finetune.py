@@ -90,6 +90,21 @@ def test_weights_in_a_file_and_in_a_saved_folder(tune, tmp_path):
     assert find_changed(weights, by_file) - statistics == find_changed(weights, by_folder) - statistics == set()
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_weights_in_a_file_for_other_classes(tune, tmp_path, suffix):
+    """The head is the file's where the classes are, and a new one otherwise, whatever number the model's spec has."""
+    first, _ = tune("rev_vit_digits", "four", "first")
+    weights, file = read_tensors(first / "last.safetensors"), first / f"last{suffix}"
+    if suffix == ".pt":
+        torch.save({"model": {f"module.{key}": tensor for key, tensor in weights.items()}}, file)
+    same, printed = tune("rev_vit_digits", "four", "same", f"model.checkpoint={file}")
+    assert find_changed(weights, same) == set()
+    assert "the head" not in printed
+    other, printed = tune("rev_vit_digits", "two", "other", f"model.checkpoint={file}")
+    assert find_changed(weights, other) == HEAD
+    assert "the head is new, with random weights: it has 2 outputs, and had 4." in printed
+
+
 def test_recipes_for_ones_own_data(animals, tables, tmp_path, capsys):
     """`images` takes the size and the channels of the model; `texts` reads bytes. Both predict afterwards."""
     short = ["train.epochs=1", "schedule.warmup_epochs=0", "data.batch_size=4"]

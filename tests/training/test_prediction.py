@@ -1,5 +1,6 @@
 """Inputs of one's own are prepared as evaluation prepares them, and predicted as it predicts."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -24,11 +25,13 @@ def test_an_image_is_prepared_as_for_evaluation(image_folder, channels):
     data = load_data(options, model.spec.input, 0)
     model.data_config = data.data_config
     prepare = revzoo.transform(model)
+    sent = pickle.loads(pickle.dumps(prepare))  # as the workers of a DataLoader get it that are spawned
     files = data.test.dataset.source.files
     assert len(files) == 8
     for file, (expected, _) in zip(files, data.test.dataset, strict=True):
         assert torch.equal(prepare(file), expected)
         assert torch.equal(prepare(str(file)), expected)
+        assert torch.equal(sent(file), expected)
         assert torch.equal(prepare(Image.open(file)), expected)
     assert expected.shape == (channels, 16, 16)
 
@@ -41,7 +44,7 @@ def test_a_text_is_prepared_as_for_evaluation(tables, tokenizer):
         assert data.data_config == load_data(replace(options, name="masked_lm"), model.spec.input, 0).data_config
         assert data.data_config == {"tokenizer": name}
         model.data_config = data.data_config
-        prepare = revzoo.transform(model)
+        prepare = pickle.loads(pickle.dumps(revzoo.transform(model)))
         for text, ids in zip(("the cat purrs", "a dog", "cat"), data.test.dataset.ids, strict=True):
             assert prepare(text).tolist() == ids.tolist()
 
