@@ -6,8 +6,9 @@ take none), and what a spec may set as keyword-only parameters. A spec can reach
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from revzoo.errors import InputError, UnknownNameError
 from revzoo.plugin import load_plugins
@@ -69,16 +70,16 @@ class Registry:
             if p.kind is inspect.Parameter.KEYWORD_ONLY
         }
 
-    def list_others(self, name: str) -> list[str]:
-        """Return the names of the other parameters of an entry, which no spec sets."""
-        return [key for key in inspect.signature(self[name]).parameters if key not in self.arguments(name)]
+    def list_positional(self, name: str) -> list[str]:
+        """Return the names of the positional parameters of an entry, which no spec sets."""
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return [key for key, p in inspect.signature(self[name]).parameters.items() if p.kind in kinds]
 
     def _evaluate(self, parameter: inspect.Parameter, name: str, target: Callable[..., Any]) -> Any:
-        function = inspect.unwrap(cast(Any, target).__init__ if inspect.isclass(target) else target)
-        annotation = parameter.annotation
+        annotation, namespace = parameter.annotation, getattr(_find_function(target), "__globals__", {})
         try:
             while isinstance(annotation, str):
-                annotation = eval(annotation, getattr(function, "__globals__", {}))
+                annotation = eval(annotation, namespace)
         except Exception as error:  # the user's own text
             raise InputError(
                 f"The annotation of {parameter.name} in the {self.kind} {name!r} cannot be read ({error}). Received: "
@@ -91,6 +92,15 @@ class Registry:
         import_module(self._home)
         load_plugins()
         return self._entries
+
+
+def _find_function(target: Any) -> Any:
+    """Return the function whose parameters a callable has."""
+    while isinstance(target, partial):
+        target = target.func
+    if inspect.isclass(target):
+        target = target.__init__
+    return inspect.unwrap(target if hasattr(target, "__globals__") else type(target).__call__)
 
 
 couplings = Registry("coupling", "revzoo.runtime.coupling")

@@ -49,7 +49,7 @@ def find_folder() -> Path:
         RuntimeError: the user has no home.
     """
     if folder := os.environ.get("REVZOO_CACHE"):
-        return Path(os.path.expanduser(folder))
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "revzoo")
 
 

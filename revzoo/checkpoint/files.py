@@ -71,8 +71,8 @@ def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | No
         model: the model. On the meta device its parameters become the file's tensors, on the CPU. If it is divided over
             processes, which then have memory for their parts, each of them reads its own slices of safetensors files.
         path: a safetensors file, a pickled state dict, or the index of several files.
-        original: the model, on the meta device, that the file must fit, if `model` has another head: tensors of another shape
-            stay as they are.
+        original: the model, on the meta device, that the file must fit, if `model` has another head: tensors that it does not
+            have, or that have another shape there, stay as they are.
 
     Raises:
         CheckpointError: the file is missing or damaged, is not a state dict, or does not fit the model. The message lists every
@@ -107,7 +107,7 @@ def load_weights(model: nn.Module, path: str | Path, *, original: nn.Module | No
         differing = join_names(compare_specs(metadata.get("revzoo.spec", ""), spec))
         warnings.warn(f"{path} fits {spec.name}, but was saved from another spec. Differing: {differing}.", stacklevel=2)
     state, orders = model.state_dict(), find_row_orders(model)
-    own = {key: tensor for key, tensor in state.items() if tensor.shape == own[key].shape}
+    own = {key: tensor for key, tensor in state.items() if key in own and tensor.shape == own[key].shape}
     read = {key: tensors[key][find_own_slice(t, orders.get(key))] if is_sharded(t) else tensors[key] for key, t in own.items()}
     if damaged := find_not_finite(read):
         warnings.warn(f"{path} holds infinities or NaN in {len(damaged)} tensors: {join_names(damaged, most=4)}.", stacklevel=2)

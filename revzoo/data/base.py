@@ -41,6 +41,7 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
         labels: class of each example in order; None where it is not known before the example is read.
         notes: remarks for the reader.
         data_config: how an example is preprocessed for evaluation, as a model's `data_config`.
+        is_held_out: whether their place among all decided that these are for testing, so that more examples change which are.
     """
 
     label_noun: str
@@ -48,6 +49,7 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
     labels: Any = None
     notes: Sequence[str] = ()
     data_config: Mapping[str, Any] = MappingProxyType({})
+    is_held_out: bool = False
 
     @property
     def num_classes(self) -> int | None:
@@ -77,8 +79,8 @@ class Data:
     """Loaders of (images, labels) or (ids, labels), `train` for training and `test` for evaluation.
 
     Labels are classes (B,), or for a language model the ids (B, N) to predict, IGNORED at positions where there is none.
-    What `Examples` say of themselves is here, too: `notes` of both, `data_config` of the test examples, and the rest of the
-    training examples (their `noun` as `example_noun`, their `labels` as `train_labels`).
+    What `Examples` say of themselves is here, too: `notes` of both, `data_config` and `is_held_out` of the test examples, and
+    the rest of the training examples (their `noun` as `example_noun`, their `labels` as `train_labels`).
 
     Args:
         train: examples for training; an incomplete last batch of all processes is left out.
@@ -92,7 +94,7 @@ class Data:
         self.num_classes, self.label_noun, self.example_noun = train.num_classes, train.label_noun, train.noun
         self.class_names = None if train.class_names is None else list(train.class_names)
         self.train_labels = train.labels
-        self.data_config = dict(test.data_config)
+        self.data_config, self.is_held_out = dict(test.data_config), test.is_held_out
         self.notes = [*train.notes, *test.notes]
         self.num_train, self.num_test = len(train), len(test)
         self._examples, self._test_examples = train, test

@@ -128,7 +128,9 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     splits.train.transform, splits.test.transform = train, test
     notes = [*splits.notes, *_describe_misfit(shapes, input)]
     names = splits.class_names
-    return Images(splits.train, names, seed, notes), Images(splits.test, names, seed, data_config=config)
+    test_images = Images(splits.test, names, seed, data_config=config)
+    test_images.is_held_out = splits.is_held_out
+    return Images(splits.train, names, seed, notes), test_images
 
 
 def _choose_statistics(
@@ -249,7 +251,8 @@ def _open_splits(options: DataOptions, root: Path, mode: str) -> ImageSplits:
     train, validation = _find_folders(options.name, root)
     labels = {name: label for label, name in enumerate(train.files)}
     images, others = (FolderImages(folders, labels, mode) for folders in (train, validation))
-    return ImageSplits(images, others, list(labels), _describe_folders(train, validation))
+    is_held_out = train.path == validation.path
+    return ImageSplits(images, others, list(labels), _describe_folders(train, validation), is_held_out)
 
 
 def _find_folders(name: str, root: Path) -> tuple[ClassFolders, ClassFolders]:

@@ -71,12 +71,14 @@ class ImageSplits:
         test: images for validation, likewise.
         class_names: the names of the classes.
         notes: remarks for the reader.
+        is_held_out: whether the images for validation are every fifth of one folder.
     """
 
     train: Any
     test: Any
     class_names: list[str]
     notes: list[str]
+    is_held_out: bool = False
 
 
 @contextmanager

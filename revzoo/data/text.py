@@ -194,7 +194,7 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
     notes = _describe_split(train, test) if options.root is not None else []
     if not labelled:
         masked = MaskedTexts(test, tokenizer, input.length, None)
-        masked.data_config, masked.notes = data_config, notes
+        masked.data_config, masked.notes, masked.is_held_out = data_config, notes, train.source == test.source
         return MaskedTexts(train, tokenizer, input.length, seed), masked
     if class_names is None:
         class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
@@ -203,7 +203,7 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
             f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more: add texts of another."
         )
     train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
-    test_texts.data_config, test_texts.notes = data_config, notes
+    test_texts.data_config, test_texts.notes, test_texts.is_held_out = data_config, notes, train.source == test.source
     return train_texts, test_texts
 
 
@@ -242,7 +242,9 @@ def _load_windows(options: DataOptions, input: TextInput, seed: int) -> tuple[Wi
             f"The text of {len(text)} bytes is too short: its last tenth is for testing, and the model takes windows of "
             f"{input.length} bytes. Use model.overrides=[input.length={max(1, held_out - 1)}] or a longer text."
         )
-    return Windows(text[:-held_out], input.length, seed), Windows(text[-held_out:], input.length, None)
+    test = Windows(text[-held_out:], input.length, None)
+    test.is_held_out = True
+    return Windows(text[:-held_out], input.length, seed), test
 
 
 def _encode(texts: Texts, tokenizer: Tokenizer, length: int) -> list[Tensor]:

@@ -90,10 +90,10 @@ def create(
     model.to(dtype)
     if model.coupling.is_exact:
         Grid(next(model.parameters()).dtype)  # raises for a dtype without a grid
-    if not is_own and num_outputs not in (None, model.num_classes):
-        model.reset_head(num_outputs)
     if file is not None:
-        load_weights(model, file, original=None if is_own or num_outputs is None else make_like_file(model.spec, file))
+        if num_outputs is not None and not is_own:
+            _adopt_outputs(model, file)
+        load_weights(model, file)
     if original.input != spec.input:
         model = adapt_input(model, replace(spec, head=original.head))
         _logger.info("The weights are of images %s, and were adapted to %s.", original.input, spec.input)
@@ -147,10 +147,17 @@ def make_like_file(spec: Spec, file: str | Path) -> Model:
     """Return, on the meta device, the network of a spec with as many outputs as a file of weights for it has."""
     with torch.device("meta"):
         model = build(spec)
-        weight = strip_wrappers(read_tensors(file)).get(f"{find_classifier(model.head)}.weight")
-        if weight is not None and weight.ndim == 2 and len(weight) != model.num_classes:
-            model.reset_head(len(weight))
+    _adopt_outputs(model, file)
     return model
+
+
+def _adopt_outputs(model: Model, file: str | Path) -> None:
+    """Give a model as many outputs as a file of weights has; the random generators stay as they are."""
+    weight = strip_wrappers(read_tensors(file)).get(f"{find_classifier(model.head)}.weight")
+    device = next(model.parameters()).device
+    if weight is not None and weight.ndim == 2 and len(weight) not in (0, model.num_classes):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            model.reset_head(len(weight))
 
 
 def find_original(source: str | Path, spec: Spec) -> Spec:

@@ -79,5 +79,5 @@ def create_sharded(
     else:
         allocate_(model, device=device, offload=offload)
     if file is not None:
-        load_weights(model, file, original=None if num_outputs is None else make_like_file(model.spec, file))
+        load_weights(model, file, original=None if num_outputs is None else make_like_file(spec, file))
     return model

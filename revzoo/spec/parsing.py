@@ -10,7 +10,20 @@ from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from revzoo.bounds import Bound
 from revzoo.errors import InputError, SpecProblem, did_you_mean, find_nearest, join_names
@@ -165,7 +178,12 @@ def describe(annotation: Any) -> str:
 
 
 def _read(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
-    """Return the node's value converted to the annotated type; if it has problems, add them and return any value."""
+    """Return the node's value converted to the annotated type; if it has problems, add them and return any value.
+
+    Raises:
+        InputError: the annotation is none that `parse` knows.
+    """
+    annotation = NoneType if annotation is None else annotation
     origin, marks = get_origin(annotation), get_args(annotation)
     if origin is Annotated and marks[0] is Part:
         return _read_part(node, marks[1], TEMPLATE in marks, path, problems)
@@ -173,13 +191,19 @@ def _read(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem
         return _read_bounded(node, annotation, path, problems)
     if origin in (Union, UnionType):
         return _read_union(node, annotation, path, problems)
-    if origin is tuple:
+    if origin is tuple and marks:
         return _read_tuple(node, annotation, path, problems)
-    if annotation in (Any, inspect.Parameter.empty):
+    if annotation is Any or annotation is inspect.Parameter.empty:
         return node.to_plain()
     if is_dataclass(annotation) or is_typeddict(annotation):
         if isinstance(node.value, dict):
             return _read_mapping(node, annotation, path, problems)
+    elif origin is not Literal and not any(annotation is known for known in _TYPE_NAMES):
+        raise InputError(
+            f"{node.path} is annotated with {inspect.formatannotation(annotation)}, which no spec can set. Allowed: int, "
+            "float, bool, str, None, Any, Literal, tuple[int, ...] for a list, unions of these, Annotated ones with a Bound "
+            "(revzoo.bounds), dataclasses and TypedDicts."
+        )
     elif has_type(node.value, annotation):
         return float(node.value) if annotation is float else node.value
     elif origin is Literal and node.value is False and "no" in marks:  # which is what YAML makes of a bare no
@@ -203,7 +227,7 @@ def _read_union(node: YamlNode, annotation: Any, path: str, problems: list[SpecP
     members = [member for member in get_args(annotation) if member is not NoneType]
     if node.value is None and NoneType in get_args(annotation):
         return None
-    if len(members) > 1 and all(map(is_dataclass, members)):
+    if len(members) > 1 and all(map(is_dataclass, members)) and all("kind" in _members(member) for member in members):
         return _read_tagged(node, members, path, problems)
     own: list[SpecProblem] = []
     for member in members:
@@ -279,35 +303,11 @@ def _read_part(node: YamlNode, registry: Registry, template: bool, path: str, pr
         argument: _Member(parameter.annotation, parameter.default is parameter.empty and not template)
         for argument, parameter in registry.arguments(name.value).items()
     }
-    _require_readable(members, f"{registry.kind} {name.value!r}")
-    for argument in [key for key in registry.list_others(name.value) if key in arguments]:
+    for argument in [key for key in registry.list_positional(name.value) if key in arguments]:
         received = f"the parameter {argument!r} without a * before it"
         hint = " A spec sets what stands after a * in the signature."
         problems.append(arguments.pop(argument).problem(_keys(members), received, hint))
     return Part(name.value, _read_members(node, arguments, members, path, problems, ("type",)), path)
-
-
-def _require_readable(members: Mapping[str, _Member], part: str) -> None:
-    """Raise InputError for an annotation of a part's argument that `parse` does not know."""
-    for argument, member in members.items():
-        if not _is_readable(member.annotation):
-            annotation = inspect.formatannotation(member.annotation)
-            raise InputError(
-                f"The argument {argument} of the {part} is annotated with {annotation}, which no spec can set. Allowed: int, "
-                "float, bool, str, None, Any, Literal, tuple[int, ...] for a list, unions of these, Annotated ones with a "
-                "Bound (revzoo.bounds), dataclasses and TypedDicts."
-            )
-
-
-def _is_readable(annotation: Any) -> bool:
-    origin, marks = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return marks[0] is Part or _is_readable(marks[0])
-    if origin in (Union, UnionType, tuple):
-        return all(mark is Ellipsis or _is_readable(mark) for mark in marks)
-    if is_dataclass(annotation) or is_typeddict(annotation):
-        return all(_is_readable(member.annotation) for member in _members(annotation).values())
-    return origin is Literal or annotation in (*_TYPE_NAMES, inspect.Parameter.empty)
 
 
 def _read_members(
@@ -357,9 +357,17 @@ def _hint_at_key(key: object, known: Iterable[str]) -> str:
 
 @cache
 def _members(cls: Any) -> dict[str, _Member]:
-    hints = get_type_hints(cls, include_extras=True)
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise InputError(f"The annotations of {cls.__qualname__} cannot be read ({error}). Import what they name.") from error
     if is_typeddict(cls):
-        return {name: _Member(hint, name in cls.__required_keys__) for name, hint in hints.items()}
+        return {
+            name: _Member(
+                get_args(hint)[0] if get_origin(hint) in (Required, NotRequired) else hint, name in cls.__required_keys__
+            )
+            for name, hint in hints.items()
+        }
     return {
         f.name: _Member(hints[f.name], f.default is NO_DEFAULT and f.default_factory is NO_DEFAULT)
         for f in fields(cls)

@@ -128,12 +128,13 @@ def list_places(node: YamlNode, path: str = "") -> Iterator[tuple[str, str]]:
 def merge(base: YamlNode, over: YamlNode) -> YamlNode:
     """Merge two trees: mappings key by key; of anything else, `over` replaces `base`.
 
-    A mapping with another `type` than that of `base` replaces it as a whole, because another part has other arguments.
+    A mapping with another `type` or `kind` than that of `base` replaces it as a whole: another part has other arguments.
     """
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
-    if "type" in over.value and over.value["type"].to_plain() != base.value.get("type", base.missing("type")).to_plain():
-        return over
+    for key in ("type", "kind"):
+        if key in over.value and over.value[key].to_plain() != base.value.get(key, base.missing(key)).to_plain():
+            return over
     merged = {key: merge(base.value[key], item) if key in base.value else item for key, item in over.value.items()}
     return YamlNode(base.value | merged, over.file, over.path)
 
@@ -262,7 +263,8 @@ def _apply(base: YamlNode, value: YamlNode, depth: int = 0) -> YamlNode:
     if not isinstance(items, list):
         received, allowed = f"{key!r} inside {base.problem('').received}", f"another value for {here} as a whole"
         rest = ".".join(keys[depth:])
-        hint = f" To have another part there: {here}={{type: NAME, {rest}: {value.to_plain()}}}." if rest == key else ""
+        part = value.to_plain() if rest == "type" else f"{{type: NAME, {rest}: {value.to_plain()}}}"
+        hint = f" To have another part there: {here}={part}." if rest == key else ""
         raise SpecError([SpecProblem(OVERRIDE, value.path, received, allowed, hint if isinstance(items, str) else "")])
     if not key.isdecimal() or int(key) >= len(items):
         received = f"index {key} into a list of {len(items)}"

@@ -246,12 +246,14 @@ def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator, example
 
 
 def _compare_examples(trained: str | None, data: Data) -> list[str]:
-    """Return a line if the split of the data is another one than in training, so that examples may have changed sides."""
-    changes = {} if trained is None else compare_examples(json.loads(trained), data.describe_examples())
+    """Return a line if others are held out than in training, so that examples may have changed sides."""
+    if trained is None or not data.is_held_out:
+        return []
+    changes = compare_examples(json.loads(trained), data.describe_examples())
     if len(changes) < 2:  # of the examples of one side only, none was on the other
         return []
     words, noun = "; ".join(f"{split}: {change}" for split, change in changes.items()), data.example_noun
     return [
-        f"these are not the {noun} of the run ({words}). If some were added, removed or renamed since, others are held out, "
-        f"and the {noun} evaluated may have been trained on: give those to evaluate a place of their own (val)"
+        f"other {noun} are held out than in training ({words}), and some of these may have been trained on: give those to "
+        "evaluate a place of their own (val)"
     ]

@@ -66,19 +66,19 @@ def make_network(
     arguments = _choose_arguments(options, spec, is_open, data, recipe)
     if mesh is None:
         model = create(**arguments)
-        notes = _renew_head(model, options, is_open, data)
+        notes = _renew_head(model, options, spec, is_open, data)
         _freeze(model, recipe)
         # A copy of the bare model: a copy of the one that Accelerate prepares would run the original's weights.
         ema = None if recipe.ema is None else _average(model, recipe.ema, divided=False).to(device)
     else:
         model, ema = _make_divided(arguments, recipe, device, mesh)
-        notes = _renew_head(model, options, is_open, data)
+        notes = _renew_head(model, options, spec, is_open, data)
     for each in (model,) if ema is None else (model, ema.module):
         each.class_names, each.data_config = data.class_names, data.data_config
     return model, ema, notes
 
 
-def _renew_head(model: Model, options: ModelOptions, is_open: bool, data: Data) -> list[str]:
+def _renew_head(model: Model, options: ModelOptions, spec: Spec, is_open: bool, data: Data) -> list[str]:
     """Give a head that was trained for other classes new weights; return a line that says that it has them, or none.
 
     Raises:
@@ -95,7 +95,7 @@ def _renew_head(model: Model, options: ModelOptions, is_open: bool, data: Data) 
         model.reset_head(model.num_outputs)
         return [f"the head is new, with random weights: its classes are {now}, and were {before}"]
     file = find_starting_weights(options)
-    outputs = None if is_open or file is None else make_like_file(model.spec, file).num_outputs
+    outputs = None if is_open or file is None else make_like_file(spec, file).num_classes
     if outputs in (None, model.num_outputs):
         return []
     return [f"the head is new, with random weights: it has {model.num_outputs} outputs, and had {outputs}"]

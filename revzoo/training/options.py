@@ -43,7 +43,9 @@ Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a sha
 
 Tracker = Literal["tensorboard", "mlflow", "wandb", "comet_ml", "aim"]  # names that Accelerate gives them
 
-ModelName = Annotated[str, Bound("the name of a model or its folder, such as model=runs/images", bool)]
+A_MODEL = "the name of a model or its folder, such as model=runs/images"
+TO_BE_NAMED = "???"  # in place of the name of a model, in a recipe that is printed
+ModelName = Annotated[str, Bound(A_MODEL, bool)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from revzoo.spec.parsing import parse, to_plain
 from revzoo.spec.schema import Spec
 from revzoo.spec.synonym import TIMM
 from revzoo.spec.tree import YamlNode, apply_overrides, list_places, load_tree, merge
-from revzoo.training.options import ModelOptions, Recipe
+from revzoo.training.options import TO_BE_NAMED, ModelOptions, Recipe
 from revzoo.training.recipe_check import find_contradictions
 
 DEFAULT_RECIPE = "digits"
@@ -51,11 +51,11 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
         tree = _merge_recipes(tree, changed)
         problems += more
     if not complete:
-        tree = merge(YamlNode.from_plain({"model": {"name": "???"}}, str(path)), tree)
+        tree = merge(YamlNode.from_plain({"model": {"name": TO_BE_NAMED}}, str(path)), tree)
     recipe, parse_problems = parse(Recipe, tree)
     problems += map(_point_to_model, parse_problems)
     # Sections that parsed are checked further even if another one did not, so that all problems are reported at once.
-    known = {problem.path for problem in parse_problems} | (set() if complete else {"data.root"})
+    known = {problem.path for problem in parse_problems} | (set() if complete else {"data.root", "model.name"})
     problems += [problem for problem in find_contradictions(tree) if problem.path not in known]
     if recipe is None or problems:
         raise SpecError(problems)

@@ -75,6 +75,14 @@ def test_every_recipe_is_printed(recipe, run, refused):
     refused("train", recipe, "--print-config", "train.epochs=none")
 
 
+def test_a_printed_recipe_without_a_model_asks_for_one(run, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(run("train", "finetune", "--print-config"))
+    message = refused("train", "mine.yaml", "data.root=photos")
+    assert "mine.yaml: model.name: found '???'; allowed: the name of a model or its folder, such as model=runs" in message
+    assert run("train", "mine.yaml", "model=rev_vit_digits", "--print-config").count("???") == 0
+
+
 def result_of(printed: str) -> str:
     (line,) = (line for line in printed.splitlines() if line.startswith("top-1"))
     return line

@@ -227,12 +227,14 @@ WRONG = [
     *(
         (f"show rev_vit_digits --import parts_unreadable 'block.f={{type: {part}}}'", *expected)
         for part, expected in {
-            "listed, widths: [3]": ["branch 'listed' is annotated with list[int]", "tuple[int, ...] for a list, "],
+            "listed, widths: [3]": ["block.f.widths is annotated with list[int], which no ", "tuple[int, ...] for a list, "],
             "unknown, act: gelu": ["of act in the branch 'unknown' cannot be read (", "Received: Activation. Import what"],
             "positional, hidden: 3": ["found the parameter 'hidden' without a * before it; allowed: none. A spec sets"],
         }.items()
     ),
     ("show rev_vit_digits input.kind=text input.length=9 input.vocabulary=9", "Replace all of it: input={kind: text, ...}."),
+    ("show rev_vit_s block.coupling.type=momentum", "To have another part there: block.coupling=momentum."),
+    ("show rev_vit_digits 'input={kind: text}'", "input.length: found nothing; allowed: an integer >= 1."),
     ("show rev_vit_digits stem.type=resnet", "It was written for another type. Replace all of it: stem={type: resnet, ...}."),
     *(
         (f"{command} rev_vit_digits --import parts_broken 'block.f={{type: {part}}}'", *expected)

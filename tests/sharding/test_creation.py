@@ -191,6 +191,18 @@ def test_a_file_may_have_the_head_of_other_classes(shard, tmp_path, num_outputs)
     assert len(whole.state_dict()) - len(kept) == (0 if num_outputs == 7 else 2)
 
 
+def test_a_file_without_a_classifier_gets_one(shard, tmp_path):
+    saved = revzoo.create("rev_vit_digits", overrides=["head.outputs=0"])
+    files.save_weights(saved, tmp_path / "w.safetensors")
+    arguments = {"checkpoint": tmp_path / "w.safetensors", "num_outputs": 4, "overrides": ["head.outputs=0"]}
+    torch.manual_seed(3)
+    whole = revzoo.create("rev_vit_digits", **arguments)
+    torch.manual_seed(3)
+    assert_same(values(create_sharded("rev_vit_digits", shard, **arguments)), own_part(whole))
+    assert whole.num_outputs == 4
+    assert all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in saved.state_dict().items())
+
+
 def test_the_best_weights_of_a_run_are_read_from_several_files(shard, tmp_path):
     saved = revzoo.create("rev_vit_digits", overrides=ONE_BLOCK)
     (tmp_path / "spec.yaml").write_text(saved.spec.to_yaml())

@@ -1,11 +1,14 @@
 """Annotations decide what YAML may say, for any dataclass: specs and recipes alike."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypedDict
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 import pytest
 
 from revzoo.bounds import Bound, PositiveInt
+from revzoo.errors import InputError
 from revzoo.spec import YamlNode, apply_overrides, parse, to_plain
 from revzoo.spec.parsing import NOT_WRITTEN, describe
 
@@ -111,6 +114,50 @@ def test_integer_becomes_a_number_where_one_is_declared():
 )
 def test_value_does_not_fit(annotation, value, allowed):
     assert read(annotation, value) == {allowed}
+
+
+@dataclass(frozen=True)
+class Tree:
+    leaf: int = 0
+    left: "Tree | None" = None
+
+
+@dataclass(frozen=True)
+class Point:
+    x: int
+
+
+class Partly(TypedDict):
+    text: NotRequired[str]
+    number: Required[int]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        (Tree, {"left": {"leaf": 3}}, Tree(left=Tree(3))),
+        (Inner | Point, {"x": 3}, Point(3)),
+        (Inner | Point, {"rate": 0.5}, Inner(0.5)),
+        (Partly, {"number": 3}, {"number": 3}),
+        (Partly, {"text": "a"}, {"value.number: an integer"}),
+        (None, None, None),
+        (list[int] | None, None, None),  # what is not set may be annotated with anything
+    ],
+)
+def test_other_annotations_that_are_known(annotation, value, expected):
+    assert read(annotation, value) == expected
+
+
+class Hidden(TypedDict):
+    inner: list[int]
+
+
+@pytest.mark.parametrize("annotation", [list[int], list, dict[str, int], tuple, tuple[()], Path, Callable, Hidden])
+def test_annotations_that_are_not_known_are_named(annotation):
+    with pytest.raises(
+        InputError, match=r"^value(\.inner)? is annotated with .*, which no spec can set. Allowed: int, float, "
+    ):
+        read(annotation, {"inner": [1]} if annotation is Hidden else [1])
 
 
 def test_the_refused_key_is_not_suggested():

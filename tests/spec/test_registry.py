@@ -1,6 +1,7 @@
 """A registry knows the entries of its home module from the first lookup on, of whatever kind."""
 
 import sys
+from functools import partial
 from itertools import count
 
 import pytest
@@ -61,6 +62,11 @@ if TYPE_CHECKING:
 
 class Base:
     def __init__(self, context: BuildContext, size: Activation, *, wheels: PositiveInt, doors: "int | None" = None): ...
+
+def make(context: BuildContext, size: PositiveInt, *, wheels: PositiveInt, **others: Activation): ...
+
+class Maker:
+    def __call__(self, context: BuildContext, *, wheels: PositiveInt): ...
 """
 
 
@@ -70,7 +76,11 @@ def test_only_what_a_spec_sets_has_to_be_known_where_the_program_runs(toys):
     toys.register("bus")(type("Bus", (namespace["Base"],), {}))  # which is of another module
     annotations = {key: parameter.annotation for key, parameter in toys.arguments("bus").items()}
     assert annotations == {"wheels": PositiveInt, "doors": int | None}
-    assert toys.list_others("bus") == ["context", "size"]
+    assert toys.list_positional("bus") == ["context", "size"]
+    toys.register("tram")(partial(partial(namespace["make"], size=None), size=None))
+    toys.register("boat")(namespace["Maker"]())
+    assert {key: parameter.annotation for key, parameter in toys.arguments("tram").items()}["wheels"] == PositiveInt
+    assert [parameter.annotation for parameter in toys.arguments("boat").values()] == [PositiveInt]
     exec(HALF_IMPORTED.replace("wheels: PositiveInt", "wheels: Activation"), namespace)
     toys.register("van")(namespace["Base"])
     message = (

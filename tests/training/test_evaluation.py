@@ -56,19 +56,20 @@ def test_images_that_changed_sides_are_noticed(recipe, image_folder, tmp_path):
     images = image_folder / "train"
     data = [f"data.root={images}", "data.name=folder", "data.batch_size=4", "data.shift=0"]
     train(recipe(*data, "train.epochs=1", "schedule.warmup_epochs=0"), tmp_path / "run")
-    assert not any("the run" in note for note in evaluate_checkpoint(tmp_path / "run").notes)
+    assert not any("in training" in note for note in evaluate_checkpoint(tmp_path / "run").notes)
     (tmp_path / "run" / "best.safetensors").rename(tmp_path / "alone.safetensors")
     for i in range(4):
         shutil.copy(images / "cat" / "0.png", images / "cat" / f"0-{i}.png")  # 0.png is the fifth now, and was trained on
     note = evaluate_checkpoint(tmp_path / "alone.safetensors").notes[-1]
-    assert note.startswith("these are not the images of the run (training examples: 6 at the start, 10 now; ")
+    assert note.startswith("other images are held out than in training (training examples: 6 at the start, 10 now; ")
     assert note.endswith("may have been trained on: give those to evaluate a place of their own (val)")
 
 
 def test_other_images_of_their_own_are_not_remarked_on(recipe, image_folder, tmp_path):
     data = [f"data.root={image_folder}", "data.name=folder", "data.batch_size=8", "data.shift=0"]
     train(recipe(*data, "train.epochs=1", "schedule.warmup_epochs=0"), tmp_path / "run")
-    shutil.copy(image_folder / "val" / "cat" / "0.png", image_folder / "val" / "cat" / "0-0.png")
+    for split in ("train", "val"):
+        shutil.copy(image_folder / "val" / "cat" / "0.png", image_folder / split / "cat" / "0-0.png")
     assert evaluate_checkpoint(tmp_path / "run").notes == ()
 
 
