@@ -139,6 +139,7 @@ def list_spec_folders() -> list[Path]:
     Raises:
         InputError: REVZOO_SPECS names what is no folder.
     """
+    # Not pathlib's expanduser, which raises for ~NAME if there is no such user.
     folders = [Path(os.path.expanduser(folder)) for folder in os.environ.get(VARIABLE, "").split(os.pathsep) if folder]
     for folder in folders:
         if not folder.is_dir():

@@ -33,7 +33,12 @@ class Registry:
         self._entries: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str) -> Callable[[Target], Target]:
-        """Return a decorator that adds a class or function under `name`."""
+        """Return a decorator that adds a class or function under `name`.
+
+        Raises:
+            TypeError: `name` is no string.
+            ValueError: it is registered already.
+        """
         if not isinstance(name, str):
             raise TypeError(f'A {self.kind} is registered with its name: .register("NAME"). Received: {name!r}.')
 
@@ -83,7 +88,7 @@ class Registry:
         except Exception as error:  # the user's own text
             raise InputError(
                 f"The annotation of {parameter.name} in the {self.kind} {name!r} cannot be read ({error}). Received: "
-                f"{parameter.annotation}. Import what it names where the program runs, too, not only `if TYPE_CHECKING`."
+                f"{parameter.annotation}. Import the names in it outside of `if TYPE_CHECKING`."
             ) from error
         return annotation
 

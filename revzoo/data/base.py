@@ -41,7 +41,8 @@ class Examples(Dataset[tuple[Tensor, Any]], ABC):
         labels: class of each example in order; None where it is not known before the example is read.
         notes: remarks for the reader.
         data_config: how an example is preprocessed for evaluation, as a model's `data_config`.
-        is_held_out: whether their place among all decided that these are for testing, so that more examples change which are.
+        is_held_out: whether these were split off the training examples by position, so that adding examples moves some from
+            one side to the other.
     """
 
     label_noun: str

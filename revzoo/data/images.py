@@ -68,6 +68,7 @@ class Images(Examples):
         seed: determines the augmentation.
         notes: remarks for the reader.
         data_config: how an image becomes a tensor, in the words of timm's `create_transform`; for validation.
+        is_held_out: as for `Examples`.
     """
 
     label_noun = "images"
@@ -79,10 +80,11 @@ class Images(Examples):
         seed: int,
         notes: Sequence[str] = (),
         data_config: Mapping[str, Any] = MappingProxyType({}),
+        is_held_out: bool = False,
     ):
         self.source, self.class_names, self.seed, self.notes = source, class_names, seed, notes
         self.labels = source.labels if isinstance(source, StoredImages) else source.targets  # as torchvision calls them
-        self.data_config = data_config
+        self.data_config, self.is_held_out = data_config, is_held_out
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -128,9 +130,8 @@ def load_images(options: DataOptions, input: ImageInput, seed: int) -> tuple[Ima
     splits.train.transform, splits.test.transform = train, test
     notes = [*splits.notes, *_describe_misfit(shapes, input)]
     names = splits.class_names
-    test_images = Images(splits.test, names, seed, data_config=config)
-    test_images.is_held_out = splits.is_held_out
-    return Images(splits.train, names, seed, notes), test_images
+    validation = Images(splits.test, names, seed, data_config=config, is_held_out=splits.is_held_out)
+    return Images(splits.train, names, seed, notes), validation
 
 
 def _choose_statistics(

@@ -71,7 +71,7 @@ class ImageSplits:
         test: images for validation, likewise.
         class_names: the names of the classes.
         notes: remarks for the reader.
-        is_held_out: whether the images for validation are every fifth of one folder.
+        is_held_out: whether the images for validation were split off those for training, by position.
     """
 
     train: Any

@@ -191,10 +191,11 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
             "with train.csv and test.csv."
         )
     data_config = {"tokenizer": options.text.tokenizer or BYTES}
-    notes = _describe_split(train, test) if options.root is not None else []
+    is_held_out = options.root is not None and train.source == test.source
+    notes = _describe_split(train, test) if is_held_out else []
     if not labelled:
         masked = MaskedTexts(test, tokenizer, input.length, None)
-        masked.data_config, masked.notes, masked.is_held_out = data_config, notes, train.source == test.source
+        masked.data_config, masked.notes, masked.is_held_out = data_config, notes, is_held_out
         return MaskedTexts(train, tokenizer, input.length, seed), masked
     if class_names is None:
         class_names = sorted(set(train.labels or ()), key=lambda label: (int(label) if label.isdecimal() else inf, label))
@@ -203,14 +204,12 @@ def load_text(options: DataOptions, input: TextInput, seed: int) -> tuple[Exampl
             f"{train.source} has one label: {join_names(class_names)}. Classification needs two or more: add texts of another."
         )
     train_texts, test_texts = (LabelledTexts(texts, tokenizer, input.length, class_names) for texts in (train, test))
-    test_texts.data_config, test_texts.notes, test_texts.is_held_out = data_config, notes, train.source == test.source
+    test_texts.data_config, test_texts.notes, test_texts.is_held_out = data_config, notes, is_held_out
     return train_texts, test_texts
 
 
 def _describe_split(train: Texts, test: Texts) -> list[str]:
-    """Return a line if both are of one table."""
-    if train.source != test.source:
-        return []
+    """Return a line that says how one table was split."""
     each = "" if train.labels is None else " of each label"
     return [f"{train.source} has no texts for validation: every tenth{each} is held out, {len(test.texts):,} in all"]
 
@@ -243,7 +242,7 @@ def _load_windows(options: DataOptions, input: TextInput, seed: int) -> tuple[Wi
             f"{input.length} bytes. Use model.overrides=[input.length={max(1, held_out - 1)}] or a longer text."
         )
     test = Windows(text[-held_out:], input.length, None)
-    test.is_held_out = True
+    test.is_held_out = options.root is not None
     return Windows(text[:-held_out], input.length, seed), test
 
 

@@ -59,7 +59,7 @@ def _transform_images(model: Model) -> Callable[[Any], Tensor]:
 
 @dataclass(frozen=True)
 class _PrepareImage:
-    """Makes an input of an image; unlike a local function it can be sent to the workers of a DataLoader."""
+    """Turns an image into a model's input. A class, because a local function cannot be sent to spawned DataLoader workers."""
 
     apply: Callable[[Any], Tensor]
     mode: str
@@ -85,7 +85,7 @@ def _tokenize_with(model: Model, input: TextInput) -> Callable[[Any], Tensor]:
 
 @dataclass(frozen=True)
 class _PrepareText:
-    """Makes an input of a text."""
+    """Turns a text into a model's input; a class for the same reason."""
 
     tokenizer: Tokenizer
     length: int

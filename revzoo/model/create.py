@@ -52,8 +52,8 @@ def create(
             random, which is logged as well.
         pretrained: load the weights that ship with revzoo for this model. Those in a folder are loaded anyway.
         checkpoint: file with the weights to load: safetensors, or a pickled state dict (read with `weights_only=True`).
-        num_outputs: number of classes. The last linear layer is new, with random weights, if those loaded have another number.
-            None: the spec's number.
+        num_outputs: number of classes. If the weights, or without weights the spec, have another number, the last linear layer
+            is replaced by a new one with random weights. None: the spec's number.
         overrides: values to replace in the spec, such as `["stages.0.depth=6"]`. Shipped weights and those of a folder are
             adapted to another `input.size` or `input.channels`: positions are interpolated, the first convolution repeated.
         schedule: one mode for all steps, "stage_inputs", or a list with one mode for each of `model.units`.
@@ -143,8 +143,12 @@ def find_weights(
     return file
 
 
-def make_like_file(spec: Spec, file: str | Path) -> Model:
-    """Return, on the meta device, the network of a spec with as many outputs as a file of weights for it has."""
+def build_for_weights(spec: Spec, file: str | Path) -> Model:
+    """Return the network of a spec on the meta device, with as many classes as a file of weights has.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
     with torch.device("meta"):
         model = build(spec)
     _adopt_outputs(model, file)
@@ -152,9 +156,10 @@ def make_like_file(spec: Spec, file: str | Path) -> Model:
 
 
 def _adopt_outputs(model: Model, file: str | Path) -> None:
-    """Give a model as many outputs as a file of weights has; the random generators stay as they are."""
-    weight = strip_wrappers(read_tensors(file)).get(f"{find_classifier(model.head)}.weight")
-    device = next(model.parameters()).device
+    """Give a model as many classes as a file of weights has; the generators of CPU and CUDA stay as they are."""
+    if (name := find_classifier(model.head)) is None:
+        return
+    weight, device = strip_wrappers(read_tensors(file)).get(f"{name}.weight"), next(model.parameters()).device
     if weight is not None and weight.ndim == 2 and len(weight) not in (0, model.num_classes):
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             model.reset_head(len(weight))

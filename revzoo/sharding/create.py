@@ -10,7 +10,7 @@ import torch
 from revzoo.checkpoint.files import load_weights
 from revzoo.errors import InputError
 from revzoo.hub import find_source
-from revzoo.model.create import create, find_original, find_weights, make_like_file
+from revzoo.model.create import build_for_weights, create, find_original, find_weights
 from revzoo.model.network import Model
 from revzoo.runtime.lookahead_setting import LookaheadOption
 from revzoo.sharding.materialize import allocate_, materialize_
@@ -79,5 +79,5 @@ def create_sharded(
     else:
         allocate_(model, device=device, offload=offload)
     if file is not None:
-        load_weights(model, file, original=None if num_outputs is None else make_like_file(spec, file))
+        load_weights(model, file, original=None if num_outputs is None else build_for_weights(spec, file))
     return model

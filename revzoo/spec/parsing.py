@@ -63,7 +63,9 @@ class _Member:
 
 @dataclass(frozen=True)
 class _UnknownKeyProblem(SpecProblem):
-    """An unknown key, until all of the tree is read: the setting may be elsewhere."""
+    """An unknown key, until all of the tree is read: the setting may be elsewhere, unless the key is known to be left over."""
+
+    is_left_over: bool = False
 
 
 def parse(cls: type[T], tree: YamlNode, path: str = "") -> tuple[T | None, list[SpecProblem]]:
@@ -80,6 +82,9 @@ def parse(cls: type[T], tree: YamlNode, path: str = "") -> tuple[T | None, list[
 
     Returns:
         The instance (None if there is any problem), and the problems, each of them once.
+
+    Raises:
+        InputError: an annotation is of another type.
     """
     problems: list[SpecProblem] = []
     instance = _read(tree, cls, path, problems)
@@ -127,7 +132,7 @@ def _point_elsewhere(problem: SpecProblem, known: Iterable[str]) -> SpecProblem:
     if not isinstance(problem, _UnknownKeyProblem):
         return problem
     known = [path for path in known if path != problem.path]  # of another kind of the same section
-    settings = find_settings(problem.path, known)
+    settings = [] if problem.is_left_over else find_settings(problem.path, known)
     if not settings and not problem.hint:
         settings = find_similar_settings(problem.path, known)
     hint = suggest_settings(settings) or problem.hint
@@ -153,7 +158,11 @@ def has_type(value: object, annotation: Any) -> bool:
 
 
 def check_value(value: object, annotation: Any) -> str | None:
-    """Return None if a plain value fits an annotation, else a description of what the annotation allows."""
+    """Return None if a plain value fits an annotation, else a description of what the annotation allows.
+
+    Raises:
+        InputError: the annotation is none that `parse` reads.
+    """
     problems: list[SpecProblem] = []
     _read(YamlNode.from_plain(value, ""), annotation, "", problems)
     return problems[0].allowed if problems else None
@@ -174,15 +183,13 @@ def describe(annotation: Any) -> str:
         return f"a list of {len(marks)} ({', '.join(map(describe, marks))})"
     if annotation is Part:
         return "{type: NAME, ...} or a bare NAME"
-    return _TYPE_NAMES.get(annotation) or f"a mapping with the keys {_keys(_members(annotation))}"
+    if is_dataclass(annotation) or is_typeddict(annotation):
+        return f"a mapping with the keys {_keys(_members(annotation))}"
+    return _TYPE_NAMES.get(annotation) or inspect.formatannotation(annotation)
 
 
 def _read(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem]) -> Any:
-    """Return the node's value converted to the annotated type; if it has problems, add them and return any value.
-
-    Raises:
-        InputError: the annotation is none that `parse` knows.
-    """
+    """Return the node's value converted to the annotated type; if it has problems, add them and return any value."""
     annotation = NoneType if annotation is None else annotation
     origin, marks = get_origin(annotation), get_args(annotation)
     if origin is Annotated and marks[0] is Part:
@@ -200,9 +207,9 @@ def _read(node: YamlNode, annotation: Any, path: str, problems: list[SpecProblem
             return _read_mapping(node, annotation, path, problems)
     elif origin is not Literal and not any(annotation is known for known in _TYPE_NAMES):
         raise InputError(
-            f"{node.path} is annotated with {inspect.formatannotation(annotation)}, which no spec can set. Allowed: int, "
-            "float, bool, str, None, Any, Literal, tuple[int, ...] for a list, unions of these, Annotated ones with a Bound "
-            "(revzoo.bounds), dataclasses and TypedDicts."
+            f"{node.path or 'The argument'} is annotated with {inspect.formatannotation(annotation)}, which no spec can set. "
+            "Allowed: int, float, bool, str, None, Any, Literal, tuple[int, ...] for a list, unions of these, Annotated ones "
+            "with a Bound (revzoo.bounds), dataclasses and TypedDicts."
         )
     elif has_type(node.value, annotation):
         return float(node.value) if annotation is float else node.value
@@ -325,9 +332,10 @@ def _read_members(
     """
     for key, item in written.items():
         if key not in members:
-            problem = item.problem(_keys(members), f"the unknown key {key!r}", _hint_at_key(key, {*members, *others} - {key}))
-            chosen = _find_other_choice(node, item)
-            problems.append(replace(problem, hint=chosen) if chosen else _UnknownKeyProblem(**vars(problem)))
+            replacement = _hint_at_replacement(node, item)
+            hint = replacement or _hint_at_key(key, {*members, *others} - {key})
+            problem = item.problem(_keys(members), f"the unknown key {key!r}", hint)
+            problems.append(_UnknownKeyProblem(**vars(problem), is_left_over=bool(replacement)))
     values = {}
     for name, member in members.items():
         if name in written or member.required:
@@ -336,11 +344,11 @@ def _read_members(
     return values
 
 
-def _find_other_choice(node: YamlNode, item: YamlNode) -> str:
-    """Return how to choose another part or kind than the one that an unknown key was written for, or an empty string."""
-    choices = {key: node.value[key] for key in ("type", "kind") if isinstance(node.value, dict) and key in node.value}
-    for key, chosen in choices.items():
-        if chosen.file == OVERRIDE != item.file:
+def _hint_at_replacement(node: YamlNode, item: YamlNode) -> str:
+    """Return how to replace a section whose type or kind an override changed, if an unknown key is of the former one."""
+    for key in ("type", "kind"):
+        chosen = node.value.get(key)
+        if chosen is not None and chosen.file == OVERRIDE != item.file:
             return f" It was written for another {key}. Replace all of it: {node.path}={{{key}: {chosen.value}, ...}}."
     return ""
 
@@ -359,7 +367,7 @@ def _hint_at_key(key: object, known: Iterable[str]) -> str:
 def _members(cls: Any) -> dict[str, _Member]:
     try:
         hints = get_type_hints(cls, include_extras=True)
-    except NameError as error:
+    except Exception as error:  # the user's own text
         raise InputError(f"The annotations of {cls.__qualname__} cannot be read ({error}). Import what they name.") from error
     if is_typeddict(cls):
         return {

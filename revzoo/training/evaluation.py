@@ -139,7 +139,7 @@ def evaluate_checkpoint(path: Path, overrides: Iterable[str] = ()) -> Scores:
         try:
             recipe = load_recipe(folder, overrides)
             _refuse_ineffective(recipe, typed)
-            return _load_and_evaluate(recipe, folder, texts.get("revzoo.examples"), checkpoint=checkpoint)
+            return _load_and_evaluate(recipe, folder, trained_on=texts.get("revzoo.examples"), checkpoint=checkpoint)
         except SpecError as error:
             inside = [replace(each, file=each.file.replace(f"{folder}/", f"{checkpoint}: ")) for each in error.problems]
             raise SpecError(inside) from error
@@ -217,12 +217,12 @@ def _require_data_overrides(overrides: Iterable[str]) -> list[str]:
     return overrides
 
 
-def _load_and_evaluate(recipe: Recipe, source: str, examples: str | None = None, **weights: Any) -> Scores:
+def _load_and_evaluate(recipe: Recipe, source: str, trained_on: str | None = None, **weights: Any) -> Scores:
     accelerator = open_accelerator(recipe.train.mixed_precision)
-    return _evaluate_on(recipe, create(source, device=accelerator.device, **weights), accelerator, examples)
+    return _evaluate_on(recipe, create(source, device=accelerator.device, **weights), accelerator, trained_on)
 
 
-def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator, examples: str | None) -> Scores:
+def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator, trained_on: str | None) -> Scores:
     data = load_data(recipe.data, model.spec.input, recipe.train.seed, processes=0)
     if model.num_outputs < (needed := count_required_outputs(model.spec, data, recipe.data.name)):
         targets = f"{needed} classes" if data.num_classes else f"the {needed} ids of its vocabulary"
@@ -242,18 +242,18 @@ def _evaluate_on(recipe: Recipe, model: Model, accelerator: Accelerator, example
             f"{len(data.class_names)} classes: {join_names(data.class_names)}. Evaluate it on data with the same classes."
         )
     scores = evaluate(model, accelerator.prepare(data.test), accelerator, data.label_noun)
-    return replace(scores, notes=(*data.notes, *_compare_examples(examples, data)))
+    return replace(scores, notes=(*data.notes, *_compare_examples(trained_on, data)))
 
 
-def _compare_examples(trained: str | None, data: Data) -> list[str]:
-    """Return a line if others are held out than in training, so that examples may have changed sides."""
-    if trained is None or not data.is_held_out:
+def _compare_examples(trained_on: str | None, data: Data) -> list[str]:
+    """Return a note if the examples that are held out are not those that were held out in training."""
+    if trained_on is None or not data.is_held_out:
         return []
-    changes = compare_examples(json.loads(trained), data.describe_examples())
-    if len(changes) < 2:  # of the examples of one side only, none was on the other
+    changes, noun = compare_examples(json.loads(trained_on), data.describe_examples()), data.example_noun
+    if len(changes) < 2:  # an example changes sides only if both sides change
         return []
-    words, noun = "; ".join(f"{split}: {change}" for split, change in changes.items()), data.example_noun
+    words = "; ".join(f"{split}: {change}" for split, change in changes.items())
     return [
-        f"other {noun} are held out than in training ({words}), and some of these may have been trained on: give those to "
-        "evaluate a place of their own (val)"
+        f"the {noun} held out now are not those that were held out in training ({words}). If {noun} were added since, some of "
+        "these were trained on: keep those to evaluate apart (val)"
     ]

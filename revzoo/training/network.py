@@ -19,7 +19,7 @@ from revzoo.checkpoint.slices import get_own_part
 from revzoo.data.base import Data
 from revzoo.data.requirement import count_required_outputs
 from revzoo.errors import InputError, SpecError, join_names
-from revzoo.model.create import create, make_like_file
+from revzoo.model.create import build_for_weights, create
 from revzoo.model.network import Model
 from revzoo.registry import heads
 from revzoo.sharded import is_sharded
@@ -94,9 +94,10 @@ def _renew_head(model: Model, options: ModelOptions, spec: Spec, is_open: bool, 
             )
         model.reset_head(model.num_outputs)
         return [f"the head is new, with random weights: its classes are {now}, and were {before}"]
-    file = find_starting_weights(options)
-    outputs = None if is_open or file is None else make_like_file(spec, file).num_classes
-    if outputs in (None, model.num_outputs):
+    outputs = spec.head.arguments.get("outputs")
+    if options.checkpoint is not None and outputs is not None:  # a file of weights may have another number than the spec
+        outputs = build_for_weights(spec, options.checkpoint).num_classes
+    if is_open or find_starting_weights(options) is None or outputs in (None, model.num_outputs):
         return []
     return [f"the head is new, with random weights: it has {model.num_outputs} outputs, and had {outputs}"]
 

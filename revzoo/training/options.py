@@ -43,9 +43,9 @@ Budget = Annotated[int | float | str, Bound("bytes, a size such as '8GiB', a sha
 
 Tracker = Literal["tensorboard", "mlflow", "wandb", "comet_ml", "aim"]  # names that Accelerate gives them
 
-A_MODEL = "the name of a model or its folder, such as model=runs/images"
-TO_BE_NAMED = "???"  # in place of the name of a model, in a recipe that is printed
-ModelName = Annotated[str, Bound(A_MODEL, bool)]
+MODEL_NAME_ALLOWED = "the name of a model or its folder, such as model=runs/images"
+TO_BE_NAMED = "???"  # the model's name in a printed recipe that leaves it open; training refuses it
+ModelName = Annotated[str, Bound(MODEL_NAME_ALLOWED, bool)]
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,16 @@ class Origin:
         return changes | compare_examples(self.examples, now.examples)
 
 
+def compare_examples(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return in words how the examples of each split differ; the keys are "training examples" and "test examples"."""
+    changes = {}
+    for split, examples in before.items():
+        if examples != now[split]:
+            counts = f"{examples['count']} at the start, {now[split]['count']} now"
+            changes[f"{split} examples"] = counts if examples["count"] != now[split]["count"] else "others than then"
+    return changes
+
+
 def read_origin(folder: RunFolder) -> Origin:
     """Return what the newest state of a folder says the run was started with.
 
@@ -127,17 +137,6 @@ def _refuse_others(differing: list[str]) -> None:
             f"All processes have to train the same model on the same data, and {join_names(lines, most=4)} than process 0. "
             "Give all of them the same files."
         )
-
-
-def compare_examples(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return in words how the examples of each split differ, by "training examples" and the like."""
-    return {
-        f"{split} examples": f"{examples['count']} at the start, {now[split]['count']} now"
-        if examples["count"] != now[split]["count"]
-        else "others than then"
-        for split, examples in before.items()
-        if examples != now[split]
-    }
 
 
 def _compare_names(before: list[str], now: list[str]) -> str:

@@ -24,8 +24,7 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     Args:
         source: a recipe's name, a .yaml file, or the folder of a run.
         overrides: changes to it as dot lists, such as `train.epochs=3`.
-        complete: require what a recipe may leave to the command line: the model's name, `???` if not required, and the folder
-            of the data.
+        complete: whether the model's name and the folder of the data must be given. If not, a missing name becomes `???`.
 
     Raises:
         UnknownNameError: there is no recipe or file of that name.
@@ -55,8 +54,13 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = (), *, complete: 
     recipe, parse_problems = parse(Recipe, tree)
     problems += map(_point_to_model, parse_problems)
     # Sections that parsed are checked further even if another one did not, so that all problems are reported at once.
-    known = {problem.path for problem in parse_problems} | (set() if complete else {"data.root", "model.name"})
-    problems += [problem for problem in find_contradictions(tree) if problem.path not in known]
+    reported = {problem.path for problem in parse_problems}
+    problems += [
+        problem
+        for problem in find_contradictions(tree)
+        if problem.path not in reported
+        and (complete or (problem.path != "data.root" and problem.received != repr(TO_BE_NAMED)))
+    ]
     if recipe is None or problems:
         raise SpecError(problems)
     model = recipe.model
@@ -108,4 +112,5 @@ def _absolute_if_folder(name: str) -> str:
 
 def _make_absolute(path: str | None) -> str | None:
     """Return an absolute path, so that a run finds its data when it is resumed from another folder."""
+    # Not pathlib's expanduser, which raises for ~NAME if there is no such user.
     return None if path is None else os.path.abspath(os.path.expanduser(path))

@@ -10,7 +10,7 @@ from revzoo.data.options import BUNDLED, TEXTS, UNROTATED, is_own
 from revzoo.errors import SpecProblem, did_you_mean, join_names
 from revzoo.spec.names import model_files
 from revzoo.spec.tree import MISSING, OVERRIDE, YamlNode, apply_overrides
-from revzoo.training.options import A_MODEL, TO_BE_NAMED, Recipe
+from revzoo.training.options import MODEL_NAME_ALLOWED, TO_BE_NAMED, Recipe
 
 # Options of `data` that a data set does not read; those that are not listed read all but `shift`, `text` and `image`.
 _UNREAD_BY_DATA = {
@@ -115,7 +115,7 @@ def _find_model_problems(tree: YamlNode) -> Iterator[SpecProblem]:
     if _value(tree, "model.pretrained") is True:
         yield from _find_missing_weights(tree)
     if _value(tree, "model.name") == TO_BE_NAMED:
-        yield _node(tree, "model.name").problem(A_MODEL)
+        yield _node(tree, "model.name").problem(MODEL_NAME_ALLOWED)
     overrides = _value(tree, "model.overrides")
     fresh = not (_value(tree, "model.pretrained") or _value(tree, "model.checkpoint"))  # a checkpoint may need its own head
     if fresh and isinstance(overrides, list) and _sets_outputs(overrides):

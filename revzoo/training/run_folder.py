@@ -179,7 +179,7 @@ class RunFolder:
         )
 
     def say_from_weights(self) -> str:
-        """Return in words how to start from the last weights, or an empty string where there are none."""
+        """Return " from the weights after the last epoch: COMMAND", to end a sentence with; an empty string without weights."""
         config, weights = quote(f"{self.path}/{RECIPE}"), quote(f"model.checkpoint={self.last}")
         command = f"revzoo train {config} {weights}"
         return f" from the weights after the last epoch: {command}" if find_weights(self.last).is_file() else ""

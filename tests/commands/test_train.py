@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 import zoo_cli
 from revzoo.errors import MissingValueError
-from revzoo.spec.names import model_files, recipe_files
+from revzoo.spec.names import recipe_files
 from revzoo.training.evaluation import Scores
 from revzoo.training.planned_step import WholeStep
 
@@ -70,9 +70,15 @@ def test_every_recipe_is_printed(recipe, run, refused):
     """What is left to the command line, too: the folder of the data, and the model that finetune starts from."""
     printed = run("train", recipe, "--print-config")
     settings = OmegaConf.to_container(OmegaConf.create(printed))
-    assert settings["model"]["name"] in {*model_files(), "???"}
+    assert (settings["model"]["name"] == "???") == (recipe == "finetune")
     assert "  # folder or file of the data" in printed
-    refused("train", recipe, "--print-config", "train.epochs=none")
+    message = refused("train", recipe, "--print-config", "train.epochs=none")
+    assert message.startswith("1 problem found:\n  override: train.epochs: found 'none'; allowed: ")
+
+
+def test_a_recipe_that_could_not_run_is_not_printed(refused):
+    message = refused("train", "finetune", "model=rev_vit_b", "--print-config")
+    assert "found 'rev_vit_b'; allowed: a model to start from" in message
 
 
 def test_a_printed_recipe_without_a_model_asks_for_one(run, refused, tmp_path, monkeypatch):

@@ -228,7 +228,7 @@ WRONG = [
         (f"show rev_vit_digits --import parts_unreadable 'block.f={{type: {part}}}'", *expected)
         for part, expected in {
             "listed, widths: [3]": ["block.f.widths is annotated with list[int], which no ", "tuple[int, ...] for a list, "],
-            "unknown, act: gelu": ["of act in the branch 'unknown' cannot be read (", "Received: Activation. Import what"],
+            "unknown, act: gelu": ["of act in the branch 'unknown' cannot be read (", "Received: Activation. Import the names"],
             "positional, hidden: 3": ["found the parameter 'hidden' without a * before it; allowed: none. A spec sets"],
         }.items()
     ),

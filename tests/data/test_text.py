@@ -116,3 +116,18 @@ def test_text_files_that_cannot_be_read(tmp_path, story, options, refusal):
     assert "Use model.overrides=[input.padding=null]" in refusal(options("characters", story), TextInput("text", 9, 256, 48))
     story.write_bytes(story.read_bytes() + "é".encode()[:1])  # cut within a character
     load_data(options("characters", story), BYTES, 0)
+
+
+@pytest.mark.parametrize("name", ["masked_lm", "text_classification"])
+def test_texts_of_one_table_are_held_out_by_their_position(name, tables, tokenizer, options):
+    """Those of a folder with two tables are not, nor are Python's own, to which nobody adds any."""
+    many = tables / "many.csv"
+    many.write_text("text,label\n" + "a cat,cat\na dog,dog\n" * 12)
+    assert load_data(options(name, many, tokenizer), SUBWORDS, 0).is_held_out
+    assert not load_data(options(name, tables, tokenizer), SUBWORDS, 0).is_held_out
+    assert not load_data(options(name), MASKED, 0).is_held_out
+
+
+def test_the_last_bytes_of_a_file_are_held_out(story, options):
+    assert load_data(options("characters", story), BYTES, 0).is_held_out
+    assert not load_data(options("characters"), BYTES, 0).is_held_out

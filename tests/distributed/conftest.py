@@ -55,22 +55,22 @@ def communicate(collective: Any, *args: Any, **kwargs: Any) -> Any:
 
 def fork(processes: int, work: Callable[[int], object]) -> int:
     """Give every process its rank; return 0 if all of them have ended well. They share what this one has imported."""
-    terminal = os.fdopen(os.dup(2), "w")  # standard error of a process of a run goes to the run's log
-    faulthandler.enable(terminal)
+    errors = os.fdopen(os.dup(2), "w")  # the processes of a run send their standard error to its log
+    faulthandler.enable(errors)
     children = []
     for rank in range(processes):
         if not (child := os.fork()):
             try:
                 work(rank)
             except BaseException as error:
-                print(f"process {rank}: {type(error).__name__}: {error}", file=terminal, flush=True)
+                print(f"process {rank}: {type(error).__name__}: {error}", file=errors, flush=True)
                 os._exit(1)
             os._exit(0)
         children.append(child)
     ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     for rank, end in enumerate(ends):
         if end < 0:
-            print(f"process {rank}: ended by {signal.Signals(-end).name}", file=terminal, flush=True)
+            print(f"process {rank}: ended by {signal.Signals(-end).name}", file=errors, flush=True)
     return int(any(ends))
 
 

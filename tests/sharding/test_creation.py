@@ -187,6 +187,8 @@ def test_a_file_may_have_the_head_of_other_classes(shard, tmp_path, num_outputs)
     whole = revzoo.create("rev_vit_digits", **arguments)
     torch.manual_seed(3)
     assert_same(values(create_sharded("rev_vit_digits", shard, **arguments)), own_part(whole))
+    with pytest.raises(CheckpointError, match=r"head.linear.weight \(7, 128\) instead of \(10, 128\)"):
+        revzoo.create("rev_vit_digits", checkpoint=tmp_path / "w.safetensors")
     kept = [name for name, tensor in whole.state_dict().items() if torch.equal(tensor, saved.state_dict()[name][: len(tensor)])]
     assert len(whole.state_dict()) - len(kept) == (0 if num_outputs == 7 else 2)
 

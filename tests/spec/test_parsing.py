@@ -160,6 +160,10 @@ def test_annotations_that_are_not_known_are_named(annotation):
         read(annotation, {"inner": [1]} if annotation is Hidden else [1])
 
 
+def test_an_annotation_that_is_not_known_is_described():
+    assert read(tuple[list[int], ...], 3) == {"value: a list (each item list[int])"}
+
+
 def test_the_refused_key_is_not_suggested():
     """Though another kind of the same section has it."""
 

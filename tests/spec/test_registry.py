@@ -84,7 +84,7 @@ def test_only_what_a_spec_sets_has_to_be_known_where_the_program_runs(toys):
     exec(HALF_IMPORTED.replace("wheels: PositiveInt", "wheels: Activation"), namespace)
     toys.register("van")(namespace["Base"])
     message = (
-        r"of wheels in the toy 'van' cannot be read \(name 'Activation' is not defined\)\. Received: Activation\. Import what"
+        r"of wheels in the toy 'van' cannot be read \(name 'Activation' is not defined\)\. Received: Activation\. Import the"
     )
     with pytest.raises(InputError, match=message):
         toys.arguments("van")

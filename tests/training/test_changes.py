@@ -94,6 +94,7 @@ def test_a_schedule_that_ended_is_not_extended_silently(copied, read_records):
     (copied / "last.safetensors").rename(copied / "weights")  # as before the end of the first epoch
     refuse(copied, r"would jump. Accept the jump with --accept-changes, or start a new run\.$", "train.epochs=2")
     (copied / "weights").rename(copied / "last.safetensors")
+    # What the message says works:
     train(load_recipe(copied / "config.yaml", [f"model.checkpoint={copied / 'last.safetensors'}"]), copied.parent / "new")
     resume(copied, ["train.epochs=2"], accept_changes=True)
     assert [record["epoch"] for record in read_records(copied)] == [1, 2]

@@ -39,9 +39,9 @@ def read_layout(model: nn.Module) -> list[LayoutEntry]:
     if find_block_chains(model):
         return list(_read_network(model))
     raise InputError(
-        "A revzoo.Model, a ReversibleChain, a LayerChain or a network that revzoo.reversible_ changed has units to measure. "
-        f"Received: {type(model).__name__}. Any other module is measured as it is planned: revzoo.plan(module, batch, budget, "
-        "profile=True)."
+        "The units of a revzoo.Model, a ReversibleChain, a LayerChain or a network that revzoo.reversible_ changed can be "
+        f"profiled. Received: {type(model).__name__}. For any other module there is revzoo.plan(module, batch, budget, "
+        "profile=True), which times it."
     )
 
 
