@@ -1,8 +1,8 @@
 """A CUDA device without a GPU: `python tests/cuda_stub/stub.py -m pytest tests/gpu`.
 
-Builds `runtime.c`, and starts Python with it before libcudart and libcublas. Everything that PyTorch does on the host for a CUDA
-device runs and is counted; values, cuDNN, Triton and NCCL are missing. It needs gcc, and PyTorch built for CUDA 13 with the headers
-of a CUDA 13 toolkit (`CUDA_HOME`).
+Builds `runtime.c`, and starts Python with it before libcudart and libcublas. Everything that PyTorch does on the host for a
+CUDA device runs and is counted; values, cuDNN, Triton and NCCL are missing. It needs gcc, PyTorch built for CUDA 13, and the
+headers of a toolkit (`CUDA_HOME`).
 """
 
 import ctypes
