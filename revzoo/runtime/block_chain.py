@@ -287,23 +287,21 @@ class BlockStep(nn.Module):
             if step.joint is not None:
                 step.joint.recoverer = step.segment
             step.segment.end(pair)
-        step.grid.end_forward()
         if is_last:
             begin_call(self.chain.end, pair[1:], pair)
         value, dtype = arguments.returned.value, cast(torch.dtype, arguments.returned.dtype)
         arguments.returned.value = None  # the graph holds it
         y = pair[1].to(dtype)
         if not is_last:
-            note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], step.segment))
+            note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], step.segment, step.grid))
         return replace_state(value, y)
 
     def _begin(self, x: Tensor, position: Position | None, mode: Mode) -> tuple[OpenStep, Tensor]:
         """Return a step that begins with this block, and its state."""
         refuse_exact_derivatives()
         dtype = torch.float32 if x.dtype in HALF else x.dtype
-        grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=mode == "invert")
-        segment = None
-        if position is not None and position.previous is not None and position.previous.dtype == dtype:
+        segment, grid = None, None if position is None else position.grid  # one grid, so that all states are checked together
+        if position is not None and position.previous is not None and grid is not None and grid.dtype == dtype:
             current = position.current
             if current is None:
                 current = _rename(x)
@@ -315,6 +313,7 @@ class BlockStep(nn.Module):
         else:
             send_comparisons()
             judge_arrived()
+            grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert="invert" in self.chain._schedule)
             first = grid.round(x)
             grid.watch(first, f"as the input of {self.name}")
             pair = first, first

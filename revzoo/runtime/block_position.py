@@ -48,6 +48,7 @@ class Position:
         previous: behind a step, w[k-1].
         current: w[k], if that is another tensor than the one returned.
         segment: the inverted steps that end here.
+        grid: of the states.
         within: the step, if not all of its blocks have been called.
         blocks: how many of its blocks had been called.
     """
@@ -56,6 +57,7 @@ class Position:
     previous: Tensor | None = None
     current: Tensor | None = None
     segment: InvertedSegment | None = None
+    grid: Grid | None = None
     within: OpenStep | None = None
     blocks: int = 0
     length: int = field(init=False)

@@ -31,6 +31,7 @@ from revzoo.runtime.compiling import exclude_from_compilation, find_function_com
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, ChainGrowth, Drift
 from revzoo.runtime.exact import Grid, has_value, require_exact
+from revzoo.runtime.host_copy import is_capturing
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
@@ -259,8 +260,6 @@ def _run_recorded(
         pair, segment = run_link(link, pair, segment, settings, grid, side=side, lookahead=lookahead, drift=drift)
     if segment is not None:
         segment.end(pair)
-    if grid is not None:
-        grid.end_forward()
     if drift is not None:
         drift.warn()
     return pair
@@ -279,7 +278,7 @@ def _refuse_growing_errors(links: Sequence[Step | Bijection], dtype: torch.dtype
 
 def _pending_drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift | None:
     """Return a Drift meter unless there is nothing to measure or this chain has already been warned about."""
-    if stream.dtype not in HALF or not has_value(stream):
+    if stream.dtype not in HALF or not has_value(stream) or is_capturing():
         return None
     drift = Drift(stream.dtype, [link.f for link in links if isinstance(link, Step) and link.mode == "invert"])
     return drift if drift.is_due else None

@@ -28,8 +28,8 @@ from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
 from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.host_copy import can_read_now
-from revzoo.runtime.late_check import LateCheck
+from revzoo.runtime.host_copy import can_read_now, is_capturing
+from revzoo.runtime.late_check import check_after_backward
 from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.sharded import is_sharded
 
@@ -182,7 +182,7 @@ class Grid:
         self._compile = compile_function
         self._places: list[str] = []
         self._ranges: list[Tensor] = []  # least and most value of the states at these places, on an accelerator
-        self._late_check: LateCheck | None = None
+        self._checked_in: int | None = None  # the latest backward that checks them
 
     def round(self, x: Tensor) -> Tensor:
         """Return x on the grid, in the streams' dtype, with a straight-through gradient."""
@@ -217,12 +217,29 @@ class Grid:
         into: Tensor | None = None,
     ) -> Tensor:
         """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `advance` returned, in `into` or a new tensor."""
-        if self._late_check is not None:
-            self._late_check.run_after_backward()
+        spoiled = self._check_ranges()
         invert = self._compile_if_exact(_invert, coupling, following, current, out)
         if invert is not _invert and kept is not None:
             kept = unpack(kept)  # in compiled code, gathering each number by itself takes 10 times as long
-        return invert(following, current, out, kept, into, coupling, self.scale)
+        rebuilt = invert(following, current, out, kept, into, coupling, self.scale)
+        return rebuilt if spoiled is None else rebuilt.add_(spoiled)
+
+    def _check_ranges(self) -> Tensor | None:
+        """Have what `watch` has noted on an accelerator checked, once in each backward.
+
+        Returns:
+            None; in a CUDA graph, where nothing can be raised, a number to add to a state: 0, or NaN if a state has left the
+            grid, so that no gradient that could be wrong looks right.
+        """
+        task = torch._C._current_graph_task_id()
+        if not self._ranges or task == self._checked_in or not has_value(self._ranges[0]):
+            return None
+        self._checked_in = task
+        ranges = torch.stack(self._ranges)  # which stay: a side stream may be reading them
+        if is_capturing():
+            return torch.where(ranges.abs().amax() < self.limit, 0.0, torch.nan)
+        check_after_backward(ranges, partial(_check_range, self.limit, self._places))
+        return None
 
     def _compile_if_exact(self, function: Callable[..., T], coupling: Coupling, *terms: Tensor) -> Callable[..., T]:
         """Return the compiled function if it gives the same bits, else the function.
@@ -251,13 +268,7 @@ class Grid:
                 _check_range(self.limit, [where], [float(least), float(most)])
         elif self._will_invert:
             self._places.append(where)
-            self._ranges += state.amin(), state.amax()
-
-    def end_forward(self) -> None:
-        """Start copying what `watch` has noted on an accelerator."""
-        if self._ranges and has_value(self._ranges[0]):
-            self._late_check = LateCheck(torch.stack(self._ranges), partial(_check_range, self.limit, self._places))
-        self._ranges = []
+            self._ranges += state.aminmax()
 
 
 def _check_range(limit: float, places: Sequence[str], ranges: Sequence[float]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from revzoo.runtime.host_copy import can_read_now
+from revzoo.runtime.host_copy import can_read_now, is_capturing
 
 _WIDTH = 1024  # elements that one row of a projection adds up
 _PROJECTIONS = 8
@@ -61,7 +61,7 @@ def take_fingerprint(x: Tensor, *, bits: bool = False, of_part: bool = False) ->
     dtype = _choose_dtype(x.dtype, x.device)
     if dtype is None or x.layout is not torch.strided or not x.untyped_storage().nbytes():
         return None
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if x.is_cuda and is_capturing():
         return None
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():  # those that count bytes or select operations are not to see this one read of it
@@ -115,16 +115,16 @@ def _project(x: Tensor) -> Tensor:
     length, dtype, device = x.numel(), x.dtype, x.device
     while length > _WIDTH:
         rows = length // _WIDTH
-        whole = torch.mv(x[: rows * _WIDTH].view(rows, _WIDTH), _make_weights(1, _WIDTH, dtype, device))
+        whole = torch.mv(x[: rows * _WIDTH].view(rows, _WIDTH), _make_weights(dtype, device)[0])
         rest = x[rows * _WIDTH :]
         x = torch.cat([whole, rest]) if rest.numel() else whole
         length = x.numel()
-    return torch.mv(_make_weights(_PROJECTIONS, length, dtype, device), x)
+    return torch.mv(_make_weights(dtype, device)[:, :length], x)
 
 
-@cache
-def _make_weights(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return random weights, the same in every call. Shapes: (rows, width), or (width,) for one row."""
+@cache  # whatever the length: a new one would be a copy to the device, which waits
+def _make_weights(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return random weights, the same in every call. Shape: (_PROJECTIONS, _WIDTH)."""
     generator = torch.Generator("cpu").manual_seed(0)
     weights = torch.randn(_PROJECTIONS, _WIDTH, generator=generator, dtype=torch.float64, device="cpu")
-    return weights.to(device, dtype)[:rows, :width].squeeze(0)
+    return weights.to(device, dtype)

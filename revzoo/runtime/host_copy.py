@@ -1,4 +1,8 @@
-"""Bringing numbers from a device to the host without waiting for the device."""
+"""Bringing numbers from a device to the host without waiting for the device.
+
+While a CUDA graph is captured nothing runs on the device, so there are no numbers to bring: whatever is checked on the host is
+checked in the steps before the capture.
+"""
 
 from typing import Any
 
@@ -9,6 +13,11 @@ from torch import Tensor
 def can_read_now(x: Tensor) -> bool:
     """Return whether reading a number of a tensor waits for no device."""
     return x.is_cpu
+
+
+def is_capturing() -> bool:
+    """Return whether what is queued now becomes part of a CUDA graph. Then events may not be queried, nor waited for."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class HostCopy:

@@ -1,8 +1,8 @@
-"""A check of numbers that an accelerator computes, without waiting for it.
+"""A check of numbers that an accelerator computes, without waiting for what it has still to do.
 
-Reading a number from an accelerator waits for everything it was told to do before. So the numbers are copied to the host while
-forward goes on, and checked when backward has been queued as well: at that moment forward has ended, or nearly so, and the
-accelerator still has the backward to do.
+Reading a number from an accelerator waits for everything it was told to do before. So the numbers are copied to the host when
+backward begins, and checked when it has been queued: at that moment forward has ended, or nearly so, and the accelerator still
+has the backward to do.
 """
 
 from collections.abc import Callable
@@ -14,30 +14,20 @@ from torch import Tensor
 from revzoo.runtime.host_copy import HostCopy
 
 
-class LateCheck:
-    """Copy numbers to the host, and check them at the end of the next backward.
+def check_after_backward(numbers: Tensor, check: Callable[[list[float]], None]) -> None:
+    """Copy numbers to the host, and check them at the end of the backward that is running, or now if there is none.
 
     Args:
-        numbers: a tensor; the copy begins now.
+        numbers: a flat tensor.
         check: called with the numbers, and raises if they are bad. Backward then raises the same error, in front of the
             optimizer's step.
     """
+    copy = HostCopy(numbers)
 
-    def __init__(self, numbers: Tensor, check: Callable[[list[float]], None]):
-        self._check = check
-        self._copy: HostCopy | None = HostCopy(numbers)  # until it has been checked
-        self._task = -1  # the backward at whose end the check is due
+    def run() -> None:
+        check(*copy.read())
 
-    def run_after_backward(self) -> None:
-        """Check at the end of the backward that is running, or now if there is none. Later calls do nothing."""
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            self._run()
-        elif task != self._task:
-            self._task = task
-            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self._run)
-
-    def _run(self) -> None:
-        if self._copy is not None:
-            self._check(*self._copy.read())
-            self._copy = None
+    if torch._C._current_graph_task_id() == -1:
+        run()
+    else:
+        cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(run)

@@ -10,7 +10,7 @@ Backward asks for the calls of a forward in reverse order, so the next one is kn
 
 Where the recovery runs depends on the device, and on what is around backward:
 
-    cuda                     on a side stream; the host waits for nothing
+    cuda                     on a side stream; the host waits for nothing. In a CUDA graph it becomes a branch
     cpu                      in a thread of its own
     under a dispatch mode    at once, in the thread of backward, so that the mode sees all of it: one that counts bytes counts
                              those of two calls
@@ -255,11 +255,8 @@ def _find_obstacle(recoverable: Recoverable) -> str | None:
         return "backward is compiled (compiled autograd)"
     if not recoverable.settings_are_in_force:
         return "settings of PyTorch that all threads share have changed since forward"
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is captured"
-        if torch.is_autocast_enabled("cuda"):
-            return "backward runs under autocast, whose cache of weights belongs to one stream; call backward() outside of it"
+    if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        return "backward runs under autocast, whose cache of weights belongs to one stream; call backward() outside of it"
     return None
 
 

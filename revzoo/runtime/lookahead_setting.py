@@ -3,6 +3,8 @@
 Look-ahead gains where the gradient of one step leaves a part of the device idle. Where it does not, gradient and recovery
 compete for the device, and look-ahead loses. Published gains turn into losses above half of the largest batch (PaReprop, figure
 5). So "auto" times the backwards of the first training steps, in turn with and without, for each shape, schedule and device.
+Where the device waits for the host, there is nothing to gain: look-ahead is one more thing for the host to do. Nor can anything
+be timed while a CUDA graph is captured, which takes what the steps before it have chosen.
 """
 
 import time
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.host_copy import is_capturing
 from revzoo.runtime.lookahead import Lookahead
 
 LookaheadOption = Literal[0, 1, "auto"]
@@ -23,6 +26,7 @@ LookaheadOption = Literal[0, 1, "auto"]
 _WARM_UPS = 1  # of each kind: first runs load kernels, and choose them
 _TRIALS = 5
 LARGEST_RATIO = 0.98  # to the serial time; a smaller gain is noise, and look-ahead takes more memory
+_HOST_SHARE = 0.9  # of a device's time for a backward: if the host needs more, the device waits for it
 
 
 class LookaheadSetting:
@@ -75,14 +79,15 @@ class _Choice:
     def __init__(self, device: torch.device):
         self._device = device
         self._times: tuple[list[float], list[float]] = [], []  # serial, ahead
+        self._host_shares: list[float] = []  # of the serial ones: how long the host was busy with it
         self._pending: deque[_Timing] = deque()
         self._chosen: bool | None = None
 
     def begin_forward(self) -> Lookahead | None:
-        if self._chosen is None:
+        if self._chosen is None and not is_capturing():
             self._read()
             self._chosen = self._choose()
-        if self._chosen is not None:
+        if self._chosen is not None or is_capturing():
             return Lookahead() if self._chosen else None
         counts = [len(times) + sum(each.is_ahead == ahead for each in self._pending) for ahead, times in enumerate(self._times)]
         is_ahead = counts[1] < counts[0]
@@ -90,10 +95,15 @@ class _Choice:
 
     def _read(self) -> None:
         while self._pending and (seconds := self._pending[0].seconds) is not None:
-            self._times[self._pending.popleft().is_ahead].append(seconds)
+            timing = self._pending.popleft()
+            self._times[timing.is_ahead].append(seconds)
+            if not timing.is_ahead:
+                self._host_shares.append(timing.host_seconds / seconds if seconds else 1.0)
 
     def _choose(self) -> bool | None:
         serial, ahead = (times[_WARM_UPS:] for times in self._times)
+        if len(serial) >= _TRIALS and self._device.type == "cuda" and median(self._host_shares[_WARM_UPS:]) > _HOST_SHARE:
+            return False
         if min(len(serial), len(ahead)) < _TRIALS:
             return None
         return median(ahead) < LARGEST_RATIO * median(serial)
@@ -119,13 +129,15 @@ class _Stopwatch:
 
     def stop(self) -> None:
         if self._start is not None:
-            self._timings.append(_Timing(self._is_ahead, self._start, self._mark()))
+            (host_start, start), (host_end, end) = self._start, self._mark()
+            self._timings.append(_Timing(self._is_ahead, host_start, start, host_end, end))
             self._start = None
 
-    def _mark(self) -> Any:
+    def _mark(self) -> tuple[float, Any]:
+        now = time.perf_counter()
         if self._device.type != "cuda":
-            return time.perf_counter()
-        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+            return now, now
+        return now, torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 class _Timing(NamedTuple):
@@ -133,13 +145,22 @@ class _Timing(NamedTuple):
 
     Args:
         is_ahead: whether it looked ahead.
-        start: seconds of a clock, or an event that the accelerator may not have reached yet.
-        end: likewise.
+        host_start: seconds of the host's clock.
+        start: the same on a CPU; elsewhere an event that the accelerator may not have reached yet.
+        host_end: as `host_start`.
+        end: as `start`.
     """
 
     is_ahead: bool
+    host_start: float
     start: Any
+    host_end: float
     end: Any
+
+    @property
+    def host_seconds(self) -> float:
+        """How long the host was busy with it."""
+        return self.host_end - self.host_start
 
     @property
     def seconds(self) -> float | None:

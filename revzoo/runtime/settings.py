@@ -5,9 +5,8 @@ such as `torch.backends.cudnn.benchmark` was changed. A second run needs those o
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -66,13 +65,12 @@ class Settings:
     """
 
     def __init__(self, device: torch.device):
-        self._settings = _CPU if device.type == "cpu" else _ELSEWHERE
-        self._reads = [read for read, _ in self._settings]
-        self._kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind != "meta"]
-        self._reads += [partial(_read_autocast, kind) for kind in self._kinds]
+        shared = _CPU if device.type == "cpu" else _ELSEWHERE
+        self._shared = len(shared)
+        self._settings = [*shared, *map(_find_autocast, {"cpu", device.type} - {"meta"})]
         self._values = self._read()
         self._device = _read_default_device()
-        autocast = [torch.finfo(dtype).eps for enabled, dtype, _ in self._values[len(self._settings) :] if enabled]
+        autocast = [torch.finfo(dtype).eps for enabled, dtype, _ in self._values[self._shared :] if enabled]
         # Relative spacing of the coarsest numbers that are computed with, whatever the operands are. On a GPU, float32
         # convolutions use TF32 by default.
         self.spacing: float = max(autocast, default=_TF32 if device.type == "cuda" else 0.0)
@@ -80,38 +78,33 @@ class Settings:
     @property
     def are_in_force(self) -> bool:
         """Whether the settings that all threads share are these now."""
-        shared = len(self._settings)
-        return self._read()[:shared] == self._values[:shared]
+        return self._read()[: self._shared] == self._values[: self._shared]
 
     def run(self, run: Callable[[], T]) -> T:
         """Return what `run` returns under these settings; after it the present ones are in force again."""
-        present = self._read()
-        if present == self._values and _read_default_device() == self._device:
+        present, device = self._read(), _read_default_device()
+        if present == self._values and device == self._device:
             return run()
-        with self._restore(present):
-            return run()
-
-    @contextmanager
-    def _restore(self, present: list[Any]) -> Iterator[None]:
-        count = len(self._settings)
-        with ExitStack() as stack:
-            for kind, wanted, now in zip(self._kinds, self._values[count:], present[count:], strict=True):
-                if wanted != now:
-                    enabled, dtype, cache_enabled = wanted
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled))
-            if self._device != _read_default_device():
-                stack.enter_context(self._device)
-            stack.callback(self._write, present, self._values)
+        # As `torch.autocast` does, which looks up the properties of the device each time.
+        torch.autocast_increment_nesting()
+        try:
             self._write(self._values, present)
-            yield
+            if device == self._device:
+                return run()
+            with self._device:
+                return run()
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            self._write(present, self._values)
 
     def _read(self) -> list[Any]:
-        return [read() for read in self._reads]
+        return [read() for read, _ in self._settings]
 
     def _write(self, wanted: list[Any], present: list[Any]) -> None:
-        for (_, set_), value, other in zip(self._settings, wanted, present, strict=False):  # both end with those of autocast
+        for (_, write), value, other in zip(self._settings, wanted, present, strict=True):
             if value != other:
-                set_(value)
+                write(value)
 
 
 def _read_default_device() -> torch.device:
@@ -121,3 +114,15 @@ def _read_default_device() -> torch.device:
 
 def _read_autocast(kind: str) -> _Autocast:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+def _write_autocast(kind: str, wanted: _Autocast) -> None:
+    enabled, dtype, is_cache_enabled = wanted
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(is_cache_enabled)
+
+
+@cache
+def _find_autocast(kind: str) -> _Setting:
+    return partial(_read_autocast, kind), partial(_write_autocast, kind)

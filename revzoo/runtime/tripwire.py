@@ -10,7 +10,8 @@ Their effect can. In forward, each state that will be rebuilt leaves a fingerpri
 What autograd saves in a call is compared, too (`call_watch.py`).
 
 On a CPU, a difference is raised as the state is rebuilt. On other devices nothing waits for the device: the fingerprints of a
-backward travel to the host together, and are compared when they have arrived, in that backward or a later call.
+backward travel to the host together, and are compared when they have arrived, in that backward or a later call. While a CUDA
+graph is captured, no fingerprints are taken: what the warm-up steps have shown holds for the graph, which repeats its kernels.
 
 Cost: each state is read once more in forward and once more in backward. A fingerprint is a few Python numbers on a CPU, at most
 64 bytes on other devices.
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
-from revzoo.runtime.host_copy import HostCopy
+from revzoo.runtime.host_copy import HostCopy, is_capturing
 from revzoo.runtime.sample import interpret_sample
 
 # A saved tensor is judged by its own size, but by no less than this share of the largest state: what a norm makes of a state
@@ -253,6 +254,8 @@ _transfers: deque[_Transfer] = deque()
 
 def send_comparisons() -> None:
     """Have the devices send the fingerprints that wait for comparison."""
+    if not _waiting or is_capturing():  # the copies of earlier steps do not belong into a graph
+        return
     by_device: dict[torch.device, list[_Comparison]] = {}
     while _waiting:
         comparison = _waiting.popleft()
@@ -262,7 +265,7 @@ def send_comparisons() -> None:
 
 def judge_arrived() -> None:
     """Raise RecoveryError if fingerprints have arrived from a device that differ too much."""
-    while _transfers and _transfers[0].has_arrived:
+    while _transfers and not is_capturing() and _transfers[0].has_arrived:
         _transfers.popleft().judge()
 
 
