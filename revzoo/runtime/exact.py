@@ -16,7 +16,6 @@ a shift is enough.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import frexp
 from typing import Any, TypeVar, cast
 
@@ -182,7 +181,7 @@ class Grid:
         self._compile = compile_function
         self._places: list[str] = []
         self._ranges: list[Tensor] = []  # least and most value of the states at these places, on an accelerator
-        self._checked_in: int | None = None  # the latest backward that checks them
+        self._checked_in: int | None = None  # the latest backward that has begun to check them
 
     def round(self, x: Tensor) -> Tensor:
         """Return x on the grid, in the streams' dtype, with a straight-through gradient."""
@@ -225,7 +224,7 @@ class Grid:
         return rebuilt if spoiled is None else rebuilt.add_(spoiled)
 
     def _check_ranges(self) -> Tensor | None:
-        """Have what `watch` has noted on an accelerator checked, once in each backward.
+        """Have what `watch` has noted on an accelerator checked at the end of this backward.
 
         Returns:
             None; in a CUDA graph, where nothing can be raised, a number to add to a state: 0, or NaN if a state has left the
@@ -238,8 +237,12 @@ class Grid:
         ranges = torch.stack(self._ranges)  # which stay: a side stream may be reading them
         if is_capturing():
             return torch.where(ranges.abs().amax() < self.limit, 0.0, torch.nan)
-        check_after_backward(ranges, partial(_check_range, self.limit, self._places))
+        check_after_backward(ranges, self._end_check)
         return None
+
+    def _end_check(self, ranges: list[float]) -> None:
+        _check_range(self.limit, self._places, ranges)
+        self._ranges = []
 
     def _compile_if_exact(self, function: Callable[..., T], coupling: Coupling, *terms: Tensor) -> Callable[..., T]:
         """Return the compiled function if it gives the same bits, else the function.
