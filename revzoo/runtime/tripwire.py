@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from revzoo.errors import RecoveryError
+from revzoo.host_copy import HostCopy, is_capturing
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
-from revzoo.runtime.host_copy import HostCopy, is_capturing
 from revzoo.runtime.sample import interpret_sample
 
 # A saved tensor is judged by its own size, but by no less than this share of the largest state: what a norm makes of a state

@@ -1,4 +1,4 @@
-"""Tests of what only a CUDA device shows. On the stub (`tests/cuda_stub`) they run without a GPU, but for those marked `values`."""
+"""Tests of what only a CUDA device shows. On the stub (`tests/cuda_stub`) all run that are not marked `values`."""
 
 import os
 import warnings

@@ -1,6 +1,5 @@
 """What only a CUDA device shows: its allocator, its random stream, fp16 with a loss scaler, its kernels' determinism."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

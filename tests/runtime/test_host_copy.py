@@ -2,7 +2,7 @@
 
 import torch
 
-from revzoo.runtime import host_copy
+from revzoo import host_copy
 
 
 class Stream:
