@@ -40,7 +40,7 @@ class HostCopy:
 
     def read(self) -> list[list[float]]:
         """Return the numbers of each tensor. Waits for them if they have not arrived."""
-        if self._arrival is not None:
+        if self._arrival is not None and not self.has_arrived:
             self._arrival.synchronize()
         return [each.tolist() for each in self._host]
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.errors import RecoveryError
 from revzoo.host_copy import HostCopy, is_capturing
@@ -260,13 +261,15 @@ def send_comparisons() -> None:
     while _waiting:
         comparison = _waiting.popleft()
         by_device.setdefault(comparison.actual.values.device, []).append(comparison)
-    _transfers.extend(map(_Transfer, by_device.values()))
+    with _disable_current_modes():  # they are of an earlier step: the present one may be run without values
+        _transfers.extend(map(_Transfer, by_device.values()))
 
 
 def judge_arrived() -> None:
     """Raise RecoveryError if fingerprints have arrived from a device that differ too much."""
     while _transfers and not is_capturing() and _transfers[0].has_arrived:
-        _transfers.popleft().judge()
+        with _disable_current_modes():
+            _transfers.popleft().judge()
 
 
 def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown: bool) -> RecoveryError:
