@@ -30,8 +30,6 @@ from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead_setting import LARGEST_RATIO, LookaheadOption, LookaheadSetting
 from revzoo.runtime.schedule import Mode
 
-_LEAST_DIFFERENCE = 2**20  # bytes by which the allocator's peak may differ from run to run: it does not split smaller blocks
-
 
 @overload
 def plan(
@@ -323,8 +321,7 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
         taken = {"other_bytes": profile.other_bytes, "update_bytes": profile.update_bytes}
         counted = count_peak(model, batch, plan.schedule, loss, **taken, lookahead=plan.lookahead)
         if profile.workspace_bytes:
-            more = _measure_workspace(model, batch, profile, plan, loss) - profile.workspace_bytes
-            counted += profile.workspace_bytes + (more if more > _LEAST_DIFFERENCE else 0)
+            counted += max(profile.workspace_bytes, _measure_workspace(model, batch, profile, plan, loss))
         if counted <= plan.budget_bytes or plan.peak_bytes > limit:  # the latter is a knapsack plan, which says so in its notes
             return replace(plan, peak_bytes=counted)
         limit = plan.peak_bytes - (counted - plan.budget_bytes)
@@ -340,7 +337,7 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
 def _measure_workspace(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None) -> int:
     """Return the workspace of a plan's own training step, as far as that can be run."""
     try:
-        return measure_workspace(model, batch, profile.memory, loss, plan.schedule)
+        return measure_workspace(model, batch, replace(profile.memory, lookahead=plan.lookahead), loss, plan.schedule)
     except MemoryError:
         return 0
 

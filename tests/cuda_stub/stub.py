@@ -161,13 +161,14 @@ def let_events_lag(lag: bool = True) -> None:
 
 
 def prepare_torch() -> None:
-    """Avoid in this process what needs a real device: cuDNN, and loops that end when numbers fit."""
+    """Avoid in this process what needs a real device: cuDNN, loops that end when numbers fit, and checks of equality."""
     import torch
 
     def draw(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         with torch.no_grad():
             return tensor.normal_()
 
+    torch.allclose = lambda *_, **__: True
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     for module in ("torch.nn.init", "timm.layers.weight_init"):

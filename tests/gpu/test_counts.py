@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import revzoo
+from revzoo.planning.planner import plan_from_profile
 from revzoo.runtime import LayerChain, ReversibleChain, set_tripwire
 from revzoo.runtime.coupling import momentum
 from tests.cuda_stub import stub
-from tests.gpu.test_cuda import Attention
+from tests.gpu.test_cuda import Attention, measure_buffer
 
 WIDTH = 192
 SHAPE = (8, 197, WIDTH)
@@ -168,7 +169,26 @@ def test_the_allocators_peak_is_the_counted_one(kind, lag, request):
     report = revzoo.measure_memory(net, streams)
     present = report.weight_bytes + report.buffer_bytes + report.batch_bytes
     counted, seen = report.peak_bytes - present, report.allocator_peak_bytes - before
-    print(kind, seen, counted, (seen-counted)/2**20)
+    # The allocator leaves up to 1 MiB of a block unsplit and counts it, and the sum that is a bias's gradient has a buffer.
+    assert -(2**10) <= seen - counted <= 2**20 + measure_buffer(64 * 197, 4 * WIDTH)
+
+
+@pytest.mark.parametrize("name", ["rev_vit_digits", "rev_swin_digits", "rev_mvit_digits", "revnet_digits"])
+def test_the_allocators_peak_stays_within_a_plans_budget(name):
+    model = revzoo.create(name).cuda().train()
+    images = model.example_input(64)
+    present = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), images))
+    profile = revzoo.profile(model, images)
+    widest = revzoo.solve(profile, "60GiB")
+    for share in (0.0, 0.5, 1.0):
+        budget = int(widest.min_peak_bytes + share * (widest.no_recompute_peak_bytes - widest.min_peak_bytes))
+        plan_from_profile(model, images, profile, budget).apply(model)
+        torch._C._cuda_clearCublasWorkspaces()  # a process has them once; here they are part of every step
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model(images).sum().backward()
+        assert torch.cuda.max_memory_allocated() - before + present <= budget + 2**20
+        model.zero_grad()
 
 
 def make_llama() -> tuple[nn.Module, dict[str, Tensor]]:

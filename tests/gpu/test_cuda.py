@@ -1,5 +1,7 @@
 """What only a CUDA device shows: its allocator, its random stream, fp16 with a loss scaler, its kernels' determinism."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,15 @@ def peak_bytes(chain: ReversibleChain, shape: tuple[int, ...]) -> int:
     return live.peak(without=known)
 
 
+def measure_buffer(rows: int, columns: int) -> int:
+    """Return what the kernel of a sum over rows takes beside its result."""
+    x = torch.empty(rows, columns, device=DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    total = x.sum(0)
+    return torch.cuda.max_memory_allocated() - before - total.nbytes
+
+
 def test_the_transformer_chain_meets_its_bound_at_every_depth():
     unit = 4 * 8 * 197 * 192
     peaks = {depth: peak_bytes(transformer(depth), (8, 197, 192)) for depth in (2, 6, 12)}
@@ -73,8 +84,9 @@ def test_counted_bytes_stand_beside_the_allocators():
         assert reports[mode].peak_bytes <= reports[mode].allocator_peak_bytes <= reports[mode].allocator_reserved_bytes
     counted = reports["store"].peak_bytes - reports["invert"].peak_bytes
     seen = reports["store"].allocator_peak_bytes - reports["invert"].allocator_peak_bytes
-    # The allocator leaves up to 1 MiB of a block unsplit and counts it; a stream is 37 MiB here.
-    assert seen == pytest.approx(counted, rel=0.05)
+    # The allocator leaves up to 1 MiB of a block unsplit and counts it; sums for gradients of biases have a buffer (132 MiB on
+    # 132 multiprocessors) that shows where the peak is at one of them.
+    assert abs(seen - counted) <= 2**20 + measure_buffer(256 * 197, 768)
 
 
 def units(dropout: float) -> list[nn.Module]:
@@ -92,6 +104,7 @@ def gradients(chain: ReversibleChain, schedule: object) -> list[Tensor]:
     return list(wanted)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("schedule", ["invert", "recompute", "selective", MIXED])
 def test_dropout_repeats_the_devices_stream_and_leaves_it_as_it_was(schedule):
     chain = ReversibleChain(units(0.5)).double().to(DEVICE)
@@ -103,6 +116,7 @@ def test_dropout_repeats_the_devices_stream_and_leaves_it_as_it_was(schedule):
     assert not torch.allclose(gradients(chain, "store")[0], expected[0])  # there was dropout
 
 
+@pytest.mark.values
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
 @pytest.mark.parametrize("schedule", ["invert", "recompute", "selective", MIXED])
 def test_compiled_dropout_repeats_the_devices_stream(schedule):
@@ -149,7 +163,7 @@ def test_kept_bits_make_gradients_bit_identical(bits, fp16):
     assert same(model_gradients(model, x, ["store", *MIXED * 2, "store", "store"], fp16), expected)
 
 
-def test_exact_arithmetic_waits_for_nothing_and_raises_in_backward(forbid_waiting):
+def make_exact() -> tuple[ReversibleChain, Callable[[], Tensor]]:
     chain = ReversibleChain([nn.Linear(64, 64) for _ in range(4)], exact=True).to(DEVICE)
     streams = [torch.randn(8, 64, device=DEVICE).requires_grad_() for _ in range(2)]
 
@@ -157,9 +171,20 @@ def test_exact_arithmetic_waits_for_nothing_and_raises_in_backward(forbid_waitin
         y1, y2 = chain(*streams)
         return y1.sum() + y2.sum()
 
+    return chain, run
+
+
+def test_exact_arithmetic_waits_for_nothing(forbid_waiting):
+    _, run = make_exact()
     run().backward()
     with forbid_waiting():
         run().backward()
+
+
+@pytest.mark.values
+def test_exact_arithmetic_raises_in_backward():
+    chain, run = make_exact()
+    run().backward()
     with torch.no_grad():
         chain.steps[2].bias.fill_(1e4)
     loss = run()
@@ -167,6 +192,7 @@ def test_exact_arithmetic_waits_for_nothing_and_raises_in_backward(forbid_waitin
         loss.backward()
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fp16_with_a_loss_scaler_trains_as_the_stored_run_does(name):
     """The first scale overflows, so that one step is skipped; the second is taken."""
@@ -212,9 +238,8 @@ class Counting(nn.Module):
         return self.linear(w / self.calls).tanh()
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective"])
-def test_the_tripwire_names_the_step_without_waiting_for_the_device(schedule, exact, forbid_waiting):
+def make_counting(schedule: str, exact: bool) -> Callable[[], None]:
+    """Return a training step whose last step runs differently the second time."""
     chain = ReversibleChain([*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)), Counting()], exact=exact)
     chain.to(DEVICE).schedule = schedule
     x1, x2 = torch.randn(2, 64, 32, device=DEVICE).unbind()
@@ -223,9 +248,23 @@ def test_the_tripwire_names_the_step_without_waiting_for_the_device(schedule, ex
         y1, y2 = chain(x1, x2)
         (y1 * y2).sum().backward()
 
+    return train
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective"])
+def test_the_tripwire_waits_for_nothing(schedule, exact, forbid_waiting):
+    train = make_counting(schedule, exact)
     torch.cuda.synchronize()
     with forbid_waiting():
         train()
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("schedule", ["invert", "recompute", "selective"])
+def test_the_tripwire_names_the_step(schedule, exact):
+    train = make_counting(schedule, exact)
 
     def train_on() -> None:
         for _ in range(3):
@@ -236,6 +275,7 @@ def test_the_tripwire_names_the_step_without_waiting_for_the_device(schedule, ex
         train_on()
 
 
+@pytest.mark.values
 def test_offloaded_weights_are_checked_beside_buffers_on_the_device():
     buffers = {"mean": torch.ones(2).to(DEVICE), "var": torch.tensor([torch.nan]).to(DEVICE)}
     assert find_not_finite({"weight": torch.tensor([1.0, torch.inf]), **buffers}) == ["weight", "var"]

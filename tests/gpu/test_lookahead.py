@@ -109,6 +109,7 @@ def test_the_host_waits_for_nothing(schedule, forbid_waiting):
         loss.backward()
 
 
+@pytest.mark.values
 def test_the_recovery_runs_beside_the_gradient():
     """With both held up by the same time, serial backward takes twice as long."""
 

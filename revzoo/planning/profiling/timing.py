@@ -32,6 +32,7 @@ from revzoo.runtime.schedule import Mode
 _RUNS = 5  # at least
 _ROUNDS = 4  # at least; after each, even a unit that shares its samples with no other has had every mode
 _MODES = ("store", "selective", "recompute")  # each runs again what the one before does, and more
+_ROUNDING = 2**20  # bytes to which workspaces are rounded up: smaller blocks are not split, which differs from run to run
 _INVERTED = ("first", "invert")  # of a step both run all of it again
 
 
@@ -298,14 +299,17 @@ def measure_workspace(
     problem = replace(problem, update_bytes=0)  # no update is run
     modes = cast(list[Mode], minimize_peak(problem)[1]) if modes is None else modes
     with preserve_schedules(model), memory_errors(), isolated(model, batch) as inputs:
-        assign_schedule(model, modes, 0)
+        assign_schedule(model, modes, problem.lookahead)
+        torch._C._cuda_clearCublasWorkspaces()  # so that they count, whatever ran before
+        torch.cuda.empty_cache()  # and blocks are as large as what they are made for
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         total = compute_loss(loss, call(model, inputs))
         with leave_autocast():
             total.backward()
         taken = torch.cuda.max_memory_allocated(device) - before
-    return max(0, taken - (peak(problem, modes) - problem.fixed_bytes))
+    workspace = taken - (peak(problem, modes) - problem.fixed_bytes)
+    return max(0, -(-workspace // _ROUNDING) * _ROUNDING)
 
 
 @contextmanager

@@ -1,0 +1,182 @@
+"""CUDA graphs of whole training steps: every mode is captured after eager steps, and a replay computes what they do."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revzoo
+from revzoo.runtime import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU, LayerChain, ReversibleChain
+from revzoo.runtime.coupling import momentum
+from tests.cuda_stub import stub
+
+DEVICE = "cuda"
+
+
+def make_chain(mode: str = "invert", **options: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    steps = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Dropout(0.1), nn.GELU()) for _ in range(4)]
+    chain = ReversibleChain(steps, **options).to(DEVICE)
+    chain.schedule = mode
+    return chain, tuple(torch.randn(2, 32, 64, device=DEVICE))
+
+
+def make_layers() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    layers = [m for _ in range(3) for m in (CoupledConv2d(16), InvertibleBatchNorm2d(16), InvertibleLeakyReLU(slope=0.2))]
+    return LayerChain(*layers).to(DEVICE), (torch.randn(4, 16, 8, 8, device=DEVICE),)
+
+
+def make_llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=256, use_cache=False
+    )
+    model = transformers.LlamaForCausalLM(config).to(DEVICE)
+    revzoo.reversible_(model)
+    return Logits(model), (torch.zeros(2, 16, dtype=torch.long, device=DEVICE),)
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids).logits
+
+
+def make_in_place() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("resnet18", act_layer="leaky_relu").train()
+    revzoo.inplace_abn_(model, torch.randn(2, 3, 64, 64))
+    return model.to(DEVICE), (torch.randn(2, 3, 64, 64, device=DEVICE),)
+
+
+def make_of_zoo(name: str) -> Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]:
+    def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        model = revzoo.create(name).to(DEVICE).train()
+        return model, (model.example_input(2),)
+
+    return make
+
+
+FAMILIES = [name for name in revzoo.list_models("*_digits") if not name.startswith("resnext")]
+CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
+    "invert": make_chain,
+    "recompute": lambda: make_chain("recompute"),
+    "selective": lambda: make_chain("selective"),
+    "exact": lambda: make_chain(exact=True),
+    "8 kept bits": lambda: make_chain(coupling=momentum(kept_bits=8, gain=1.0)),
+    "look-ahead": lambda: make_chain(lookahead=1),
+    "look-ahead auto": lambda: make_chain(lookahead="auto"),
+    "layers": make_layers,
+    "reversible Llama": make_llama,
+    "in-place ABN": make_in_place,
+    **{name: make_of_zoo(name) for name in [*FAMILIES, "rev_bert_mini"]},
+}
+
+
+class Step:
+    """One training step on static tensors."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[Tensor]):
+        self.model, self.inputs = model, inputs
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self.loss = torch.zeros((), device=DEVICE)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        out = self.model(*self.inputs)
+        loss = torch.stack([y.float().square().mean() for y in (out if isinstance(out, tuple) else (out,))]).sum()
+        loss.backward()
+        self.loss.copy_(loss.detach())
+        self.optimizer.step()
+
+
+def warm_up(step: Step, times: int = 3) -> torch.cuda.Stream:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    return side
+
+
+def capture(step: Step, side: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        step()
+    return graph
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_step_is_captured(case):
+    model, inputs = CASES[case]()
+    step = Step(model, inputs)
+    side = warm_up(step)
+    counts = stub.Counts() if stub.is_in_use() else None
+    graph = capture(step, side)
+    if counts is not None:
+        assert counts.stop()["copy_to_host"] == counts["copy_to_device"] == 0
+        assert counts["stray_launch"] <= 2  # PyTorch's own: outside of the graph it fills what graphs know of random streams
+    graph.replay()
+    step()  # an eager step may follow, such as the last batch of an epoch
+
+
+@pytest.mark.values
+@pytest.mark.parametrize("case", CASES)
+def test_replays_compute_what_eager_steps_do(case):
+    losses = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model, inputs = CASES[case]()
+        for m in model.modules():
+            if isinstance(m, nn.Dropout):
+                m.p = 0.0
+        step = Step(model, inputs)
+        side = warm_up(step)
+        run = capture(step, side).replay if captured else step
+        losses.append([])
+        for _ in range(4):
+            run()
+            losses[-1].append(float(step.loss))
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 4
+
+
+@pytest.mark.values
+def test_states_that_leave_the_grid_make_the_gradients_of_a_replay_nan():
+    model, inputs = make_chain(exact=True)
+    step = Step(model, inputs)
+    graph = capture(step, warm_up(step))
+    graph.replay()
+    assert all(p.isfinite().all() for p in model.parameters())
+    inputs[0].fill_(1e4)
+    graph.replay()
+    assert any(p.isnan().any() for p in model.parameters())
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize("mode", ["invert", "recompute"])
+def test_look_ahead_forks_and_joins_within_a_capture(mode):
+    model, inputs = make_chain(mode, lookahead=1)
+    step = Step(model, inputs)
+    side = warm_up(step)
+    with stub.log() as queued:
+        capture(step, side)
+    works = [
+        (what, stream) for what, stream, _ in queued if what in ("launch", "blas", "copy_on_device", "stream_wait") and stream
+    ]
+    main = works[0][1]
+    names = {("stream_wait", False): "fork ", ("stream_wait", True): "join "}
+    order = "".join(
+        key
+        for key, _ in groupby(
+            names.get((what, stream == main), "main " if stream == main else "side ") for what, stream in works
+        )
+    )
+    # The last step is recovered on the main stream; then each recovery is beside the gradient of the step after it.
+    assert order == "main " + 3 * "fork side main join " + "main "
