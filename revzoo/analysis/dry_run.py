@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
         raise InputError("The model's parameters have values. Received: a meta or fake batch. Give both values, or neither.")
     tensors = [*model.parameters(), *model.buffers(), *inputs]
     home = next((t.device for t in [*inputs, *tensors] if not t.is_meta), torch.device("cpu"))
-    with _explain_missing_values(), ExitStack() as stack:
+    with _explain_missing_values(model), ExitStack() as stack:
         stack.enter_context(preserve_random_streams(tensors))
         torch.clear_autocast_cache()  # of casts in earlier runs
         stack.callback(torch.clear_autocast_cache)
@@ -114,14 +115,22 @@ def isolated(model: nn.Module, batch: Any, fake: bool = False) -> Iterator[Any]:
 
 
 @contextmanager
-def _explain_missing_values() -> Iterator[None]:
+def _explain_missing_values(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        where = _find_asking_module(model, error)
         raise MissingValueError(
-            "Bytes are counted without values. Received: a model or a loss that asks for one (.item(), float()). Take that out "
-            "while they are counted."
+            f"Bytes are counted without values. Received: {where} that asks for one (.item(), float()). Take that out while "
+            "they are counted."
         ) from error
+
+
+def _find_asking_module(model: nn.Module, error: BaseException) -> str:
+    """Return words for the innermost module that was running when an error was raised."""
+    names = {id(m): f"{name or 'the model'}, a {type(m).__name__}," for name, m in model.named_modules()}
+    frames = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    return next((names[id(each)] for each in reversed(frames) if id(each) in names), "a model or a loss")
 
 
 @contextmanager

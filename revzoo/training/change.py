@@ -24,6 +24,7 @@ _CHANGEABLE = (
     "train.class_weights",
     "train.clip_grad",
     "train.compile",
+    "train.cuda_graph",
     "train.epochs",
     "train.keep_states",
     "train.label_smoothing",

@@ -19,6 +19,7 @@ from revzoo.errors import RecoveryError
 from revzoo.file import write_atomically
 from revzoo.format import count_noun
 from revzoo.model.compile_steps import compile_steps
+from revzoo.training.captured_step import EAGER_STEPS, CapturedStep
 from revzoo.training.clipping import clip_gradients_
 from revzoo.training.divergence import add_losses, check_test_loss, check_weights
 from revzoo.training.evaluation import evaluate
@@ -65,6 +66,9 @@ def train_epochs(run: Run) -> Summary:
         RevzooError: nothing more can be saved.
     """
     progress = run.progress
+    if run.recipe.train.cuda_graph:
+        run.step = CapturedStep(run.step, run.model.parameters())
+        run.display.console.print(f"After {EAGER_STEPS} batches, forward and backward are captured in a CUDA graph.")
     if run.recipe.train.compile:  # after planning and measuring: what compiled code keeps cannot be counted
         compile_steps(run.model)
         run.display.console.print(f"The {len(run.model.steps)} steps are compiled, each kind of step when it first runs.")
@@ -147,21 +151,13 @@ def train_batch(run: Run, batch: torch.Tensor, labels: torch.Tensor, key: tuple[
         reseed(*key, run.shares.own)
         if isinstance(run.wrapped, FSDPModule):  # gradients stay divided; nodes exchange theirs before an update
             run.wrapped.set_requires_all_reduce(accelerator.sync_gradients)
-        run.last_loss = run.loss(_call(run, batch), targets)  # which a plan counts until there is a next one
-        accelerator.backward(run.last_loss)
+        run.last_loss = run.step(batch, targets)  # which a plan counts until there is a next one
         if accelerator.sync_gradients and clip_grad is not None:
             clip = accelerator.clip_grad_norm_ if run.mesh is None else clip_gradients_
             clip(run.wrapped.parameters(), clip_grad)
         run.optimizer.step()
         run.optimizer.zero_grad()
     return run.last_loss
-
-
-def _call(run: Run, batch: torch.Tensor) -> torch.Tensor:
-    """Return the network's outputs; Accelerate calls autocast for all networks but divided ones."""
-    with run.accelerator.autocast():
-        outputs: torch.Tensor = run.wrapped(batch)
-        return outputs
 
 
 @contextmanager

@@ -164,6 +164,8 @@ def _print_setting(run: Run, plan: Plan | None) -> None:
                 modes = WholeStep(run).measure_modes()
             run.display.console.print(MemoryTable(*modes))
         except MissingValueError as error:
+            if run.recipe.train.cuda_graph:
+                raise run.recipe.error("train.cuda_graph", "true", f"false: {error}") from error
             run.display.console.print(f"Note: memory is not counted. {error}")
     _print_plan(run, plan)
     _verify_gradients(run)

@@ -71,6 +71,8 @@ def find_contradictions(tree: YamlNode) -> Iterator[SpecProblem]:
     yield from _find_optimizer_problems(tree)
     if _value(tree, "train.optimizer_in_backward") is True:
         yield from _find_needs_of_all_gradients(tree)
+    if _value(tree, "train.cuda_graph") is True:
+        yield from _find_needs_of_cuda_graphs(tree)
     yield from _find_needs_of_shards(tree)
     yield from _find_data_problems(tree)
     yield from _find_model_problems(tree)
@@ -198,6 +200,27 @@ def _find_needs_of_all_gradients(tree: YamlNode) -> Iterator[SpecProblem]:
     if _value(tree, "memory.lookahead") not in (None, 0):
         allowed = f"0 {without}: a step that is recovered ahead reads weights that are being updated"
         yield _node(tree, "memory.lookahead").problem(allowed)
+
+
+def _find_needs_of_cuda_graphs(tree: YamlNode) -> Iterator[SpecProblem]:
+    """Yield the problems of settings with which steps are not all alike, or not on the device alone."""
+    without = "with train.cuda_graph"
+    if _value(tree, "train.accumulate") not in (None, 1):
+        yield _node(tree, "train.accumulate").problem(f"1 {without}")
+    for path in ("train.compile", "train.optimizer_in_backward"):
+        if _value(tree, path) is True:
+            yield _node(tree, path).problem(f"false {without}")
+    if _value(tree, "train.mixed_precision") == "fp16":
+        yield _node(tree, "train.mixed_precision").problem(
+            f"bf16 or 'no' {without}: the scale of fp16 is not that of the graph"
+        )
+    if _value(tree, "train.shard") not in (None, "none"):
+        yield _node(tree, "train.shard").problem(f"none {without}")
+    if _value(tree, "memory.lookahead") == "auto":
+        yield _node(tree, "memory.lookahead").problem(f"0 or 1 {without}, whose steps cannot be timed")
+    for path, why in (("memory.budget", "a graph keeps its memory for itself"), ("coupling", "a graph has the first coupling")):
+        if _value(tree, path) is not None:
+            yield _node(tree, path).problem(f"null {without}: {why}")
 
 
 def _find_needs_of_shards(tree: YamlNode) -> Iterator[SpecProblem]:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from revzoo.display.progress import TrainingDisplay
 from revzoo.errors import InputError, join_names
 from revzoo.model.network import Model
 from revzoo.spec.names import BYTES, TOKENIZER
-from revzoo.spec.schema import TextInput
+from revzoo.spec.schema import Spec, TextInput
+from revzoo.training.captured_step import Step
 from revzoo.training.class_weights import weigh_classes
 from revzoo.training.coupling_schedule import CouplingSchedule, make_coupling_schedule
 from revzoo.training.divided_update import updates_divided
@@ -109,6 +110,7 @@ class Run:
         origin: what the run is made of; every state says what the run was started with.
         notes: remarks on the model for the reader.
         last_loss: loss of the last batch of this process; None before the first.
+        step: forward and backward of a batch with its targets; returns the loss.
     """
 
     recipe: Recipe
@@ -135,6 +137,17 @@ class Run:
     origin: Origin
     notes: list[str]
     last_loss: Tensor | None = None
+    step: Step = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step = self._run_step
+
+    def _run_step(self, batch: Tensor, targets: Tensor) -> Tensor:
+        with self.accelerator.autocast():  # Accelerate calls it for all networks but divided ones
+            outputs = self.wrapped(batch)
+        loss: Tensor = self.loss(outputs, targets)
+        self.accelerator.backward(loss)
+        return loss
 
     @property
     def evaluated(self) -> Model:
@@ -228,6 +241,8 @@ def build_run(
         raise recipe.error("optimizer.opt", repr(recipe.optimizer.opt), allowed)
     if options.optimizer_in_backward:
         _require_updates_in_backward(recipe, optimizer, accelerator)
+    if options.cuda_graph:
+        _require_static_steps(recipe, spec, accelerator)
     wrapped = model if mesh is not None else accelerator.prepare_model(model)
     prepared = accelerator.prepare_optimizer(optimizer)
     train_loader, test_loader = (
@@ -342,6 +357,18 @@ def _require_updates_in_backward(recipe: Recipe, optimizer: torch.optim.Optimize
         allowed = f"false with optimizer.opt={recipe.optimizer.opt}, which needs all gradients for an update, or adamw or sgd"
     if allowed:
         raise recipe.error("train.optimizer_in_backward", "true", allowed)
+
+
+def _require_static_steps(recipe: Recipe, spec: Spec, accelerator: Accelerator) -> None:
+    allowed = ""
+    if accelerator.device.type != "cuda":
+        allowed = f"false on {accelerator.device}: the graphs are those of CUDA"
+    elif accelerator.num_processes > 1:
+        allowed = "false with several processes"
+    elif isinstance(spec.input, TextInput) and recipe.data.name != "characters":
+        allowed = f"false with data.name={recipe.data.name}: batches of texts differ in length"
+    if allowed:
+        raise recipe.error("train.cuda_graph", "true", allowed)
 
 
 def _make_scheduler(recipe: Recipe, optimizer: torch.optim.Optimizer, updates_per_epoch: int) -> Any:

@@ -1,0 +1,65 @@
+"""`train.cuda_graph` where it cannot be: each setting that does not go with it is named, before anything runs.
+
+What it does on a GPU: `tests/gpu/test_captured_training.py`.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import revzoo
+from revzoo.errors import MissingValueError, SpecError
+from revzoo.training import loop
+from revzoo.training.planned_step import WholeStep
+from revzoo.training.recipe import load_recipe
+from revzoo.training.setup import build_run
+
+GRAPH = "train.cuda_graph=true"
+
+
+@pytest.mark.parametrize(
+    ("setting", "path", "allowed"),
+    [
+        ("train.accumulate=2", "train.accumulate", "1 with train.cuda_graph"),
+        ("train.compile=true", "train.compile", "false with train.cuda_graph"),
+        ("train.optimizer_in_backward=true", "train.optimizer_in_backward", "false with train.cuda_graph"),
+        ("train.mixed_precision=fp16", "train.mixed_precision", "bf16 or 'no' with train.cuda_graph"),
+        ("train.shard=full", "train.shard", "none with train.cuda_graph"),
+        ("memory.lookahead=auto", "memory.lookahead", "0 or 1 with train.cuda_graph"),
+        ("memory.budget=1GiB", "memory.budget", "null with train.cuda_graph"),
+        ("coupling.m=[0.5,0.9]", "coupling", "null with train.cuda_graph"),
+    ],
+)
+def test_settings_that_do_not_go_with_it(setting, path, allowed):
+    with pytest.raises(SpecError) as caught:
+        load_recipe("digits", [GRAPH, setting, "train.clip_grad=null"])
+    problems = [problem for problem in caught.value.problems if problem.path == path]
+    assert [allowed in problem.allowed for problem in problems] == [True]
+
+
+def test_a_cpu_has_no_graphs(tmp_path):
+    with pytest.raises(SpecError, match=r"train\.cuda_graph: found true; allowed: false on cpu"):
+        build_run(load_recipe("digits", [GRAPH]), tmp_path, resumed=False)
+
+
+class Asking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if float(x.detach().sum()) > 0 else x + 1
+
+
+def test_the_module_that_asks_for_a_value_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Asking()))
+    with pytest.raises(MissingValueError, match=r"1\.1, a Asking, that asks for one"):
+        revzoo.measure_memory(model.to("meta"), torch.ones(2, 4, device="meta"))
+
+
+def test_a_step_that_asks_for_a_value_is_refused_before_the_first_one(tmp_path, monkeypatch):
+    run = build_run(load_recipe("digits", []), tmp_path, resumed=False)
+    run.recipe = load_recipe("digits", [GRAPH])
+
+    def measure(step: WholeStep) -> None:
+        raise MissingValueError("Received: stages.0, a Asking, that asks for one.")
+
+    monkeypatch.setattr(WholeStep, "measure_modes", measure)
+    with pytest.raises(SpecError, match=r"train\.cuda_graph: found true; allowed: false: .*stages\.0, a Asking"):
+        loop._print_setting(run, None)
