@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from _pytest.runner import runtestprotocol
+from _pytest.terminal import TerminalReporter
 from PIL import Image
 
 # The tests' tensors are tiny: a second thread costs more than it gives, and one thread makes sums repeatable.
@@ -40,7 +41,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         if getattr(report, "when", "") == "teardown" and (crash := dict(report.user_properties).get("crash")):
             terminalreporter.write_line(f"RAN ONCE MORE {report.nodeid}: {crash}")
