@@ -1,7 +1,7 @@
 """Count what a training step needs for each pixel of its images: every model for images, and its ordinary twin.
 
     python benchmarks/bytes_per_pixel.py            all models, about 10 minutes on one CPU core
-    python benchmarks/bytes_per_pixel.py --quick    the small ones for digits, in seconds
+    python benchmarks/bytes_per_pixel.py --quick    small RevNets for digits, in seconds
 
 The terms are those of Hascoet et al. 2023 (RevNeXt), section 3: hidden activations z, their gradients g, and temporaries, at
 the peak of a training step. Weights are apart; gradients of weights, buffers and images are left out, as in the paper
@@ -151,12 +151,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     home = Path(__file__).parent / "results" / "cpu"
     parser.add_argument("--out", type=Path, default=home, help=f"folder for what is written (default: {home})")
-    parser.add_argument("--quick", action="store_true", help="the small models for digits, and 50 images of CIFAR-10")
+    parser.add_argument("--quick", action="store_true", help="small RevNets for digits, and 50 images of CIFAR-10")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 220)
-    names = [name for name in revzoo.list_models("*_digits" if args.quick else "*") if is_for_images(name)]
+    names = [name for name in revzoo.list_models("revn*_digits" if args.quick else "*") if is_for_images(name)]
     rows = []
     for name in names:
         with console.status(name):

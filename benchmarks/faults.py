@@ -3,6 +3,8 @@
     python benchmarks/faults.py             50 kills, 20 damaged states, 10 double starts, 5 full disks
     python benchmarks/faults.py --quick     one or two of each
 
+Run by hand when what saves or resumes has changed: it takes minutes, and CI leaves it out.
+
 Every fault befalls a training by the command, in a process of its own, of one of five recipes made small. Afterwards it is
 resumed to its end and compared with the same training left alone: weights after the last epoch, best weights, and metrics. The
 table of memory is left out, so that most of the time is training.

@@ -3,6 +3,8 @@
     python benchmarks/restarts.py             4 processes; 20 killed, five of each training, and 2 that hang
     python benchmarks/restarts.py --quick     2 processes; one killed
 
+Run by hand when what resumes or restarts has changed: it takes minutes, and CI leaves it out.
+
 Every second training divides the network, and goes on while its states are written.
 
 A training by `torchrun --max-restarts` saves a state every few updates. A random time after a new one a process gets SIGKILL,

@@ -1,7 +1,8 @@
-"""Settings of the whole suite, and small data sets on disk."""
+"""Settings of the whole suite, one more run after a crash in a library, and small data sets on disk."""
 
 import json
 import os
+import re
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -11,11 +12,39 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
+from _pytest.terminal import TerminalReporter
 from PIL import Image
 
 # The tests' tensors are tiny: a second thread costs more than it gives, and one thread makes sums repeatable.
 torch.set_num_threads(1)
 os.environ["REVZOO_CACHE"] = os.devnull  # no test reads what another one has counted
+# How a failure says that a process was ended by a signal: a return code, subprocess.run(check=True), torchrun, and our fork().
+CRASH = re.compile(
+    r"where -(?:6|7|11) = .*returncode$|died with <Signals.SIG(?:ABRT|BUS|SEGV):|Signal \d+ \(SIG(?:ABRT|BUS|SEGV)\) received"
+    r"|process \d+: ended by SIG(?:ABRT|BUS|SEGV)$",
+    re.MULTILINE,
+)
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test once more if a process of its own crashed in a library: threads of gloo do. Nothing else is repeated."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if crash := next(filter(None, (CRASH.search(report.longreprtext) for report in reports if report.failed)), None):
+        item.user_properties.append(("crash", crash[0].strip()))
+        item.session._setupstate.teardown_exact(None)  # what fixtures have kept may be what crashed
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if getattr(report, "when", "") == "teardown" and (crash := dict(report.user_properties).get("crash")):
+            terminalreporter.write_line(f"RAN ONCE MORE {report.nodeid}: {crash}")
 
 
 @pytest.fixture(autouse=True)

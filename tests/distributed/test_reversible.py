@@ -5,7 +5,6 @@ This file is also the program of the two processes.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -78,18 +77,9 @@ def run_process(rank, folder):
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    command = [sys.executable, "-W", "ignore", __file__]
-    processes = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in (0, 1)]
-    try:
-        errors = [process.communicate(timeout=SECONDS)[1].decode() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
-    return json.loads((folder / "results.json").read_text())
+@pytest.fixture
+def results(run_all):
+    return json.loads((run_all(False) / "results.json").read_text())
 
 
 @pytest.mark.slow
@@ -102,4 +92,6 @@ def test_gradients_are_those_of_storing(results, wrapper):
 
 
 if __name__ == "__main__":
-    run_process(int(sys.argv[1]), sys.argv[2])
+    from conftest import fork
+
+    sys.exit(fork(2, lambda rank: run_process(rank, sys.argv[1])))

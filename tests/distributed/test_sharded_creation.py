@@ -5,12 +5,9 @@ JSON, which the tests read.
 """
 
 import json
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +113,18 @@ def work(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), Path(sys.argv[2]))
+    from conftest import fork
+
+    sys.exit(fork(2, lambda rank: work(rank, Path(sys.argv[1]))))
 
 
 # --- the tests
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Run the two processes; return the folder with their files and reports."""
-    folder = tmp_path_factory.mktemp("creation")
-    environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1])}
-    with (folder / "output").open("w+") as output, ExitStack() as stack:
-        processes = []
-        for rank in range(2):
-            command = [sys.executable, __file__, str(rank), str(folder)]
-            process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-            stack.callback(process.kill)
-            processes.append(process)
-        statuses = [process.wait(SECONDS) for process in processes]
-        output.seek(0)
-        assert statuses == [0, 0], output.read()
-    return folder
+@pytest.fixture
+def folder(run_all):
+    """Return the folder with the files and reports of the two processes."""
+    return run_all(False)
 
 
 @pytest.fixture(params=[0, 1])

@@ -6,10 +6,9 @@ so on to a single one; the tests read what they have written. Two of them only s
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -226,41 +225,29 @@ def work(rank: int, processes: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    from conftest import fork
+
+    processes = 2 if sys.argv[2] == "quick" else 4
+    sys.exit(fork(processes, lambda rank: work(rank, processes, Path(sys.argv[1]))))
 
 
 # --- the tests
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def results(run_all: Callable[[bool], Path]) -> Callable[[int], Path]:
     """Return a function that gives the folder of so many processes, after running them once."""
 
     @cache
     def run(processes: int) -> Path:
-        folder = tmp_path_factory.mktemp("processes")
         # A store for each group, as torchrun has one: no other process can take a port before it is used.
         stores = [distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
-        environment = os.environ | {
-            "ACCELERATE_USE_CPU": "true",
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "PORTS": " ".join(str(store.port) for store in stores),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "PYTHONPATH": str(Path(revzoo.__file__).parents[1]),
-        }
-        with (folder / "output").open("w+") as output, ExitStack() as stack:
-            started = []
-            for rank in range(processes):
-                command = [sys.executable, __file__, str(rank), str(processes), str(folder)]
-                process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-                stack.callback(process.kill)
-                started.append(process)
-            statuses = [process.wait(SECONDS) for process in started]
-            output.seek(0)
-            assert statuses == [0] * processes, output.read()
-        return folder
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MASTER_ADDR", "127.0.0.1")
+            patch.setenv("PORTS", " ".join(str(store.port) for store in stores))
+            patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            patch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+            return run_all(processes == 2)
 
     return run
 

@@ -5,11 +5,9 @@ write their results as JSON, which the tests read.
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -191,33 +189,18 @@ def work(rank: int, folder: Path, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), Path(sys.argv[2]), quick=sys.argv[3] == "quick")
+    from conftest import fork
+
+    sys.exit(fork(2, lambda rank: work(rank, Path(sys.argv[1]), quick=sys.argv[2] == "quick")))
 
 
 # --- the tests
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list[dict[str, Any]]]:
-    """Return a function that gives what each of the two processes reported of a case, after running them once."""
-
-    @cache
-    def reports(cases: str) -> list[dict[str, dict[str, Any]]]:
-        folder = tmp_path_factory.mktemp("wrappers")
-        environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1])}
-        with (folder / "output").open("w+") as output, ExitStack() as stack:
-            processes = []
-            for rank in range(2):
-                command = [sys.executable, __file__, str(rank), str(folder), cases]
-                process = stack.enter_context(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-                stack.callback(process.kill)
-                processes.append(process)
-            statuses = [process.wait(SECONDS) for process in processes]
-            output.seek(0)
-            assert statuses == [0, 0], output.read()
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-    return lambda case: [report[str(case)] for report in reports("quick" if case in QUICK else "others")]
+@pytest.fixture
+def results(run_all: Callable[[bool], Path]) -> Callable[[Case], list[dict[str, Any]]]:
+    """Return a function that gives what each of the two processes reported of a case."""
+    return lambda case: [json.loads((run_all(case in QUICK) / f"{rank}.json").read_text())[str(case)] for rank in range(2)]
 
 
 @pytest.mark.parametrize("case", [tier(case) for case in CASES], ids=str)

@@ -25,6 +25,16 @@ def _torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: torchvision.models.get_model(name, weights=None, **options)
 
 
+def _begin(parts: list[nn.Module]) -> nn.Module:
+    """Return the first parts of a network: all kinds of its layers are among them."""
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def _begin_timm(name: str, blocks: int) -> nn.Module:
+    net = timm.create_model(name)
+    return _begin([net.conv_stem, net.bn1, *net.blocks[:blocks]])
+
+
 def _make_bert() -> nn.Module:
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 128}
     return BertModel(BertConfig(**sizes), add_pooling_layer=False)
@@ -39,16 +49,16 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "alexnet": _torchvision("alexnet"),
     "vgg11": _torchvision("vgg11"),
     "squeezenet": _torchvision("squeezenet1_1"),
-    "inception": _torchvision("googlenet", aux_logits=False, init_weights=False),
+    "inception": lambda: _begin([*torchvision.models.googlenet(aux_logits=False, init_weights=False).children()][:7]),
     "resnet18": _timm("resnet18"),
     "resnet26": _timm("resnet26"),
     "densenet": _timm("densenet121", growth_rate=8, block_config=(2, 3, 3, 2)),
-    "mobilenet": _timm("mobilenetv3_small_050"),
-    "efficientnet": _timm("efficientnet_lite0"),
+    "mobilenet": lambda: _begin_timm("mobilenetv3_small_050", 3),
+    "efficientnet": lambda: _begin_timm("efficientnet_lite0", 4),
     "regnet": _timm("regnetx_002"),
     "convnext": _timm("convnext_atto", depths=(1, 1, 3, 1)),
     "vit": _timm("vit_tiny_patch16_224", img_size=64, depth=4, drop_path_rate=0.1),
-    "swin": _timm("swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=24, depths=(1, 1, 2, 1)),
+    "swin": _timm("swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=24, depths=(1, 2), num_heads=(1, 2)),
     "bert": _make_bert,
     "llama": _make_llama,
 }
