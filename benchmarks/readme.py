@@ -48,7 +48,7 @@ def describe_modes(results: dict[str, Any]) -> Iterator[str]:
     """Yield the table of the modes beside checkpointing."""
     yield "Measured with `python benchmarks/runtime.py`:"
     yield ""
-    yield "| chain | | peak activation memory [streams] | FLOPs | time |"
+    yield "| chain | | peak activation memory [streams] | FLOPs | time on 2 CPU cores |"
     yield "|---|---|---|---|---|"
     for net, name in CHAINS.items():
         for method, label in METHODS.items():
