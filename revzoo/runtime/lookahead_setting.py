@@ -3,8 +3,8 @@
 Look-ahead gains where the gradient of one step leaves a part of the device idle. Where it does not, gradient and recovery
 compete for the device, and look-ahead loses. Published gains turn into losses above half of the largest batch (PaReprop, figure
 5). So "auto" times the backwards of the first training steps, in turn with and without, for each shape, schedule and device.
-Where the device waits for the host, there is nothing to gain: look-ahead is one more thing for the host to do. Nor can anything
-be timed while a CUDA graph is captured, which takes what the steps before it have chosen.
+Where the device waits for the host, look-ahead loses: it is more for the host to do. Nothing can be timed while a CUDA graph is
+captured, which takes what the steps before it have chosen.
 """
 
 import time
@@ -26,7 +26,6 @@ LookaheadOption = Literal[0, 1, "auto"]
 _WARM_UPS = 1  # of each kind: first runs load kernels, and choose them
 _TRIALS = 5
 LARGEST_RATIO = 0.98  # to the serial time; a smaller gain is noise, and look-ahead takes more memory
-_HOST_SHARE = 0.9  # of a device's time for a backward: if the host needs more, the device waits for it
 
 
 class LookaheadSetting:
@@ -79,7 +78,6 @@ class _Choice:
     def __init__(self, device: torch.device):
         self._device = device
         self._times: tuple[list[float], list[float]] = [], []  # serial, ahead
-        self._host_shares: list[float] = []  # of the serial ones: how long the host was busy with it
         self._pending: deque[_Timing] = deque()
         self._chosen: bool | None = None
 
@@ -95,15 +93,10 @@ class _Choice:
 
     def _read(self) -> None:
         while self._pending and (seconds := self._pending[0].seconds) is not None:
-            timing = self._pending.popleft()
-            self._times[timing.is_ahead].append(seconds)
-            if not timing.is_ahead:
-                self._host_shares.append(timing.host_seconds / seconds if seconds else 1.0)
+            self._times[self._pending.popleft().is_ahead].append(seconds)
 
     def _choose(self) -> bool | None:
         serial, ahead = (times[_WARM_UPS:] for times in self._times)
-        if len(serial) >= _TRIALS and self._device.type == "cuda" and median(self._host_shares[_WARM_UPS:]) > _HOST_SHARE:
-            return False
         if min(len(serial), len(ahead)) < _TRIALS:
             return None
         return median(ahead) < LARGEST_RATIO * median(serial)
@@ -129,15 +122,13 @@ class _Stopwatch:
 
     def stop(self) -> None:
         if self._start is not None:
-            (host_start, start), (host_end, end) = self._start, self._mark()
-            self._timings.append(_Timing(self._is_ahead, host_start, start, host_end, end))
+            self._timings.append(_Timing(self._is_ahead, self._start, self._mark()))
             self._start = None
 
-    def _mark(self) -> tuple[float, Any]:
-        now = time.perf_counter()
+    def _mark(self) -> Any:
         if self._device.type != "cuda":
-            return now, now
-        return now, torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+            return time.perf_counter()
+        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 class _Timing(NamedTuple):
@@ -145,22 +136,13 @@ class _Timing(NamedTuple):
 
     Args:
         is_ahead: whether it looked ahead.
-        host_start: seconds of the host's clock.
-        start: the same on a CPU; elsewhere an event that the accelerator may not have reached yet.
-        host_end: as `host_start`.
-        end: as `start`.
+        start: seconds of a clock, or an event that the accelerator may not have reached yet.
+        end: likewise.
     """
 
     is_ahead: bool
-    host_start: float
     start: Any
-    host_end: float
     end: Any
-
-    @property
-    def host_seconds(self) -> float:
-        """How long the host was busy with it."""
-        return self.host_end - self.host_start
 
     @property
     def seconds(self) -> float | None:

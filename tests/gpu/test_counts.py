@@ -133,19 +133,6 @@ def test_nothing_waits_for_a_device_that_is_far_behind(kind):
 
 
 @pytest.mark.counts
-def test_look_ahead_is_off_where_the_device_waits_for_the_host():
-    """The stub computes nothing, so the host is always the limit."""
-    net, streams = make("invert", 2), torch.randn(2, *SHAPE, device="cuda").requires_grad_().unbind()
-    net.lookahead, waits = "auto", []
-    for _ in range(16):
-        counts = stub.Counts()
-        run(net, streams, False)
-        waits.append(counts["stream_wait"])
-    assert max(waits[:12]) > 0  # both are timed
-    assert max(waits[12:]) == 0
-
-
-@pytest.mark.counts
 @pytest.mark.parametrize("kind", MODES)
 def test_a_new_shape_copies_nothing_to_the_device(kind):
     net = make(kind, 2)
