@@ -1,7 +1,7 @@
 """Functions of single elements that can be undone: what an in-place ABN computes after BatchNorm."""
 
 from dataclasses import dataclass
-from math import log, sqrt
+from math import sqrt
 from typing import Literal, cast
 
 import torch
@@ -58,14 +58,14 @@ class Activation:
             return cast(Tensor, torch.ops.aten.elu_backward(gradient, self.slope, 1, 1, True, y))
         return gradient
 
-    def find_lost(self, z: Tensor) -> Tensor | None:
-        """Return for each channel whether half of the digits of some z are lost in y; None if they never are."""
+    def find_margin(self, z: Tensor) -> Tensor | None:
+        """Return for each channel how far z is from losing half of its digits in y: it does below 1; None if it never does."""
         if self.name != "elu":
             return None
-        return z.amin((0, *range(2, z.dim()))) < -log(2 / sqrt(torch.finfo(z.dtype).eps))
+        return z.amin((0, *range(2, z.dim()))).exp() * (2 / sqrt(torch.finfo(z.dtype).eps))
 
     def alpha(self, y: Tensor) -> Tensor:
-        """Return by how much undoing changes the ratio of signal to noise, apart from what `find_lost` finds."""
+        """Return by how much undoing changes the ratio of signal to noise, apart from what `find_margin` finds."""
         if self.name == "elu":
             y = torch.where(y > self.slope * (sqrt(torch.finfo(y.dtype).eps) / 2 - 1), y, 0.0)
         slope = 1 / self.differentiate(torch.ones_like(y), y)

@@ -1,6 +1,5 @@
 """The arithmetic of the backward of an in-place ABN, part by part."""
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,13 +87,14 @@ class Backward:
         return dx, dz, dweight, dbias
 
     def _run_channels(self, size: int, dz: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Take `size` channels after the other: none needs another one, so all is computed while a part is in the cache."""
-        weak = [] if self.channels is None else self.channels.tolist()
+        """Take `size` channels after the other: none needs another one, so all is computed while a part is in the cache.
+
+        Those whose xhat is kept come once more at the end: which they are, the host does not know.
+        """
         sums = []
         for start in range(0, self.y.size(1), size):
             part = slice(start, start + size)
-            few = slice(bisect_left(weak, start), bisect_left(weak, start + size))
-            dx_part, dz_part, *each = self._take_channels(part, few)._run_whole()
+            dx_part, dz_part, *each = self._take_channels(part)._run_whole()
             sums.append(each)
             if dz is not None and dz_part is not None:
                 dz[:, part] = dz_part
@@ -102,6 +102,11 @@ class Backward:
                 dx[:, part] = dx_part
             del dx_part, dz_part  # before the next ones come
         dweight, dbias = (torch.cat(each) for each in zip(*sums, strict=True))
+        if self.channels is not None:
+            dx_part, _, *each = self._take_channels(self.channels)._run_whole()
+            dweight[self.channels], dbias[self.channels] = each
+            if dx is not None and dx_part is not None:
+                dx[:, self.channels] = dx_part
         return dweight, dbias
 
     def _run_places(self, size: int, dz: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -128,11 +133,12 @@ class Backward:
                 del z
         return dweight, dbias
 
-    def _take_channels(self, part: slice, few: slice) -> "Backward":
-        """Return the work that some channels are; those at `few` of `channels` are among them."""
-        channels = None if self.channels is None or few.start == few.stop else self.channels[few] - part.start
+    def _take_channels(self, part: slice | Tensor) -> "Backward":
+        """Return the work that some channels are: a part of all, or those whose xhat is kept."""
+        channels, xhat = None, None
+        if isinstance(part, Tensor):
+            channels, xhat = torch.arange(len(part), device=part.device), self.xhat
         shortcut = None if self.shortcut is None else self.shortcut[:, part]
-        xhat = None if self.xhat is None else self.xhat[:, few]
         known = self.shift[part], self.factor[part], self.scale[part], self.needs_x, self.needs_shortcut
         return Backward(self.activation, self.gradient[:, part], self.y[:, part], shortcut, channels, xhat, *known)
 

@@ -1,12 +1,10 @@
 """The function: BatchNorm, the activation, and the node in the graph that keeps the output."""
 
 from dataclasses import dataclass, field
-from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.jit._trace import is_tracing
 from torch.nn.modules.batchnorm import _NormBase
@@ -14,9 +12,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from revzoo.activation import Activation
 from revzoo.errors import InputError
 from revzoo.inplace_abn.backward import Backward, read_format, spread
+from revzoo.inplace_abn.weak import find_weak_channels
 from revzoo.invertible import refuse_one_value
-
-_TOLERANCE = 1e-4  # of xhat, where the dtype allows it
 
 
 @dataclass
@@ -109,7 +106,7 @@ class InPlaceABNFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor | None, bias: Tensor | None, normalised: Normalised
     ) -> Tensor:
         activation, z = normalised.activation, normalised.z
-        channels = _find_weak_channels(normalised, weight, bias, shortcut)
+        channels = find_weak_channels(normalised.layer, activation, z, weight, bias, shortcut)
         if channels is not None:
             xhat = x.index_select(1, channels)
             xhat = (xhat - spread(normalised.mean[channels], x)) * spread(normalised.inverse_deviation[channels], x)
@@ -149,29 +146,3 @@ class InPlaceABNFunction(torch.autograd.Function):
         if own_dtype is None:
             return dx, dz, None, None, None
         return dx, dz, dweight.to(own_dtype), dbias.to(own_dtype), None
-
-
-def _find_weak_channels(
-    normalised: Normalised, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None
-) -> Tensor | None:
-    """Return the channels whose xhat cannot be rebuilt well enough; None if there are none.
-
-    Rounding of y, which is of the size of bias and shortcut, is divided by the weight. An error of xhat of `_TOLERANCE` is
-    allowed, or where the dtype is too coarse for that, one ulp for half a standard deviation, which the sums still average out.
-    """
-    z = normalised.z
-    if z.is_meta or isinstance(z, FakeTensor):
-        return None  # no numbers
-    is_weak = normalised.activation.find_lost(z)
-    if weight is not None and bias is not None:
-        size = 1 + bias.abs()
-        if shortcut is not None:
-            example = shortcut[0].flatten(1)  # one tells the size
-            dtype = torch.promote_types(example.dtype, torch.float32)
-            size += torch.linalg.vector_norm(example, dim=1, dtype=dtype) / sqrt(example.size(1))
-        is_small = weight.abs() < max(2 * torch.finfo(z.dtype).eps, _TOLERANCE) * size
-        is_weak = is_small if is_weak is None else is_weak | is_small
-    if is_weak is None:
-        return None
-    channels = is_weak.nonzero().flatten()
-    return channels if channels.numel() else None

@@ -29,7 +29,8 @@ class Plan:
     Args:
         units: names of the steps and nodes.
         schedule: their modes.
-        peak_bytes: peak of all memory together, as `revzoo.measure_memory` counts it.
+        peak_bytes: peak of all memory together, as `revzoo.measure_memory` counts it, and on a CUDA device the workspaces of
+            kernels.
         budget_bytes: limit that the peak had to stay within.
         seconds: of one forward and backward; None where nothing was run. On a CPU those of the calling thread.
         spread: by how much of themselves the seconds differ if they are measured again: the standard error.

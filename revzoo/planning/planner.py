@@ -18,7 +18,7 @@ from revzoo.planning.plan import Plan, Solver
 from revzoo.planning.profiling.count import count_peak
 from revzoo.planning.profiling.hooks import PlannableModel
 from revzoo.planning.profiling.profile import Profile, profile
-from revzoo.planning.profiling.timing import measure_step_seconds, memory_errors
+from revzoo.planning.profiling.timing import measure_step_seconds, measure_workspace, memory_errors
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.reforwarding.module_plan import ModulePlan
 from revzoo.planning.reforwarding.planner import ModuleSolver, plan_module
@@ -29,6 +29,8 @@ from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead_setting import LARGEST_RATIO, LookaheadOption, LookaheadSetting
 from revzoo.runtime.schedule import Mode
+
+_LEAST_DIFFERENCE = 2**20  # bytes by which the allocator's peak may differ from run to run: it does not split smaller blocks
 
 
 @overload
@@ -320,6 +322,9 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
     while True:
         taken = {"other_bytes": profile.other_bytes, "update_bytes": profile.update_bytes}
         counted = count_peak(model, batch, plan.schedule, loss, **taken, lookahead=plan.lookahead)
+        if profile.workspace_bytes:
+            more = _measure_workspace(model, batch, profile, plan, loss) - profile.workspace_bytes
+            counted += profile.workspace_bytes + (more if more > _LEAST_DIFFERENCE else 0)
         if counted <= plan.budget_bytes or plan.peak_bytes > limit:  # the latter is a knapsack plan, which says so in its notes
             return replace(plan, peak_bytes=counted)
         limit = plan.peak_bytes - (counted - plan.budget_bytes)
@@ -330,6 +335,14 @@ def enforce_budget(model: nn.Module, batch: Any, profile: Profile, plan: Plan, l
                 f"No schedule fits {format_bytes(plan.budget_bytes)}: the planned training step has a counted peak of "
                 f"{format_bytes(counted)}, and none saves the difference. Try a larger budget, or a smaller batch."
             ) from error
+
+
+def _measure_workspace(model: nn.Module, batch: Any, profile: Profile, plan: Plan, loss: LossFunction | None) -> int:
+    """Return the workspace of a plan's own training step, as far as that can be run."""
+    try:
+        return measure_workspace(model, batch, profile.memory, loss, plan.schedule)
+    except MemoryError:
+        return 0
 
 
 def _longest_inverted_run(modes: Sequence[str]) -> int:

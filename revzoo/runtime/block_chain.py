@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +51,33 @@ from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refu
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 
 
+class _Weak:
+    """A reference to a module that itself holds the steps of its blocks: a strong one would be a cycle.
+
+    Then a network that is deleted would keep its memory until Python's garbage collector comes by, which knows nothing of the
+    memory of a device.
+
+    Args:
+        module: the module; a copy of this, or what is unpickled, refers to the copy of it.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = ref(module)
+
+    def __call__(self) -> nn.Module | None:
+        return self._module()
+
+    def __reduce__(self) -> Any:
+        return _Weak, (self._module(),)
+
+
 class BlockChain:
     """What the steps of one list of blocks share.
 
     Args:
         path: of the list in the network.
         owner: the module that has the list.
-        length: number of blocks.
+        blocks: the blocks, in order.
         coupling: of every step; it keeps bits.
         blocks_per_step: how many blocks, one after the other, are the f of a step.
         branches: the names of the two residual branches, if each is a step of its own.
@@ -66,7 +87,7 @@ class BlockChain:
         self,
         path: str,
         owner: nn.Module,
-        length: int,
+        blocks: Sequence[nn.Module],
         coupling: Coupling,
         blocks_per_step: int = 1,
         branches: tuple[str, ...] = (),
@@ -74,13 +95,20 @@ class BlockChain:
         self.path = path
         self.branches = branches
         self.blocks_per_step = blocks_per_step
-        self.owner = owner
-        self.length = length
+        self._owner = _Weak(owner)
+        self.length = len(blocks)
+        # Of an element of a state: those of float64 in a network of that dtype, otherwise of float32.
+        self.state_bytes = 8 if any(p.dtype is torch.float64 for block in blocks for p in block.parameters()) else 4
         self.coupling = coupling
         self.schedule = "invert"
         self._schedule_before_plan: list[Mode] | None = None
         self.members: list[BlockStep] = []
         self.end = nn.Identity()  # stands for what the network computes behind the last step, for who observes a forward
+
+    @property
+    def owner(self) -> nn.Module | None:
+        """The module that has the list; None if only its blocks are left."""
+        return self._owner()
 
     @property
     def names(self) -> list[str]:
@@ -92,12 +120,6 @@ class BlockChain:
     def num_calls(self) -> int:
         """How many functions are called one after the other: blocks, or branches of them."""
         return self.length * max(len(self.branches), 1)
-
-    @property
-    def state_bytes(self) -> int:
-        """Of an element of a state: those of float64 in a network of that dtype, otherwise of float32."""
-        dtypes = {p.dtype for member in self.members for p in member.block.parameters()}
-        return 8 if torch.float64 in dtypes else 4
 
     @property
     def schedule(self) -> list[Mode]:
@@ -176,12 +198,25 @@ class BlockStep(nn.Module):
     """
 
     def __init__(self, block: nn.Module, chain: BlockChain, index: int):
+        self._block = _Weak(block)
         super().__init__()
-        self.block = block
         self.chain = chain
         self.index = index
         self._own_forward = block.__dict__.get("forward")
         chain.members.append(self)
+
+    @property
+    def block(self) -> nn.Module:
+        """The block. While backward may call it again, what is recorded of its first call keeps it alive."""
+        return cast(nn.Module, self._block())
+
+    @property
+    def _modules(self) -> dict[str, nn.Module | None]:  # what makes the block a submodule, for whoever walks through modules
+        return {"block": self._block()}
+
+    @_modules.setter
+    def _modules(self, modules: dict[str, nn.Module | None]) -> None:
+        pass  # nn.Module begins with none
 
     def install(self) -> None:
         """Stand in place of the block's `forward`."""
@@ -206,7 +241,7 @@ class BlockStep(nn.Module):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: BlockOutput, extras: dict[str, Any]) -> Any:
         """Call the block with these arguments; see `Arguments` for the others."""
         x, key = find_state(self.block, self.name, args, kwargs)
-        if self.block.training and any(map(is_checkpointed, (self.block, self.chain.owner))):
+        if self.block.training and any(is_checkpointed(m) for m in (self.block, self.chain.owner) if m is not None):
             raise InputError(
                 f"{self.name} is reversible, so there is no input that gradient checkpointing would have to keep. Received: "
                 "both. Switch it off: model.activation_checkpointing_disable() of Transformers "

@@ -23,9 +23,9 @@ from random import Random
 import torch
 from torch import Tensor, nn
 
+from revzoo.host_copy import can_read_now
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
-from revzoo.runtime.host_copy import can_read_now
 from revzoo.runtime.replay import Replay
 from revzoo.runtime.sample import read_sample
 from revzoo.runtime.selective import KeptOutputs

@@ -25,13 +25,13 @@ from torch import Tensor, fx, nn
 
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, ScheduleError
+from revzoo.host_copy import is_capturing
 from revzoo.registry import couplings
 from revzoo.runtime.chain_link import call_step, run_link, watch_range
 from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, ChainGrowth, Drift
 from revzoo.runtime.exact import Grid, has_value, require_exact
-from revzoo.runtime.host_copy import is_capturing
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting

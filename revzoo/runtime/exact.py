@@ -24,10 +24,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from revzoo.errors import InputError, RecoveryError
+from revzoo.host_copy import can_read_now, is_capturing
 from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
 from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.coupling import Coupling
-from revzoo.runtime.host_copy import can_read_now, is_capturing
 from revzoo.runtime.late_check import check_after_backward
 from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.sharded import is_sharded

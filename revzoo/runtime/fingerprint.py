@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from revzoo.runtime.host_copy import can_read_now, is_capturing
+from revzoo.host_copy import can_read_now, is_capturing
 
 _WIDTH = 1024  # elements that one row of a projection adds up
 _PROJECTIONS = 8

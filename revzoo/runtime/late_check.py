@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from revzoo.runtime.host_copy import HostCopy
+from revzoo.host_copy import HostCopy
 
 
 def check_after_backward(numbers: Tensor, check: Callable[[list[float]], None]) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
 from revzoo.errors import RecoveryError, put_name_in_front
+from revzoo.host_copy import can_read_now
 from revzoo.invertible import add, halve, join, subtract
 from revzoo.noise import estimate_alpha_of_addition
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import has_value
-from revzoo.runtime.host_copy import can_read_now
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.recorded_call import OUTPUT, RecordedCall
 from revzoo.runtime.refill_hooks import detach

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from revzoo.errors import InputError
+from revzoo.host_copy import is_capturing
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
-from revzoo.runtime.host_copy import is_capturing
 from revzoo.runtime.lookahead import Lookahead
 
 LookaheadOption = Literal[0, 1, "auto"]

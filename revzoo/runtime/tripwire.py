@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from revzoo.errors import RecoveryError
+from revzoo.host_copy import HostCopy, is_capturing
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
-from revzoo.runtime.host_copy import HostCopy, is_capturing
 from revzoo.runtime.sample import interpret_sample
 
 # A saved tensor is judged by its own size, but by no less than this share of the largest state: what a norm makes of a state
@@ -260,13 +261,15 @@ def send_comparisons() -> None:
     while _waiting:
         comparison = _waiting.popleft()
         by_device.setdefault(comparison.actual.values.device, []).append(comparison)
-    _transfers.extend(map(_Transfer, by_device.values()))
+    with _disable_current_modes():  # they are of an earlier step: the present one may be run without values
+        _transfers.extend(map(_Transfer, by_device.values()))
 
 
 def judge_arrived() -> None:
     """Raise RecoveryError if fingerprints have arrived from a device that differ too much."""
     while _transfers and not is_capturing() and _transfers[0].has_arrived:
-        _transfers.popleft().judge()
+        with _disable_current_modes():
+            _transfers.popleft().judge()
 
 
 def _describe(comparison: _Comparison, error: float, tolerance: float, has_grown: bool) -> RecoveryError:

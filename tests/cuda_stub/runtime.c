@@ -383,7 +383,9 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
       {cudaDevAttrMaxThreadsPerBlock, 1024},       {cudaDevAttrMaxRegistersPerBlock, 65536},
       {cudaDevAttrMaxGridDimX, 2147483647},        {cudaDevAttrMaxGridDimY, 65535},
       {cudaDevAttrMaxGridDimZ, 65535},             {cudaDevAttrL2CacheSize, 50 << 20},
-      {cudaDevAttrClockRate, 1980000},
+      {cudaDevAttrClockRate, 1980000},             {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048}, {cudaDevAttrMaxBlocksPerMultiprocessor, 32},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 233472}, {cudaDevAttrMaxRegistersPerMultiprocessor, 65536},
   };
   *value = 0;
   for (size_t i = 0; i < sizeof table / sizeof *table; i++)

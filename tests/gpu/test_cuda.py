@@ -1,8 +1,5 @@
 """What only a CUDA device shows: its allocator, its random stream, fp16 with a loss scaler, its kernels' determinism."""
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,22 +10,9 @@ from revzoo.checkpoint.files import find_not_finite
 from revzoo.errors import RecoveryError
 from revzoo.runtime import LiveBytes, ReversibleChain
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 DEVICE = "cuda"
 FAMILIES = ("rev_vit_digits", "revnet_digits")
 MIXED = ["recompute", "invert", "invert", "store", "selective", "recompute"]
-
-
-@pytest.fixture(autouse=True)
-def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use kernels that repeat themselves bit for bit, and a fixed seed on every device."""
-    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(0)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def random_streams() -> list[Tensor]:
@@ -165,7 +149,7 @@ def test_kept_bits_make_gradients_bit_identical(bits, fp16):
     assert same(model_gradients(model, x, ["store", *MIXED * 2, "store", "store"], fp16), expected)
 
 
-def test_exact_arithmetic_waits_for_nothing_and_raises_in_backward():
+def test_exact_arithmetic_waits_for_nothing_and_raises_in_backward(forbid_waiting):
     chain = ReversibleChain([nn.Linear(64, 64) for _ in range(4)], exact=True).to(DEVICE)
     streams = [torch.randn(8, 64, device=DEVICE).requires_grad_() for _ in range(2)]
 
@@ -174,11 +158,8 @@ def test_exact_arithmetic_waits_for_nothing_and_raises_in_backward():
         return y1.sum() + y2.sum()
 
     run().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_waiting():
         run().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     with torch.no_grad():
         chain.steps[2].bias.fill_(1e4)
     loss = run()
@@ -233,7 +214,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("schedule", ["invert", "recompute", "selective"])
-def test_the_tripwire_names_the_step_without_waiting_for_the_device(schedule, exact):
+def test_the_tripwire_names_the_step_without_waiting_for_the_device(schedule, exact, forbid_waiting):
     chain = ReversibleChain([*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)), Counting()], exact=exact)
     chain.to(DEVICE).schedule = schedule
     x1, x2 = torch.randn(2, 64, 32, device=DEVICE).unbind()
@@ -243,11 +224,8 @@ def test_the_tripwire_names_the_step_without_waiting_for_the_device(schedule, ex
         (y1 * y2).sum().backward()
 
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_waiting():
         train()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
     def train_on() -> None:
         for _ in range(3):

@@ -1,7 +1,7 @@
 """Look-ahead on a GPU: races provoked by delaying either stream, the bits of serial backward, no wait of the host, memory."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,6 @@ import revzoo
 from revzoo.registry import couplings
 from revzoo.runtime import LiveBytes, ReversibleChain, lookahead
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 DEVICE = "cuda"
 CYCLES = 20_000_000  # some 10 ms
 SCHEDULES = {
@@ -22,15 +20,6 @@ SCHEDULES = {
     "selective": ["selective"],
     "mixed": ["invert", "recompute", "selective", "invert", "store", "invert", "invert"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Delayed(torch.autograd.Function):
@@ -108,7 +97,7 @@ def test_models_of_the_zoo(name):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_host_waits_for_nothing(schedule):
+def test_the_host_waits_for_nothing(schedule, forbid_waiting):
     chain = ReversibleChain([Step() for _ in range(7)]).to(DEVICE)
     chain.schedule = (SCHEDULES[schedule] * 7)[:7]
     chain.lookahead = 1
@@ -116,11 +105,8 @@ def test_the_host_waits_for_nothing(schedule):
     backward(chain, *x)
     y = chain(*x)
     loss = (y[0] * y[1]).sum()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_waiting():
         loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_recovery_runs_beside_the_gradient():

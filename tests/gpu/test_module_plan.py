@@ -1,8 +1,6 @@
 """Plans of any module on a CUDA device: the plain step's gradients, the promised bytes, and times by events."""
 
 import copy
-import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,20 +9,6 @@ from torch.nn import functional as F
 
 import revzoo
 from revzoo.planning.reforwarding.planner import plan_module
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use kernels that repeat themselves bit for bit."""
-    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    torch.use_deterministic_algorithms(True)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Net(nn.Module):

@@ -305,7 +305,7 @@ def test_on_a_device_a_part_of_every_tensor_is_compared_in_some_calls(monkeypatc
         monkeypatch.setattr(tripwire, queue, deque())
     judged = []
     monkeypatch.setattr(Watch, "judge", lambda self, comparison, expected, actual: judged.append(comparison))
-    monkeypatch.setattr("revzoo.runtime.host_copy.can_read_now", lambda x: True)
+    monkeypatch.setattr("revzoo.host_copy.can_read_now", lambda x: True)
     monkeypatch.setattr(call_watch, "_choose", iter([0.0, 0.2] * 10).__next__)
     for _ in range(3):
         differentiate(make_chain, EarlyInFrontOfProducts, 1, "selective")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import revzoo
+from revzoo import host_copy
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError, RecoveryError, ScheduleError
 from revzoo.runtime import (
@@ -24,7 +25,6 @@ from revzoo.runtime import (
     SpaceToDepth,
     call_watch,
     fingerprint,
-    host_copy,
     layer_update,
     lookahead,
     tripwire,

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from revzoo import host_copy
 from revzoo.errors import RecoveryError
-from revzoo.runtime import Bijection, ReversibleChain, call_watch, fingerprint, host_copy, set_tripwire, tripwire
+from revzoo.runtime import Bijection, ReversibleChain, call_watch, fingerprint, set_tripwire, tripwire
 from revzoo.runtime.coupling import momentum
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.tripwire import Watch

@@ -9,10 +9,18 @@ from torch import nn
 
 from revzoo.analysis.dry_run import require_whole
 from revzoo.analysis.optimizer_step import count_optimizer
+from revzoo.format import format_bytes
 from revzoo.planning.budget import free_bytes, parse_budget
 from revzoo.planning.profiling.count import count
 from revzoo.planning.profiling.inversion_limit import measure_inversion_limit, predict_inversion_limit
-from revzoo.planning.profiling.timing import Timing, estimate_timing, measure_timing, memory_errors, price_by_time
+from revzoo.planning.profiling.timing import (
+    Timing,
+    estimate_timing,
+    measure_timing,
+    measure_workspace,
+    memory_errors,
+    price_by_time,
+)
 from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.problem import Problem, reprice
@@ -34,6 +42,7 @@ class Profile:
         other_bytes: optimizer state, and whatever else was given as alive during the whole training step.
         notes: remarks for the reader, such as why nothing was run.
         update_bytes: what the optimizer's update takes, beside gradients and all that.
+        workspace_bytes: of a CUDA device's kernels, at the smallest peak. They are part of the problem's fixed bytes.
     """
 
     memory: Problem
@@ -43,6 +52,7 @@ class Profile:
     other_bytes: int = 0
     notes: tuple[str, ...] = ()
     update_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def problem(self) -> Problem:
@@ -93,7 +103,7 @@ def profile(
     other_bytes += taken.state
     counted = count(model, batch, loss, other_bytes, update_bytes=taken.update, lookahead=lookahead)
     memory = replace(counted, max_invert_run=predict_inversion_limit(model))
-    notes, timing = [], None
+    notes, timing, workspace = [], None, 0
     if any(p.is_meta for p in model.parameters()):
         notes.append(
             "On the meta device nothing is run: costs are counted FLOPs and bytes, and rounding errors are not checked."
@@ -111,10 +121,24 @@ def profile(
             )
         if run:
             allowance = _find_allowance(model, budget)
+            workspace, more = _measure_workspace(model, batch, memory, loss)
+            memory = replace(memory, fixed_bytes=memory.fixed_bytes + workspace)
+            notes += more
             timing, more = _measure_or_estimate(model, batch, memory, loss, estimate, allowance)
             notes += more
     setting, model_bytes = read_setting(model, batch), count_model_bytes(model)
-    return Profile(memory, timing, setting, model_bytes, other_bytes, tuple(notes), taken.update)
+    return Profile(memory, timing, setting, model_bytes, other_bytes, tuple(notes), taken.update, workspace)
+
+
+def _measure_workspace(model: nn.Module, batch: Any, memory: Problem, loss: LossFunction | None) -> tuple[int, list[str]]:
+    """Return what kernels take beside what is counted, and notes about it."""
+    try:
+        workspace = measure_workspace(model, batch, memory, loss)
+    except MemoryError:
+        return 0, ["What kernels take beside what is counted is not known: no training step fits the memory."]
+    if not workspace:
+        return 0, []
+    return workspace, [f"{format_bytes(workspace)} of every peak are workspaces of kernels on this device, as measured."]
 
 
 def _measure_or_estimate(

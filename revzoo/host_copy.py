@@ -34,11 +34,13 @@ class HostCopy:
     @property
     def has_arrived(self) -> bool:
         """Whether `read` would wait for nothing."""
-        return self._arrival is None or bool(self._arrival.query())
+        if self._arrival is not None and self._arrival.query():
+            self._arrival = None
+        return self._arrival is None
 
     def read(self) -> list[list[float]]:
         """Return the numbers of each tensor. Waits for them if they have not arrived."""
-        if self._arrival is not None:
+        if self._arrival is not None and not self.has_arrived:
             self._arrival.synchronize()
         return [each.tolist() for each in self._host]
 

@@ -1,0 +1,110 @@
+"""Which channels of an in-place ABN keep their normalised input xhat, because their output does not tell it well enough.
+
+Rounding of y, which is of the size of bias and shortcut, is divided by the weight. So each channel has a ratio of its weight to
+the least one with which xhat is rebuilt well enough, and is weak below 1.
+
+A CPU knows at once which channels those are. To ask an accelerator would be to wait for it in every layer, so there the host
+chooses how many of the weakest channels keep xhat by what an earlier step has shown: all that were near to being weak.
+A weight that has jumped to nearly 0 in one step is past that; its xhat is then rebuilt less well in that step, and a warning
+says so. Only the first step waits.
+"""
+
+import warnings
+from collections import deque
+from math import sqrt
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from revzoo.activation import Activation
+from revzoo.host_copy import HostCopy, can_read_now, is_capturing
+
+_TOLERANCE = 1e-4  # of xhat, where the dtype allows it; elsewhere one ulp for half a standard deviation, which sums average out
+_NEAR = 16.0  # a channel of a smaller ratio may be weak in the next step
+
+
+def find_weak_channels(
+    layer: nn.Module, activation: Activation, z: Tensor, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None
+) -> Tensor | None:
+    """Return the channels that keep xhat, in ascending order; None if there are none.
+
+    Args:
+        layer: the BatchNorm.
+        activation: what comes after it.
+        z: the input of the activation, that is the output of BatchNorm plus the shortcut.
+        weight, bias: of BatchNorm.
+        shortcut: what z has beside BatchNorm's output, or None.
+    """
+    if z.is_meta or isinstance(z, FakeTensor):
+        return None  # no numbers
+    ratios = _compute_ratios(activation, z, weight, bias, shortcut)
+    if ratios is None:
+        return None
+    if can_read_now(z):
+        channels = (ratios < 1).nonzero().flatten()
+        return channels if channels.numel() else None
+    history = _histories.get(layer) or _histories.setdefault(layer, _History())
+    count = history.choose_count(ratios, -1 if weight is None else weight._version)
+    return ratios.argsort()[:count].sort().values if count else None
+
+
+def _compute_ratios(
+    activation: Activation, z: Tensor, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None
+) -> Tensor | None:
+    """Return the ratio of each channel, None if no channel can be weak. Shape: (C,)."""
+    ratios = activation.find_margin(z)
+    if weight is None or bias is None:
+        return ratios
+    size = 1 + bias.abs()
+    if shortcut is not None:
+        example = shortcut[0].flatten(1)  # one tells the size
+        dtype = torch.promote_types(example.dtype, torch.float32)
+        size += torch.linalg.vector_norm(example, dim=1, dtype=dtype) / sqrt(example.size(1))
+    of_weight = weight.abs() / (max(2 * torch.finfo(z.dtype).eps, _TOLERANCE) * size)
+    return of_weight if ratios is None else torch.minimum(of_weight, ratios)
+
+
+class _History:
+    """What the steps of one layer have shown on an accelerator.
+
+    The count changes with the version of the weight only, so that a second run of a step keeps what the first one kept.
+    """
+
+    def __init__(self) -> None:
+        self._count: int | None = None
+        self._version: int | None = None
+        self._observed: deque[tuple[HostCopy, int]] = deque()  # ratios on their way to the host, and how many kept xhat
+
+    def choose_count(self, ratios: Tensor, version: int) -> int:
+        """Return how many channels keep xhat in this call."""
+        if is_capturing():
+            return len(ratios) if self._count is None else self._count
+        if torch._C._current_graph_task_id() != -1 and self._count is not None:
+            return self._count  # a second run
+        arriving = HostCopy(ratios)
+        if self._count is None:
+            self._count = _count_below(_NEAR, arriving)
+        elif version != self._version:
+            while self._observed and self._observed[0][0].has_arrived:
+                self._count = self._review(*self._observed.popleft())
+        self._version = version
+        self._observed.append((arriving, self._count))
+        return self._count
+
+    def _review(self, arrived: HostCopy, kept: int) -> int:
+        if (weak := _count_below(1.0, arrived)) > kept:
+            warnings.warn(
+                f"In one step {weak - kept} channels of an in-place ABN had weights that had jumped to nearly 0; the gradients "
+                f"of these weights are then less exact than {_TOLERANCE:g}. Does the training diverge?",
+                stacklevel=2,
+            )
+        return _count_below(_NEAR, arrived)
+
+
+_histories: WeakKeyDictionary[nn.Module, _History] = WeakKeyDictionary()
+
+
+def _count_below(limit: float, ratios: HostCopy) -> int:
+    return sum(not ratio >= limit for ratio in ratios.read()[0])  # NaN is below, too

@@ -1,0 +1,234 @@
+"""What a training step has the device do and the host wait for, counted on the CUDA stub; and the allocator's own peak."""
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import revzoo
+from revzoo.runtime import LayerChain, ReversibleChain, set_tripwire
+from revzoo.runtime.coupling import momentum
+from tests.cuda_stub import stub
+from tests.gpu.test_cuda import Attention
+
+WIDTH = 192
+SHAPE = (8, 197, WIDTH)
+
+
+def make_steps(blocks: int) -> list[nn.Module]:
+    def make_mlp() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    return [step for _ in range(blocks) for step in (Attention(WIDTH, 3), make_mlp())]
+
+
+class Loop(nn.Module):
+    """The same recurrence by autograd alone, or with PyTorch's checkpoint around every step."""
+
+    def __init__(self, steps: list[nn.Module], checkpoints: bool):
+        super().__init__()
+        self.steps, self.checkpoints = nn.ModuleList(steps), checkpoints
+
+    def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        for f in self.steps:
+            x1, x2 = x2, x1 + (checkpoint(f, x2, use_reentrant=False) if self.checkpoints else f(x2))
+        return x1, x2
+
+
+def make(kind: str, blocks: int) -> nn.Module:
+    """Return a chain such as "invert ahead", or a loop: "plain" or "checkpoint"."""
+    mode, *options = kind.split()
+    if mode in ("plain", "checkpoint"):
+        return Loop(make_steps(blocks), mode == "checkpoint").cuda()
+    coupling: Any = momentum(kept_bits=8, gain=1.0) if "kept" in options else "additive"
+    chain = ReversibleChain(make_steps(blocks), coupling, exact="exact" in options, lookahead=int("ahead" in options)).cuda()
+    chain.schedule = mode
+    return chain
+
+
+def run(net: nn.Module, streams: tuple[Tensor, ...], autocast: bool) -> None:
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        y1, y2 = net(*streams)
+    loss = y1.float().sum() + y2.float().sum()
+    del y1, y2
+    loss.backward()
+
+
+def count(kind: str, blocks: int, autocast: bool = False, warm_ups: int = 2) -> stub.Counts:
+    net, streams = make(kind, blocks), torch.randn(2, *SHAPE, device="cuda").requires_grad_().unbind()
+    for _ in range(warm_ups):
+        run(net, streams, autocast)
+        net.zero_grad()
+    counts = stub.Counts()
+    run(net, streams, autocast)
+    return counts.stop()
+
+
+def count_beyond_plain(kind: str, autocast: bool) -> float:
+    """Return the kernels of a step beyond those of the plain loop."""
+    per_step = {each: (count(each, 4, autocast).kernels - count(each, 2, autocast).kernels) / 4 for each in (kind, "plain")}
+    return per_step[kind] - per_step["plain"]
+
+
+KERNELS = {  # in float32, and under autocast, which casts the weights again in each second run
+    "checkpoint": (4, 8),
+    "selective": (1.5, 6.5),
+    "recompute": (4, 8),
+    "recompute ahead": (4, 8),
+    "invert": (6, 10),
+    "invert ahead": (6, 10),
+    "invert exact": (12, 18),
+    "invert kept": (26, 32),
+}
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_kernels_of_a_step_beyond_plain(kind, autocast):
+    with set_tripwire(False):
+        assert count_beyond_plain(kind, autocast) == KERNELS[kind][autocast]
+
+
+@pytest.mark.counts
+def test_the_fingerprint_of_a_state_takes_few_kernels():
+    with set_tripwire(False):
+        without = count_beyond_plain("invert", False)
+    assert count_beyond_plain("invert", False) - without == 6  # two of them, in forward and backward
+
+
+MODES = ["store", "selective", "recompute", "invert", "invert ahead", "recompute ahead", "invert exact", "invert kept"]
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", MODES)
+def test_a_training_step_copies_once_to_the_host_and_waits_for_nothing(kind, autocast):
+    counts = count(kind, 3, autocast)
+    # The fingerprints of all steps travel together, on a grid in two dtypes, and so do the ranges of all states.
+    assert counts["copy_to_host"] == {"store": 0, "invert exact": 3, "invert kept": 3}.get(kind, 1)
+    assert counts["copy_to_device"] == counts.waits == 0
+
+
+@pytest.fixture
+def lagging() -> Iterator[None]:
+    stub.let_events_lag()
+    yield
+    stub.let_events_lag(False)
+
+
+@pytest.mark.counts
+@pytest.mark.usefixtures("lagging")
+@pytest.mark.parametrize("kind", MODES)
+def test_nothing_waits_for_a_device_that_is_far_behind(kind):
+    """But for exact arithmetic, which at the end of backward waits for its beginning: an error must come before the update."""
+    assert count(kind, 3).waits == ("exact" in kind or "kept" in kind)
+
+
+@pytest.mark.counts
+@pytest.mark.parametrize("kind", MODES)
+def test_a_new_shape_copies_nothing_to_the_device(kind):
+    net = make(kind, 2)
+    run(net, torch.randn(2, *SHAPE, device="cuda").requires_grad_().unbind(), False)
+    counts = stub.Counts()
+    for shape in ((7, 197, WIDTH), (8, 100, WIDTH), (3, 31, WIDTH)):
+        run(net, torch.randn(2, *shape, device="cuda").requires_grad_().unbind(), False)
+    assert counts["copy_to_device"] == counts.waits == 0
+
+
+@pytest.mark.counts
+@pytest.mark.usefixtures("lagging")
+def test_an_in_place_abn_waits_in_its_first_step_only():
+    model = timm.create_model("resnet18", act_layer="leaky_relu").train()
+    images = torch.randn(2, 3, 64, 64)
+    revzoo.inplace_abn_(model, images)
+    model, images, waits = model.cuda(), images.cuda(), []
+    for _ in range(3):
+        counts = stub.Counts()
+        model(images).sum().backward()
+        waits.append(counts.waits)
+    assert waits[0] > 0
+    assert waits[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("lag", [False, True])
+@pytest.mark.parametrize("kind", MODES)
+def test_the_allocators_peak_is_the_counted_one(kind, lag, request):
+    """Also where no event is ever ready, so that the allocator cannot reuse what another stream may still read."""
+    net, streams = make(kind, 3), torch.randn(2, 64, 197, WIDTH, device="cuda").unbind()
+    revzoo.measure_memory(net, streams)  # cuBLAS takes its workspace once and keeps it
+    if stub.is_in_use() and lag:
+        request.getfixturevalue("lagging")
+    before = torch.cuda.memory_allocated()
+    report = revzoo.measure_memory(net, streams)
+    present = report.weight_bytes + report.buffer_bytes + report.batch_bytes
+    counted, seen = report.peak_bytes - present, report.allocator_peak_bytes - before
+    print(kind, seen, counted, (seen-counted)/2**20)
+
+
+def make_llama() -> tuple[nn.Module, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=256, use_cache=False
+    )
+    ids = torch.zeros(2, 16, dtype=torch.long, device="cuda")
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def make_reversible_llama() -> tuple[nn.Module, Any]:
+    model, batch = make_llama()
+    revzoo.reversible_(model)
+    return model, batch
+
+
+def make_in_place() -> tuple[nn.Module, Any]:
+    model = timm.create_model("resnet18", act_layer="leaky_relu").train()
+    revzoo.inplace_abn_(model, torch.randn(2, 3, 64, 64))
+    return model, torch.randn(2, 3, 64, 64, device="cuda")
+
+
+def make_of_zoo(name: str) -> Callable[[], tuple[nn.Module, Any]]:
+    def make_one() -> tuple[nn.Module, Any]:
+        model = revzoo.create(name)
+        return model, model.example_input(2).cuda()
+
+    return make_one
+
+
+def make_layers() -> tuple[nn.Module, Any]:
+    return LayerChain(nn.Conv2d(4, 4, 3, padding=1), nn.LeakyReLU(0.1)), torch.randn(2, 4, 8, 8, device="cuda")
+
+
+KINDS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "chain": lambda: (ReversibleChain(make_steps(2)), tuple(torch.randn(2, *SHAPE, device="cuda"))),
+    "layers": make_layers,
+    "llama": make_llama,
+    "reversible llama": make_reversible_llama,
+    "in-place ABN": make_in_place,
+    **{name: make_of_zoo(name) for name in ("rev_vit_digits", "rev_swin_digits", "revnext_digits", "irevnet_digits")},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deleted_model_is_freed_without_the_garbage_collector(kind):
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        model, batch = KINDS[kind]()
+        model.cuda().train()
+        out = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, tuple) else model(batch)
+        loss = out.loss if hasattr(out, "loss") else sum(y.float().sum() for y in (out if isinstance(out, tuple) else (out,)))
+        loss.backward()
+        weights = sum(p.nbytes for p in model.parameters())
+        del model, batch, out, loss
+        torch.cuda.synchronize()
+        kept = torch.cuda.memory_allocated() - before
+        assert kept < weights / 10, f"{kept} bytes are kept, the weights had {weights}"
+    finally:
+        gc.enable()
