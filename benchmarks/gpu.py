@@ -59,9 +59,8 @@ COUNTED = Path(__file__).with_name("results") / "counted.json"
 _DONE, _AGAIN = 0, 3  # how a process of a section ends: with its last case, or with one that raised
 _processes = multiprocessing.get_context("fork")  # a fork has imported PyTorch already, which takes seconds
 
-
 _HEAD = ("network", "", "batch", "method", "host ms", "GPU ms", "of store", "peak", "counted", "reserved")
-_WIDTHS = (16, 5, 6, 16, 9, 9, 9, 9, 9, 9)
+_WIDTHS = ("<16", "<5", ">6", "<16", *[">9"] * 6)
 Steps = dict[tuple[str, str, int], dict[str, Mapping[str, Any]]]
 
 
@@ -239,11 +238,7 @@ def _format_rows(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _format_row(*cells: str) -> str:
-    aligned = (
-        f"{cell:<{width}}" if i in (0, 1, 3) else f"{cell:>{width}}"
-        for i, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
-    )
-    return " ".join(aligned)
+    return " ".join(f"{cell:{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
 
 
 def main() -> None:

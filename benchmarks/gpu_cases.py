@@ -7,23 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_measure import (
-    compare_compiled,
-    compare_graph,
-    compare_modes,
-    describe_machine,
-    find_largest_batch,
-    follow_plan,
-    name_attentions,
-    query_driver,
-    run_tests,
-    time_copy,
-    time_launches,
-    time_product,
-    time_training,
-    trace,
-)
-from gpu_training import LLAMA_METHODS, METHODS, Method, Optimizer, count_training, make_classifier, make_llama
+import gpu_measure as measure
+from gpu_training import LLAMA_METHODS, METHODS, Method, Optimizer, count_training, make_classifier, make_llama, time_training
 
 _TESTS = Path(__file__).parents[1] / "tests" / "gpu"
 _SPEED = ("store", "invert", "checkpoint", "recompute", "ahead", "graph")
@@ -147,24 +132,22 @@ STUB = Sizes(
 
 
 def list_facts(sizes: Sizes, folder: Path) -> Iterator[Case]:
-    yield Case("facts/machine", describe_machine)
-    yield Case("facts/nvidia-smi", query_driver)
-    yield Case("facts/product", partial(time_product, sizes.matrix))
-    yield Case("facts/copy", partial(time_copy, sizes.matrix))
-    yield Case("facts/launch", time_launches)
-    yield Case("facts/attention", name_attentions)
+    yield Case("facts/machine", measure.describe_machine)
+    yield Case("facts/nvidia-smi", measure.query_driver)
+    yield Case("facts/ceilings", partial(measure.time_ceilings, sizes.matrix))
+    yield Case("facts/attention", measure.name_attentions)
 
 
 def list_bits(sizes: Sizes, folder: Path) -> Iterator[Case]:
     arithmetics = {"plain": Method("store"), "exact": Method("store", exact=True), "8 bits": Method("store", kept_bits=8)}
     for network, mixed, (name, method) in itertools.product(sizes.small, (False, True), arithmetics.items()):
         key = f"bits/{network}/{_name_dtype(mixed)}/{name}"
-        yield Case(key, partial(compare_modes, network, method, sizes.main[1], mixed, sizes.repeats))
+        yield Case(key, partial(measure.compare_modes, network, method, sizes.main[1], mixed, sizes.repeats))
 
 
 def list_tests(sizes: Sizes, folder: Path) -> Iterator[Case]:
     for file in sorted(_TESTS.glob(sizes.tests)):
-        yield Case(f"tests/{file.name}", partial(run_tests, file, sizes.test_workers))
+        yield Case(f"tests/{file.name}", partial(measure.run_tests, file, sizes.test_workers))
 
 
 def list_speed(sizes: Sizes, folder: Path) -> Iterator[Case]:
@@ -191,27 +174,31 @@ def _name_dtype(mixed: bool) -> str:
 def list_graphs(sizes: Sizes, folder: Path) -> Iterator[Case]:
     network, batch = sizes.main
     for method in _GRAPHS:
-        yield Case(f"graphs/{network}/bf16/{batch}/{method}", partial(compare_graph, network, METHODS[method], batch))
+        yield Case(f"graphs/{network}/bf16/{batch}/{method}", partial(measure.compare_graph, network, METHODS[method], batch))
 
 
 def list_llama(sizes: Sizes, folder: Path) -> Iterator[Case]:
     for method in LLAMA_METHODS:
         make = partial(make_llama, sizes.llama, method, sizes.tokens)
         yield Case(
-            f"llama/{'x'.join(map(str, sizes.tokens))}/{method}", partial(time_training, make), partial(count_training, make)
+            f"llama/{'x'.join(map(str, sizes.tokens))}/{method}",
+            partial(time_training, make),
+            partial(count_training, make),
         )
 
 
 def list_capped(sizes: Sizes, folder: Path) -> Iterator[Case]:
     for expandable, network, method in itertools.product((False, True), sizes.capped, _CAPPED):
         key = f"cap/{network}/bf16/{'expandable' if expandable else 'default'}/{method}"
-        yield Case(key, partial(find_largest_batch, network, METHODS[method], sizes.cap, sizes.first_batch, expandable))
+        yield Case(key, partial(measure.find_largest_batch, network, METHODS[method], sizes.cap, sizes.first_batch, expandable))
 
 
 def list_plans(sizes: Sizes, folder: Path) -> Iterator[Case]:
     network, batch = sizes.main
     for percent in (60, 30, 90):
-        yield Case(f"plans/{network}/bf16/{2 * batch}/{percent}%", partial(follow_plan, network, 2 * batch, percent / 100))
+        yield Case(
+            f"plans/{network}/bf16/{2 * batch}/{percent}%", partial(measure.follow_plan, network, 2 * batch, percent / 100)
+        )
 
 
 def list_arithmetic(sizes: Sizes, folder: Path) -> Iterator[Case]:
@@ -223,14 +210,16 @@ def list_compiled(sizes: Sizes, folder: Path) -> Iterator[Case]:
     network, batch = sizes.main
     for method in ("store compiled", "invert compiled"):
         yield _list_timed("compiled", network, batch, method)
-    yield Case(f"compiled/{network}/bf16/{batch}/bits", partial(compare_compiled, network, batch))
+    yield Case(f"compiled/{network}/bf16/{batch}/bits", partial(measure.compare_compiled, network, batch))
     for method in ("store compiled", "invert compiled"):
         yield _list_timed("compiled", network, sizes.large_batch, method)
 
 
 def list_traces(sizes: Sizes, folder: Path) -> Iterator[Case]:
     network, batch = sizes.main
-    yield Case(f"trace/{network}/bf16/{batch}/ahead", partial(trace, network, batch, folder / "trace.json.gz"))
+    yield Case(
+        f"measure.trace/{network}/bf16/{batch}/ahead", partial(measure.trace, network, batch, folder / "measure.trace.json.gz")
+    )
 
 
 SECTIONS = {
@@ -244,5 +233,5 @@ SECTIONS = {
     "plans": Section(45, list_plans),
     "arithmetic": Section(20, list_arithmetic),
     "compiled": Section(60, list_compiled),
-    "trace": Section(20, list_traces),
+    "measure.trace": Section(20, list_traces),
 }

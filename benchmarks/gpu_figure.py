@@ -23,69 +23,62 @@ _LOOKS = {  # color, marker and line of each method
     "ahead": (RED, "o", "-"),
     "graph": (MODE_COLORS["selective"], "P", "-"),
 }
-Value = Callable[[Mapping[str, Mapping[str, Any]], str], float | None]  # of the methods of a batch, and one of them
+Methods = Mapping[str, Mapping[str, Any]]  # what was measured of one network, dtype and batch
+Value = Callable[[Methods, str], float]  # of one method; KeyError if it was not measured
 
 
-def find_ratio(methods: Mapping[str, Mapping[str, Any]], method: str) -> float | None:
-    """Return the device's time over that of storing everything, if that fits."""
-    return methods[method]["gpu_ms"] / methods["store"]["gpu_ms"] if "store" in methods else None
+def find_ratio(methods: Methods, method: str) -> float:
+    """Return the device's time over that of storing everything."""
+    return float(methods[method]["gpu_ms"] / methods["store"]["gpu_ms"])
 
 
-def find_peak(methods: Mapping[str, Mapping[str, Any]], method: str) -> float | None:
+def find_peak(methods: Methods, method: str) -> float:
     """Return the allocator's peak [GiB]."""
     return float(methods[method]["peak_bytes"] / 2**30)
 
 
-def plot(
-    steps: Steps, title: str, lines: list[str], label: str, value: Value, path: Path, crosses: Value | None = None
-) -> None:
-    """Draw a value over the batch size, and crosses for another one."""
-    names = list(dict.fromkeys(f"{network}, {dtype}" for network, dtype, _ in steps))
-    figure, panels = lay_out(names, title, lines)
+def find_counted(methods: Methods, method: str) -> float:
+    """Return the counted peak [GiB]."""
+    return float(methods[method]["counted_bytes"] / 2**30)
+
+
+def plot(steps: Steps, title: str, line: str, label: str, values: dict[str, Value], path: Path) -> None:
+    """Draw values over the batch size, by the style of their lines; "" is that of the method."""
+    panels: dict[str, Steps] = {}
+    for (network, dtype, batch), methods in steps.items():
+        panels.setdefault(f"{network}, {dtype}", {})[network, dtype, batch] = methods
+    figure, axes_by_name = lay_out(list(panels), title, [line])
     handles: dict[str, Any] = {}
-    for (name, axes), (method, (color, marker, line)) in ((p, look) for p in panels.items() for look in _LOOKS.items()):
-        rows = {
-            batch: each for (network, dtype, batch), each in steps.items() if f"{network}, {dtype}" == name and method in each
-        }
-        points = {batch: y for batch, each in rows.items() if (y := value(each, method)) is not None}
-        if points:
-            (handles[method],) = axes.plot(
-                *zip(*points.items(), strict=True), color=color, marker=marker, ls=line, lw=1.4, ms=4
-            )
-        if crosses is not None and (more := {b: y for b, each in rows.items() if (y := crosses(each, method)) is not None}):
-            axes.plot(*zip(*more.items(), strict=True), "x", color=color, ms=7, mew=1.5)
-    for name, axes in panels.items():
+    for name, axes in axes_by_name.items():
+        for method, (color, marker, own) in _LOOKS.items():
+            for style, value in values.items():
+                points = []
+                for (_, _, batch), methods in panels[name].items():
+                    try:
+                        points.append((batch, value(methods, method)))
+                    except KeyError:
+                        continue
+                look = {"marker": marker, "ls": own, "ms": 4} if style == "" else {"marker": style, "ls": "none", "ms": 7}
+                if points:
+                    (drawn,) = axes.plot(*zip(*points, strict=True), color=color, lw=1.4, **look)
+                    handles.setdefault(method, drawn)
         axes.set_ylabel(label, fontsize=9, color=INK)
-        label_batches(axes, [batch for network, dtype, batch in steps if f"{network}, {dtype}" == name])
+        label_batches(axes, [batch for _, _, batch in panels[name]])
     add_legend(figure, handles)
     save(figure, path)
-
-
-def find_counted(methods: Mapping[str, Mapping[str, Any]], method: str) -> float | None:
-    """Return the counted peak [GiB], if it has been counted."""
-    counted = methods[method].get("counted_bytes")
-    return None if counted is None else float(counted / 2**30)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="gpu.json")
     file = parser.parse_args().file
-    content = json.loads(file.read_text())
-    device = content["cases"].get("facts/machine", {}).get("device", "unknown device")
-    steps = group_steps(content["cases"], "speed")
-    title = "Time of a training step, stored = 1"
-    plot(
-        steps,
-        title,
-        [f"{device}; bf16 with SGD, fp32 with AdamW"],
-        "time over stored",
-        find_ratio,
-        file.with_name("gpu_time.png"),
-    )
-    lines = [f"allocated on {device}; crosses: counted"]
-    path = file.with_name("gpu_memory.png")
-    plot(steps, "Peak memory of a training step", lines, "peak [GiB]", find_peak, path, find_counted)
+    cases = json.loads(file.read_text())["cases"]
+    device = cases.get("facts/machine", {}).get("device", "an unknown device")
+    steps = group_steps(cases, "speed")
+    line = f"{device}; bf16 with SGD, fp32 with AdamW"
+    plot(steps, "Time of a training step", line, "stored = 1", {"": find_ratio}, file.with_name("gpu_time.png"))
+    memory = {"": find_peak, "x": find_counted}
+    plot(steps, "Peak memory", f"{line}; crosses: counted", "peak [GiB]", memory, file.with_name("gpu_memory.png"))
 
 
 if __name__ == "__main__":

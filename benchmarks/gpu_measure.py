@@ -1,11 +1,10 @@
-"""What is measured on a GPU: times and peaks, bits, tests, the largest batch, plans, and what the device can do."""
+"""What is measured on a GPU besides training steps: what it can do, bits, tests, graphs, the largest batch, plans."""
 
+import gc
 import itertools
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,12 +15,11 @@ from xml.etree import ElementTree
 
 import torch
 import torch.nn.functional as F
-from gpu_training import METHODS, Make, Method, Optimizer, make_classifier, make_optimizer
+from gpu_training import METHODS, Method, capture, make_classifier, time_calls
 from torch import Tensor, nn
 
 import revzoo
 
-WARM_UP, STEPS = 3, 7
 _PACKAGES = (
     *("accelerate", "matplotlib", "omegaconf", "peft", "pytest", "pytest-timeout", "pytest-xdist", "rich"),
     *("scikit-learn", "timm", "torch", "torchvision", "transformers", "triton"),
@@ -29,79 +27,11 @@ _PACKAGES = (
 _MOST_TRACE_BYTES = 16 * 2**20  # a borrowed machine may give back no larger file
 
 
-def time_training(make: Make, optimizer: Optimizer = "SGD", captured: bool = False) -> dict[str, Any]:
-    """Time training steps; return what `time_calls` does, and the seconds before the first timed one."""
-    begin = time.perf_counter()
-    training, inputs = make("cuda")
-    update = make_optimizer(optimizer, training)
-
-    def step() -> None:
-        update.zero_grad()
-        training(*inputs).backward()
-        update.step()
-
-    run = capture(step) if captured else step
-    for _ in range(WARM_UP):
-        run()
-    torch.cuda.synchronize()
-    ready = time.perf_counter() - begin  # compiling and choosing kernels included
-    if not captured:  # a graph takes its memory while it is captured
-        torch.cuda.reset_peak_memory_stats()
-    result = time_calls(run) | {"ready_seconds": ready}
-    update.zero_grad()
-    return result
-
-
-def time_calls(call: Callable[[], object]) -> dict[str, Any]:
-    """Call a few times in a row; return the time of a call and the allocator's peaks.
-
-    The device's time is that between two events around all calls: an event after each one would hold up the host. The host's
-    is that until it has queued all, which includes waiting for the device where the queue is full.
-    """
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    begin.record()
-    for _ in range(STEPS):
-        call()
-    end.record()
-    host = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return {
-        "host_ms": 1e3 * host / STEPS,
-        "gpu_ms": begin.elapsed_time(end) / STEPS,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries,
-    }
-
-
-def capture(step: Callable[[], object]) -> Callable[[], None]:
-    """Capture a training step in a CUDA graph; return what replays it. The allocator's peak is that of the capture."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def compute_gradients(training: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Return the gradients of a step, with the same random numbers in each call."""
     torch.manual_seed(0)
     training.zero_grad()
     training(*inputs).backward()
-    return get_gradients(training)
-
-
-def get_gradients(training: nn.Module) -> list[Tensor]:
-    """Return copies of the gradients."""
     return [p.grad.clone() for p in training.parameters() if p.grad is not None]
 
 
@@ -138,30 +68,25 @@ def query_driver() -> dict[str, Any]:
     return {"text": subprocess.run(query, capture_output=True, text=True, timeout=20).stdout}
 
 
-def time_product(width: int) -> dict[str, Any]:
+def time_ceilings(width: int) -> dict[str, Any]:
+    """Time what bounds a training step: products of matrices, copies, and what the host needs to start an operation."""
     a, b = (torch.randn(width, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    a @ b  # the first product creates a handle
-    times = time_calls(lambda: a @ b)
-    return times | {"flops_per_second": 2 * width**3 / times["gpu_ms"] * 1e3}
-
-
-def time_copy(width: int) -> dict[str, Any]:
-    source = torch.zeros(8 * width * width, device="cuda", dtype=torch.uint8)
-    target = source.clone()
-    times = time_calls(lambda: target.copy_(source))
-    return times | {"bytes_per_second": 2 * source.nbytes / times["gpu_ms"] * 1e3}
-
-
-def time_launches() -> dict[str, Any]:
-    """Time 1000 operations on one number: what the host needs for each is the bound of small networks."""
-    x = torch.zeros(1, device="cuda")
-
-    def launch() -> None:
-        for _ in range(1000):
-            x.add_(1)
-
-    launch()
-    return time_calls(launch)
+    source = torch.zeros(8, width, width, device="cuda", dtype=torch.uint8)
+    target, x = source.clone(), torch.zeros(1, device="cuda")
+    calls = {
+        "product": lambda: a @ b,
+        "copy": lambda: target.copy_(source),
+        "launches": lambda: [x.add_(1) for _ in range(1000)],
+    }
+    for call in calls.values():
+        call()
+    times = {name: time_calls(call) for name, call in calls.items()}
+    flops, size = 2 * width**3, 2 * source.nbytes
+    return times | {
+        "flops_per_second": flops / times["product"]["gpu_ms"] * 1e3,
+        "bytes_per_second": size / times["copy"]["gpu_ms"] * 1e3,
+        "host_seconds_per_launch": times["launches"]["host_ms"] / 1e6,
+    }
 
 
 def name_attentions() -> dict[str, Any]:
@@ -229,7 +154,7 @@ def compare_graph(network: str, method: Method, batch: int) -> dict[str, Any]:
     replay = capture(step)
     torch.manual_seed(0)
     replay()
-    result = compare(get_gradients(training), expected)
+    result = compare([p.grad for p in training.parameters() if p.grad is not None], expected)
     return time_calls(replay) | result | {"eager": eager}
 
 
@@ -239,6 +164,8 @@ def find_largest_batch(network: str, method: Method, cap: int, first: int, expan
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(cap / total)
 
+    left: list[int] = []  # bytes after a step that did not fit
+
     def fits(batch: int) -> bool:
         torch.cuda.empty_cache()  # blocks for another batch would be in the way
         try:
@@ -247,9 +174,12 @@ def find_largest_batch(network: str, method: Method, cap: int, first: int, expan
                 training.zero_grad()
                 training(*inputs).backward()
             torch.cuda.synchronize()
+            return True
         except torch.OutOfMemoryError:
-            return False
-        return True
+            pass  # the error holds the tensors of the step up to here
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+        return False
 
     tried: dict[int, bool] = {}
     low, high = 0, first
@@ -259,7 +189,7 @@ def find_largest_batch(network: str, method: Method, cap: int, first: int, expan
         middle = (low + high) // 2
         tried[middle] = fits(middle)
         low, high = (middle, high) if tried[middle] else (low, middle)
-    return {"largest_batch": low, "cap_bytes": cap, "tried": tried}
+    return {"largest_batch": low, "cap_bytes": cap, "tried": tried, "left_bytes": max(left, default=None)}
 
 
 def _compute_loss(logits: Tensor) -> Tensor:
@@ -291,12 +221,7 @@ def follow_plan(network: str, batch: int, share: float) -> dict[str, Any]:
     step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    predicted = {
-        "seconds": plan.seconds,
-        "spread": plan.spread,
-        "peak_bytes": plan.peak_bytes,
-        "budget_bytes": plan.budget_bytes,
-    }
+    predicted = {name: getattr(plan, name) for name in ("seconds", "spread", "peak_bytes", "budget_bytes")}
     return time_calls(step) | {"predicted": predicted, "least_bytes": least, "stored_bytes": most}
 
 

@@ -1,10 +1,11 @@
-"""Training steps: the networks, the methods to train them by, and the bytes that are counted."""
+"""Training steps: the networks, the methods to train them by, and how they are counted, timed and captured."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from revzoo.runtime import set_tripwire
 Step = tuple[nn.Module, tuple[Tensor, ...]]  # a module that returns its loss, and what it is called with
 Optimizer = Literal["SGD", "AdamW"]
 Make = Callable[[str], Step]  # for a device
+WARM_UP, STEPS = 3, 7
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,10 @@ def make_classifier(network: str, method: Method, batch: int, mixed: bool, devic
 @lru_cache(maxsize=1)  # one network at a time is on the device, and the methods share it
 def _create(network: str, kept_bits: int | None, compiled: bool, device: str) -> revzoo.Model:
     torch.manual_seed(0)
-    coupling = () if kept_bits is None else (f"block.coupling={{type: momentum, kept_bits: {kept_bits}, gain: 1.0}}",)
-    model = revzoo.create(network, overrides=coupling, device=device)
+    overrides = [] if kept_bits is None else [f"block.coupling={{type: momentum, kept_bits: {kept_bits}, gain: 1.0}}"]
+    if revzoo.load_spec(network).input.kind == "text":  # with dropout a CPU, as which bytes are counted, has no fused attention
+        overrides.append("block.f.attention_dropout=0")
+    model = revzoo.create(network, overrides=overrides, device=device)
     if compiled:  # the stub of tests/cuda_stub runs no Triton
         revzoo.compile_steps(model, backend="eager" if "CUDA_STUB" in os.environ else "inductor")
     return model
@@ -143,3 +147,66 @@ def count_training(make: Make, optimizer: Optimizer = "SGD") -> int:
     """Return the counted bytes at the peak of a training step. Nothing is computed, and no device is needed."""
     training, inputs = make("meta")
     return revzoo.measure_memory(training, inputs, make_optimizer(optimizer, training)).peak_bytes
+
+
+def time_training(make: Make, optimizer: Optimizer = "SGD", captured: bool = False) -> dict[str, Any]:
+    """Time training steps; return what `time_calls` does, and the seconds before the first timed one."""
+    begin = time.perf_counter()
+    training, inputs = make("cuda")
+    update = make_optimizer(optimizer, training)
+
+    def step() -> None:
+        update.zero_grad()
+        training(*inputs).backward()
+        update.step()
+
+    run = capture(step) if captured else step
+    for _ in range(WARM_UP):
+        run()
+    torch.cuda.synchronize()
+    ready = time.perf_counter() - begin  # compiling and choosing kernels included
+    if not captured:  # a graph takes its memory while it is captured
+        torch.cuda.reset_peak_memory_stats()
+    result = time_calls(run) | {"ready_seconds": ready}
+    update.zero_grad()
+    return result
+
+
+def time_calls(call: Callable[[], object]) -> dict[str, Any]:
+    """Call a few times in a row; return the time of a call and the allocator's peaks.
+
+    The device's time is that between two events around all calls: an event after each one would hold up the host. The host's
+    is that until it has queued all, which includes waiting for the device where the queue is full.
+    """
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    begin.record()
+    for _ in range(STEPS):
+        call()
+    end.record()
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return {
+        "host_ms": 1e3 * host / STEPS,
+        "gpu_ms": begin.elapsed_time(end) / STEPS,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries,
+    }
+
+
+def capture(step: Callable[[], object]) -> Callable[[], None]:
+    """Capture a training step in a CUDA graph; return what replays it. The allocator's peak is that of the capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
