@@ -217,9 +217,7 @@ def list_compiled(sizes: Sizes, folder: Path) -> Iterator[Case]:
 
 def list_traces(sizes: Sizes, folder: Path) -> Iterator[Case]:
     network, batch = sizes.main
-    yield Case(
-        f"measure.trace/{network}/bf16/{batch}/ahead", partial(measure.trace, network, batch, folder / "measure.trace.json.gz")
-    )
+    yield Case(f"trace/{network}/bf16/{batch}/ahead", partial(measure.trace, network, batch, folder / "trace.json.gz"))
 
 
 SECTIONS = {
@@ -233,5 +231,5 @@ SECTIONS = {
     "plans": Section(45, list_plans),
     "arithmetic": Section(20, list_arithmetic),
     "compiled": Section(60, list_compiled),
-    "measure.trace": Section(20, list_traces),
+    "trace": Section(20, list_traces),
 }

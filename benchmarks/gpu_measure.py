@@ -1,5 +1,7 @@
 """What is measured on a GPU besides training steps: what it can do, bits, tests, graphs, the largest batch, plans."""
 
+from __future__ import annotations  # those that name classes of revzoo would import what may be missing
+
 import gc
 import itertools
 import shutil

@@ -1,5 +1,7 @@
 """Training steps: the networks, the methods to train them by, and how they are counted, timed and captured."""
 
+from __future__ import annotations  # those that name classes of revzoo would import what may be missing
+
 import os
 import time
 from collections.abc import Callable
