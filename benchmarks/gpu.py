@@ -32,6 +32,7 @@ old one. Pictures: `python benchmarks/gpu_figure.py DIR/gpu.json`.
 import argparse
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -106,6 +107,8 @@ def measure_sections(names: list[str], results: Results, folder: Path, end: floa
     """
     from gpu_cases import GPU, SECTIONS, STUB
 
+    with contextlib.suppress(ImportError):  # what is missing is said by the cases that need it
+        importlib.import_module("revzoo.planning.planner")  # takes seconds, and every fork has it then
     for name in names:
         section = SECTIONS[name]
         begin = time.monotonic()
