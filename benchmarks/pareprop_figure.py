@@ -31,15 +31,15 @@ def plot_throughput(networks: Mapping[str, Mapping[str, Any]], title: str, path:
         title: of the picture.
         path: of the picture.
     """
-    figure, panels = _lay_out(list(networks), title, ["training steps with AdamW; error bars are one standard deviation"])
+    figure, panels = lay_out(list(networks), title, ["training steps with AdamW; error bars are one standard deviation"])
     handles: dict[str, Any] = {}
     for (label, axes), network in zip(panels.items(), networks.values(), strict=True):
         handles |= _draw_variants(axes, network["rows"])
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-        _label_batches(axes, [row["batch"] for row in network["rows"]])
+        label_batches(axes, [row["batch"] for row in network["rows"]])
         if label in list(panels)[::_COLUMNS]:
             axes.set_ylabel(f"throughput\n[{network['unit']}]", fontsize=9, color=INK)
-    _add_legend(figure, handles)
+    add_legend(figure, handles)
     save(figure, path)
 
 
@@ -53,7 +53,7 @@ def plot_memory(rows: Sequence[Mapping[str, Any]], published: Sequence[Mapping[s
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = ["counted, with AdamW" + ("; crosses: the authors' logs on an A100 of 80 GB" if published else "")]
-    figure, panels = _lay_out(models, "Peak memory of a training step", lines)
+    figure, panels = lay_out(models, "Peak memory of a training step", lines)
     handles: dict[str, Any] = {}
     for model, axes in panels.items():
         for variant, (color, marker, line) in _LOOKS.items():
@@ -65,10 +65,10 @@ def plot_memory(rows: Sequence[Mapping[str, Any]], published: Sequence[Mapping[s
             axes.plot(batches, peaks, "x", color=color, ms=7, mew=1.5)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:g}"))
-        _label_batches(axes, [row["batch"] for row in rows])
+        label_batches(axes, [row["batch"] for row in rows])
         if model in models[::_COLUMNS]:
             axes.set_ylabel("peak [GiB]", fontsize=9, color=INK)
-    _add_legend(figure, handles)
+    add_legend(figure, handles)
     save(figure, path)
 
 
@@ -76,7 +76,7 @@ def _select(rows: Sequence[Mapping[str, Any]], model: str, variant: str) -> list
     return [row for row in rows if (row["model"], row["variant"]) == (model, variant)]
 
 
-def _lay_out(labels: Sequence[str], title: str, lines: Sequence[str]) -> tuple[Figure, dict[str, Axes]]:
+def lay_out(labels: Sequence[str], title: str, lines: Sequence[str]) -> tuple[Figure, dict[str, Axes]]:
     """Return a page with a heading, and a panel for each label, line by line."""
     columns = min(len(labels), _COLUMNS)
     rows = -(-len(labels) // columns)
@@ -94,7 +94,8 @@ def _lay_out(labels: Sequence[str], title: str, lines: Sequence[str]) -> tuple[F
     return figure, panels
 
 
-def _add_legend(figure: Figure, handles: Mapping[str, Any]) -> None:
+def add_legend(figure: Figure, handles: Mapping[str, Any]) -> None:
+    """Name the lines at the bottom of the page."""
     corner = (_LEFT / figure.get_size_inches()[0], 0)
     names = list(handles)
     figure.legend(list(handles.values()), names, loc="lower left", bbox_to_anchor=corner, ncols=4, frameon=False, fontsize=9)
@@ -126,12 +127,12 @@ def plot_gain(gains: Mapping[str, Mapping[int, float]], path: str | Path) -> Non
         axes.plot(list(points), gained, color=color, marker="o", ms=4, lw=1.6, label=label)
     axes.axhline(0, color=INK, lw=0.8)
     axes.set_ylabel("higher throughput [%]", fontsize=9, color=INK)
-    _label_batches(axes, [batch for points in gains.values() for batch in points])
+    label_batches(axes, [batch for points in gains.values() for batch in points])
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, path)
 
 
-def _label_batches(axes: Axes, batches: Sequence[int]) -> None:
+def label_batches(axes: Axes, batches: Sequence[int]) -> None:
     """Make the horizontal axis logarithmic, with a tick at every batch size."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(sorted(set(batches))))
