@@ -81,6 +81,10 @@ class CallWatch:
             elif (fingerprint := take_fingerprint(tensor, bits=self._repeats_bits)) is not None:
                 self._taken.append((slot, fingerprint))
 
+    def abandon(self) -> None:
+        """Let go of all tensors: the first run has failed."""
+        self._latest.clear()
+
     def compare(
         self,
         name: str,

@@ -119,8 +119,14 @@ class RecordedCall:
                 kept_outputs.discard_unneeded()
                 return out
 
-        out = self._replay.run_first(run)
-        given.clear()  # the hooks live as long as the graph
+        try:
+            out = self._replay.run_first(run)
+        except BaseException:
+            if watch is not None:
+                watch.abandon()
+            raise
+        finally:  # the hooks live as long as the graph, and what they hold would keep the graph of a failed forward alive
+            given.clear()
         announce_run(self, self._replay.fixed)
         if lookahead is not None and dropped:
             lookahead.follow(handle)

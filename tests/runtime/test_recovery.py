@@ -1,10 +1,11 @@
 """When and in which order steps are recovered, and what autograd's less usual calls do."""
 
 import gc
+import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from revzoo.errors import InputError, RecoveryError, ScheduleError, UnknownNameError
 from revzoo.runtime import Coupling, LiveBytes, ReversibleChain
@@ -440,3 +441,31 @@ def test_half_precision_streams_warn_once_with_the_drift(chain_of):
     with pytest.warns(UserWarning, match=r"torch\.bfloat16: inverting these 7 steps loses \d\.\de-0[123] of the state"):
         chain(x1, x2)
     chain(x1, x2)  # a second warning would be an error
+
+
+class Failing(nn.Module):
+    """Runs out of memory after its linear layer, and remembers whether what that has returned lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.held = nn.Linear(8, 8), list[weakref.ref[torch.UntypedStorage]]()
+
+    def forward(self, w: Tensor) -> Tensor:
+        hidden = self.linear(w).tanh()
+        self.held.append(weakref.ref(hidden.untyped_storage()))
+        raise torch.OutOfMemoryError(f"no memory after {hidden.sin()[0, 0]}")
+
+
+@pytest.mark.parametrize("mode", ["store", "selective", "recompute", "invert"])
+def test_a_forward_that_fails_leaves_nothing_behind(mode):
+    failing = Failing()
+    chain = ReversibleChain([nn.Linear(8, 8), failing])
+    chain.schedule = mode
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                chain(*torch.randn(2, 4, 8))
+        assert [ref() for ref in failing.held] == [None] * 3
+    finally:
+        gc.enable()
