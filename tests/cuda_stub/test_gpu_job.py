@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "gpu.py"
 
@@ -50,7 +51,6 @@ def require_stub() -> None:
         pytest.skip(f"the CUDA stub cannot be built: {reason}")
 
 
-@pytest.mark.slow
 def test_the_job_runs_whole_and_a_killed_one_is_resumed(tmp_path):
     require_stub()
     output = finish(start("--fake", "--out", tmp_path / "whole"))
