@@ -25,10 +25,12 @@ class CapturedStep:
     Args:
         step: forward and backward.
         parameters: whose gradients it leaves; each call begins with none.
+        batch_size: examples of a full batch.
     """
 
-    def __init__(self, step: Step, parameters: Iterable[nn.Parameter]):
+    def __init__(self, step: Step, parameters: Iterable[nn.Parameter], batch_size: int):
         self._step = step
+        self._batch_size = batch_size
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_left = EAGER_STEPS
@@ -42,12 +44,13 @@ class CapturedStep:
         Raises:
             RevzooError: the step cannot be captured.
         """
+        if len(batch) != self._batch_size:
+            return self._step(batch, targets).detach()
         if self._inputs is None:
             self._inputs = batch.clone(), targets.clone()
-        if any(given.shape != static.shape for given, static in zip((batch, targets), self._inputs, strict=True)):
-            return self._step(batch, targets).detach()
-        if self._eager_left:
-            self._eager_left -= 1
+        is_alike = all(x.shape == static.shape for x, static in zip((batch, targets), self._inputs, strict=True))
+        if self._eager_left or not is_alike:
+            self._eager_left -= is_alike
             return self._step(batch, targets).detach()
         for static, given in zip(self._inputs, (batch, targets), strict=True):
             static.copy_(given)
@@ -63,8 +66,11 @@ class CapturedStep:
         judge_arrived()  # what the eager steps have shown
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # Other threads, which load data or write a state, may go on waiting for the device.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._loss = self._step(batch, targets).detach()
+        except RevzooError:
+            raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise RevzooError(

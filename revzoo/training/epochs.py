@@ -67,7 +67,7 @@ def train_epochs(run: Run) -> Summary:
     """
     progress = run.progress
     if run.recipe.train.cuda_graph:
-        run.step = CapturedStep(run.step, run.model.parameters())
+        run.step = CapturedStep(run.step, run.model.parameters(), run.batch_size)
         run.display.console.print(f"After {EAGER_STEPS} batches, forward and backward are captured in a CUDA graph.")
     if run.recipe.train.compile:  # after planning and measuring: what compiled code keeps cannot be counted
         compile_steps(run.model)
