@@ -75,7 +75,8 @@ class _History:
     def __init__(self) -> None:
         self._count: int | None = None
         self._version: int | None = None
-        self._observed: deque[tuple[HostCopy, int]] = deque()  # ratios on their way to the host, and how many kept xhat
+        # Ratios on their way to the host, and how many channels kept xhat. Bounded: without an optimizer nobody reads them.
+        self._observed: deque[tuple[HostCopy, int]] = deque(maxlen=16)
 
     def choose_count(self, ratios: Tensor, version: int) -> int:
         """Return how many channels keep xhat in this call."""

@@ -285,7 +285,8 @@ def measure_workspace(
     """Return by how much the allocator's peak exceeds the counted one in a training step [bytes].
 
     Kernels of CUDA take memory of their own while they run: the gradient of a bias 132 MiB on a device of 132 multiprocessors,
-    cuBLAS 32 MiB for each stream. Blocks of the allocator are a little larger than the tensors in them. 0 on a CPU.
+    cuBLAS 32 MiB for each stream. Blocks of the allocator are a little larger than the tensors in them. 0 on a CPU. Resets the
+    allocator's peak statistics.
 
     Args:
         model, batch, problem, loss: as for `measure_timing`.
