@@ -58,14 +58,14 @@ class Activation:
             return cast(Tensor, torch.ops.aten.elu_backward(gradient, self.slope, 1, 1, True, y))
         return gradient
 
-    def find_margin(self, z: Tensor) -> Tensor | None:
-        """Return for each channel how far z is from losing half of its digits in y: it does below 1; None if it never does."""
+    def find_ratio(self, z: Tensor) -> Tensor | None:
+        """Return a ratio for each channel: below 1, some z lose half of their digits in y. None if they never do."""
         if self.name != "elu":
             return None
         return z.amin((0, *range(2, z.dim()))).exp() * (2 / sqrt(torch.finfo(z.dtype).eps))
 
     def alpha(self, y: Tensor) -> Tensor:
-        """Return by how much undoing changes the ratio of signal to noise, apart from what `find_margin` finds."""
+        """Return by how much undoing changes the ratio of signal to noise, apart from what `find_ratio` finds."""
         if self.name == "elu":
             y = torch.where(y > self.slope * (sqrt(torch.finfo(y.dtype).eps) / 2 - 1), y, 0.0)
         slope = 1 / self.differentiate(torch.ones_like(y), y)

@@ -34,9 +34,7 @@ class HostCopy:
     @property
     def has_arrived(self) -> bool:
         """Whether `read` would wait for nothing."""
-        if self._arrival is not None and self._arrival.query():
-            self._arrival = None
-        return self._arrival is None
+        return self._arrival is None or bool(self._arrival.query())
 
     def read(self) -> list[list[float]]:
         """Return the numbers of each tensor. Waits for them if they have not arrived."""

@@ -121,14 +121,14 @@ def _explain_missing_values(model: nn.Module) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = _find_asking_module(model, error)
         raise MissingValueError(
-            f"Bytes are counted without values. Received: {where} that asks for one (.item(), float()). Take that out while "
-            "they are counted."
+            f"Bytes are counted without values. Received: a value that {where} asks for (.item(), float()). Take that out "
+            "while they are counted."
         ) from error
 
 
 def _find_asking_module(model: nn.Module, error: BaseException) -> str:
     """Return words for the innermost module that was running when an error was raised."""
-    names = {id(m): f"{name or 'the model'}, a {type(m).__name__}," for name, m in model.named_modules()}
+    names = {id(m): f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules()}
     frames = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     return next((names[id(each)] for each in reversed(frames) if id(each) in names), "a model or a loss")
 

@@ -144,6 +144,7 @@ class _Trial:
         with preserve_random_streams([state, *self._block.parameters()]):
             try:
                 self._block = copy.deepcopy(self._block)
+                self._block._forward_pre_hooks.clear()  # the one that has called this: it would keep the network alive
                 for p in self._block.parameters():
                     p.data = _randomize(p.data)
                     p.requires_grad_(p.is_floating_point())

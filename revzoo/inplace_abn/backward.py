@@ -1,6 +1,7 @@
 """The arithmetic of the backward of an in-place ABN, part by part."""
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -41,7 +42,7 @@ class Backward:
         gradient: of y.
         y: the output.
         shortcut: what z has beside BatchNorm's output, or None.
-        channels: those whose xhat is kept, in ascending order; it takes the place of z.
+        channels: those whose xhat is kept, in ascending order; it takes the place of z. None: all, if there is an `xhat`.
         xhat: of these channels.
         shift: the bias of each channel; 0 where xhat is kept.
         factor: 1 / weight of each channel; 1 where xhat is kept.
@@ -87,14 +88,13 @@ class Backward:
         return dx, dz, dweight, dbias
 
     def _run_channels(self, size: int, dz: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Take `size` channels after the other: none needs another one, so all is computed while a part is in the cache.
-
-        Those whose xhat is kept come once more at the end: which they are, the host does not know.
-        """
+        """Take `size` channels after the other: none needs another one, so all is computed while a part is in the cache."""
+        weak, later = self._locate_weak(size)
         sums = []
         for start in range(0, self.y.size(1), size):
             part = slice(start, start + size)
-            dx_part, dz_part, *each = self._take_channels(part)._run_whole()
+            few = slice(bisect_left(weak, start), bisect_left(weak, start + size))
+            dx_part, dz_part, *each = self._take_channels(part, few)._run_whole()
             sums.append(each)
             if dz is not None and dz_part is not None:
                 dz[:, part] = dz_part
@@ -102,12 +102,23 @@ class Backward:
                 dx[:, part] = dx_part
             del dx_part, dz_part  # before the next ones come
         dweight, dbias = (torch.cat(each) for each in zip(*sums, strict=True))
-        if self.channels is not None:
-            dx_part, _, *each = self._take_channels(self.channels)._run_whole()
-            dweight[self.channels], dbias[self.channels] = each
+        for channels, few in later:
+            dx_part, _, *each = self._take_kept(channels, few)._run_whole()
+            dweight[channels], dbias[channels] = each
             if dx is not None and dx_part is not None:
-                dx[:, self.channels] = dx_part
+                dx[:, channels] = dx_part
         return dweight, dbias
+
+    def _locate_weak(self, size: int) -> tuple[Sequence[int], Iterable[tuple[Tensor, slice]]]:
+        """Return the channels that keep xhat, if the host knows them; else they come once more later, in parts of this size."""
+        if self.channels is None:
+            return (), ()
+        if len(self.channels) == self.y.size(1):
+            return range(self.y.size(1)), ()
+        if self.channels.is_cpu:
+            return self.channels.tolist(), ()
+        parts = [slice(start, start + size) for start in range(0, len(self.channels), size)]
+        return (), ((self.channels[part], part) for part in parts)
 
     def _run_places(self, size: int, dz: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor]:
         """Take `size` places of the images after the other, where channels lie side by side: first for sums, then for dx."""
@@ -133,14 +144,21 @@ class Backward:
                 del z
         return dweight, dbias
 
-    def _take_channels(self, part: slice | Tensor) -> "Backward":
-        """Return the work that some channels are: a part of all, or those whose xhat is kept."""
+    def _take_channels(self, part: slice, few: slice) -> "Backward":
+        """Return the work that some channels are; those at `few` of `channels` are among them."""
         channels, xhat = None, None
-        if isinstance(part, Tensor):
-            channels, xhat = torch.arange(len(part), device=part.device), self.xhat
+        if self.channels is not None and self.xhat is not None and few.start < few.stop:
+            channels, xhat = self.channels[few] - part.start, self.xhat[:, few]
         shortcut = None if self.shortcut is None else self.shortcut[:, part]
         known = self.shift[part], self.factor[part], self.scale[part], self.needs_x, self.needs_shortcut
         return Backward(self.activation, self.gradient[:, part], self.y[:, part], shortcut, channels, xhat, *known)
+
+    def _take_kept(self, channels: Tensor, few: slice) -> "Backward":
+        """Return the work that channels are whose xhat is kept, at `few` of all these: the rest of z is not needed."""
+        assert self.xhat is not None
+        known = self.shift[channels], self.factor[channels], self.scale[channels], self.needs_x, False
+        kept = self.xhat[:, few]
+        return Backward(self.activation, self.gradient[:, channels], self.y[:, channels], None, None, kept, *known)
 
     def _take_places(self, part: slice) -> "Backward":
         shortcut = None if self.shortcut is None else self.shortcut[:, :, part]
@@ -156,6 +174,8 @@ class Backward:
         return dz.contiguous(memory_format=read_format(z)), z
 
     def _rebuild_z(self) -> Tensor:
+        if self.channels is None and self.xhat is not None:  # of all channels
+            return self.xhat.to(self.shift.dtype)
         z = self.activation.undo(self.y.to(self.shift.dtype))
         if self.shortcut is not None:
             z -= self.shortcut

@@ -22,7 +22,7 @@ from revzoo.activation import Activation
 from revzoo.host_copy import HostCopy, can_read_now, is_capturing
 
 _TOLERANCE = 1e-4  # of xhat, where the dtype allows it; elsewhere one ulp for half a standard deviation, which sums average out
-_NEAR = 16.0  # a channel of a smaller ratio may be weak in the next step
+_NEAR = 2.0  # a channel of a smaller ratio may be weak in the next step: one update hardly ever halves a weight
 
 
 def find_weak_channels(
@@ -47,14 +47,14 @@ def find_weak_channels(
         return channels if channels.numel() else None
     history = _histories.get(layer) or _histories.setdefault(layer, _History())
     count = history.choose_count(ratios, -1 if weight is None else weight._version)
-    return ratios.argsort()[:count].sort().values if count else None
+    return ratios.topk(count, largest=False).indices.sort().values if count else None
 
 
 def _compute_ratios(
     activation: Activation, z: Tensor, weight: Tensor | None, bias: Tensor | None, shortcut: Tensor | None
 ) -> Tensor | None:
     """Return the ratio of each channel, None if no channel can be weak. Shape: (C,)."""
-    ratios = activation.find_margin(z)
+    ratios = activation.find_ratio(z)
     if weight is None or bias is None:
         return ratios
     size = 1 + bias.abs()
@@ -69,14 +69,14 @@ def _compute_ratios(
 class _History:
     """What the steps of one layer have shown on an accelerator.
 
-    The count changes with the version of the weight only, so that a second run of a step keeps what the first one kept.
+    A second run has to keep what the first one kept. So the count falls only where the weight has another version, since no
+    second run may come after that; it rises whenever more channels turn out to be nearly weak.
     """
 
     def __init__(self) -> None:
         self._count: int | None = None
         self._version: int | None = None
-        # Ratios on their way to the host, and how many channels kept xhat. Bounded: without an optimizer nobody reads them.
-        self._observed: deque[tuple[HostCopy, int]] = deque(maxlen=16)
+        self._observed: deque[tuple[HostCopy, int]] = deque()  # ratios on their way to the host, and how many kept xhat
 
     def choose_count(self, ratios: Tensor, version: int) -> int:
         """Return how many channels keep xhat in this call."""
@@ -87,9 +87,9 @@ class _History:
         arriving = HostCopy(ratios)
         if self._count is None:
             self._count = _count_below(_NEAR, arriving)
-        elif version != self._version:
-            while self._observed and self._observed[0][0].has_arrived:
-                self._count = self._review(*self._observed.popleft())
+        while self._observed and self._observed[0][0].has_arrived:
+            near = self._review(*self._observed.popleft())
+            self._count = near if version != self._version else max(self._count, near)
         self._version = version
         self._observed.append((arriving, self._count))
         return self._count

@@ -22,13 +22,16 @@ def compile_steps(model: nn.Module, **options: Any) -> None:
         model: a `revzoo.Model`, a `ReversibleChain`, or a module that contains some.
         **options: arguments of `torch.compile`, such as `mode` or `dynamic`.
     Raises:
-        InputError: the model has no reversible steps, or `mode` puts each step in a CUDA graph.
+        InputError: the model has no reversible steps, or would put each of them in a CUDA graph.
     """
-    if options.get("mode") in ("reduce-overhead", "max-autotune"):
+    asked = options.get("mode") in ("reduce-overhead", "max-autotune") or (options.get("options") or {}).get(
+        "triton.cudagraphs"
+    )
+    if asked and isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters()):
         raise InputError(
-            "With this mode each step would be a CUDA graph, and the next one would overwrite states that backward needs. "
-            f"Received: mode={options['mode']!r}. Compile with mode='default' or 'max-autotune-no-cudagraphs', and capture the "
-            "whole training step: docs/gpu.md."
+            "Each step would be a CUDA graph of its own, and the next one would overwrite states that backward needs. "
+            f"Received: {options}. Compile with mode='max-autotune-no-cudagraphs', or without, and capture the whole training "
+            "step: docs/gpu.md."
         )
     chains = [m for m in model.modules() if isinstance(m, Model | ReversibleChain)] if isinstance(model, nn.Module) else []
     steps = [entry.module for chain in chains for entry in chain.layout() if entry.kind == "step"]

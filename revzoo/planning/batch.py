@@ -148,7 +148,7 @@ def find_best_batch(
             plan = plan_from_profile(model, batch, predicted, limit, solver, depth, loss)
             ((seconds, spread),) = measure_step_seconds(model, batch, [(plan.schedule, plan.lookahead)], loss)
         except (MemoryError, BudgetError):
-            continue  # the counted bytes fit, but kernel workspaces and fragments come on top
+            continue  # the counted bytes fit, but fragments come on top, and on a CPU kernel workspaces
         return BatchPlan(row.batch, replace(plan, seconds=seconds, spread=spread), seconds, row.planned, rows)
     raise BudgetError(f"No batch from {low} to {high} could be run within {format_bytes(limit)} on this device.")
 
@@ -177,7 +177,9 @@ class _Interpolation:
         except MemoryError as error:
             raise InputError(f"A batch of {high} cannot even be allocated here. Search up to a smaller size.") from error
         taken = {"other_bytes": self.small.other_bytes, "update_bytes": self.small.update_bytes}
-        self._large = count(model, largest, loss, **taken, lookahead=lookahead != 0) if high > low else None
+        self._large = (
+            self._add_workspace(count(model, largest, loss, **taken, lookahead=lookahead != 0)) if high > low else None
+        )
         self._timings = {low: self.small.timing}  # by size
         size = min(high, _STRETCH * low)
         while not self.measure(size) and size > low:
@@ -195,12 +197,15 @@ class _Interpolation:
         try:
             with memory_errors():
                 batch = self._model.example_input(size)
-            memory = count(self._model, batch, self._loss, self.small.other_bytes)
+            memory = self._add_workspace(count(self._model, batch, self._loss, self.small.other_bytes))
             allowance = min(self._limit, free_bytes(batch.device) + self.small.model_bytes)
             self._timings[size] = measure_timing(self._model, batch, memory, allowance, self._loss)
         except MemoryError:
             return False
         return True
+
+    def _add_workspace(self, memory: Problem) -> Problem:
+        return replace(memory, fixed_bytes=memory.fixed_bytes + self.small.workspace_bytes)
 
     def at(self, size: int) -> Profile:
         """Return the profile for a batch size."""

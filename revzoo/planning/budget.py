@@ -9,7 +9,7 @@ from revzoo.errors import InputError
 from revzoo.format import BYTE_UNITS
 
 _UNITS = BYTE_UNITS | {f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)}
-_FREE_SHARE = 0.9  # of the free memory, for "auto": the rest is for kernel workspaces and fragments, which are not counted
+_FREE_SHARE = 0.9  # of the free memory, for "auto": the rest is for fragments, and where nothing is run for kernel workspaces
 
 
 def parse_budget(budget: str | int | float, device: torch.device | str, present_bytes: int = 0, *, sharing: int = 1) -> int:

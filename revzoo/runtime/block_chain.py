@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, cast
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +41,7 @@ from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.joint_call import JointCall, WholeRecoverer
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.observation import begin_call
+from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.recorded_call import Recoverer
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
@@ -49,26 +49,6 @@ from revzoo.runtime.settings import Settings
 from revzoo.runtime.tape import SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
-
-
-class _Weak:
-    """A reference to a module that itself holds the steps of its blocks: a strong one would be a cycle.
-
-    Then a network that is deleted would keep its memory until Python's garbage collector comes by, which knows nothing of the
-    memory of a device.
-
-    Args:
-        module: the module; a copy of this, or what is unpickled, refers to the copy of it.
-    """
-
-    def __init__(self, module: nn.Module):
-        self._module = ref(module)
-
-    def __call__(self) -> nn.Module | None:
-        return self._module()
-
-    def __reduce__(self) -> Any:
-        return _Weak, (self._module(),)
 
 
 class BlockChain:
@@ -95,10 +75,9 @@ class BlockChain:
         self.path = path
         self.branches = branches
         self.blocks_per_step = blocks_per_step
-        self._owner = _Weak(owner)
+        self._owner = ModuleReference(owner)
         self.length = len(blocks)
-        # Of an element of a state: those of float64 in a network of that dtype, otherwise of float32.
-        self.state_bytes = 8 if any(p.dtype is torch.float64 for block in blocks for p in block.parameters()) else 4
+        self._blocks = [ModuleReference(block) for block in blocks]
         self.coupling = coupling
         self.schedule = "invert"
         self._schedule_before_plan: list[Mode] | None = None
@@ -120,6 +99,12 @@ class BlockChain:
     def num_calls(self) -> int:
         """How many functions are called one after the other: blocks, or branches of them."""
         return self.length * max(len(self.branches), 1)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of an element of a state: those of float64 in a network of that dtype, otherwise of float32."""
+        blocks = (block for reference in self._blocks if (block := reference()) is not None)
+        return 8 if any(p.dtype is torch.float64 for block in blocks for p in block.parameters()) else 4
 
     @property
     def schedule(self) -> list[Mode]:
@@ -198,7 +183,7 @@ class BlockStep(nn.Module):
     """
 
     def __init__(self, block: nn.Module, chain: BlockChain, index: int):
-        self._block = _Weak(block)
+        self._block = ModuleReference(block)
         super().__init__()
         self.chain = chain
         self.index = index

@@ -16,6 +16,7 @@ a shift is enough.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import frexp
 from typing import Any, TypeVar, cast
 
@@ -179,8 +180,8 @@ class Grid:
         self.scale, self.limit = 2.0**fraction, 2.0 ** (digits - fraction)
         self._will_invert = will_invert
         self._compile = compile_function
-        self._places: list[str] = []
-        self._ranges: list[Tensor] = []  # least and most value of the states at these places, on an accelerator
+        # On an accelerator, of states that have not been checked: where each is, and its least and most value.
+        self._noted: list[tuple[str, Tensor, Tensor]] = []
         self._checked_in: int | None = None  # the latest backward that has begun to check them
 
     def round(self, x: Tensor) -> Tensor:
@@ -216,14 +217,14 @@ class Grid:
         into: Tensor | None = None,
     ) -> Tensor:
         """Return w[k-1] from w[k+1], out = f(w[k]) and the bits that `advance` returned, in `into` or a new tensor."""
-        spoiled = self._check_ranges()
+        poison = self._begin_check()
         invert = self._compile_if_exact(_invert, coupling, following, current, out)
         if invert is not _invert and kept is not None:
             kept = unpack(kept)  # in compiled code, gathering each number by itself takes 10 times as long
         rebuilt = invert(following, current, out, kept, into, coupling, self.scale)
-        return rebuilt if spoiled is None else rebuilt.add_(spoiled)
+        return rebuilt if poison is None else rebuilt.add_(poison)
 
-    def _check_ranges(self) -> Tensor | None:
+    def _begin_check(self) -> Tensor | None:
         """Have what `watch` has noted on an accelerator checked at the end of this backward.
 
         Returns:
@@ -231,18 +232,20 @@ class Grid:
             grid, so that no gradient that could be wrong looks right.
         """
         task = torch._C._current_graph_task_id()
-        if not self._ranges or task == self._checked_in or not has_value(self._ranges[0]):
+        if not self._noted or task == self._checked_in or not has_value(self._noted[0][1]):
             return None
         self._checked_in = task
-        ranges = torch.stack(self._ranges)  # which stay: a side stream may be reading them
+        noted = list(self._noted)  # it holds the tensors until they are checked: a side stream may be reading them
+        ranges = torch.stack([value for _, *values in noted for value in values])
         if is_capturing():
             return torch.where(ranges.abs().amax() < self.limit, 0.0, torch.nan)
-        check_after_backward(ranges, self._end_check)
+        check_after_backward(ranges, partial(self._end_check, noted))
         return None
 
-    def _end_check(self, ranges: list[float]) -> None:
-        _check_range(self.limit, self._places, ranges)
-        self._ranges = []
+    def _end_check(self, noted: Sequence[tuple[str, Tensor, Tensor]], ranges: list[float]) -> None:
+        _check_range(self.limit, [place for place, *_ in noted], ranges)
+        checked = set(map(id, noted))  # a forward may have gone on after the backward had begun, and noted more
+        self._noted = [each for each in self._noted if id(each) not in checked]
 
     def _compile_if_exact(self, function: Callable[..., T], coupling: Coupling, *terms: Tensor) -> Callable[..., T]:
         """Return the compiled function if it gives the same bits, else the function.
@@ -270,8 +273,7 @@ class Grid:
             if has_value(state):
                 _check_range(self.limit, [where], [float(least), float(most)])
         elif self._will_invert:
-            self._places.append(where)
-            self._ranges += state.aminmax()
+            self._noted.append((where, *state.aminmax()))
 
 
 def _check_range(limit: float, places: Sequence[str], ranges: Sequence[float]) -> None:

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from revzoo.errors import InputError
 from revzoo.runtime.block_conventions import replace_state
+from revzoo.runtime.ownership import ModuleReference
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,17 @@ class _Switch:
     """What stands in place of a module's call: it returns zeros while the module is silenced."""
 
     def __init__(self, module: nn.Module):
-        self.module = module
+        self._module = ModuleReference(module)
         self.own_call = module.__dict__.get("_call_impl")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        scope = _scope.get()
-        if scope is not None and self.module in scope.returns:
-            scope.called.add(self.module)
-            return replace_state(scope.returns[self.module], _make_zeros(args, kwargs, scope.dtype))
-        if self.own_call is None:
-            value = type(self.module)._call_impl(self.module, *args, **kwargs)
-        else:
-            value = self.own_call(*args, **kwargs)
-        if scope is not None and (path := scope.watched.get(self.module)) is not None:
+        scope, module = _scope.get(), cast(nn.Module, self._module())
+        if scope is not None and module in scope.returns:
+            scope.called.add(module)
+            return replace_state(scope.returns[module], _make_zeros(args, kwargs, scope.dtype))
+        own_call = partial(type(module)._call_impl, module) if self.own_call is None else self.own_call
+        value = own_call(*args, **kwargs)
+        if scope is not None and (path := scope.watched.get(module)) is not None:
             scope.returned[path] = replace_state(value, None)
         return value
 

@@ -184,7 +184,7 @@ class TrainOptions:
         freeze: modules of the model that are not trained, such as stem or stages.0.
         compile: compile the reversible steps with `torch.compile`.
         cuda_graph: capture forward and backward in a CUDA graph after the first steps, and replay it: the host no longer limits
-            small batches and small networks. Batches of another shape are trained without it.
+            small batches and small networks.
         save_every: updates between two saved states within an epoch; None: a state is saved after every epoch only.
         track: tools that get settings, metrics and pictures: tensorboard, mlflow, wandb, comet_ml, aim.
         save_async: train on while a state is written, from a copy on the host; None: where training is on a GPU.

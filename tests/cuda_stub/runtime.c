@@ -319,6 +319,8 @@ cudaError_t cudaMallocAsync(void **p, size_t size, cudaStream_t s) { return cuda
 cudaError_t cudaFreeAsync(void *p, cudaStream_t s) { return cudaFree(p); }
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *total = read_total(), *free = *total - used_bytes; return 0; }
 cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
+  cudaError_t error = refuse_in_capture();
+  if (error) return error;
   pthread_mutex_lock(&lock);
   stub_counts[count_host_alloc]++;
   if (posix_memalign(p, 4096, size ? size : 1)) abort();
@@ -327,6 +329,8 @@ cudaError_t cudaHostAlloc(void **p, size_t size, unsigned flags) {
   return 0;
 }
 cudaError_t cudaFreeHost(void *p) {
+  cudaError_t error = refuse_in_capture();
+  if (error) return error;
   pthread_mutex_lock(&lock);
   remove_block(p);
   pthread_mutex_unlock(&lock);

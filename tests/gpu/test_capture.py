@@ -1,5 +1,6 @@
 """CUDA graphs of whole training steps: every mode is captured after eager steps, and a replay computes what they do."""
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import revzoo
+from revzoo.errors import InputError
 from revzoo.runtime import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU, LayerChain, ReversibleChain
 from revzoo.runtime.coupling import momentum
+from revzoo.training.captured_step import CapturedStep
 from tests.cuda_stub import stub
 
 DEVICE = "cuda"
@@ -157,6 +160,60 @@ def test_states_that_leave_the_grid_make_the_gradients_of_a_replay_nan():
     inputs[0].fill_(1e4)
     graph.replay()
     assert any(p.isnan().any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])
+def test_a_graph_for_each_step_is_refused(options):
+    chain, _ = make_chain()
+    with pytest.raises(InputError, match="capture the whole training step"):
+        revzoo.compile_steps(chain, **options)
+
+
+def test_another_thread_may_allocate_pinned_memory_during_a_capture_of_training():
+    """As a loader's does."""
+    chain, (x1, x2) = make_chain()
+    end = threading.Event()
+
+    def pin() -> None:
+        while not end.is_set():
+            torch.empty(2**20 + len(threading.enumerate())).pin_memory()
+
+    def step(batch: Tensor, _: Tensor) -> Tensor:
+        y1, y2 = chain(batch, x2)
+        loss = (y1 * y2).mean()
+        loss.backward()
+        return loss
+
+    captured = CapturedStep(step, chain.parameters(), len(x1))
+    other = threading.Thread(target=pin)
+    other.start()
+    try:
+        for _ in range(6):
+            captured(x1, x2)
+    finally:
+        end.set()
+        other.join()
+
+
+def test_a_forward_that_goes_on_after_a_backward_is_checked():
+    """The blocks of one list have one grid, also where a loss in the middle is differentiated first."""
+    blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(4)).to(DEVICE)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: Tensor) -> Tensor:
+            for i, block in enumerate(self.blocks):
+                x = block(x) if i else block(x.clone())
+                if i == 1:
+                    x.square().mean().backward(retain_graph=True)
+            return x
+
+    net = Net()
+    revzoo.reversible_(net, "blocks")
+    net(torch.randn(4, 16, device=DEVICE)).sum().backward()
 
 
 @pytest.mark.counts

@@ -63,7 +63,7 @@ def test_a_step_that_cannot_be_captured_is_named():
     for images, labels in others:
         captured(images, labels)
         model.zero_grad()
-    with pytest.raises(RevzooError, match=r"cannot be captured in a CUDA graph: .*train\.cuda_graph=false"):
+    with pytest.raises(RevzooError, match=r"in a CUDA graph: .*operation not permitted when stream is capturing\. Train with"):
         captured(*first)
 
 

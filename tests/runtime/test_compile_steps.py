@@ -329,12 +329,6 @@ def test_copies_are_not_compiled_and_pickling_works(error):
         assert all(map(torch.equal, differentiate(other), expected))
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_a_graph_for_each_step_is_refused(mode):
-    with pytest.raises(InputError, match=f"mode='{mode}'.*capture the whole training step"):
-        revzoo.compile_steps(make_chain(), mode=mode)
-
-
 @pytest.mark.slow
 def test_options_reach_the_compiler(error):
     chain, compiler = make_chain(), CompileCounterWithBackend("aot_eager")

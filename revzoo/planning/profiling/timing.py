@@ -285,8 +285,8 @@ def measure_workspace(
     """Return by how much the allocator's peak exceeds the counted one in a training step [bytes].
 
     Kernels of CUDA take memory of their own while they run: the gradient of a bias 132 MiB on a device of 132 multiprocessors,
-    cuBLAS 32 MiB for each stream. Blocks of the allocator are a little larger than the tensors in them. 0 on a CPU. Resets the
-    allocator's peak statistics.
+    cuBLAS 32 MiB for each stream of each thread. Blocks of the allocator are a little larger than the tensors in them. 0 on a
+    CPU. Resets the allocator's peak statistics.
 
     Args:
         model, batch, problem, loss: as for `measure_timing`.
@@ -299,16 +299,17 @@ def measure_workspace(
         return 0
     problem = replace(problem, update_bytes=0)  # no update is run
     modes = cast(list[Mode], minimize_peak(problem)[1]) if modes is None else modes
-    with preserve_schedules(model), memory_errors(), isolated(model, batch) as inputs:
-        assign_schedule(model, modes, problem.lookahead)
-        torch._C._cuda_clearCublasWorkspaces()  # so that they count, whatever ran before
-        torch.cuda.empty_cache()  # and blocks are as large as what they are made for
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        total = compute_loss(loss, call(model, inputs))
-        with leave_autocast():
-            total.backward()
-        taken = torch.cuda.max_memory_allocated(device) - before
+    with preserve_schedules(model):
+        _time_step(model, batch, modes, loss, problem.lookahead)  # a warm-up: cuDNN tries kernels that it does not choose
+        with memory_errors(), isolated(model, batch) as inputs:
+            torch._C._cuda_clearCublasWorkspaces()  # so that they count, whatever ran before
+            torch.cuda.empty_cache()  # and blocks are as large as what they are made for
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            total = compute_loss(loss, call(model, inputs))
+            with leave_autocast():
+                total.backward()
+            taken = torch.cuda.max_memory_allocated(device) - before
     workspace = taken - (peak(problem, modes) - problem.fixed_bytes)
     return max(0, -(-workspace // _ROUNDING) * _ROUNDING)
 
