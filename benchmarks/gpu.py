@@ -267,12 +267,16 @@ def main() -> None:
     names = args.sections or list(SECTIONS)
     if unknown := set(names) - SECTIONS.keys():
         parser.error(f"no such section: {', '.join(sorted(unknown))}. Choose of {', '.join(SECTIONS)}")
+    if args.out.is_file():
+        parser.error(f"--out is a folder. Received: the file {args.out}")
+    if args.resume is None and (args.out / "gpu.json").exists():
+        parser.error(f"{args.out} has results already. Add --resume, or take another folder")
     args.out.mkdir(parents=True, exist_ok=True)
     results = Results(args.out / "gpu.json", args.fake)
     if args.resume is not None:
         try:
             results.read(None if args.resume == Path() else args.resume)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             parser.error(f"cannot resume: {error}")
     results.content["runs"].append({"arguments": shlex.join(sys.argv[1:]), "sections": {}})
     results.write()

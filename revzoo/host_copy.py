@@ -20,6 +20,12 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def find_graph() -> object | None:
+    """Return the CUDA graph that is being captured, None if there is none or PyTorch does not tell (before 2.14)."""
+    find = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)
+    return find() if find is not None and is_capturing() else None
+
+
 class HostCopy:
     """Numbers on their way from a device to the host.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from revzoo.activation import Activation
+from revzoo.host_copy import can_read_now
 
 _PART = 2**17  # elements: five such tensors nearly stay in a CPU's cache of 2 MiB; of half the size, Python's own time shows
 _MOST_PARTS = 16  # on other devices, where every part starts kernels
@@ -115,7 +116,7 @@ class Backward:
             return (), ()
         if len(self.channels) == self.y.size(1):
             return range(self.y.size(1)), ()
-        if self.channels.is_cpu:
+        if can_read_now(self.channels):
             return self.channels.tolist(), ()
         parts = [slice(start, start + size) for start in range(0, len(self.channels), size)]
         return (), ((self.channels[part], part) for part in parts)

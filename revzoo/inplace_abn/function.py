@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from revzoo.activation import Activation
 from revzoo.errors import InputError
 from revzoo.inplace_abn.backward import Backward, read_format, spread
-from revzoo.inplace_abn.weak import find_weak_channels
+from revzoo.inplace_abn.weak import find_least_weight, find_weak_channels
 from revzoo.invertible import refuse_one_value
 
 
@@ -137,7 +137,9 @@ class InPlaceABNFunction(torch.autograd.Function):
         inverse_deviation = inverse_deviation.to(dtype)
         weight = torch.ones_like(inverse_deviation) if weight is None else weight.to(dtype)
         shift = torch.zeros_like(inverse_deviation) if bias is None else bias.to(dtype)
-        factor = weight.reciprocal()
+        # Channels below the bound keep xhat, but for those that have got there in one step on an accelerator.
+        bound = 1 / find_least_weight(y.dtype)
+        factor = weight.reciprocal().clamp(-bound, bound)
         if channels is not None:
             shift, factor = shift.index_fill(0, channels, 0.0), factor.index_fill(0, channels, 1.0)
         scale = weight * inverse_deviation

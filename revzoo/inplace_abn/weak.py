@@ -46,8 +46,13 @@ def find_weak_channels(
         channels = (ratios < 1).nonzero().flatten()
         return channels if channels.numel() else None
     history = _histories.get(layer) or _histories.setdefault(layer, _History())
-    count = history.choose_count(ratios, -1 if weight is None else weight._version)
+    count = history.choose_count(ratios)
     return ratios.topk(count, largest=False).indices.sort().values if count else None
+
+
+def find_least_weight(dtype: torch.dtype) -> float:
+    """Return the least weight that a channel whose output is of size 1 may have without being weak."""
+    return max(2 * torch.finfo(dtype).eps, _TOLERANCE)
 
 
 def _compute_ratios(
@@ -62,35 +67,39 @@ def _compute_ratios(
         example = shortcut[0].flatten(1)  # one tells the size
         dtype = torch.promote_types(example.dtype, torch.float32)
         size += torch.linalg.vector_norm(example, dim=1, dtype=dtype) / sqrt(example.size(1))
-    of_weight = weight.abs() / (max(2 * torch.finfo(z.dtype).eps, _TOLERANCE) * size)
+    of_weight = weight.abs() / (find_least_weight(z.dtype) * size)
     return of_weight if ratios is None else torch.minimum(of_weight, ratios)
 
 
 class _History:
     """What the steps of one layer have shown on an accelerator.
 
-    A second run has to keep what the first one kept. So the count falls only where the weight has another version, since no
-    second run may come after that; it rises whenever more channels turn out to be nearly weak.
+    A second run has to keep what the first one kept. So where there are second runs, the count changes only after one.
     """
 
     def __init__(self) -> None:
         self._count: int | None = None
-        self._version: int | None = None
         self._observed: deque[tuple[HostCopy, int]] = deque()  # ratios on their way to the host, and how many kept xhat
+        self._begins_outside = False  # of backward; not where torch.utils.checkpoint is reentrant and records in backward only
+        self._has_second_runs, self._has_run_again = False, False  # at all, and since the count was chosen
+        self._task = -1
 
-    def choose_count(self, ratios: Tensor, version: int) -> int:
+    def choose_count(self, ratios: Tensor) -> int:
         """Return how many channels keep xhat in this call."""
         if is_capturing():
             return len(ratios) if self._count is None else self._count
-        if torch._C._current_graph_task_id() != -1 and self._count is not None:
-            return self._count  # a second run
+        task = torch._C._current_graph_task_id()
+        if task != -1 and self._begins_outside and self._count is not None:
+            self._has_second_runs = self._has_run_again = True
+            return self._count
         arriving = HostCopy(ratios)
         if self._count is None:
             self._count = _count_below(_NEAR, arriving)
-        while self._observed and self._observed[0][0].has_arrived:
-            near = self._review(*self._observed.popleft())
-            self._count = near if version != self._version else max(self._count, near)
-        self._version = version
+        elif task != self._task if task != -1 else self._has_run_again or not self._has_second_runs:
+            while self._observed and self._observed[0][0].has_arrived:
+                self._count = self._review(*self._observed.popleft())
+            self._has_run_again = False
+        self._begins_outside, self._task = self._begins_outside or task == -1, task
         self._observed.append((arriving, self._count))
         return self._count
 
@@ -98,7 +107,7 @@ class _History:
         if (weak := _count_below(1.0, arrived)) > kept:
             warnings.warn(
                 f"In one step {weak - kept} channels of an in-place ABN had weights that had jumped to nearly 0; the gradients "
-                f"of these weights are then less exact than {_TOLERANCE:g}. Does the training diverge?",
+                "of these weights were then too small. Does the training diverge?",
                 stacklevel=2,
             )
         return _count_below(_NEAR, arrived)

@@ -64,9 +64,14 @@ class RandomState:
         return all(_read(g.get_state()) == then.data for g, then in zip(self._generators, self._after, strict=True))
 
     @property
+    def has_drawn(self) -> bool:
+        """Whether the first run drew a number."""
+        return not all(map(is_, self._before, self._after))
+
+    @property
     def needs_no_rewinding(self) -> bool:
         """Whether the call drew nothing, and the generators are where they were."""
-        return all(map(is_, self._before, self._after)) and self.has_drawn_all
+        return not self.has_drawn and self.has_drawn_all
 
     def rewind(self) -> list[Tensor]:
         """Go back to the states before the call; return the present ones, for `restore`."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo.errors import RecoveryError
+from revzoo.host_copy import find_graph
 from revzoo.runtime.compiling import are_compiled
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import RandomState
@@ -103,6 +104,7 @@ class Replay:
             self._random = RandomState(self._devices)
             out = run()
             self._random.end_first_run()
+            self._graph = find_graph() if self._random.has_drawn else None
         finally:
             turn.release()
         if changed := self._find_changed():
@@ -124,6 +126,12 @@ class Replay:
             RecoveryError: a parameter, buffer or side input was changed in place or replaced since the first run.
         """
         self.require_unchanged()
+        if self._random.has_drawn and find_graph() is not self._graph:
+            raise RecoveryError(
+                f"{self._name} draws random numbers, and its forward and backward are not captured in one CUDA graph, so the "
+                "second run would draw others. Capture both in one graph (torch.cuda.make_graphed_callables makes two), or set "
+                "its schedule to 'store'."
+            )
         turn = _take_turn(self.device, self._name)
         try:
             return self._run_in_turn(run, check_draws)

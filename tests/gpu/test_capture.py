@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.errors import InputError
+from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import CoupledConv2d, InvertibleBatchNorm2d, InvertibleLeakyReLU, LayerChain, ReversibleChain
 from revzoo.runtime.coupling import momentum
 from revzoo.training.captured_step import CapturedStep
@@ -193,6 +193,14 @@ def test_another_thread_may_allocate_pinned_memory_during_a_capture_of_training(
     finally:
         end.set()
         other.join()
+
+
+@pytest.mark.skipif(not hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph"), reason="PyTorch 2.14 tells the graph")
+@pytest.mark.parametrize("mode", ["invert", "recompute", "selective"])
+def test_random_numbers_in_two_graphs_are_refused(mode):
+    chain, inputs = make_chain(mode)
+    with pytest.raises(RecoveryError, match=r"steps\.3 draws random numbers.*make_graphed_callables"):
+        torch.cuda.make_graphed_callables(chain, tuple(x.requires_grad_() for x in inputs))
 
 
 def test_a_forward_that_goes_on_after_a_backward_is_checked():

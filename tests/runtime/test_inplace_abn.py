@@ -92,6 +92,63 @@ def test_weights_that_are_0_negative_or_tiny_change_nothing(
     assert kept[1].shape == (3, 3, 4, 4)
 
 
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Take the CPU for a device that is not asked which channels are weak."""
+    for module in ("weak", "backward"):
+        monkeypatch.setattr(f"revzoo.inplace_abn.{module}.can_read_now", lambda x: False)
+
+
+def set_weights(weights, *layers):
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.copy_(torch.tensor(weights))
+
+
+@pytest.mark.filterwarnings("ignore:In one step 2 channels of an in-place ABN")
+@pytest.mark.parametrize(("activation", "slope"), ACTIVATIONS)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("part", [1, 120, 2**17])
+def test_on_an_accelerator_gradients_are_the_same(activation, slope, memory_format, part, accelerator, monkeypatch):
+    monkeypatch.setattr("revzoo.inplace_abn.backward._PART", part)
+    monkeypatch.setattr("revzoo.inplace_abn.backward._MOST_PARTS", 6)
+    layer, twin = pair(6, activation, slope)
+    x = images().to(memory_format=memory_format)
+    counts = []
+    for weights in ([1.0, 1e-12, 1.5, 0.0, 2.0, -1.0], [1.0, 1e-12, 1.5, 0.0, 2.0, -1.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) * 2:
+        set_weights(weights, layer, twin)
+        (y, got), (expected_y, expected) = compute_gradients(layer, x), compute_gradients(twin, x)
+        assert torch.equal(y, expected_y)
+        has_jumped = len(counts) == 3  # to nearly 0: the gradients of these weights are too small once, and all others the same
+        compared = slice(1 if has_jumped else None)
+        assert largest_error(got[compared], expected[compared]) < (1e-3 if has_jumped else 1e-8)
+        assert all(g.isfinite().all() for g in got)
+        kept = layer.forward_keeping(x)[3:]
+        counts.append(kept[0].numel() if kept else 0)
+    assert counts == [2, 2, 0, 2, 2, 0]  # as the call before has shown
+
+
+def test_on_an_accelerator_a_weight_that_jumps_to_nearly_0_is_noticed(accelerator):
+    layer, _ = pair(6)
+    set_weights([1.0] * 6, layer)
+    compute_gradients(layer, images())
+    set_weights([1.0, 1.0, 1e-9, 1.0, 1.0, 1.0], layer)
+    compute_gradients(layer, images())
+    set_weights([1.0, 1.0, 1e-9, 1.0, 1.0, 1.5], layer)
+    with pytest.warns(UserWarning, match="1 channels of an in-place ABN had weights that had jumped to nearly 0"):
+        compute_gradients(layer, images())
+    assert layer.forward_keeping(images())[3].tolist() == [2]
+
+
+def test_on_an_accelerator_half_precision_keeps_few_channels(accelerator):
+    layer, _ = pair(256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.uniform_(0.05, 0.6)
+        layer.bias.zero_()
+    compute_gradients(layer, images(4, 256, 4, 4, dtype=torch.bfloat16))
+    assert len(layer.forward_keeping(images(4, 256, 4, 4, dtype=torch.bfloat16))[3:]) == 0
+
+
 def test_elements_that_elu_has_flattened_are_not_lost():
     """In float32, elu(z) is -1 from z = -17 on, and a few of its neighbours stand for many z."""
     layer, twin = pair(6, "elu", 1.0, torch.float32)

@@ -121,7 +121,7 @@ def profile(
             )
         if run:
             allowance = _find_allowance(model, budget)
-            workspace, more = _measure_workspace(model, batch, memory, loss)
+            workspace, more = _measure_workspace(model, batch, replace(memory, lookahead=1 if lookahead else 0), loss)
             memory = replace(memory, fixed_bytes=memory.fixed_bytes + workspace)
             notes += more
             timing, more = _measure_or_estimate(model, batch, memory, loss, estimate, allowance)
