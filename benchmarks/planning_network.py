@@ -178,8 +178,8 @@ def _paper_networks(quick: bool) -> dict[str, tuple[str, str, list[str], int, in
     """Return label, spec, overrides, the largest batch to be stored, and the range of batches."""
     if quick:
         return {
-            "revnet": ("RevNet", "revnet_digits", SHALLOW, 3, 2, 5),
-            "reformer": ("Reformer", "reformer_mini", [], 3, 2, 5),
+            "revnet": ("RevNet", "revnet_digits", SHALLOW, 3, 2, 4),
+            "reformer": ("Reformer", "reformer_mini", [], 3, 2, 4),
         }
     if torch.cuda.is_available():  # the paper's sizes
         return {

@@ -146,6 +146,8 @@ class Run:
         with self.accelerator.autocast():  # Accelerate calls it for all networks but divided ones
             outputs = self.wrapped(batch)
         loss: Tensor = self.loss(outputs, targets)
+        self.last_loss = loss  # the one before is freed, as plans count; backward frees the outputs
+        del outputs
         self.accelerator.backward(loss)
         return loss
 

@@ -60,6 +60,7 @@ def fork(processes: int, work: Callable[[int], object]) -> int:
     children = []
     for rank in range(processes):
         if not (child := os.fork()):
+            torch.set_num_threads(1)  # makes PyTorch's pool anew, before two threads do so at once, which aborts the process
             try:
                 work(rank)
             except BaseException as error:
@@ -90,3 +91,18 @@ def run_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return folder
 
     return run
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that types commands of launchers in an empty folder, and returns what each has printed."""
+
+    def launch(*lines: str) -> list[str]:
+        environment = {**os.environ, "PYTHONPATH": str(Path(revzoo.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        environment["ACCELERATE_USE_CPU"] = "true"
+        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("launcher.py")), *lines]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return [(tmp_path / f"output-{number}.txt").read_text() for number in range(len(lines))]
+
+    return launch

@@ -1,10 +1,8 @@
 """Two processes read tars, and data sets of Hugging Face; one goes on in the middle of an epoch."""
 
 import json
-import os
+import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import revzoo
 from revzoo.training import loop
 from revzoo.training.loop import resume, train
 from revzoo.training.planned_step import WholeStep
@@ -57,7 +54,7 @@ def read_records(folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wds", "hfds"])
-def test_two_processes_share_the_examples(name, tmp_path, write_tar, monkeypatch):
+def test_two_processes_share_the_examples(name, tmp_path, write_tar, monkeypatch, launch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache", raising=False)
     monkeypatch.setattr(WholeStep, "measure_modes", lambda step: ({}, None))  # which takes longer than these runs
@@ -65,15 +62,8 @@ def test_two_processes_share_the_examples(name, tmp_path, write_tar, monkeypatch
     root = tmp_path / "data"
     write_tars(root, write_tar) if name == "wds" else write_dataset(root)
     data = [f"data.name={name}", f"data.root={root}", "data.num_workers=1"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "zoo_cli", "train"]
-    command += ["digits", *RECIPE, *data, "data.batch_size=2", "--out", "shared"]
-    environment = os.environ | {
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(revzoo.__file__).parents[1]),
-    }
-    launched = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert launched.returncode == 0, launched.stderr
+    words = ["digits", *RECIPE, *data, "data.batch_size=2", "--out", "shared"]
+    launch(f"torchrun --nproc-per-node 2 -m zoo_cli train {shlex.join(words)}")
     shared, alone = tmp_path / "shared", tmp_path / "alone"
     train(load_recipe("digits", [*RECIPE, *data, "data.batch_size=4"]), alone)
     expected = read_records(alone)

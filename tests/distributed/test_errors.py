@@ -1,13 +1,7 @@
 """Errors of one process, which the others must not wait for: two processes on the CPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
 # Each process says what it caught; one that waits for the other is killed by the test's limit.
 SCRIPT = """
 import sys
@@ -77,10 +71,6 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_an_error_of_one_process_is_raised_in_both(tmp_path):
+def test_an_error_of_one_process_is_raised_in_both(tmp_path, launch):
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
-    command += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", str(tmp_path / "script.py")]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
+    launch("torchrun --nproc-per-node 2 script.py")

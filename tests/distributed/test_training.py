@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,18 +17,16 @@ from revzoo.training.loop import resume
 ROOT = Path(__file__).parents[2]
 # A RevNet, for the statistics of its BatchNorms; 355 test images do not divide by two processes of 80.
 FAST = ["data.batch_size=80", "train.epochs=2", "train.accumulate=2", "ema={decay: 0.9}", "schedule.warmup_epochs=1"]
-
-
-def launch(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
-    command += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", "-m", "zoo_cli", "train", *arguments]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+FAST += ["model.overrides=[stages.0.depth=1,stages.1.depth=1,stages.2.depth=1]"]
+LAUNCH = "accelerate launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no --dynamo_backend=no"
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    launched = launch("digits_revnet", *FAST, cwd=tmp_path)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH.split()[2:], "--main_process_port=0"]
+    command += ["-m", "zoo_cli", "train", "digits_revnet", *FAST]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launched = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert launched.returncode == 0, launched.stderr
     output, run = launched.stdout, tmp_path / "runs" / "digits_revnet"
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits_revnet"]
@@ -56,13 +55,12 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_train_under_one_plan(tmp_path):
+def test_two_processes_train_under_one_plan(tmp_path, launch):
     """The main process makes the plan; with exact streams the weights are those of two processes that store everything."""
-    settings = [*FAST, "model.exact=true", "model.overrides=[stages.0.depth=1,stages.1.depth=1,stages.2.depth=1]"]
-    for name, memory in (("stored", "model.schedule=store"), ("planned", "memory.budget=16MiB")):
-        launched = launch("digits_revnet", *settings, memory, "--out", name, cwd=tmp_path)
-        assert launched.returncode == 0, launched.stderr
-    assert launched.stdout.count("The plan: revnet_digits, batch of [80, 1, 8, 8] float32") == 1
+    settings = shlex.join([*FAST, "model.exact=true"])
+    stored, planned = "model.schedule=store --out stored", "memory.budget=16MiB --out planned"
+    printed = launch(*(f"{LAUNCH} -m zoo_cli train digits_revnet {settings} {memory}" for memory in (stored, planned)))
+    assert printed[1].count("The plan: revnet_digits, batch of [80, 1, 8, 8] float32") == 1
     schedule = json.loads((tmp_path / "planned" / "plan.json").read_text())["schedule"]
     assert len(set(schedule)) > 1
     stored, planned = (load_file(tmp_path / name / "last.safetensors") for name in ("stored", "planned"))

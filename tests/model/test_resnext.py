@@ -31,17 +31,6 @@ def test_parameters_and_norms_are_those_of_the_authors():
     assert list(models[0].state_dict()) == list(models[1].state_dict())
 
 
-@pytest.mark.slow
-def test_resnext_101_keeps_half_of_its_twin():
-    """Counted, at batch 32. Nothing but the stem's last convolution, the pooling and the head is not halved."""
-    reports = []
-    for name in ("resnext_101_iabn", "resnext_101_bn"):
-        model = revzoo.create(name, device="meta")
-        reports.append(revzoo.measure_memory(model, model.example_input(32)))
-    assert [report.after_forward_bytes for report in reports] == [2_672_294_660, 5_190_186_500]
-    assert reports[0].activation_bytes < 0.52 * reports[1].activation_bytes
-
-
 def test_the_small_member_keeps_half_of_its_twin():
     reports = [revzoo.measure_memory(model, model.example_input(64)) for model in create_pair(device="meta")]
     assert [report.after_forward_bytes for report in reports] == [12_659_588, 25_253_636]

@@ -82,13 +82,13 @@ def test_only_models_without_a_card_are_counted(table, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_cards_hold_for_other_batches(table):
-    """The schedule, the dtype and the batch change from model to model, so that each model is run three times only."""
+    """The schedule, the dtype and the batch change from model to model, so that each model is run twice only."""
     assert [name for name in table if not table[name].get("card")] == []
     for i, name in enumerate([*table][::6]):  # all take minutes
         model = revzoo.create(name, device="meta").train()
         methods = [method for method in table[name]["card"]["methods"] if method["name"] in ("store", "invert", "twin")]
-        for k, size in enumerate(BATCHES):
-            method, dtype = methods[(i + k) % len(methods)], card.DTYPES[(i + k) % 2]
+        for k in range(2):
+            method, dtype, size = methods[(i + k) % len(methods)], card.DTYPES[(i + k) % 2], BATCHES[(2 * i + k) % len(BATCHES)]
             network = card.build_checkpointed_twin(model) if method["name"] == "twin" else model
             model.schedule = "store" if method["name"] == "twin" else method["name"]
             with card.autocast(dtype):

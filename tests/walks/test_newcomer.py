@@ -30,7 +30,7 @@ def test_nothing_else_is_to_be_typed(user):
 def test_own_photographs_take_three_commands(user, photos):
     train, evaluate, predict = user.read("README.md", "revzoo train images")
     assert user.read("README.md", "revzoo predict") == [train, evaluate, predict]
-    printed = user.type(train)
+    printed = user.type(f"{train} model.overrides=[input.size=[32,32]]")
     assert "32 images for training, 8 for testing, 2 classes" in printed
     assert "every fifth of each class is held out, 8 in all" in printed
     assert {"best.safetensors", "curves.png", "metrics.jsonl"} <= {path.name for path in Path("runs/images").iterdir()}

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PAGE = "docs/training.md"
-SHORT = " train.epochs=3 schedule.warmup_epochs=1"  # settings that this page and that on sweeps show
+SHORT = " train.epochs=1 schedule.warmup_epochs=0"  # settings that this page and that on sweeps show
 
 
 @pytest.fixture(autouse=True)
