@@ -144,7 +144,6 @@ class _Trial:
         with preserve_random_streams([state, *self._block.parameters()]):
             try:
                 self._block = copy.deepcopy(self._block)
-                self._block._forward_pre_hooks.clear()  # the one that has called this: it would keep the network alive
                 for p in self._block.parameters():
                     p.data = _randomize(p.data)
                     p.requires_grad_(p.is_floating_point())
@@ -161,6 +160,8 @@ class _Trial:
                 raise ConversionError(
                     f"{self._name} cannot run one of its branches without the other: {type(error).__name__}: {error}. {_USUAL}"
                 ) from error
+            finally:
+                del self._block  # the copy has the hook that has called this, which holds all blocks: a cycle
 
     def _find_and_test(self, run: Callable[[Tensor], Any], x: Tensor) -> Branches:
         first, second = self._parts

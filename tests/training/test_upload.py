@@ -15,6 +15,7 @@ from revzoo.training.divergence import DivergedError, add_losses
 from revzoo.training.loop import resume, train
 from revzoo.training.run_folder import RunFolder
 from revzoo.training.seal import find_damage
+from revzoo.training.setup import Run
 
 BEHIND = "train.save_async=true"
 # After what the process dies, while a state is being written: (class, method) that has just run in the thread.
@@ -75,7 +76,7 @@ def test_what_a_kill_leaves_resumes_to_the_same_end(recipe, settings, tmp_path, 
 def test_training_goes_on_while_a_state_is_written(recipe, tmp_path, monkeypatch):
     """The thread waits for the last batch; the results of the epoch wait for the state, and the end for the next one."""
     trained, order = Event(), []
-    publish, append, step = RunFolder.publish_state, RunFolder.append_record, epochs._call
+    publish, append, step = RunFolder.publish_state, RunFolder.append_record, Run._run_step
 
     def publish_late(self, *arguments):
         assert trained.wait(60)
@@ -87,14 +88,14 @@ def test_training_goes_on_while_a_state_is_written(recipe, tmp_path, monkeypatch
         order.append("results")
         append(self, record)
 
-    def call(run, batch):
+    def run_step(run, batch, targets):
         if run.progress.batch == 3:
             trained.set()
-        return step(run, batch)
+        return step(run, batch, targets)
 
     monkeypatch.setattr(RunFolder, "publish_state", publish_late)
     monkeypatch.setattr(RunFolder, "append_record", append_record)
-    monkeypatch.setattr(epochs, "_call", call)
+    monkeypatch.setattr(Run, "_run_step", run_step)
     train(recipe("train.epochs=1", BEHIND), tmp_path / "run")
     assert order == ["state", "results", "state"]
 
