@@ -50,6 +50,10 @@ def test_full_batches_are_replayed_and_others_are_not():
     assert replays == [False] * 5 + [stub.is_in_use(), False, stub.is_in_use()]
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph"),
+    reason="before PyTorch 2.14 no process can draw random numbers any more after a capture that has failed",
+)
 def test_a_step_that_cannot_be_captured_is_named():
     model = revzoo.create("rev_vit_digits").cuda().train()
     plain = make_step(model)

@@ -78,7 +78,7 @@ def count_beyond_plain(kind: str, autocast: bool) -> float:
     return per_step[kind] - per_step["plain"]
 
 
-KERNELS = {  # in float32, and under autocast, which casts the weights again in each second run
+KERNELS = {  # of PyTorch 2.14, in float32, and under autocast, which casts the weights again in each second run
     "checkpoint": (4, 8),
     "selective": (1.5, 6.5),
     "recompute": (4, 8),
@@ -91,6 +91,7 @@ KERNELS = {  # in float32, and under autocast, which casts the weights again in 
 
 
 @pytest.mark.counts
+@pytest.mark.skipif(not torch.__version__.startswith("2.14."), reason="PyTorch's own kernels differ from version to version")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", KERNELS)
 def test_kernels_of_a_step_beyond_plain(kind, autocast):
