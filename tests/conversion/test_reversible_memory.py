@@ -1,5 +1,6 @@
 """What reversible blocks keep and peak at: as the report says, as counted before, and with every schedule."""
 
+import copy
 import gc
 
 import pytest
@@ -185,3 +186,12 @@ def test_code_between_blocks_is_reported():
     assert report.restarts == ("blocks.1", "blocks.3")
     assert "2 of 4 blocks begin a chain of their own, with two more states: blocks.1, blocks.3." in str(report)
     assert revzoo.reversible_(Toy(), batch=X, blocks_per_step=2).restarts == ()
+
+
+def test_blocks_can_be_copied_whose_network_is_gone():
+    toy = Toy()
+    revzoo.reversible_(toy)
+    blocks = toy.blocks
+    del toy
+    for copied in (copy.deepcopy(blocks), copy.deepcopy(copy.deepcopy(blocks[:1]))):
+        assert torch.equal(copied[0](X), blocks[0](X))
