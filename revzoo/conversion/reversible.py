@@ -149,7 +149,7 @@ def reversible_(
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
         owner = model.get_submodule(path.rpartition(".")[0])
         names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
-        chain = BlockChain(path, owner, blocks, _make_coupling(coupling, kept_bits, digits), blocks_per_step, names)
+        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), blocks_per_step, names)
         chains.append(chain)
         for i, block in enumerate(blocks):
             steps.append(_make_step(block, chain, i, branches.get(block)))

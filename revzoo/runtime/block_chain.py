@@ -57,7 +57,7 @@ class BlockChain:
     Args:
         path: of the list in the network.
         owner: the module that has the list.
-        blocks: the blocks, in order.
+        length: number of blocks.
         coupling: of every step; it keeps bits.
         blocks_per_step: how many blocks, one after the other, are the f of a step.
         branches: the names of the two residual branches, if each is a step of its own.
@@ -67,7 +67,7 @@ class BlockChain:
         self,
         path: str,
         owner: nn.Module,
-        blocks: Sequence[nn.Module],
+        length: int,
         coupling: Coupling,
         blocks_per_step: int = 1,
         branches: tuple[str, ...] = (),
@@ -76,8 +76,7 @@ class BlockChain:
         self.branches = branches
         self.blocks_per_step = blocks_per_step
         self._owner = ModuleReference(owner)
-        self.length = len(blocks)
-        self._blocks = [ModuleReference(block) for block in blocks]
+        self.length = length
         self.coupling = coupling
         self.schedule = "invert"
         self._schedule_before_plan: list[Mode] | None = None
@@ -103,7 +102,7 @@ class BlockChain:
     @property
     def state_bytes(self) -> int:
         """Of an element of a state: those of float64 in a network of that dtype, otherwise of float32."""
-        blocks = (block for reference in self._blocks if (block := reference()) is not None)
+        blocks = (block for member in self.members if (block := member._block()) is not None)
         return 8 if any(p.dtype is torch.float64 for block in blocks for p in block.parameters()) else 4
 
     @property
