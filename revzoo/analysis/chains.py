@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from revzoo.model.network import Model
-from revzoo.runtime.block_chain import BlockChain, get_step
+from revzoo.in_place.chain import BlockChain, get_step
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.schedule import Mode

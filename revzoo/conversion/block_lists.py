@@ -7,8 +7,8 @@ from torch import nn
 from revzoo.analysis.chains import find_chains
 from revzoo.analysis.dry_run import require_module
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
-from revzoo.runtime.block_chain import get_step
-from revzoo.runtime.block_conventions import is_checkpointed
+from revzoo.in_place.chain import get_step
+from revzoo.in_place.conventions import is_checkpointed
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.graph.captured_call import is_replaced
 

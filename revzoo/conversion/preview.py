@@ -21,7 +21,7 @@ from revzoo.conversion.block_lists import BlockLists, choose_lists
 from revzoo.conversion.reversible import ordinary_, reversible_
 from revzoo.errors import ConversionError, InputError, MissingValueError
 from revzoo.format import format_bytes
-from revzoo.runtime.block_conventions import leave_out_caches
+from revzoo.in_place.conventions import leave_out_caches
 
 _BLOCKS_PER_STEP = (1, 2, 4)
 

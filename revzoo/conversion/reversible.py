@@ -1,7 +1,7 @@
 """Make a network reversible where it stands: its blocks become the steps of a chain, and it stays what it is.
 
 Class, parameters, state-dict keys and configuration are those of the network; only the `forward` of each block is another one
-(`runtime/block_chain.py`).
+(`in_place/chain.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ from revzoo.conversion.similarity import (
 )
 from revzoo.conversion.split import Branches, Split, find_branches
 from revzoo.errors import ConversionError, InputError, UnknownNameError, join_names
-from revzoo.runtime.block_branch import BranchStep
-from revzoo.runtime.block_chain import BlockChain, BlockStep, get_step
+from revzoo.in_place.branch import BranchStep
+from revzoo.in_place.chain import BlockChain, BlockStep, get_step
 from revzoo.runtime.coupling import Coupling, dual_residual, momentum
 from revzoo.runtime.observation import observe_calls
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import call, preserve_random_streams
 from revzoo.conversion.block_lists import BlockLists
 from revzoo.errors import ConversionError, InputError
-from revzoo.runtime.block_conventions import get_state
+from revzoo.in_place.conventions import get_state
 from revzoo.runtime.nested import tensors_in
 
 OUTPUT_NAMES = ("logits", "prediction_logits", "last_hidden_state", "pooler_output")  # of Transformers, the main one first

@@ -21,10 +21,10 @@ from revzoo.analysis.dry_run import preserve_random_streams
 from revzoo.conversion.block_lists import BlockLists
 from revzoo.conversion.similarity import run_network
 from revzoo.errors import ConversionError, UnknownNameError, join_names
-from revzoo.runtime.block_branch import leave_out_unreturned
-from revzoo.runtime.block_conventions import find_state, get_state, leave_out_caches, put_state
+from revzoo.in_place.branch import leave_out_unreturned
+from revzoo.in_place.conventions import find_state, get_state, leave_out_caches, put_state
 from revzoo.runtime.nested import map_tensors, tensors_in
-from revzoo.runtime.silenced import Branch, silence
+from revzoo.in_place.silenced import Branch, silence
 
 Split = tuple[str | Sequence[str], str | Sequence[str]]
 Branches = tuple[Branch, Branch]

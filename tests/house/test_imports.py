@@ -21,6 +21,7 @@ LAYERS = [
     ("activation", "bijection", "hub", "invertible", "registry"),
     ("inplace_abn",),
     ("spec", "runtime", "parts"),
+    ("in_place",),
     ("checkpoint",),
     ("model",),
     ("analysis", "data", "sharding"),

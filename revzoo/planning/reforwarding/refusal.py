@@ -15,7 +15,7 @@ from revzoo.analysis.dry_run import linear_loss
 from revzoo.analysis.fake_tensors import silence_failures
 from revzoo.errors import InputError, join_names
 from revzoo.format import format_dtype
-from revzoo.runtime.block_chain import get_step
+from revzoo.in_place.chain import get_step
 from revzoo.runtime.graph.captured_call import is_replaced
 from revzoo.runtime.nested import tensors_in
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import InputError
-from revzoo.runtime.block_conventions import replace_state
+from revzoo.in_place.conventions import replace_state
 from revzoo.runtime.ownership import ModuleReference
 
 

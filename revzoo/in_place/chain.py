@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import InputError, ScheduleError
-from revzoo.runtime.block_conventions import (
+from revzoo.in_place.conventions import (
     find_state,
     get_state,
     is_cache,
@@ -32,13 +32,13 @@ from revzoo.runtime.block_conventions import (
     put_state,
     replace_state,
 )
-from revzoo.runtime.block_position import OpenStep, Position, find_position, is_noted, note_position
+from revzoo.in_place.position import OpenStep, Position, find_position, is_noted, note_position
 from revzoo.runtime.chain_link import begin_link, call_step, end_link, record_step
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import Grid, attach_graph
-from revzoo.runtime.joint_call import JointCall, WholeRecoverer
+from revzoo.in_place.joint_call import JointCall, WholeRecoverer
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from revzoo.runtime.block_chain import Arguments, BlockChain, BlockOutput, BlockStep
-from revzoo.runtime.block_conventions import find_state, get_state, put_state
+from revzoo.in_place.chain import Arguments, BlockChain, BlockOutput, BlockStep
+from revzoo.in_place.conventions import find_state, get_state, put_state
 from revzoo.runtime.nested import map_tensors, tensors_in
-from revzoo.runtime.silenced import Branch, find_silent, remove_switches, silence
+from revzoo.in_place.silenced import Branch, find_silent, remove_switches, silence
 
 
 class BranchStep(BlockStep):

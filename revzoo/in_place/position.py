@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.exact import Grid, has_value
-from revzoo.runtime.joint_call import WholeRecoverer
+from revzoo.in_place.joint_call import WholeRecoverer
 from revzoo.runtime.pair_update import PairUpdate, Step
 from revzoo.runtime.tape import InvertedSegment
 
