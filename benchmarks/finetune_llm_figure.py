@@ -18,14 +18,13 @@ _COLORS = {
     "8 bits": MODE_COLORS["invert"],
     "reversible": MODE_COLORS["invert"],
     "4 bits": MODE_COLORS["selective"],
-    "2 blocks a step": PALE,
     "split": LIGHT_BLUE,
     "split, 4 bits": LIGHT_ORANGE,
     "2 bits": PALE,
     "bfloat16": MODE_COLORS["store"],
     "deployed": MODE_COLORS["selective"],
 }
-_COUNTED = ("8 bits", "4 bits", "2 blocks a step", "split", "split, 4 bits")
+_COUNTED = ("8 bits", "4 bits", "split", "split, 4 bits")
 _WIDTH, _TOP, _PANEL, _GAP, _BELOW = 8.4, 1.0, 2.1, 0.95, 0.6  # [inch]
 _LEFT, _SPAN = 0.11, 0.87  # of the width
 

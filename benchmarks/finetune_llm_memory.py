@@ -33,7 +33,6 @@ METHODS: dict[str, dict[str, Any] | None] = {  # the arguments of `reversible_`,
     "checkpointed": None,
     "8 bits": {"kept_bits": 8},
     "4 bits": {"kept_bits": 4},
-    "2 blocks a step": {"blocks_per_step": 2},
     "split": {"split": ("attention", "mlp")},
     "split, 4 bits": {"split": ("attention", "mlp"), "kept_bits": 4},
 }
@@ -89,10 +88,7 @@ def list_settings(quick: bool) -> list[Setting]:
         return [*small, Setting("Llama", "model.layers", 16, (2, 16), 4, torch.bfloat16)]
     mebibytes = {"Llama": (3.5, 10.2), "GPT-2": (3.2, 12.6)}
     single = [Setting(name, path, 128, (2, 256), 24, most_mebibytes=mebibytes[name]) for name, path in networks.items()]
-    shares = {
-        24: {"8 bits": 0.67, "4 bits": 0.43, "2 blocks a step": 0.43},
-        48: {"8 bits": 0.59, "4 bits": 0.34, "2 blocks a step": 0.34},
-    }
+    shares = {24: {"8 bits": 0.67, "4 bits": 0.43}, 48: {"8 bits": 0.59, "4 bits": 0.34}}
     half = [
         Setting(name, path, 256, (2, 512), layers, torch.bfloat16, most_of_checkpointed=shares[layers])
         for layers, (name, path) in itertools.product(shares, networks.items())
@@ -125,8 +121,7 @@ def _find_missed(setting: Setting, row: dict[str, Any], checkpointed: dict[str, 
     most = setting.most_of_checkpointed.get(row["method"])
     if most is not None and row["blocks_of_checkpointed"] > most:
         yield f"blocks: at most {most} of checkpointed"
-    one_block = "blocks_per_step" not in (METHODS[row["method"]] or {})
-    if most is not None and one_block and row["peak_bytes"] >= checkpointed["peak_bytes"]:
+    if most is not None and row["peak_bytes"] >= checkpointed["peak_bytes"]:
         yield "peak: below checkpointed"
 
 

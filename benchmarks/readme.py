@@ -152,25 +152,20 @@ def describe_reversible() -> Iterator[str]:
 
 def describe_reversible_memory(part: dict[str, Any]) -> Iterator[str]:
     """Yield the table of what blocks keep and of peaks, relative to checkpointing."""
-    methods = ("8 bits", "4 bits", "2 blocks a step", "split", "split, 4 bits")
+    methods = ("8 bits", "4 bits", "split", "split, 4 bits")
     yield f"| kept / peak, relative to checkpointing | {' | '.join(methods)} |"
     yield "|---" * (1 + len(methods)) + "|"
-    double: list[float] = []
     for net in part["rows"]:
         rows = {row["method"]: row for row in net["methods"]}
         kept, peaks = (
             [rows[method][key] / rows["checkpointed"][key] for method in methods] for key in ("block_bytes", "peak_bytes")
         )
         yield f"| {' | '.join([describe_network(net), *map('{:.2f} / {:.2f}'.format, kept, peaks)])} |"
-        if net["layers"] == 24:
-            double.append(peaks[methods.index("2 blocks a step")])
     yield ""
     yield from wrap(
         "Bytes that a training step keeps because of its blocks / its peak without weights and their gradients, relative to "
-        "gradient checkpointing of every block. Two blocks a step keep as little as 4 bits do, but backward has the inside of "
-        f"two blocks at once: with 24 blocks the peak is {min(double):.2f} to {max(double):.2f} of checkpointing's. "
-        "Split blocks keep the bits of twice as many steps, which with 8 bits and at these depths outweighs that backward has "
-        "the inside of half a block at once. Bytes are counted, on any machine "
+        "gradient checkpointing of every block. Split blocks keep the bits of twice as many steps, which with 8 bits and at "
+        "these depths outweighs that backward has the inside of half a block at once. Bytes are counted, on any machine "
         "(`python benchmarks/finetune_llm.py --only memory`)."
     )
 

@@ -23,8 +23,6 @@ from revzoo.errors import ConversionError, InputError, MissingValueError
 from revzoo.format import format_bytes
 from revzoo.in_place.conventions import leave_out_caches
 
-_BLOCKS_PER_STEP = (1, 2, 4)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -43,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ReversiblePreview:
-    """A network as it is, checkpointed, and reversible with one or more blocks, or one branch of a block, a step.
+    """A network as it is, checkpointed, and reversible with a block, or one branch of a block, a step.
 
     Args:
         model: class of the network.
@@ -65,7 +63,7 @@ class ReversiblePreview:
 
 
 def preview_reversible(model: nn.Module, *paths: str, batch: Any, kept_bits: int = 8) -> ReversiblePreview:
-    """Count what a training step keeps and peaks at, with one, two or four blocks a step, or one branch of a block.
+    """Count what a training step keeps and peaks at, with a block a step, or one branch of a block.
 
     Beside these are the network as it is, and with gradient checkpointing of each of these blocks. The choice of one branch a
     step is left out where blocks cannot be split, and for weights without values (meta), with which this cannot be tested.
@@ -85,26 +83,18 @@ def preview_reversible(model: nn.Module, *paths: str, batch: Any, kept_bits: int
         with change:
             return Choice(name, arguments, _count_memory(model, batch))
 
+    def count_reversible(name: str, **arguments: Any) -> Choice:
+        return count(f"reversible, {name} a step", arguments, _make_reversible(model, tuple(lists), arguments))
+
     choices = [
         count("as it is", None, nullcontext()),
         count("gradient checkpointing", None, _replace_forwards(_list_checkpointed(lists))),
+        count_reversible("a block", kept_bits=kept_bits),
     ]
-    for name, arguments in _list_arguments(lists, kept_bits):
-        choices.append(count(name, arguments, _make_reversible(model, tuple(lists), arguments)))
     if all(map(has_values, model.parameters())):
-        arguments = {"kept_bits": kept_bits, "split": ("attention", "mlp"), "batch": batch}
         with suppress(ConversionError):  # blocks that are not the sum of these two
-            choices.append(count("reversible, a branch a step", arguments, _make_reversible(model, tuple(lists), arguments)))
+            choices.append(count_reversible("a branch", kept_bits=kept_bits, split=("attention", "mlp"), batch=batch))
     return ReversiblePreview(type(model).__name__, tuple(lists), tuple(choices))
-
-
-def _list_arguments(lists: BlockLists, kept_bits: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of each choice of whole blocks, and the arguments of `reversible_` for it."""
-    longest = max(map(len, lists.values()))
-    for blocks in _BLOCKS_PER_STEP:
-        if blocks < longest:
-            name = "reversible, a block a step" if blocks == 1 else f"reversible, {blocks} blocks a step"
-            yield name, {"kept_bits": kept_bits, "blocks_per_step": blocks}
 
 
 def _count_memory(model: nn.Module, batch: Any) -> MemoryReport:

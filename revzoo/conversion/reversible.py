@@ -105,7 +105,6 @@ def reversible_(
     coupling: BlockCoupling = "momentum",
     kept_bits: int = 8,
     fraction_bits: int | None = None,
-    blocks_per_step: int = 1,
     split: Split | None = None,
 ) -> ReversibleReport:
     """Change a network in place so that its blocks are the steps of reversible chains, rebuilt in backward.
@@ -125,8 +124,6 @@ def reversible_(
         kept_bits: from 1 to 15: fewer keep less, and change the function more.
         fraction_bits: binary digits of the states after the point; states stay below 2^(24 - fraction_bits). None: 16, or
             what fits the batch.
-        blocks_per_step: how many blocks are one step. Two keep half the bits; while a step is recovered, backward keeps what
-            autograd saves in all its blocks.
         split: the two residual branches of a block, each to be a step of its own: ("attention", "mlp") for what timm and
             Transformers call so, or the submodules that compute them, such as ("attn", ("fc1", "fc2")). Keeps twice the bits;
             in backward one branch at a time keeps what autograd saves in it. Needs a batch, to see that the two are the block.
@@ -137,9 +134,9 @@ def reversible_(
     Cost: two states for each chain, kept_bits for each element and step, and one extra forward of each block.
     """
     chosen, others = choose_lists(model, paths)
-    _require_numbers(coupling, kept_bits, fraction_bits, blocks_per_step)
+    _require_numbers(coupling, kept_bits, fraction_bits)
     if split is not None:
-        _require_split(split, batch, blocks_per_step)
+        _require_split(split, batch)
     surveys = {} if batch is None else survey_blocks(model, chosen, batch)
     _require_residual_maps(surveys)
     branches = {} if split is None else find_branches(model, chosen, split, batch)
@@ -149,7 +146,7 @@ def reversible_(
         digits = surveys[path].fraction_bits if fraction_bits is None and path in surveys else fraction_bits
         owner = model.get_submodule(path.rpartition(".")[0])
         names = () if split is None else tuple(name if isinstance(name, str) else name[0] for name in split)
-        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), blocks_per_step, names)
+        chain = BlockChain(path, owner, len(blocks), _make_coupling(coupling, kept_bits, digits), names)
         chains.append(chain)
         for i, block in enumerate(blocks):
             steps.append(_make_step(block, chain, i, branches.get(block)))
@@ -198,9 +195,7 @@ def ordinary_(model: nn.Module) -> None:
 
 
 def _describe_steps(chain: BlockChain, block: str, parts: str) -> str:
-    if chain.branches:
-        return f"two of each {block} ({parts})"
-    return f"each a {block}" if chain.blocks_per_step == 1 else f"each {chain.blocks_per_step} {block}s"
+    return f"two of each {block} ({parts})" if chain.branches else f"each a {block}"
 
 
 def _describe_branches(blocks: Sequence[nn.Module], branches: dict[nn.Module, Branches]) -> str:
@@ -226,7 +221,7 @@ def _make_coupling(name: BlockCoupling, kept_bits: int, fraction_bits: int | Non
     return dual_residual(alpha=0.0, kept_bits=kept_bits, fraction_bits=fraction_bits)
 
 
-def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None, blocks_per_step: int) -> None:
+def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None) -> None:
     if coupling not in get_args(BlockCoupling):
         raise UnknownNameError("coupling of blocks", coupling, get_args(BlockCoupling))
     if type(kept_bits) is not int or not 1 <= kept_bits <= MOST_KEPT_BITS:
@@ -234,22 +229,15 @@ def _require_numbers(coupling: str, kept_bits: int, fraction_bits: int | None, b
     least, most = FRACTION_BITS
     if fraction_bits is not None and not (type(fraction_bits) is int and least <= fraction_bits <= most):
         raise InputError(f"fraction_bits is an integer from {least} to {most}. Received: {fraction_bits!r}.")
-    if type(blocks_per_step) is not int or blocks_per_step < 1:
-        raise InputError(f"blocks_per_step is an integer >= 1. Received: {blocks_per_step!r}.")
 
 
-def _require_split(split: Any, batch: Any, blocks_per_step: int) -> None:
+def _require_split(split: Any, batch: Any) -> None:
     names = list(split) if isinstance(split, tuple | list) else []
     parts = [[name] if isinstance(name, str) else name for name in names]
     if len(parts) != 2 or not all(isinstance(p, tuple | list) and p and all(isinstance(x, str) for x in p) for p in parts):
         raise InputError(
             "split is a pair of branches, each a name or several submodules: ('attention', 'mlp') or ('attn', ('fc1', 'fc2')). "
             f"Received: {split!r}."
-        )
-    if blocks_per_step != 1:
-        raise InputError(
-            "split makes two steps of a block, blocks_per_step makes one of several. Give one of the two. Received: "
-            f"split={split!r}, blocks_per_step={blocks_per_step}."
         )
     if batch is None:
         raise InputError(

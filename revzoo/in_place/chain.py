@@ -32,21 +32,19 @@ from revzoo.in_place.conventions import (
     put_state,
     replace_state,
 )
-from revzoo.in_place.position import OpenStep, Position, find_position, is_noted, note_position
+from revzoo.in_place.position import Position, find_position, is_noted, note_position
 from revzoo.runtime.chain_link import begin_link, call_step, end_link, record_step
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
-from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import Grid, attach_graph
-from revzoo.in_place.joint_call import JointCall, WholeRecoverer
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.pair_update import Step
-from revzoo.runtime.recorded_call import Recoverer
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import SavedInputs
+from revzoo.runtime.tape import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons
 
@@ -59,22 +57,12 @@ class BlockChain:
         owner: the module that has the list.
         length: number of blocks.
         coupling: of every step; it keeps bits.
-        blocks_per_step: how many blocks, one after the other, are the f of a step.
         branches: the names of the two residual branches, if each is a step of its own.
     """
 
-    def __init__(
-        self,
-        path: str,
-        owner: nn.Module,
-        length: int,
-        coupling: Coupling,
-        blocks_per_step: int = 1,
-        branches: tuple[str, ...] = (),
-    ):
+    def __init__(self, path: str, owner: nn.Module, length: int, coupling: Coupling, branches: tuple[str, ...] = ()):
         self.path = path
         self.branches = branches
-        self.blocks_per_step = blocks_per_step
         self._owner = ModuleReference(owner)
         self.length = length
         self.coupling = coupling
@@ -90,14 +78,9 @@ class BlockChain:
 
     @property
     def names(self) -> list[str]:
-        """The names of the steps: those of their first blocks, and of their branches if blocks are split."""
-        names = [f"{self.path}.{i}" for i in range(0, self.length, self.blocks_per_step)]
+        """The names of the steps: those of the blocks, and of their branches if blocks are split."""
+        names = [f"{self.path}.{i}" for i in range(self.length)]
         return [f"{name}.{branch}" for name in names for branch in self.branches] if self.branches else names
-
-    @property
-    def num_calls(self) -> int:
-        """How many functions are called one after the other: blocks, or branches of them."""
-        return self.length * max(len(self.branches), 1)
 
     @property
     def state_bytes(self) -> int:
@@ -135,10 +118,9 @@ class BlockChain:
 
     def layout(self) -> list[LayoutEntry]:
         """Return the steps in order, by their names within the list."""
-        members, size = sorted(self.members, key=attrgetter("index")), self.blocks_per_step
-        steps = (members[i : i + size] for i in range(0, len(members), size))
+        steps = sorted(self.members, key=attrgetter("index"))
         names = (name.removeprefix(f"{self.path}.") for name in self.names)
-        return [LayoutEntry(name, step[0], "step", last=step[-1]) for name, step in zip(names, steps, strict=True)]
+        return [LayoutEntry(name, step, "step") for name, step in zip(names, steps, strict=True)]
 
 
 @dataclass
@@ -267,7 +249,7 @@ class BlockStep(nn.Module):
     def _run_recorded(self, x: Tensor, arguments: Arguments) -> Any:
         if must_store():
             return self._run_plain(x, arguments)
-        mode = self.chain._schedule[self.index // self.chain.blocks_per_step]
+        mode = self.chain._schedule[self.index]
         arguments, may_repeat = self._leave_out_caches(arguments)
         if not may_repeat:
             mode = "store"
@@ -276,69 +258,48 @@ class BlockStep(nn.Module):
         return self._run(x, arguments, mode)
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
-        position = find_position(x, self.chain)
-        step = None if position is None else position.open_step
-        if step is None:
-            step, state = self._begin(x, position, mode)
-        else:
-            state, mode = _rename(x), step.link.mode
-        link, call = Step(self, self.name, self.chain.coupling, mode), None
-        recoverer: Recoverer | None = None
+        pair, segment, grid = self._find_states(x)
+        link = Step(self, self.name, self.chain.coupling, mode)
+        update, segment = begin_link(link, pair, segment, grid)
+        call, recoverer = None, None
         if mode != "store":
-            recoverer = step.segment or SavedInputs((state,))
-            settings = Settings(x.device)
-            watched = mode != "invert" or not step.update.will_invert
-            call = record_step(link, settings, arguments, step.grid, watched)
-            # A second run of a selective call computes only what is needed in it, not what the next block is given.
-            if self.chain.blocks_per_step > 1 and mode != "selective":
-                recoverer = step.joint = step.joint or WholeRecoverer(JointCall(self, step.link.name, settings), state)
-                step.joint.whole.add_part(call)
-        out = call_step(link, (step.pair[0], state), arguments, call, recoverer)
-        step.blocks += 1
-        is_last = self.index + 1 == self.chain.num_calls
-        if step.blocks < self.chain.blocks_per_step and not is_last:
-            note_position(out, Position(self.chain, within=step, blocks=step.blocks))
-            value, arguments.returned.value = arguments.returned.value, None
-            return value
-        whole = call if step.joint is None else step.joint.whole
-        pair = end_link(step.link, step.update, step.pair, out, step.segment, whole, step.grid)
-        if step.segment is not None:
-            if step.joint is not None:
-                step.joint.recoverer = step.segment
-            step.segment.end(pair)
+            watched = mode != "invert" or not update.will_invert
+            call = record_step(link, Settings(x.device), arguments, grid, watched)
+            recoverer = segment or SavedInputs(pair[1:])
+        out = call_step(link, pair, arguments, call, recoverer)
+        pair = end_link(link, update, pair, out, segment, call, grid)
+        if segment is not None:
+            segment.end(pair)
+        is_last = self.index + 1 == len(self.chain._schedule)
         if is_last:
             begin_call(self.chain.end, pair[1:], pair)
         value, dtype = arguments.returned.value, cast(torch.dtype, arguments.returned.dtype)
         arguments.returned.value = None  # the graph holds it
         y = pair[1].to(dtype)
         if not is_last:
-            note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], step.segment, step.grid))
+            note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], segment, grid))
         return replace_state(value, y)
 
-    def _begin(self, x: Tensor, position: Position | None, mode: Mode) -> tuple[OpenStep, Tensor]:
-        """Return a step that begins with this block, and its state."""
+    def _find_states(self, x: Tensor) -> tuple[Pair, InvertedSegment | None, Grid]:
+        """Return the states in front of this step, the inverted steps that it may go on with, and the grid of the states."""
         refuse_exact_derivatives()
         dtype = torch.float32 if x.dtype in HALF else x.dtype
-        segment, grid = None, None if position is None else position.grid  # one grid, so that all states are checked together
-        if position is not None and position.previous is not None and grid is not None and grid.dtype == dtype:
-            current = position.current
-            if current is None:
-                current = _rename(x)
-            elif not is_noted(x):  # FSDP's node of the graph has to see the gradient
-                current = attach_graph(current, (1.0,), x)
-            pair, segment = (position.previous, current), position.segment
-            if segment is not None and not segment.ends_with(position.length):
-                segment = None  # another block has been called with x, too, or there has been a backward
-        else:
+        position = find_position(x, self.chain)
+        if position is None or position.grid.dtype != dtype:
             send_comparisons()
             judge_arrived()
             grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert="invert" in self.chain._schedule)
             first = grid.round(x)
             grid.watch(first, f"as the input of {self.name}")
-            pair = first, first
-        link = Step(self, self.name, self.chain.coupling, mode)
-        update, segment = begin_link(link, pair, segment, grid)
-        return OpenStep(link, update, pair, segment, grid), pair[1]
+            return (first, first), None, grid
+        current, segment = position.current, position.segment
+        if current is None:
+            current = _rename(x)
+        elif not is_noted(x):  # FSDP's node of the graph has to see the gradient
+            current = attach_graph(current, (1.0,), x)
+        if segment is not None and not segment.ends_with(position.length):
+            segment = None  # another block has been called with x, too, or there has been a backward
+        return (position.previous, current), segment, position.grid  # one grid, so that all states are checked together
 
     def _leave_out_caches(self, arguments: Arguments) -> tuple[Arguments, bool]:
         """Return the arguments without a cache of keys and values, and whether the block may run a second time.

@@ -9,68 +9,33 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from revzoo.runtime.coupling import Pair
 from revzoo.runtime.exact import Grid, has_value
-from revzoo.in_place.joint_call import WholeRecoverer
-from revzoo.runtime.pair_update import PairUpdate, Step
 from revzoo.runtime.tape import InvertedSegment
 
 
 @dataclass
-class OpenStep:
-    """A step some of whose blocks have been called.
-
-    Args:
-        link: the step.
-        update: how it changes the pair.
-        pair: the states in front of it.
-        segment: the inverted steps that it is the next of, if it is inverted.
-        grid: of the states.
-        joint: the call of all blocks so far, where a step has several.
-        blocks: how many have been called.
-    """
-
-    link: Step
-    update: PairUpdate
-    pair: Pair
-    segment: InvertedSegment | None
-    grid: Grid
-    joint: WholeRecoverer | None = None
-    blocks: int = 0
-
-
-@dataclass
 class Position:
-    """Where in a chain a tensor stands that a block has returned: behind a step, or within one of several blocks.
+    """Behind which step of a chain a tensor stands that a block has returned.
 
     Args:
         chain: the chain, which is compared by identity.
-        previous: behind a step, w[k-1].
+        previous: w[k-1].
         current: w[k], if that is another tensor than the one returned.
         segment: the inverted steps that end here.
         grid: of the states.
-        within: the step, if not all of its blocks have been called.
-        blocks: how many of its blocks had been called.
     """
 
     chain: object
-    previous: Tensor | None = None
-    current: Tensor | None = None
-    segment: InvertedSegment | None = None
-    grid: Grid | None = None
-    within: OpenStep | None = None
-    blocks: int = 0
+    previous: Tensor
+    current: Tensor | None
+    segment: InvertedSegment | None
+    grid: Grid
     length: int = field(init=False)
     version: int = field(init=False)
     requires_grad: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.length = 0 if self.segment is None else self.segment.length
-
-    @property
-    def open_step(self) -> OpenStep | None:
-        """The step that goes on here; none if another block has been called with the same tensor."""
-        return self.within if self.within is not None and self.within.blocks == self.blocks else None
 
 
 _positions: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of the tensors that blocks have returned

@@ -23,7 +23,6 @@ class LayoutEntry(NamedTuple):
         kind: its role.
         stage: index of the stage it belongs to, None outside of stages.
         is_exact: whether the model computes exactly. Then a layer is not inverted, because its inverse rounds.
-        last: of a step made of several modules that are called one after the other, the last one; `module` is the first.
     """
 
     name: str
@@ -31,7 +30,6 @@ class LayoutEntry(NamedTuple):
     kind: Literal["step", "layer", "node", "rest", "split", "bijection"]
     stage: int | None = None
     is_exact: bool = False
-    last: nn.Module | None = None
 
     @property
     def is_unit(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "finetune_llm.py"
-METHODS = {"stored", "checkpointed", "8 bits", "4 bits", "2 blocks a step", "split", "split, 4 bits"}
+METHODS = {"stored", "checkpointed", "8 bits", "4 bits", "split", "split, 4 bits"}
 SIMILAR = ("9 bits", "8 bits", "4 bits", "2 bits", "bfloat16")
 pytestmark = [
     pytest.mark.slow,
@@ -69,7 +69,6 @@ def test_the_blocks_keep_what_was_computed(parts):
         pair = 4 if size == 4 else 8
         assert methods["8 bits"]["block_bytes"] == (pair + 3) * elements + others
         assert methods["4 bits"]["block_bytes"] == (2 * pair + 3) * elements // 2 + others
-        assert methods["2 blocks a step"]["block_bytes"] == (pair + 1) * elements + others
         assert methods["split"]["block_bytes"] == (pair + 7) * elements + others
         assert methods["split, 4 bits"]["block_bytes"] == (2 * pair + 7) * elements // 2 + others
         assert methods["4 bits"]["blocks_of_checkpointed"] < methods["8 bits"]["blocks_of_checkpointed"]

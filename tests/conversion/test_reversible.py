@@ -144,16 +144,6 @@ def test_copies_are_reversible_and_independent(through):
     assert other_kept == kept
 
 
-@pytest.mark.parametrize("blocks", [2, 3])
-def test_several_blocks_are_one_step(case, blocks):
-    model, path, batch = case
-    report = revzoo.reversible_(model, path, blocks_per_step=blocks)
-    assert report.steps == -(-len(model.get_submodule(path)) // blocks)
-    stored, _ = train_step(model, batch, "store")
-    for schedule in ("invert", "recompute", "selective"):
-        assert_equal(train_step(model, batch, schedule)[0], stored)
-
-
 def test_the_longest_list_is_taken_and_named():
     class Two(nn.Module):
         def __init__(self):

@@ -32,15 +32,6 @@ def test_each_step_keeps_its_bits_alone(dtype):
         assert sizes[8, 12][place] - sizes[4, 12][place] == 4 * elements * 3 // 2
 
 
-def test_steps_of_two_blocks_keep_half_the_bits():
-    kept = {}
-    for layers in (4, 8):
-        model = llama(layers)
-        revzoo.reversible_(model, blocks_per_step=2)
-        kept[layers] = count_bytes(model, TEXT)
-    assert kept[8][0] - kept[4][0] == kept[8][1] - kept[4][1] == 2 * 2 * 12 * 32
-
-
 @pytest.mark.parametrize("last", ["store", "recompute"])
 def test_inverted_blocks_in_front_of_others_keep_their_bits_alone(last):
     kept = {}
@@ -52,11 +43,10 @@ def test_inverted_blocks_in_front_of_others_keep_their_bits_alone(last):
     assert kept[8] - kept[4] == 4 * 2 * 12 * 32
 
 
-@pytest.mark.parametrize("blocks_per_step", [1, 2])
 @pytest.mark.parametrize("schedule", ["invert", "recompute", "selective", "store"])
-def test_a_backward_frees_everything_without_the_garbage_collector(schedule, blocks_per_step):
+def test_a_backward_frees_everything_without_the_garbage_collector(schedule):
     toy = Toy()
-    revzoo.reversible_(toy, blocks_per_step=blocks_per_step).chains[0].schedule = schedule
+    revzoo.reversible_(toy).chains[0].schedule = schedule
     live = LiveBytes()
     known = live.watch([*toy.parameters(), X])
     gc.disable()
@@ -84,11 +74,10 @@ def test_the_report_knows_what_the_blocks_keep(dtype):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("blocks_per_step", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_verify_compares_every_step(name, blocks_per_step):
+def test_verify_compares_every_step(name):
     make, path, batch = NETWORKS[name]
     model = make()
-    report = revzoo.reversible_(model, path, blocks_per_step=blocks_per_step)
+    report = revzoo.reversible_(model, path)
     verified = revzoo.verify(model, batch)
     assert verified.ok
     assert verified.identical
@@ -142,7 +131,7 @@ def test_the_preview_is_what_is_measured(name, dtype):
     assert [dict(m.__dict__) for m in model.modules()] == before
     ordinary, checkpointed, *choices = preview.choices
     assert ordinary.memory == revzoo.measure_memory(model, batch)
-    assert [choice.arguments.get("blocks_per_step") for choice in choices] == [1, 2, 4] + [None] * (name != "bert")
+    assert ["split" in choice.arguments for choice in choices] == [False] + [True] * (name != "bert")
     for choice in choices:
         revzoo.reversible_(model, path, **choice.arguments)
         assert revzoo.measure_memory(model, batch) == choice.memory
@@ -171,7 +160,7 @@ def test_the_preview_in_words():
     heading, ordinary, *others = str(revzoo.preview_reversible(Toy(), batch=X)).splitlines()
     assert heading == "Toy, blocks: activations that a training step keeps for backward, and at the peak"
     assert ordinary.split() == ["as", "it", "is", "772", "B", "920", "B"]
-    names = ["gradient checkpointing", "reversible, a block a step", "reversible, 2 blocks a step"]
+    names = ["gradient checkpointing", "reversible, a block a step"]
     assert [line[: len(name)] for line, name in zip(others, names, strict=True)] == names
 
 
@@ -185,7 +174,7 @@ def test_code_between_blocks_is_reported():
     report = revzoo.reversible_(Scaled(), batch=X)
     assert report.restarts == ("blocks.1", "blocks.3")
     assert "2 of 4 blocks begin a chain of their own, with two more states: blocks.1, blocks.3." in str(report)
-    assert revzoo.reversible_(Toy(), batch=X, blocks_per_step=2).restarts == ()
+    assert revzoo.reversible_(Toy(), batch=X).restarts == ()
 
 
 def test_blocks_can_be_copied_whose_network_is_gone():

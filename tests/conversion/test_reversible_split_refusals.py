@@ -140,7 +140,6 @@ def test_the_fast_path_of_torch_is_refused():
         ({"split": "attn"}, InputError, "split is a pair of branches"),
         ({"split": ("attn", ())}, InputError, "split is a pair of branches"),
         ({"split": ("attn", 3)}, InputError, "split is a pair of branches"),
-        ({"blocks_per_step": 2}, InputError, "Give one of the two. Received: split=.*blocks_per_step=2"),
         ({"batch": None}, InputError, r"Give one: reversible_\(model, batch=batch, split=\('attention', 'mlp'\)\)"),
         ({"split": ("attn", "mpl")}, UnknownNameError, "mlp"),
     ],

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -225,9 +224,9 @@ def make_llama() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
-def make_reversible_llama(**options: Any) -> tuple[nn.Module, Any]:
+def make_reversible_llama() -> tuple[nn.Module, Any]:
     model, batch = make_llama()
-    revzoo.reversible_(model, **options)
+    revzoo.reversible_(model)
     return model, batch
 
 
@@ -260,7 +259,6 @@ KINDS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "layers": make_layers,
     "llama": make_llama,
     "reversible llama": make_reversible_llama,
-    "two blocks per step": partial(make_reversible_llama, blocks_per_step=2),
     "split vit": make_split_vit,
     "in-place ABN": make_in_place,
     **{name: make_of_zoo(name) for name in ("rev_vit_digits", "rev_swin_digits", "revnext_digits", "irevnet_digits")},

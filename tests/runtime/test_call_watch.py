@@ -72,19 +72,15 @@ def make_layers(make: Callable[[], nn.Module], depth: int, mode: str) -> tuple[n
     return chain, chain
 
 
-def make_blocks(make: Callable[[], nn.Module], depth: int, mode: str, **options: Any) -> tuple[nn.Module, Run]:
+def make_blocks(make: Callable[[], nn.Module], depth: int, mode: str) -> tuple[nn.Module, Run]:
     model = Blocks(make, depth)
-    revzoo.reversible_(model, "blocks", **options)
+    revzoo.reversible_(model, "blocks")
     for chain in find_block_chains(model).values():
         chain.schedule = mode
     return model, model
 
 
-def make_pairs(make: Callable[[], nn.Module], depth: int, mode: str) -> tuple[nn.Module, Run]:
-    return make_blocks(make, depth, mode, blocks_per_step=2)
-
-
-KINDS = [make_chain, make_exact, make_layers, make_blocks, make_pairs]
+KINDS = [make_chain, make_exact, make_layers, make_blocks]
 
 
 def differentiate(
@@ -176,7 +172,7 @@ class Renorm(nn.BatchNorm1d):
         return out
 
 
-@pytest.mark.parametrize("kind", [make_exact, make_layers, make_blocks, make_pairs])
+@pytest.mark.parametrize("kind", [make_exact, make_layers, make_blocks])
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("mode", DROPPING)
 def test_a_norm_that_reads_its_statistics_is_repeated_to_the_bit(kind, depth, mode):

@@ -121,8 +121,7 @@ class StepHooks:
 
     def __init__(self, model: nn.Module, listener: Listener):
         units = list_units(model)
-        self._first = {id(entry.module): unit for unit, entry in enumerate(units)}
-        self._last = {id(entry.last or entry.module): unit for unit, entry in enumerate(units)}
+        self._units = {id(entry.module): unit for unit, entry in enumerate(units)}
         self._rests = {unit for unit, entry in enumerate(units) if not entry.can_drop}
         self._count = len(units)
         self._listener = listener
@@ -153,7 +152,7 @@ class StepHooks:
 
     def _begin_call(self, module: nn.Module, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
         """Report the beginning of a unit's forward."""
-        unit = self._first.get(id(module))
+        unit = self._units.get(id(module))
         if unit is not None and self._in_forward:
             self._await_gradient(unit - 1, inputs, only=self._rests)
             identify = self._listener.identify
@@ -161,7 +160,7 @@ class StepHooks:
 
     def _end_call(self, module: nn.Module, out: Any) -> None:
         """Report the end of a unit's forward, and wait for the first gradient of what it has returned."""
-        unit = self._last.get(id(module))
+        unit = self._units.get(id(module))
         if unit is None or not self._in_forward:
             return
         self._listener.end_forward(unit)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from revzoo.analysis.dry_run import call, leave_autocast, linear_loss
 from revzoo.analysis.flops import FlopCounter
 from revzoo.errors import InputError
+from revzoo.in_place.chain import BlockStep
 from revzoo.planning.profiling.hooks import StepHooks, assign_schedule, list_units
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
@@ -263,10 +264,11 @@ class _Recorder:
         if unit != expected:
             when = "a second time" if unit < expected else f"before {self._units[expected].name}"
             raise InputError(f"{self._units[unit].name} is called {when}. {_ORDER}")
-        before = self._units[max(unit - 1, 0)]
-        if before.last is not None and self._units[unit].last is not None and not pair & self._trace.inputs[-1]:
+        before, entry = self._units[max(unit - 1, 0)], self._units[unit]
+        are_blocks = isinstance(before.module, BlockStep) and isinstance(entry.module, BlockStep)
+        if are_blocks and not pair & self._trace.inputs[-1]:
             raise InputError(
-                f"The network's own code changes the state between {before.name} and {self._units[unit].name}, so each of them "
+                f"The network's own code changes the state between {before.name} and {entry.name}, so each of them "
                 "begins a chain of its own. Plan the ordinary network: revzoo.ordinary_(model)."
             )
 
