@@ -33,20 +33,20 @@ from revzoo.in_place.conventions import (
     replace_state,
 )
 from revzoo.in_place.position import Position, find_position, is_noted, note_position
-from revzoo.runtime.chain_link import begin_link, call_step, end_link, record_step
+from revzoo.runtime.chain_link import run_link
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import Grid, attach_graph
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
-from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import InvertedSegment, SavedInputs
+from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
-from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import Round, begin_round, judge_arrived, send_comparisons
 
 
 class BlockChain:
@@ -177,6 +177,11 @@ class BlockStep(nn.Module):
         return cast(nn.Module, self._block())
 
     @property
+    def stands_for(self) -> nn.Module:
+        """The module whose tensors are those of this step."""
+        return self.block
+
+    @property
     def _modules(self) -> dict[str, nn.Module | None]:  # what makes the block a submodule, for whoever walks through modules
         return {"block": self._block()}
 
@@ -258,16 +263,9 @@ class BlockStep(nn.Module):
         return self._run(x, arguments, mode)
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
-        pair, segment, grid = self._find_states(x)
-        link = Step(self, self.name, self.chain.coupling, mode)
-        update, segment = begin_link(link, pair, segment, grid)
-        call, recoverer = None, None
-        if mode != "store":
-            watched = mode != "invert" or not update.will_invert
-            call = record_step(link, Settings(x.device), arguments, grid, watched)
-            recoverer = segment or SavedInputs(pair[1:])
-        out = call_step(link, pair, arguments, call, recoverer)
-        pair = end_link(link, update, pair, out, segment, call, grid)
+        pair, segment, grid, round = self._find_states(x)
+        forward = Forward(x, round, side=arguments, grid=grid)  # settings may differ from block to block
+        pair, segment = run_link(Step(self, self.name, self.chain.coupling, mode), pair, segment, forward)
         if segment is not None:
             segment.end(pair)
         is_last = self.index + 1 == len(self.chain._schedule)
@@ -277,21 +275,22 @@ class BlockStep(nn.Module):
         arguments.returned.value = None  # the graph holds it
         y = pair[1].to(dtype)
         if not is_last:
-            note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], segment, grid))
+            note_position(y, Position(self.chain, pair[0], None if y is pair[1] else pair[1], segment, grid, round))
         return replace_state(value, y)
 
-    def _find_states(self, x: Tensor) -> tuple[Pair, InvertedSegment | None, Grid]:
-        """Return the states in front of this step, the inverted steps that it may go on with, and the grid of the states."""
+    def _find_states(self, x: Tensor) -> tuple[Pair, InvertedSegment | None, Grid, Round | None]:
+        """Return the states in front of this step, the inverted steps that it may go on with, and what all steps share."""
         refuse_exact_derivatives()
         dtype = torch.float32 if x.dtype in HALF else x.dtype
         position = find_position(x, self.chain)
         if position is None or position.grid.dtype != dtype:
             send_comparisons()
             judge_arrived()
-            grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert="invert" in self.chain._schedule)
+            schedule = self.chain._schedule
+            grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=any(mode.inverts for mode in schedule))
             first = grid.round(x)
             grid.watch(first, f"as the input of {self.name}")
-            return (first, first), None, grid
+            return (first, first), None, grid, begin_round(self, x, tuple(schedule))
         current, segment = position.current, position.segment
         if current is None:
             current = _rename(x)
@@ -299,7 +298,7 @@ class BlockStep(nn.Module):
             current = attach_graph(current, (1.0,), x)
         if segment is not None and not segment.ends_with(position.length):
             segment = None  # another block has been called with x, too, or there has been a backward
-        return (position.previous, current), segment, position.grid  # one grid, so that all states are checked together
+        return (position.previous, current), segment, position.grid, position.round
 
     def _leave_out_caches(self, arguments: Arguments) -> tuple[Arguments, bool]:
         """Return the arguments without a cache of keys and values, and whether the block may run a second time.

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from revzoo.runtime.exact import Grid, has_value
-from revzoo.runtime.tape import InvertedSegment
+from revzoo.runtime.segment import InvertedSegment
+from revzoo.runtime.tripwire import Round
 
 
 @dataclass
@@ -22,7 +23,8 @@ class Position:
         previous: w[k-1].
         current: w[k], if that is another tensor than the one returned.
         segment: the inverted steps that end here.
-        grid: of the states.
+        grid: of the states; one for all, so that they are checked together.
+        round: counts that second runs are compared; None if they are not.
     """
 
     chain: object
@@ -30,6 +32,7 @@ class Position:
     current: Tensor | None
     segment: InvertedSegment | None
     grid: Grid
+    round: Round | None
     length: int = field(init=False)
     version: int = field(init=False)
     requires_grad: bool = field(init=False)

@@ -25,7 +25,7 @@ from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.node import require_tensors, run_node
 from revzoo.runtime.pair_update import Step
 from revzoo.runtime.schedule import Applicable, Mode
-from revzoo.runtime.tape import InvertedSegment
+from revzoo.runtime.segment import InvertedSegment
 from revzoo.spec.edit import with_coupling, with_outputs
 from revzoo.spec.schema import Spec
 

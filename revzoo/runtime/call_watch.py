@@ -3,14 +3,11 @@
     the last two            are read whole, when the first run has ended: most of what goes differently shows in them
     every other, on a CPU   leaves a sample of its bytes: what goes differently may be scaled down later, or lie in front of an
                             output that mode `selective` keeps
-    every other, elsewhere  leaves a fingerprint of a part of it with probability 1/8, where the second run begins with the bits
-                            of the first
 
 On a CPU, a second run on the same input repeats every bit if one thread computes. With several, or where the compiler may have
 made another kernel meanwhile, sums may be added up in another order.
 
-Cost: on a CPU up to 1 KiB for each tensor that autograd saves, or its hash where bits repeat; elsewhere at most 64 bytes
-for each that leaves a fingerprint.
+Cost: on a CPU up to 1 KiB for each tensor that autograd saves, or its hash where bits repeat.
 
 Nothing is kept alive for this: a tensor is sampled when two others have been saved after it. By then the operation has run that
 it was saved for, which may have filled it (the noise of RReLU).
@@ -18,23 +15,21 @@ it was saved for, which may have filled it (the noise of RReLU).
 
 from collections import deque
 from collections.abc import Mapping
-from random import Random
 
 import torch
 from torch import Tensor, nn
 
 from revzoo.host_copy import can_read_now
-from revzoo.runtime.compiling import leave_uncompiled
+from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
-from revzoo.runtime.replay import Replay
+from revzoo.runtime.inventory import find_spacing
 from revzoo.runtime.sample import read_sample
-from revzoo.runtime.selective import KeptOutputs
+from revzoo.runtime.selective import KeptProducts
 from revzoo.runtime.tripwire import Watch
 
 _LARGEST_DIFFERENCE = 1e-2  # relative, of two runs whose inputs or kernels differ by rounding
 _REORDERED = 64  # the same on a CPU with the same input, where only the order of sums differs, in spacings of the numbers
-_SHARE = 1 / 8  # of the tensors of which a part is read
-_choose = Random(0).random  # the numbers of Python's own are the user's
+_LARGEST_SHARE = 0.25  # of differing booleans in a sample of some hundreds; rounding turns hardly any
 
 
 class CallWatch:
@@ -42,25 +37,24 @@ class CallWatch:
 
     Args:
         x: the call's input.
-        replay: the conditions of the call.
-        kept_outputs: what it keeps in mode `selective`.
+        conditions: the conditions of the call.
+        kept_products: what it keeps in mode `selective`.
         same_input: whether every second run begins with the bits of the first.
         reads_whole: whether to read the last two tensors. Not needed where the state that follows from f's output is compared.
     """
 
     def __init__(
-        self, x: Tensor, replay: Replay, kept_outputs: KeptOutputs | None, *, same_input: bool, reads_whole: bool
+        self, x: Tensor, conditions: Conditions, kept_products: KeptProducts | None, *, same_input: bool, reads_whole: bool
     ) -> None:
-        self._replay = replay
-        self._kept_outputs = kept_outputs
+        self._conditions = conditions
+        self._kept_products = kept_products
         self._same_input = same_input
         self._reads_whole = reads_whole
         self._is_on_cpu = can_read_now(x)
-        self._repeats_bits = same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not replay.is_compiled
+        self._repeats_bits = same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not conditions.inventory.has_compiled
         self._latest: deque[tuple[int, Tensor, int]] = deque()  # slot, tensor, version; two, since the last is often a weight
-        self._taken: list[tuple[int, Fingerprint | int | bytes]] = []  # by slot; of samples the hash, where bits repeat
+        self._taken: list[tuple[int, Fingerprint | int | bytes, tuple[int, ...]]] = []  # by slot; of samples the hash, where bits repeat
 
-    @leave_uncompiled  # a compiled step calls it
     def note(self, slot: int, tensor: Tensor) -> None:
         """Note a tensor that autograd saves in the first run."""
         if not self._is_telling(tensor):
@@ -79,7 +73,7 @@ class CallWatch:
             if not self._reads_whole:
                 self._sample(slot, tensor)
             elif (fingerprint := take_fingerprint(tensor, bits=self._repeats_bits)) is not None:
-                self._taken.append((slot, fingerprint))
+                self._taken.append((slot, fingerprint, ()))
 
     def abandon(self) -> None:
         """Let go of all tensors: the first run has failed."""
@@ -94,8 +88,8 @@ class CallWatch:
         spacing: float,
         explained: float | Tensor,
         same_input: bool,
-    ) -> bool:
-        """Compare the tensors that a second run has refilled; return whether one that was read whole was among them.
+    ) -> None:
+        """Compare the tensors that a second run has refilled.
 
         Args:
             name: of the call, for messages.
@@ -107,42 +101,35 @@ class CallWatch:
         Raises:
             RecoveryError: one differs by more than is explained.
         """
-        has_compared = False
-        for slot, taken in self._taken:
+        for slot, taken, strides in self._taken:
             tensor, version = refilled.get(slot, (None, 0))  # another thread may have taken it
             if tensor is None or tensor._version != version:
                 continue
             if isinstance(taken, Fingerprint):
                 tolerance = self._limit(tensor, spacing, same_input)
-                has_compared |= watch.compare(name, taken, tensor, tolerance, explained, of_state=False)
-            elif (sample := self._read(tensor)) != taken and sample is not None:
+                watch.compare(name, taken, tensor, tolerance, explained, of_state=False)
+            elif tensor.stride() == strides and (sample := self._read(tensor)) != taken and sample is not None:
                 tolerance = self._limit(tensor, spacing, same_input)
                 watch.judge_samples(name, taken, sample, tensor.dtype, tolerance, explained)
-        return has_compared
 
     def _is_telling(self, tensor: Tensor) -> bool:
         """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""
         base = tensor._base if tensor._is_view() else tensor
         if base.__class__ is not Tensor and isinstance(base, nn.Parameter):  # the first test takes a fifth of the time
             return False
-        if self._replay.holds_moving(tensor):
+        if self._conditions.holds_moving(tensor):
             return False
-        return self._kept_outputs is None or not self._kept_outputs.holds(tensor)
+        return self._kept_products is None or not self._kept_products.holds(tensor)
 
     def _sample(self, slot: int, tensor: Tensor) -> None:
         """Take a sample of a tensor that is not read whole."""
-        taken: Fingerprint | int | bytes | None = None
-        if self._is_on_cpu:
-            taken = self._read(tensor)
-        elif self._same_input and self._reads_whole and _choose() < _SHARE:
-            taken = take_fingerprint(tensor, of_part=True)
-        if taken is not None:
-            self._taken.append((slot, taken))
+        if self._is_on_cpu and (taken := self._read(tensor)) is not None:
+            self._taken.append((slot, taken, tensor.stride()))
 
     def _read(self, tensor: Tensor) -> int | bytes | None:
         dtype = tensor.dtype
         if not self._repeats_bits:
-            return read_sample(tensor) if dtype.is_floating_point else None
+            return read_sample(tensor) if dtype.is_floating_point or dtype is torch.bool else None
         if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
             return None  # kernels save workspaces as integers, with bytes that they have not written
         return None if (data := read_sample(tensor)) is None else hash(data)
@@ -151,7 +138,9 @@ class CallWatch:
         """Return the largest relative difference that is explained."""
         if self._repeats_bits:
             return 0.0
+        if tensor.dtype is torch.bool:
+            return _LARGEST_SHARE
         largest = max(_LARGEST_DIFFERENCE, 16 * spacing)
         if same_input and self._is_on_cpu:
-            return min(largest, _REORDERED * max(spacing, torch.finfo(tensor.dtype).eps))
+            return min(largest, _REORDERED * max(spacing, find_spacing(tensor.dtype)))
         return largest

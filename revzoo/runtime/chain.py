@@ -6,7 +6,7 @@ Inputs are (w[-1], w[0]) = (x1, x2), outputs (w[n-1], w[n]) = (y1, y2). A block 
 y1 = x1 + F(x2); y2 = x2 + G(y1), is two additive steps; a block of i-RevNet is one.
 
 The forward is a plain loop of autograd operations. The mode of a step (`schedule.py`) only decides what happens to the tensors
-that autograd saves inside its f (`tape.py`):
+that autograd saves inside its f (`segment.py`):
 
     mode        keeps in forward                                      computes again in backward
     store       what autograd saves in f                              nothing
@@ -33,15 +33,15 @@ from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, ChainGrowth, Drift
 from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
-from revzoo.runtime.pair_update import PairUpdate, Step
+from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
-from revzoo.runtime.settings import Settings
 from revzoo.runtime.strides import is_dense
-from revzoo.runtime.tape import InvertedSegment
+from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
-from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
 
 
 class ReversibleChain(nn.Module):
@@ -81,6 +81,7 @@ class ReversibleChain(nn.Module):
                 raise InputError(f"Step {i} must be a torch.nn.Module. Received: {type(step).__name__}.")
         self.steps = nn.ModuleList(steps)
         self.couplings = _per_step(coupling, len(self._names()))
+        self._known_links: tuple[Any, Any, Any, list[Step | Bijection]] = [], None, None, []
         self.exact = exact
         self.schedule = "invert"
         self.lookahead = lookahead
@@ -146,7 +147,10 @@ class ReversibleChain(nn.Module):
         return [entry.name for entry in self.layout() if entry.is_unit]
 
     def _links(self) -> list["Step | Bijection"]:
-        links: list[Step | Bijection] = []
+        modules = list(self.steps)
+        known_modules, known_couplings, known_schedule, links = self._known_links
+        if modules == known_modules and self.couplings is known_couplings and self._schedule is known_schedule:
+            return links
         layout = self.layout()
         if (count := sum(entry.is_unit for entry in layout)) != len(self._schedule):
             raise ScheduleError(
@@ -154,8 +158,8 @@ class ReversibleChain(nn.Module):
                 "its list of steps."
             )
         settings = zip(self.couplings, self._schedule, strict=True)
-        for name, f, *_ in layout:
-            links.append(f if isinstance(f, Bijection) else Step(f, name, *next(settings)))
+        links = [f if isinstance(f, Bijection) else Step(f, name, *next(settings)) for name, f, *_ in layout]
+        self._known_links = modules, self.couplings, self._schedule, links
         return links
 
 
@@ -200,7 +204,7 @@ def run_chain(
             "The two streams must be floating tensors of one dtype and device. "
             f"Received: {x1.dtype} on {x1.device} and {x2.dtype} on {x2.device}."
         )
-    drops = any(isinstance(link, Step) and link.mode != "store" for link in links)
+    drops = any(isinstance(link, Step) and link.mode.drops for link in links)
     if segment is not None or (drops and torch.is_grad_enabled() and not is_exporting()):
         return _run_recorded(links, x1, x2, side, exact, lookahead, segment)
     return _run_plain(links, x1, x2, side, exact)
@@ -218,19 +222,22 @@ def invert_chain(links: Sequence[Step | Bijection], y1: Tensor, y2: Tensor, *, s
         raise InputError("A coupling with b = 0 has no inverse: it forgets the older stream.")
     grid, pair = _start(links, y1, y2, exact)
     for link in reversed(links):
-        out = call_step(link, (pair[1], pair[0]), side) if isinstance(link, Step) else None
-        pair = PairUpdate(link, grid).invert(pair, out)
+        if isinstance(link, Step):
+            pair = StepUpdate(link.coupling, grid).invert(pair, call_step(link, (pair[1], pair[0]), side))
+        else:
+            pair = BijectionUpdate(link).invert(pair, None)
     return pair
 
 
 def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: Any, exact: bool) -> Pair:
     grid, pair = _start(links, x1, x2, exact)
     for link in links:
-        out = None  # free the output of the previous step before this one runs
         if isinstance(link, Step):
-            out = call_step(link, pair, side)
-        pair = PairUpdate(link, grid).advance(pair, out)
-        watch_range(grid, pair, link)
+            pair = StepUpdate(link.coupling, grid).advance(pair, call_step(link, pair, side))
+        else:
+            pair = BijectionUpdate(link).advance(pair, None)
+        if grid is not None:
+            watch_range(grid, pair, link)
     return pair
 
 
@@ -250,14 +257,18 @@ def _run_recorded(
     refuse_to_drop("Set the schedule of every step to 'store'")
     send_comparisons()
     judge_arrived()
-    will_invert = any(isinstance(link, Step) and link.mode == "invert" for link in links)
-    grid, pair = _start(links, x1, x2, exact, will_invert)
-    settings = Settings(x1.device)
-    drift = _pending_drift(links, x1)
+    steps = [link for link in links if isinstance(link, Step)]
+    grid, pair = _start(links, x1, x2, exact, will_invert=any(step.mode.inverts for step in steps))
+    if segment is not None:
+        round = segment.round
+    else:
+        round = begin_round(steps[0].f, x1, tuple([step.mode for step in steps]))
+    forward = Forward(x1, round, side=side, lookahead=lookahead, grid=grid)
+    forward.drift = drift = _pending_drift(steps, x1)
     if grid is None:
-        _refuse_growing_errors(links, x1.dtype)
+        _refuse_growing_errors(steps, x1.dtype)
     for link in links:
-        pair, segment = run_link(link, pair, segment, settings, grid, side=side, lookahead=lookahead, drift=drift)
+        pair, segment = run_link(link, pair, segment, forward)
     if segment is not None:
         segment.end(pair)
     if drift is not None:
@@ -265,22 +276,21 @@ def _run_recorded(
     return pair
 
 
-def _refuse_growing_errors(links: Sequence[Step | Bijection], dtype: torch.dtype) -> None:
+def _refuse_growing_errors(steps: Sequence[Step], dtype: torch.dtype) -> None:
     """Raise RecoveryError if a run of inverted steps would leave only rounding errors of its first state."""
     growth = ChainGrowth()
-    for link in links:
-        if isinstance(link, Step):
-            if link.mode == "invert":
-                growth.add(link.coupling, link.name, dtype)
-            else:
-                growth = ChainGrowth()
+    for step in steps:
+        if not step.mode.inverts:
+            growth = ChainGrowth()
+        elif abs(step.coupling.b) != 1:
+            growth.add(step.coupling, step.name, dtype)
 
 
-def _pending_drift(links: Sequence[Step | Bijection], stream: Tensor) -> Drift | None:
+def _pending_drift(steps: Sequence[Step], stream: Tensor) -> Drift | None:
     """Return a Drift meter unless there is nothing to measure or this chain has already been warned about."""
     if stream.dtype not in HALF or not has_value(stream) or is_capturing():
         return None
-    drift = Drift(stream.dtype, [link.f for link in links if isinstance(link, Step) and link.mode == "invert"])
+    drift = Drift(stream.dtype, [step.f for step in steps if step.mode.inverts])
     return drift if drift.is_due else None
 
 

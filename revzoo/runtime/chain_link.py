@@ -12,102 +12,75 @@ from torch import Tensor, nn
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime.coupling import Pair
-from revzoo.runtime.drift import Drift
 from revzoo.runtime.exact import Grid
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.layer_rules import find_layers
 from revzoo.runtime.layerwise import LayerwiseCall
-from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.observation import begin_call, end_call
-from revzoo.runtime.pair_update import PairUpdate, Step
+from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
-from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import InvertedSegment, SavedInputs
+from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.sharded import is_sharded
 
 
-def run_link(
-    link: Step | Bijection,
-    pair: Pair,
-    segment: InvertedSegment | None,
-    settings: Settings,
-    grid: Grid | None,
-    *,
-    side: Any = None,
-    lookahead: Lookahead | None = None,
-    drift: Drift | None = None,
-) -> tuple[Pair, InvertedSegment | None]:
+def run_link(link: Step | Bijection, pair: Pair, segment: InvertedSegment | None, forward: Forward) -> tuple[Pair, InvertedSegment | None]:
     """Run one link and record what backward needs to rebuild the tensors that are dropped.
 
     Args:
         link: the step or bijection.
         pair: the states in front of it.
         segment: the inverted steps in front of it; None if there are none that it could go on with.
-        settings: the settings of PyTorch under which a step is called.
-        grid: of the states, None in floating point.
-        side: read-only second argument of a step.
-        lookahead: recovers steps ahead of backward.
-        drift: measures what rounding loses.
+        forward: what it shares with the other links.
     Returns:
         The states behind it, and the inverted steps that end there, if any.
     """
-    update, segment = begin_link(link, pair, segment, grid)
-    call, out = None, None
-    if isinstance(link, Step):
-        if link.mode != "store":
-            call = record_step(link, settings, side, grid, watched=link.mode != "invert" or not update.will_invert)
-        out = call_step(link, pair, side, call, segment or SavedInputs(pair[1:]), lookahead)
-    following = end_link(link, update, pair, out, segment, call, grid)
-    if drift is not None and call is not None and segment is not None:
-        with torch.no_grad():
-            drift.add(pair[0], update.invert(following, out)[0])
-    return following, segment
-
-
-def begin_link(
-    link: Step | Bijection, pair: Pair, segment: InvertedSegment | None, grid: Grid | None
-) -> tuple[PairUpdate, InvertedSegment | None]:
-    """Return how a link updates the pair, and the inverted steps that it is the next of, if it is inverted or a bijection."""
-    # A bijection before the first inverted step is never undone, so its update keeps nothing.
-    update = PairUpdate(link, grid, will_invert=segment is not None)
-    if isinstance(link, Step):
-        if link.mode != "invert" and segment is not None:
-            segment.end(pair)
-            segment = None
-        elif link.mode == "invert" and segment is None:
-            segment = InvertedSegment(exact=grid is not None)
-    return update, segment
-
-
-def end_link(
-    link: Step | Bijection,
-    update: PairUpdate,
-    pair: Pair,
-    out: Tensor | None,
-    segment: InvertedSegment | None,
-    call: RecordedCall | None,
-    grid: Grid | None,
-) -> Pair:
-    """Return the states behind a link, whose step has returned `out`."""
+    if isinstance(link, Bijection):
+        # One before the first inverted step is never undone, so its update keeps nothing.
+        update = BijectionUpdate(link, will_invert=segment is not None)
+        following = update.advance(pair, None)
+        if segment is not None:
+            segment.append(update, None, pair)
+        return following, segment
+    if not link.mode.inverts and segment is not None:
+        segment.end(pair)
+        segment = None
+    grid, call, recoverer = forward.grid, None, None
+    is_first = segment is None
+    if link.mode.inverts and segment is None:
+        segment = InvertedSegment(grid is not None, forward.round)
+    update = StepUpdate(link.coupling, grid, pair[0], will_invert=not is_first)
+    if link.mode.drops:
+        call = record_step(link, forward, watched=is_first)
+        recoverer = segment or SavedInputs(pair[1:], forward.round)
+    out = call_step(link, pair, forward.side, call, recoverer)
     following = update.advance(pair, out)
     if segment is not None:
         segment.append(update, call, pair)
-    watch_range(grid, following, link)
-    return following
-
-
-def record_step(step: Step, settings: Settings, side: Any, grid: Grid | None, watched: bool) -> RecordedCall:
-    """Return the call of a step that is about to be run for the first time."""
-    # On a grid every bit is rebuilt, which the inverses of layers do not do.
-    layers = find_layers(step.f) if step.mode == "invert" and side is None and grid is None else None
-    if layers is not None:
-        return LayerwiseCall(cast(nn.Module, step.f), step.name, settings, layers, watched)
-    return RecordedCall(step.f, step.name, settings, side, selective=step.mode == "selective", watched=watched)
-
-
-def watch_range(grid: Grid | None, pair: Pair, link: Step | Bijection) -> None:
-    """Raise RecoveryError if the newer state has left the grid, or is NaN."""
+        if forward.drift is not None:
+            with torch.no_grad():
+                forward.drift.add(pair[0], update.invert(following, out)[0])
     if grid is not None:
-        grid.watch(pair[1], f"after {link.name if isinstance(link, Step) else type(link).__name__}")
+        watch_range(grid, following, link)
+    return following, segment
+
+
+def record_step(step: Step, forward: Forward, watched: bool) -> RecordedCall:
+    """Return the call of a step that is about to be run for the first time.
+
+    Args:
+        step: the step.
+        forward: what it shares with others.
+        watched: whether what autograd saves last in it is read whole: where no state that follows from it is compared.
+    """
+    # On a grid every bit is rebuilt, which the inverses of layers do not do.
+    if step.mode.inverts and forward.side is None and forward.grid is None and (layers := find_layers(step.f)) is not None:
+        return LayerwiseCall(cast(nn.Module, step.f), step.name, forward, layers, watched)
+    return RecordedCall(step.f, step.name, forward, selective=step.mode.keeps_products, watched=watched)
+
+
+def watch_range(grid: Grid, pair: Pair, link: Step | Bijection) -> None:
+    """Raise RecoveryError if the newer state has left the grid, or is NaN."""
+    grid.watch(pair[1], f"after {link.name if isinstance(link, Step) else type(link).__name__}")
 
 
 def call_step(
@@ -116,7 +89,6 @@ def call_step(
     side: Any,
     call: RecordedCall | None = None,
     recoverer: Recoverer | None = None,
-    lookahead: Lookahead | None = None,
 ) -> Tensor:
     """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
     unversioned = torch.compiler.is_compiling() or pair[1].is_inference()
@@ -124,7 +96,7 @@ def call_step(
     begin_call(step.f, pair[1:], pair)
     try:
         if call is not None and recoverer is not None:
-            out = call.first_run(recoverer, pair[1], lookahead=lookahead)
+            out = call.first_run(recoverer, pair[1])
         else:
             out = step.f(pair[1]) if side is None else step.f(pair[1], side)
     except RuntimeError as error:

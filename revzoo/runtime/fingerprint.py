@@ -1,13 +1,15 @@
 """Fingerprints of tensors: a few numbers that show when two tensors differ.
 
-    projections    8 random sums of the elements, in floating point. They change by about the norm of the difference, so a mask
-                   that differs at one token of thousands is noticed
+    projections    random sums of the elements, in floating point: 8 of all, on an accelerator one of each row of about a
+                   thousand. They change by about the norm of the difference, so a mask that differs at one token of thousands
+                   is noticed
     sums of bits   of several parts of the tensor, as integers, where every bit counts
 
 Source: the projections are those of Johnson and Lindenstrauss (1984).
 """
 
 import math
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -19,10 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from revzoo.host_copy import can_read_now, is_capturing
 
 _WIDTH = 1024  # elements that one row of a projection adds up
+_LEAST_WIDTH = 128
 _PROJECTIONS = 8
 _PARTS = (16, 8, 4, 2)  # numbers of parts whose bits are added up, where they divide the number of elements
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PART = 6  # of each dimension, at least so many places are in a part of a tensor, and less than twice as many
 
 
 class Fingerprint(NamedTuple):
@@ -32,25 +34,22 @@ class Fingerprint(NamedTuple):
         values: projections, or sums of bits: on a CPU a list, elsewhere a tensor that the device may not have computed yet.
         kind: strides, whether these are sums of bits, and placements of a DTensor. Only fingerprints of one kind are compared.
         is_finite: False if the tensor is known to hold NaN or infinite numbers; the values are then those of the others.
-        is_of_part: whether not all elements have been read.
     """
 
     values: Any
     kind: tuple[Any, ...]
     is_finite: bool = True
-    is_of_part: bool = False
 
 
-def take_fingerprint(x: Tensor, *, bits: bool = False, of_part: bool = False) -> Fingerprint | None:
-    """Return a fingerprint of a floating-point tensor, or None where it has none.
+def take_fingerprint(x: Tensor, *, bits: bool = False) -> Fingerprint | None:
+    """Return a fingerprint of a tensor of floating-point, complex or boolean numbers, or None where it has none.
 
     Args:
         x: the tensor. One without values (meta, fake, a weight that FSDP has freed), with a layout that is not strided, or
             inside a CUDA graph has none.
         bits: whether every bit counts, as in exact arithmetic.
-        of_part: read only some elements.
     """
-    x, placements = x.detach().resolve_neg(), ()
+    x, placements = x.detach(), ()
     if type(x) is not Tensor:
         placements = getattr(x, "placements", ())  # of a DTensor
         if not placements:
@@ -61,31 +60,35 @@ def take_fingerprint(x: Tensor, *, bits: bool = False, of_part: bool = False) ->
     dtype = _choose_dtype(x.dtype, x.device)
     if dtype is None or x.layout is not torch.strided or not x.untyped_storage().nbytes():
         return None
-    if x.is_cuda and is_capturing():
+    is_on_host = can_read_now(x)
+    if not is_on_host and is_capturing():
         return None
-    if torch._C._len_torch_dispatch_stack():
-        with _disable_current_modes():  # those that count bytes or select operations are not to see this one read of it
-            values = _summarise(_take_part(x) if of_part else x, dtype, bits)
-    else:
-        values = _summarise(_take_part(x) if of_part else x, dtype, bits)
     kind = (x.stride(), bits, placements)
-    if not can_read_now(x):
-        return Fingerprint(values, kind, is_of_part=of_part)
-    numbers = values.tolist()
-    if bits or math.isfinite(numbers[0]):  # each projection is of all elements
-        return Fingerprint(numbers, kind)
-    return Fingerprint(_summarise(x.nan_to_num(0.0, 0.0, 0.0), dtype).tolist(), kind, is_finite=False)
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+        # modes that count bytes or select operations are not to see this one read of it
+        x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
+        values = _summarise(x, dtype, bits, is_on_host)
+        if not is_on_host:
+            return Fingerprint(values, kind)
+        numbers = values.tolist()
+        if bits or math.isfinite(numbers[0]):  # each projection is of all elements
+            return Fingerprint(numbers, kind)
+        return Fingerprint(_summarise(x.nan_to_num(0.0, 0.0, 0.0), dtype, False, True).tolist(), kind, is_finite=False)
 
 
 @cache
 def _choose_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
     """Return the dtype in which projections of such tensors are computed; None for numbers that have none."""
-    if device.type == "meta" or not dtype.is_floating_point:
+    if device.type == "meta":
         return None
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    elif dtype is not torch.bool and not dtype.is_floating_point:
+        return None  # kernels save workspaces as integers, with bytes that they have not written
     return torch.float32 if dtype.itemsize < 4 else dtype  # the sums of rows would overflow in float16
 
 
-def _summarise(x: Tensor, dtype: torch.dtype, bits: bool = False) -> Tensor:
+def _summarise(x: Tensor, dtype: torch.dtype, bits: bool, is_on_host: bool) -> Tensor:
     """Return what a fingerprint remembers of the elements, in the order of memory where that takes no copy."""
     x = x.view(-1) if x.is_contiguous() else x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(-1)
     if bits:
@@ -94,12 +97,8 @@ def _summarise(x: Tensor, dtype: torch.dtype, bits: bool = False) -> Tensor:
         x = x.to(dtype)
     if torch._C._is_any_autocast_enabled():
         with torch.autocast(x.device.type, enabled=False):
-            return _project(x)
-    return _project(x)
-
-
-def _take_part(x: Tensor) -> Tensor:
-    return x[tuple([slice(None, None, max(1, size // _PART)) for size in x.shape])]
+            return _project(x) if is_on_host else _project_rows(x)
+    return _project(x) if is_on_host else _project_rows(x)
 
 
 def _add_bits(x: Tensor) -> Tensor:
@@ -120,6 +119,19 @@ def _project(x: Tensor) -> Tensor:
         x = torch.cat([whole, rest]) if rest.numel() else whole
         length = x.numel()
     return torch.mv(_make_weights(dtype, device)[:, :length], x)
+
+
+def _project_rows(x: Tensor) -> Tensor:
+    """Return one random projection of each row of elements, by one kernel where rows can be of one length."""
+    length = x.numel()
+    width = _choose_width(length)
+    return _project(x) if width is None else torch.mv(x.view(-1, width), _make_weights(x.dtype, x.device)[0, :width])
+
+
+@cache
+def _choose_width(length: int) -> int | None:
+    """Return the largest divisor that is a useful length of a row; None if there is none."""
+    return next((width for width in range(min(_WIDTH, length), _LEAST_WIDTH - 1, -1) if length % width == 0), None)
 
 
 @cache  # whatever the length: a new one would be a copy to the device, which waits

@@ -14,15 +14,15 @@ from revzoo.runtime.drift import HALF
 from revzoo.runtime.layer_rules import Layer, expand
 from revzoo.runtime.layerwise import Recording
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
-from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import InvertedSegment, SavedInputs
+from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
-from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
 
 
 class LayerChain(nn.Sequential):
@@ -160,13 +160,14 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
     refuse_to_drop("Set the schedule of every layer to 'store'")
     send_comparisons()
     judge_arrived()
-    settings = Settings(x.device)
+    round = begin_round(layers[0].module, x, tuple([layer.mode for layer in layers]))
+    forward = Forward(x, round, lookahead=lookahead)
     recording: Recording | None = None
     for is_inverted, run in groupby(expand(layers), key=lambda layer: layer.is_inverted):
         if is_inverted:
             inverted = list(run)
             begin_call(inverted[0].module, (x,))
-            recording = Recording(InvertedSegment(exact=False), x, inverted, settings, lookahead)
+            recording = Recording(InvertedSegment(False, forward.round), x, inverted, forward)
             del x  # freed as soon as it is not needed
             for layer in inverted:
                 if layer is not inverted[0]:
@@ -181,7 +182,7 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
             if layer.mode in ("store", "invert"):
                 x = layer.module(x)
             else:
-                call = RecordedCall(layer.module, layer.name, settings, selective=layer.mode == "selective")
-                x = call.first_run(SavedInputs((x,)), x, lookahead=lookahead)
+                call = RecordedCall(layer.module, layer.name, forward, selective=layer.mode.keeps_products)
+                x = call.first_run(SavedInputs((x,), forward.round), x)
             end_call(layer.module, x)
     return x if recording is None else recording

@@ -18,12 +18,12 @@ from revzoo.invertible import add, halve, join, subtract
 from revzoo.noise import estimate_alpha_of_addition
 from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import has_value
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.recorded_call import OUTPUT, RecordedCall
 from revzoo.runtime.refill_hooks import detach
-from revzoo.runtime.settings import Settings
 from revzoo.runtime.strides import get_strides, restore_strides
-from revzoo.runtime.tape import States
+from revzoo.runtime.segment import States
 
 _SAMPLE = 6  # of each dimension, at least so many places are in a sample, and less than twice as many
 _SMALL = 16  # what a layer saves is kept where this many such tensors are no larger than its input
@@ -106,14 +106,13 @@ class LayerCall(RecordedCall):
     Args:
         layer: the layer.
         name: its name, for messages.
-        settings: the settings of PyTorch under which it is called.
+        forward: what it shares with the other calls of the forward.
         growth: what to tell what the layer returns.
         channels: those that its input consists of; None is all.
     """
 
-    def __init__(self, layer: nn.Module, name: str, settings: Settings, growth: LayerGrowth, channels: slice | None = None):
-        super().__init__(layer, name, settings, watched=False)
-        self._is_watching = False  # what it saves is a state, or small
+    def __init__(self, layer: nn.Module, name: str, forward: Forward, growth: LayerGrowth, channels: slice | None = None):
+        super().__init__(layer, name, forward, watched=None)  # what it saves is a state, or small
         self._growth = growth
         self._channels = channels
         self._kept: tuple[Tensor, ...] | None = None
@@ -129,7 +128,7 @@ class LayerCall(RecordedCall):
                 x: Tensor = cast(Any, self.f).inverse(y, *kept, **channels)
                 return x
 
-        x = self._replay.run_again(run, check_draws=False)
+        x = self._conditions.run_again(run)
         if not isinstance(x, Tensor) or x.shape != shape:
             received = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise RecoveryError(

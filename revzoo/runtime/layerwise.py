@@ -38,6 +38,7 @@ from revzoo.invertible import add, halve, join
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.drift import Noise
 from revzoo.runtime.exact import has_value
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.layer_rules import Layer, is_channelwise, is_coupled, starts_in_halves
 from revzoo.runtime.layer_update import (
     AdditionUpdate,
@@ -51,11 +52,9 @@ from revzoo.runtime.layer_update import (
     call_layer,
     predict_growth_of_addition,
 )
-from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
-from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import InvertedSegment, States
+from revzoo.runtime.segment import InvertedSegment, States
 
 
 def run_without_storing(layers: Sequence[Layer], x: Tensor) -> Tensor:
@@ -99,26 +98,25 @@ class LayerwiseCall(RecordedCall):
     Args:
         f: the layers, as one module.
         name: name of the step, for messages.
-        settings: the settings of PyTorch under which it is called.
+        forward: what it shares with the other calls of the forward.
         layers: the layers one by one.
         watched: whether the tensors saved last are read whole to be compared.
     """
 
-    def __init__(self, f: nn.Module, name: str, settings: Settings, layers: Sequence[Layer], watched: bool):
-        super().__init__(f, name, settings, watched=watched)
+    def __init__(self, f: nn.Module, name: str, forward: Forward, layers: Sequence[Layer], watched: bool):
+        super().__init__(f, name, forward, watched=watched)
         self._sources = None  # its layers need it to run
         runs = groupby(layers, key=lambda layer: layer.is_inverted)
         self._runs = [_Run([replace(layer, name=f"{name}.{layer.name}") for layer in run], inverts) for inverts, run in runs]
         self._origin: _StepOrigin | None = None  # during the first run
-        self._lookahead: Lookahead | None = None
         self._gives_states = False
 
-    def first_run(self, recoverer: Recoverer, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
-        self._origin, self._lookahead = _StepOrigin(self, recoverer), lookahead
+    def first_run(self, recoverer: Recoverer, *inputs: Tensor) -> Any:
+        self._origin = _StepOrigin(self, recoverer)
         try:
             return super().first_run(recoverer, *inputs)
         finally:
-            self._origin = self._lookahead = None
+            self._origin = None
 
     def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False, check_draws: bool = True) -> Any:
         self._gives_states = refill
@@ -151,8 +149,8 @@ class LayerwiseCall(RecordedCall):
         return x
 
     def _record(self, run: "_Run", x: Tensor, origin: "_StepOrigin") -> Tensor:
-        segment = InvertedSegment(exact=False, origin=origin)
-        recording = Recording(segment, x, run.layers, self._settings, self._lookahead, outer=self)
+        segment = InvertedSegment(False, self._forward.round, origin)
+        recording = Recording(segment, x, run.layers, self._forward, outer=self)
         del x
         for layer in run.layers:
             recording.run(layer)
@@ -194,8 +192,7 @@ class Recording:
         segment: where to append them.
         x: the input of the first layer.
         layers: those that will be run.
-        settings: the settings of PyTorch under which they are called.
-        lookahead: recovers their calls ahead of backward.
+        forward: what they share.
         outer: the call that they are a part of.
     """
 
@@ -204,15 +201,13 @@ class Recording:
         segment: InvertedSegment,
         x: Tensor,
         layers: Sequence[Layer],
-        settings: Settings,
-        lookahead: Lookahead | None,
+        forward: Forward,
         outer: RecordedCall | None = None,
     ):
         self.segment = segment
         self.states: States = (x,)  # one tensor, or two halves of the channels
         self._outer = outer
-        self._settings = settings
-        self._lookahead = lookahead
+        self._forward = forward
         self._growths: list[tuple[nn.Module, str, float | Tensor]] = []
         if starts_in_halves(layers, x):
             self._halve()
@@ -276,11 +271,11 @@ class Recording:
             growth = LayerGrowth(module)
             if len(self.states) == 2 and is_channelwise(module):
                 first, second = _slice_halves(self.states)
-                self._run_layer(LayerCall(module, name, self._settings, growth, first))
-                self._run_layer(LayerCall(module, name, self._settings, growth, second), growth)
+                self._run_layer(LayerCall(module, name, self._forward, growth, first))
+                self._run_layer(LayerCall(module, name, self._forward, growth, second), growth)
             else:
                 self.join()
-                self._run_layer(LayerCall(module, name, self._settings, growth), growth)
+                self._run_layer(LayerCall(module, name, self._forward, growth), growth)
             self._growths.append((module, name, growth.value))
 
     def _halve(self) -> None:
@@ -307,7 +302,7 @@ class Recording:
         """Add what f makes of the second state to the first, which is then the second; return how errors grow."""
         states = self.states
         # The input of the first call of a segment is not compared as a state.
-        call = RecordedCall(f, name, self._settings, watched=self.segment.is_empty)
+        call = RecordedCall(f, name, self._forward, watched=self.segment.is_empty)
         out = self._run_call(call, states[1])
         if out.shape != states[0].shape:
             raise InputError(
@@ -323,7 +318,7 @@ class Recording:
     def _run_call(self, call: RecordedCall, x: Tensor) -> Tensor:
         call.outer = self._outer
         version = None if x.is_inference() else x._version
-        out = call.first_run(self.segment, x, lookahead=self._lookahead)
+        out = call.first_run(self.segment, x)
         if version is not None and x._version != version:
             raise _make_in_place_error(call.name)
         if not isinstance(out, Tensor):

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.schedule import Mode
-from revzoo.runtime.settings import Settings
-from revzoo.runtime.tape import SavedInputs
+from revzoo.runtime.segment import SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
-from revzoo.runtime.tripwire import judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
 
 
 def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
@@ -29,7 +29,7 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahea
         lookahead: recovers it ahead of backward. One for all chains and nodes of a forward.
     """
     begin_call(module, inputs)
-    if mode == "store" or not torch.is_grad_enabled() or is_exporting():
+    if not mode.drops or not torch.is_grad_enabled() or is_exporting():
         out = module(*inputs)
     else:
         out = _run_recorded(module, name, mode, *inputs, lookahead=lookahead)
@@ -44,8 +44,9 @@ def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, loo
     refuse_to_drop(f"Set the schedule of {name} to 'store'")
     send_comparisons()
     judge_arrived()
-    call = RecordedCall(module, name, Settings(inputs[0].device), selective=mode == "selective")
-    return call.first_run(SavedInputs(inputs), *inputs, lookahead=lookahead)
+    forward = Forward(inputs[0], begin_round(module, inputs[0], (mode,)), lookahead=lookahead)
+    call = RecordedCall(module, name, forward, selective=mode.keeps_products)
+    return call.first_run(SavedInputs(inputs, forward.round), *inputs)
 
 
 def require_tensors(out: Any, name: str, count: int | None = None) -> None:

@@ -24,28 +24,31 @@ class Step:
     mode: Mode
 
 
-class PairUpdate:
-    """How one step or bijection updates the pair of states, and how to undo that; on the grid if arithmetic is exact.
+class StepUpdate:
+    """How one step updates the pair of states, and how to undo that; on the grid if arithmetic is exact.
 
     Kernels choose the order of their sums by strides, so a rebuilt state needs those of the state in forward, whatever the
     strides of f's output are.
 
     Args:
-        link: the step or bijection.
+        coupling: of the step.
         grid: the grid of this forward call, None in floating point.
-        will_invert: whether `advance` keeps what the next `invert` needs: the strides of the states, and the bits that the
-            coupling loses.
+        previous: w[k-1]; None if `advance` keeps nothing for `invert`.
+        will_invert: whether `advance` keeps the bits that the coupling loses.
     """
 
-    def __init__(self, link: Step | Bijection, grid: Grid | None, will_invert: bool = False):
-        self._link = link
+    __slots__ = ("_coupling", "_grid", "_lost_bits", "_strides", "b", "will_invert")
+
+    inverts_first = False
+    reads = 1
+    growth = 1.0
+
+    def __init__(self, coupling: Coupling, grid: Grid | None, previous: Tensor | None = None, will_invert: bool = False):
+        self._coupling = coupling
         self._grid = grid
-        self.b = 1.0 if isinstance(link, Bijection) else link.coupling.b
-        self.inverts_first = False
-        self.reads = 1
-        self.growth = 1.0
+        self.b = coupling.b
         self.will_invert = will_invert
-        self._strides: Sequence[Strides] = (None, None)  # of the states in front that inversion rebuilds: for a step, one
+        self._strides = get_strides(previous) if will_invert and previous is not None else None
         self._lost_bits: LostBits = None
 
     @property
@@ -54,35 +57,50 @@ class PairUpdate:
         bits = self._lost_bits
         return () if bits is None else (bits,) if isinstance(bits, Tensor) else bits.fields
 
-    def advance(self, pair: Pair, out: Tensor | None) -> Pair:
-        link = self._link
-        if isinstance(link, Bijection):
-            if self.will_invert:
-                self._strides = get_strides(pair[0]), get_strides(pair[1])
-            return link(pair[0]), link(pair[1])
-        assert out is not None
-        if self.will_invert:
-            self._strides = (get_strides(pair[0]),)
+    def advance(self, pair: Pair, out: Tensor) -> Pair:
         if self._grid is None:
-            return pair[1], link.coupling.advance(*pair, match_dtype(out, pair[0]))
-        following, self._lost_bits = self._grid.advance(link.coupling, *pair, out, keeps_bits=self.will_invert)
+            return pair[1], self._coupling.advance(*pair, match_dtype(out, pair[0]))
+        following, self._lost_bits = self._grid.advance(self._coupling, *pair, out, keeps_bits=self.will_invert)
         return pair[1], following
 
-    def invert(self, pair: Pair, out: Tensor | None) -> Pair:
-        link, strides = self._link, self._strides[0]
-        if isinstance(link, Bijection):
-            x1, x2 = (link.inverse(y) for y in pair)
-            return restore_strides(x1, strides), restore_strides(x2, self._strides[1])
-        assert out is not None
-        following, current = pair[1], pair[0]
+    def invert(self, pair: Pair, out: Tensor) -> Pair:
+        strides, following, current = self._strides, pair[1], pair[0]
         into = None
         if strides is None or following.stride() == strides == out.stride():
             pass  # the difference has them too
         elif not wraps_tensors(type(following)):  # the operands of DTensors may be sharded differently
             into = following.new_empty_strided(following.shape, strides)
         if self._grid is None:
-            rebuilt = link.coupling.invert(following, current, match_dtype(out, following), into)
+            rebuilt = self._coupling.invert(following, current, match_dtype(out, following), into)
         else:
             bits, self._lost_bits = self._lost_bits, None
-            rebuilt = self._grid.invert(link.coupling, following, current, out, bits, into)
+            rebuilt = self._grid.invert(self._coupling, following, current, out, bits, into)
         return restore_strides(rebuilt, strides), current
+
+
+class BijectionUpdate:
+    """How a bijection changes both states of a pair, and how to undo that.
+
+    Args:
+        bijection: the bijection.
+        will_invert: whether `advance` keeps the strides that `invert` restores.
+    """
+
+    inverts_first = False
+    reads = 1
+    growth = b = 1.0
+    kept_bits: Sequence[Tensor] = ()
+
+    def __init__(self, bijection: Bijection, will_invert: bool = False):
+        self._bijection = bijection
+        self._will_invert = will_invert
+        self._strides: tuple[Strides, Strides] = (None, None)
+
+    def advance(self, pair: Pair, out: None) -> Pair:
+        if self._will_invert:
+            self._strides = get_strides(pair[0]), get_strides(pair[1])
+        return self._bijection(pair[0]), self._bijection(pair[1])
+
+    def invert(self, pair: Pair, out: None) -> Pair:
+        x1, x2 = (self._bijection.inverse(y) for y in pair)
+        return restore_strides(x1, self._strides[0]), restore_strides(x2, self._strides[1])

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from ctypes import string_at
+from ctypes import c_char
 from dataclasses import dataclass
-from operator import is_, methodcaller
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 _CPU = torch.device("cpu")
-
-
 _leaves_alone = ContextVar("leaves_alone", default=False)
 
 
@@ -29,44 +27,74 @@ class Generator(Protocol):
     def set_state(self, state: Tensor) -> object: ...
 
 
-class _Snapshot(NamedTuple):
+class Snapshot(NamedTuple):
     """The state of a generator, as it takes it, and as bytes, which are compared without an operation of torch."""
 
     state: Tensor
     data: bytes
 
 
+def find_generators(devices: Iterable[torch.device]) -> list[Generator]:
+    """Return the default generators of devices, that of the CPU in any case."""
+    generators: list[Generator] = [torch.default_generator]
+    for device in devices:
+        if device != _CPU:  # `device.type` would make a string, which takes a microsecond
+            generators += _find_generators(device)
+    return generators
+
+
+_latest: dict[Generator, Snapshot] = {}
+
+
+def take_snapshots(generators: Sequence[Generator]) -> list[Snapshot]:
+    """Return the states of generators: where one has not moved, the snapshot taken last, since that of a CPU takes 5 KB."""
+    snapshots = []
+    for generator in generators:
+        state, latest = generator.get_state(), _latest.get(generator)
+        data = (c_char * state.nbytes).from_address(state.data_ptr()).raw
+        if latest is None or latest.data != data:
+            latest = _latest[generator] = Snapshot(state, data)
+        snapshots.append(latest)
+    return snapshots
+
+
+_get_data: Callable[[Snapshot], bytes] = attrgetter("data")
+
+
+def _are_same(states: list[Snapshot], others: list[Snapshot]) -> bool:
+    return list(map(_get_data, states)) == list(map(_get_data, others))
+
+
 class RandomState:
     """The states of torch's default generators around one call.
 
-    Consecutive calls that draw nothing share their states, so these take no memory.
-
     Args:
-        devices: the devices that the call computes on; the CPU's generator is recorded in any case.
+        generators: of the devices that the call computes on.
+        before: their states, if they have just been read.
     """
 
-    def __init__(self, devices: Iterable[torch.device]):
-        self._generators: list[Generator] = [torch.default_generator]
-        for device in devices:
-            if device != _CPU:  # `device.type` would make a string, which takes a microsecond
-                self._generators += _find_generators(device)
-        self._before = self._after = self._take()
+    __slots__ = ("_after", "_before", "_generators", "has_drawn")
 
-    def end_first_run(self) -> None:
-        """Record the states after the call."""
-        self._after = self._take()
+    def __init__(self, generators: Sequence[Generator], before: list[Snapshot] | None = None):
+        self._generators = generators
+        self._before = self._after = take_snapshots(generators) if before is None else before
+        self.has_drawn = False  # whether the first run drew a number
+
+    def end_first_run(self) -> list[Snapshot]:
+        """Record the states after the call, and return them."""
+        self._after = take_snapshots(self._generators)
+        self.has_drawn = not _are_same(self._before, self._after)
+        return self._after
 
     @property
     def has_drawn_all(self) -> bool:
         """Whether as many numbers have been drawn as in the first run."""
-        if _leaves_alone.get():
-            return True
-        return all(_read(g.get_state()) == then.data for g, then in zip(self._generators, self._after, strict=True))
+        return _leaves_alone.get() or _are_same(take_snapshots(self._generators), self._after)
 
     @property
-    def has_drawn(self) -> bool:
-        """Whether the first run drew a number."""
-        return not all(map(is_, self._before, self._after))
+    def has_to_draw(self) -> bool:
+        """Whether the second run, which began where the first one did, has still to draw numbers."""
+        return self.has_drawn and not self.has_drawn_all
 
     @property
     def needs_no_rewinding(self) -> bool:
@@ -77,7 +105,7 @@ class RandomState:
         """Go back to the states before the call; return the present ones, for `restore`."""
         if _leaves_alone.get():
             return []
-        present = list(map(_get_state, self._generators))
+        present = [generator.get_state() for generator in self._generators]
         for generator, snapshot in zip(self._generators, self._before, strict=True):
             generator.set_state(snapshot.state)
         return present
@@ -86,27 +114,6 @@ class RandomState:
         """Go to the given states."""
         for generator, state in zip(self._generators, states, strict=False):  # no states if nothing was rewound
             generator.set_state(state)
-
-    def _take(self) -> list[_Snapshot]:
-        return list(map(_take_snapshot, self._generators))
-
-
-_get_state: Callable[[Generator], Tensor] = methodcaller("get_state")
-_latest: dict[Generator, _Snapshot] = {}
-
-
-def _take_snapshot(generator: Generator) -> _Snapshot:
-    """Return the snapshot taken last if the state is the same; that of the CPU's generator takes 5 KB."""
-    state = generator.get_state()
-    data = _read(state)
-    latest = _latest.get(generator)
-    if latest is None or latest.data != data:
-        latest = _latest[generator] = _Snapshot(state, data)
-    return latest
-
-
-def _read(state: Tensor) -> bytes:
-    return string_at(state.data_ptr(), state.nbytes)
 
 
 def _find_generators(device: torch.device) -> Sequence[Generator]:

@@ -9,26 +9,26 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from operator import attrgetter
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.call_watch import CallWatch
-from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled
+from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled, leave_uncompiled
 from revzoo.runtime.complete_gradients import announce_run, dismiss_run
-from revzoo.runtime.lookahead import Lookahead
-from revzoo.runtime.missing import NeedsFullRun
+from revzoo.runtime.conditions import Conditions, processes_communicate
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
-from revzoo.runtime.replay import Replay, processes_communicate
-from revzoo.runtime.selective import KeptOutputs
-from revzoo.runtime.settings import Settings
-from revzoo.runtime.tripwire import Watch, is_watching, unwatched
+from revzoo.runtime.selective import KeptProducts
+from revzoo.runtime.tripwire import Watch, second_run
 
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 OUTPUT = -1  # in place of the number of an input
 
 
@@ -38,107 +38,99 @@ class RecordedCall:
     Args:
         f: the step or node.
         name: its name, for messages.
-        settings: the settings of PyTorch under which it is called.
-        side: read-only second argument of f, or None for an f without one.
+        forward: what it shares with the other calls of the forward.
         selective: keep the outputs of compute-intensive operations from the first run to the second. The operations of a
             compiled f cannot be observed: one that was compiled for this mode too runs its own graph instead of being recorded,
             any other keeps nothing.
         watched: whether the tensors saved last are read whole to be compared. Not needed where the next state is compared.
+            None: what is saved is not compared at all.
     """
 
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        name: str,
-        settings: Settings,
-        side: Any = None,
-        *,
-        selective: bool = False,
-        watched: bool = True,
-    ):
+    def __init__(self, f: Callable[..., Any], name: str, forward: Forward, *, selective: bool = False, watched: bool | None = True):
         self.f = f
         self.name = name
-        self._settings = settings
-        self._side = side
-        self._kept_outputs = KeptOutputs() if selective and not is_compiled(f) else None
-        self._call_selectively = find_selective_call(f) if selective else None
-        self._is_watching = is_watching()
+        self._forward = forward
+        self._side = forward.side
         self._reads_whole = watched
+        self._kept_products = KeptProducts() if selective and not is_compiled(f) else None
+        self._call_selectively = find_selective_call(f) if selective else None
         self._watch: CallWatch | None = None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
         # By slot: which input was saved, or that the output was, or what is kept with its version. None: f has to run again.
         self._sources: list[int | tuple[Tensor, int]] | None = []
+        self._given: Sequence[Tensor] = ()  # the inputs, during the first run
         self._requires_grad: list[bool] = []
         self.place: int | None = None  # among the items of its segment
         self.outer: RecordedCall | None = None  # the call that may have to run again for this one's input
         self._find_handle: Callable[[], _Handle | None] | None = None
 
-    def first_run(self, recoverer: "Recoverer", *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
+    def first_run(self, recoverer: "Recoverer", *inputs: Tensor) -> Any:
         """Run f on `inputs` and drop what autograd saves; backward will ask `recoverer` to recover this call.
 
         Args:
             recoverer: gets the inputs back.
             inputs: arguments of f.
-            lookahead: recovers this call ahead of backward, and the one before it when this one is asked for.
         """
-        if self._call_selectively is not None:
-            out = self._run_compiled(self._call_selectively, *inputs)
-            if out is not NotImplemented:
-                return out
-        self._requires_grad = [x.requires_grad for x in inputs]
-        self._replay = Replay(self.f, inputs[0].device, self.name, self._settings, self._side)
-        dropped, kept_outputs = self._dropped, self._kept_outputs
-        if self._is_watching:
-            same_input, whole = recoverer.gives_same_bits, self._reads_whole
-            self._watch = CallWatch(inputs[0], self._replay, kept_outputs, same_input=same_input, reads_whole=whole)
-        watch = self._watch
-        given = list(inputs)
-        if processes_communicate():  # FSDP frees weights after forward, and gathers them again when f runs again
-            self._sources = None
-
-        def pack(tensor: Tensor) -> int:
-            slot = len(dropped)
-            dropped.append((tensor.shape, tensor.dtype))
-            self._note_source(tensor, given)
-            if kept_outputs is not None:
-                kept_outputs.mark_needed(tensor)
-            if watch is not None:
-                watch.note(slot, tensor)
-            return slot
-
-        handle = _Handle(self, recoverer, lookahead)
+        if self._call_selectively is not None and (out := self._run_compiled(*inputs)) is not NotImplemented:
+            return out
+        forward = self._forward
+        self._conditions = conditions = Conditions(self.f, self.name, forward)
+        self._requires_grad = list(map(_requires_grad, inputs))
+        handle = _Handle(self, recoverer)
         self._find_handle = ref(handle)
-
-        def run() -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(pack, handle.unpack):
-                if kept_outputs is None:
-                    return self._call(*inputs)
-                with unwatched(), kept_outputs.record():
-                    out = self._call(*inputs)
-                kept_outputs.discard_unneeded()
-                return out
-
         try:
-            out = self._replay.run_first(run)
+            if forward.round is not None and self._reads_whole is not None:
+                same, whole = recoverer.gives_same_bits, self._reads_whole
+                self._watch = CallWatch(inputs[0], conditions, self._kept_products, same_input=same, reads_whole=whole)
+            if processes_communicate():  # FSDP frees weights after forward, and gathers them again when f runs again
+                self._sources = None
+            self._given = inputs
+            with saved_tensors_hooks(self._pack, handle.unpack):
+                if self._kept_products is None:
+                    out = self._call(*inputs)
+                else:
+                    with self._kept_products.record():
+                        out = self._call(*inputs)
         except BaseException:
-            if watch is not None:
-                watch.abandon()
+            if self._watch is not None:
+                self._watch.abandon()
             raise
         finally:  # the hooks live as long as the graph, and what they hold would keep the graph of a failed forward alive
-            given.clear()
-        announce_run(self, self._replay.fixed)
-        if lookahead is not None and dropped:
-            lookahead.follow(handle)
-        if watch is not None:
-            watch.end_first_run()
+            self._given = ()
+            conditions.end_first_run()
+        conditions.require_repeatable()
+        announce_run(self, conditions.fixed)
+        if forward.lookahead is not None and self._dropped:
+            forward.lookahead.follow(handle)
+        if self._watch is not None:
+            self._watch.end_first_run()
         return out
 
-    def _run_compiled(self, call_selectively: Callable[..., Any], *inputs: Tensor) -> Any:
+    @leave_uncompiled  # a compiled step calls it
+    def _pack(self, tensor: Tensor) -> int:
+        """Drop a tensor that autograd saves in the first run; return its slot."""
+        dropped = self._dropped
+        slot = len(dropped)
+        dropped.append((tensor.shape, tensor.dtype))
+        if self._sources is not None:
+            self._note_source(tensor, self._given)
+        if self._kept_products is not None:
+            self._kept_products.mark_needed()
+        if self._watch is not None:
+            self._watch.note(slot, tensor)
+        return slot
+
+    def _run_compiled(self, *inputs: Tensor) -> Any:
         """Run the graph of mode `selective`. It computes again in backward, so it has the conditions of any other run."""
-        arguments = inputs if self._side is None else (*inputs, self._side)
-        replay = Replay(self.f, inputs[0].device, self.name, self._settings, self._side)
-        return replay.run_first(partial(call_selectively, *arguments))
+        call = cast(Callable[..., Any], self._call_selectively)
+        conditions = Conditions(self.f, self.name, self._forward)
+        try:
+            out = call(*inputs) if self._side is None else call(*inputs, self._side)
+        finally:
+            conditions.end_first_run()
+        conditions.require_repeatable()
+        return out
 
     def _note_source(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
         """Note where a tensor that autograd saves comes from, if it need not be computed."""
@@ -162,13 +154,16 @@ class RecordedCall:
         Raises:
             RecoveryError: a parameter or buffer was changed in place or replaced since the first run.
         """
+        sources = self._sources
+        if sources is None:
+            return False
         at_hand = dict(enumerate(inputs))
         if output is not None:
             at_hand[OUTPUT] = output
-        if self._sources is None or not all(source in at_hand for source in self._sources if isinstance(source, int)):
+        if not all(source in at_hand for source in sources if isinstance(source, int)):
             return False
-        self._replay.require_unchanged()
-        for slot, source in enumerate(self._sources):
+        self._conditions.require_unchanged()
+        for slot, source in enumerate(sources):
             tensor, version = (at_hand[source], at_hand[source]._version) if isinstance(source, int) else source
             self._refilled[slot] = detach(tensor), version
         return True
@@ -181,7 +176,7 @@ class RecordedCall:
             output: its output, if that is a state.
         """
         if not self.hand_over(*inputs, output=output):
-            self.run_again(*inputs, stop_early=True)
+            self.run_again(*inputs, stop_early=True, check_draws=self._watch is None)
 
     def run_again(self, *inputs: Tensor, refill: bool = True, stop_early: bool = False, check_draws: bool = True) -> Any:
         """Run f once more on detached `inputs`, refilling what was dropped; return its detached output.
@@ -190,37 +185,53 @@ class RecordedCall:
             inputs: the inputs of the first run, recovered.
             refill: whether to keep the tensors that autograd saves. False where only the output is needed.
             stop_early: end the run when the last dropped tensor has been refilled, and return None.
-            check_draws: whether `require_same_draws` will be asked about this run.
+            check_draws: whether to check that the run draws as many random numbers as the first. Not where values are compared:
+                another thread that draws, such as one that loads data, can move the random stream while f draws nothing.
+
+        Raises:
+            RecoveryError: what f computes with has changed, or it does something else than in the first run.
         """
-        inputs = tuple([x.detach().requires_grad_(needs) for x, needs in zip(inputs, self._requires_grad, strict=True)])
-        hooks = RefillHooks(self.name, self._dropped, self._refilled if refill else None, self._replay if stop_early else None)
-
-        def run() -> Any:
-            with unwatched(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-                if self._kept_outputs is None:
-                    return self._call(*inputs)
-                with self._kept_outputs.replay():
-                    return self._call(*inputs)
-
-        has_run_alike = True
+        random, kept = self._conditions.random, self._kept_products
+        hooks = RefillHooks(self.name, self._dropped, self._refilled if refill else None, random if stop_early else None)
         try:
-            out = self._replay.run_again(run, check_draws)
-        except (Exception, NeedsFullRun, AllRefilled):
-            out = None
+            out = self._conditions.run_again(self._run_again, inputs, hooks, check_draws)
+        except (Exception, AllRefilled):
             if not hooks.has_refilled_all:  # TorchScript wraps what ends the run
-                if self._kept_outputs is None or not self._kept_outputs.handed_out:
-                    raise
-                has_run_alike = False
+                raise
+            out = None
         finally:
             hooks.end()
-        if self._kept_outputs is not None and not (has_run_alike and self._kept_outputs.has_run_alike(hooks.has_refilled_all)):
+        if kept is not None and not kept.have_fitted:
             self._refilled.clear()
             return self.run_again(*inputs, refill=refill, stop_early=stop_early, check_draws=check_draws)
         if hooks.has_refilled_all:
             return None
         if hooks.seen != len(self._dropped):
             raise make_difference_error(self.name, self._dropped, hooks.seen, "nothing")
-        return None if stop_early else out.detach()
+        return None if stop_early else out
+
+    def _run_again(self, inputs: Sequence[Tensor], hooks: RefillHooks, check_draws: bool) -> Any:
+        inputs = tuple(map(_cut, inputs, self._requires_grad))
+        token = second_run.set(True)
+        is_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)  # torch.enable_grad() takes five calls for it
+        try:
+            with saved_tensors_hooks(hooks.pack, hooks.unpack):
+                if self._kept_products is None:
+                    out = self._call(*inputs)
+                else:
+                    with self._kept_products.hand_out():
+                        out = self._call(*inputs)
+        finally:
+            torch._C._set_grad_enabled(is_enabled)
+            second_run.reset(token)
+        if check_draws and not self._conditions.draws_the_same:
+            raise RecoveryError(
+                f"{self.name} ran differently the second time: it drew another amount of random numbers. Its function must "
+                "depend on its input, parameters and torch's random stream alone, and no other thread may draw meanwhile; "
+                "otherwise set its schedule to 'store'."
+            )
+        return out.detach()
 
     def take(self, slot: int) -> Tensor | None:
         """Return the tensor refilled in this slot, which is then the caller's; None if it has not been refilled.
@@ -228,8 +239,11 @@ class RecordedCall:
         Raises:
             RecoveryError: it was modified in place.
         """
-        tensor, version = self._refilled.pop(slot, (None, 0))
-        if tensor is not None and tensor._version != version:
+        entry = self._refilled.pop(slot, None)
+        if entry is None:
+            return None
+        tensor, version = entry
+        if tensor._version != version:
             raise RecoveryError(
                 f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
                 "operation (mul_, +=) by one that returns a new tensor."
@@ -242,7 +256,7 @@ class RecordedCall:
 
     def end_runs(self) -> None:
         """Note that backward, which goes from the last call to the first, does not run f again."""
-        dismiss_run(self, self._replay.fixed)
+        dismiss_run(self, self._conditions.fixed)
 
     @property
     def is_in_graph(self) -> bool:
@@ -254,14 +268,14 @@ class RecordedCall:
         self._sources = None
 
     @property
-    def replay(self) -> Replay:
+    def conditions(self) -> Conditions:
         """The conditions under which f is called."""
-        return self._replay
+        return self._conditions
 
     @property
     def spacing(self) -> float:
         """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
-        return max(self._settings.spacing, self._replay.spacing)
+        return self._conditions.spacing
 
     def compare_refilled(self, watch: Watch, explained: float | Tensor = 0.0, *, same_input: bool = True) -> None:
         """Compare what a second run has refilled with what autograd saved in the first run.
@@ -273,27 +287,17 @@ class RecordedCall:
         Raises:
             RecoveryError: something differs by more than rounding explains.
         """
-        has_compared = self._watch is not None and self._watch.compare(
-            self.name, self._refilled, watch, spacing=self.spacing, explained=explained, same_input=same_input
-        )
-        if not has_compared:
-            self.require_same_draws()
-
-    def require_same_draws(self) -> None:
-        """Raise RecoveryError if the second run drew another amount of random numbers.
-
-        Only to be asked where no values are compared: another thread that draws, such as one that loads data, can move the
-        random stream while f draws nothing.
-        """
-        if not self._replay.drew_the_same:
-            raise RecoveryError(
-                f"{self.name} ran differently the second time: it drew another amount of random numbers. Its function must "
-                "depend on its input, parameters and torch's random stream alone, and no other thread may draw meanwhile; "
-                "otherwise set its schedule to 'store'."
-            )
+        if self._watch is not None:
+            spacing = self._conditions.spacing
+            self._watch.compare(self.name, self._refilled, watch, spacing=spacing, explained=explained, same_input=same_input)
 
     def _call(self, *inputs: Tensor) -> Any:
         return self.f(*inputs) if self._side is None else self.f(*inputs, self._side)
+
+
+def _cut(x: Tensor, requires_grad: bool) -> Tensor:
+    """Return the input of a second run, without the graph that it has come from."""
+    return x.detach().requires_grad_(requires_grad)
 
 
 class _Handle:
@@ -304,21 +308,19 @@ class _Handle:
     Args:
         call: the call.
         recoverer: gets its inputs back.
-        lookahead: recovers calls ahead of backward, if not None.
     """
 
-    def __init__(self, call: RecordedCall, recoverer: "Recoverer", lookahead: Lookahead | None):
+    def __init__(self, call: RecordedCall, recoverer: "Recoverer"):
         self._call = call
         self._recoverer = recoverer
-        self._lookahead = lookahead
+        self._lookahead = lookahead = call._forward.lookahead
         self._next = None if lookahead is None else lookahead.latest  # what backward asks for after this call
 
     def unpack(self, slot: int) -> Tensor:
         """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
         if self._lookahead is not None and self._lookahead.finish(self):
             self._start_next()
-        tensor = self._call.take(slot)
-        return self._recover(slot) if tensor is None else tensor
+        return self._call.take(slot) if slot in self._call._refilled else self._recover(slot)
 
     @exclude_from_compilation
     def _recover(self, slot: int) -> Tensor:
@@ -351,12 +353,12 @@ class _Handle:
     @property
     def needs_no_rewinding(self) -> bool:
         call: RecordedCall | None = self._call
-        while call is not None and call.replay.needs_no_rewinding:
+        while call is not None and call.conditions.random.needs_no_rewinding:
             call = call.outer
         return call is None
 
     def require_unchanged(self) -> None:
-        self._call.replay.require_unchanged()
+        self._call.conditions.require_unchanged()
 
     def free_refilled(self) -> None:
         self._call.free_refilled()
@@ -367,15 +369,15 @@ class _Handle:
 
     @property
     def device(self) -> torch.device:
-        return self._call.replay.device
+        return self._call._forward.device
 
     @property
     def settings_are_in_force(self) -> bool:
-        return self._call.replay.settings.are_in_force
+        return self._call._forward.settings.are_in_force
 
     @property
     def parameters(self) -> Iterable[Tensor]:
-        return self._call.replay.fixed
+        return self._call.conditions.fixed
 
     @property
     def sources(self) -> Iterable[Tensor]:

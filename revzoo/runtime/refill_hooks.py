@@ -7,7 +7,7 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import leave_uncompiled
-from revzoo.runtime.replay import Replay
+from revzoo.runtime.random_state import RandomState
 
 
 class AllRefilled(BaseException):
@@ -32,13 +32,14 @@ class RefillHooks:
         name: str,
         dropped: Sequence[tuple[torch.Size, torch.dtype]],
         refilled: dict[int, tuple[Tensor, int]] | None,
-        stops_with: Replay | None,
+        stops_with: RandomState | None,
     ):
         self._name = name
         self._dropped = dropped
         self._count = len(dropped)
         self._refilled = refilled
         self._stops_with = stops_with
+        self._detach = detach if torch._C._len_torch_dispatch_stack() else Tensor.detach
         self.seen = 0
         self.has_refilled_all = False
 
@@ -51,9 +52,9 @@ class RefillHooks:
             raise make_difference_error(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
         self.seen = slot + 1
         if self._refilled is not None:
-            self._refilled[slot] = detach(tensor), tensor._version
+            self._refilled[slot] = self._detach(tensor), tensor._version
         # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
-        if self.seen == self._count and self._stops_with is not None and self._stops_with.has_drawn_all:
+        if self.seen == self._count and self._stops_with is not None and not self._stops_with.has_to_draw:
             self.has_refilled_all = True
             raise AllRefilled
 

@@ -7,12 +7,11 @@ such as `torch.backends.cudnn.benchmark` was changed. A second run needs those o
 import sys
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import _C, backends
 
-T = TypeVar("T")
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # what reads it, and what sets it
 
 
@@ -25,6 +24,14 @@ _LEAST_NORMAL = sys.float_info.min
 
 def _flushes_denormal() -> bool:
     return _LEAST_NORMAL / 2 == 0  # PyTorch has no function that tells; Python's numbers are subject to it too
+
+
+_NO_DEVICE = torch.device("cpu")
+
+
+def _read_default_device() -> torch.device:
+    # It is a mode for functions; without any, it is the CPU.
+    return torch.get_default_device() if _C._len_torch_function_stack() else _NO_DEVICE
 
 
 # Each is read in every second run, so from where `torch.backends` has it: its modules take ten times as long.
@@ -53,7 +60,7 @@ _ELSEWHERE: list[_Setting] = [
     _precision("cuda", "rnn"),
 ]
 _TF32 = 2.0**-10
-_NO_DEVICE = torch.device("cpu")
+_Entered = tuple[list[Any], torch.device | None]
 _Autocast = tuple[bool, torch.dtype, bool]  # enabled, dtype, whether casts of weights are cached
 
 
@@ -80,23 +87,27 @@ class Settings:
         """Whether the settings that all threads share are these now."""
         return self._read()[: self._shared] == self._values[: self._shared]
 
-    def run(self, run: Callable[[], T]) -> T:
-        """Return what `run` returns under these settings; after it the present ones are in force again."""
-        present, device = self._read(), _read_default_device()
-        if present == self._values and device == self._device:
-            return run()
-        # As `torch.autocast` does, which looks up the properties of the device each time.
-        torch.autocast_increment_nesting()
-        try:
+    def enter(self) -> _Entered:
+        """Put these settings in force; return what `leave` takes."""
+        present, device = self._read(), None
+        if present != self._values:
+            torch.autocast_increment_nesting()  # as `torch.autocast` does, which looks up the device's properties each time
             self._write(self._values, present)
-            if device == self._device:
-                return run()
-            with self._device:
-                return run()
-        finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-            self._write(present, self._values)
+        if _read_default_device() != self._device:
+            device = self._device
+            device.__enter__()  # a context, since the present one may be that of a `with` of the user
+        return present, device
+
+    def leave(self, entered: _Entered) -> None:
+        """Put the earlier settings in force again, whatever has been set meanwhile."""
+        present, device = entered
+        if device is not None:
+            device.__exit__(None, None, None)
+        if present != self._values and torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        now = self._read()
+        if now != present:
+            self._write(present, now)
 
     def _read(self) -> list[Any]:
         return [read() for read, _ in self._settings]
@@ -105,11 +116,6 @@ class Settings:
         for (_, write), value, other in zip(self._settings, wanted, present, strict=True):
             if value != other:
                 write(value)
-
-
-def _read_default_device() -> torch.device:
-    # It is a mode for functions; without any, it is the CPU.
-    return torch.get_default_device() if _C._len_torch_function_stack() else _NO_DEVICE
 
 
 def _read_autocast(kind: str) -> _Autocast:

@@ -13,21 +13,26 @@ On a CPU, a difference is raised as the state is rebuilt. On other devices nothi
 backward travel to the host together, and are compared when they have arrived, in that backward or a later call. While a CUDA
 graph is captured, no fingerprints are taken: what the warm-up steps have shown holds for the graph, which repeats its kernels.
 
-Cost: each state is read once more in forward and once more in backward. A fingerprint is a few Python numbers on a CPU, at most
-64 bytes on other devices.
+Compared in full are the first two backwards of a chain, and of each new shape, dtype and schedule of it; after them about one in
+sixteen. So a difference that is there every time is found at once, one that comes now and then within some steps.
+`set_tripwire("always")` compares every backward.
+
+Cost: in a backward that is compared, each state is read once more in forward and once more in backward, by one kernel on an
+accelerator. A fingerprint is a few Python numbers on a CPU, at most 1/128 of the state on other devices.
 """
 
 import math
+import warnings
 from collections import deque
 from contextvars import ContextVar
-from itertools import islice
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from revzoo.errors import RecoveryError
+from revzoo.errors import InputError, RecoveryError
 from revzoo.host_copy import HostCopy, is_capturing
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.sample import interpret_sample
@@ -39,7 +44,13 @@ _LEAST_SHARE = 0.05
 _GROWTH_OF_STATE, _LARGEST_TOLERANCE = 30.0, 0.25
 # What a step computes from a state may differ by more, where it normalises what nearly cancels.
 _GROWTH_IN_STEP = 1000.0
-_enabled = True
+_NOTEWORTHY = 0.01  # a share of its own size that rounding takes of a state, from which on a warning says so
+_FULL_ROUNDS = 2
+_PERIOD = 17  # after these, one round in so many; a prime, so that it is not always the same of several micro-batches
+_MOST_KINDS = 256  # of forwards of one chain that are told apart
+
+_setting: bool | Literal["always"] = True
+second_run = ContextVar("second_run", default=False)  # whether a call is run again: what is recorded then is thrown away
 
 
 class set_tripwire:
@@ -49,41 +60,78 @@ class set_tripwire:
     noticed.
 
     Args:
-        enabled: whether rebuilt tensors are compared.
+        enabled: True compares the first two backwards of a chain and later about one in sixteen, "always" every one, False none.
     """
 
-    def __init__(self, enabled: bool):
-        global _enabled
-        self._previous, _enabled = _enabled, enabled
+    def __init__(self, enabled: bool | Literal["always"]):
+        global _setting
+        if enabled not in (True, False, "always"):
+            raise InputError(f'The tripwire is True, False or "always". Received: {enabled!r}.')
+        self._previous, _setting = _setting, enabled
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        global _enabled
-        _enabled = self._previous
+        global _setting
+        _setting = self._previous
 
 
-_inside = ContextVar("inside", default=False)
+class _Counter:
+    """How many backwards of one kind of forward have been compared, and how many forwards have passed since the last."""
+
+    __slots__ = ("compared", "passed")
+
+    def __init__(self) -> None:
+        self.compared = self.passed = 0
 
 
-def is_watching() -> bool:
-    """Return whether fingerprints are taken now."""
-    return _enabled and not _inside.get()
+_counters: WeakKeyDictionary[Any, dict[Any, _Counter]] = WeakKeyDictionary()
 
 
-class unwatched:
-    """Take no fingerprints of chains inside a call.
+class Round:
+    """A forward whose second runs are compared with the first.
 
-    In a second run they would be for a graph that is thrown away. Both runs of a selective call must do the same operations, so
-    its first run takes none either.
+    Args:
+        counter: of forwards like this one.
     """
 
-    def __enter__(self) -> None:
-        self._token = _inside.set(True)
+    __slots__ = ("_counter", "_is_noted")
 
-    def __exit__(self, *_: object) -> None:
-        _inside.reset(self._token)
+    def __init__(self, counter: _Counter):
+        self._counter = counter
+        self._is_noted = False
+
+    def note_compared(self) -> None:
+        """Note that the backward of this forward has been compared."""
+        if not self._is_noted:
+            self._is_noted = True
+            self._counter.compared += 1
+
+
+def begin_round(first: Any, x: Tensor, kind: tuple[Any, ...] = ()) -> Round | None:
+    """Return a round if the backward of the forward that begins is to be compared, None if it is not.
+
+    Args:
+        first: what the forward calls first; rounds are counted as long as it exists.
+        x: its input.
+        kind: what else distinguishes this forward from others, such as its schedule.
+    """
+    if not _setting or second_run.get():
+        return None
+    shape = tuple([n if isinstance(n, int) else None for n in x.shape])
+    counters = _counters.setdefault(first, {})
+    if len(counters) > _MOST_KINDS:
+        counters.clear()
+    key = (shape, x.dtype, x.device, getattr(first, "training", None), *kind)
+    counter = counters.get(key)
+    if counter is None:
+        counter = counters[key] = _Counter()
+    counter.passed += 1
+    if _setting != "always" and counter.compared >= _FULL_ROUNDS and counter.passed < _PERIOD:
+        return None
+    counter.passed = 0
+    return Round(counter)
 
 
 class Watch:
@@ -96,6 +144,7 @@ class Watch:
     def __init__(self) -> None:
         self._largest = 0.0
         self._largest_error = 0.0
+        self._has_warned = False
         self._has_overflowed = False  # whether forward ended with NaN or infinite numbers, which inversion spreads
 
     def note_size(self, state: Tensor) -> None:
@@ -130,17 +179,17 @@ class Watch:
         Raises:
             RecoveryError: it differs by more, on a CPU.
         """
-        actual = take_fingerprint(rebuilt, bits=tolerance == 0, of_part=expected.is_of_part)
+        actual = take_fingerprint(rebuilt, bits=tolerance == 0)
         if actual is None or actual.kind != expected.kind:
             return False
+        scale = None
         if not isinstance(expected.values, Tensor):
             tolerance = max(tolerance, float(explained))
         elif isinstance(explained, Tensor):
-            difference = (actual.values - expected.values) / (explained / tolerance).clamp_min(1.0)
-            actual = actual._replace(values=expected.values + difference)
+            scale = (explained / tolerance).clamp_min(1.0)
         else:
             tolerance = max(tolerance, explained)
-        self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state, of_layer))
+        self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state, of_layer, scale))
         return True
 
     def judge_samples(
@@ -167,21 +216,18 @@ class Watch:
         first, second = interpret_sample(expected, dtype), interpret_sample(actual, dtype)
         if tolerance:
             tolerance = max(tolerance, float(explained))
-        self.judge(_Comparison(self, name, first, second, tolerance, of_state=False), first.values, second.values)
+        comparison = _Comparison(self, name, first, second, tolerance, of_state=False)
+        self.judge(comparison, *_measure(first.values, second.values, tolerance))
 
-    def judge(self, comparison: "_Comparison", expected: list[float], actual: list[float]) -> None:
-        """Raise RecoveryError if the values of two fingerprints differ too much.
+    def judge(self, comparison: "_Comparison", error: float, size: float) -> None:
+        """Raise RecoveryError if two fingerprints differ too much.
 
         Args:
             comparison: what is compared.
-            expected: the values of the original.
-            actual: those of the rebuilt tensor.
+            error: norm of the difference; where bits are compared, 1 if they differ and 0 if not.
+            size: norm of the original's fingerprint.
         """
         tolerance = comparison.tolerance
-        if tolerance == 0:
-            error, size = float(expected != actual), 1.0
-        else:
-            error, size = math.dist(expected, actual), math.hypot(*expected)
         was_finite = comparison.expected.is_finite and math.isfinite(size)
         is_finite = comparison.actual.is_finite and not math.isnan(error)
         if comparison.of_state and not was_finite:
@@ -192,6 +238,7 @@ class Watch:
             error = math.nan
         elif not math.isfinite(error):
             return
+        own_error = error / size if size and comparison.of_state and not comparison.of_layer else 0.0
         if comparison.of_layer:
             self._largest = size
         elif comparison.of_state:
@@ -209,12 +256,21 @@ class Watch:
             tolerance = max(tolerance, _GROWTH_IN_STEP * self._largest_error)
         if not error <= tolerance:
             raise _describe(comparison, error, tolerance, has_grown)
+        if own_error > _NOTEWORTHY and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Rounding takes {own_error:.0%} of the state in front of {comparison.name}, which is far smaller than later "
+                "states of the chain, and as much of the gradients there. Scale the chain's input up, use exact=True, or set "
+                f"the schedule of {comparison.name} to 'recompute'.",
+                stacklevel=2,
+            )
 
     def _judge_or_wait(self, comparison: "_Comparison") -> None:
-        if isinstance(comparison.expected.values, Tensor):
+        expected, actual = comparison.expected.values, comparison.actual.values
+        if isinstance(expected, Tensor):
             _waiting.append(comparison)
         else:
-            self.judge(comparison, comparison.expected.values, comparison.actual.values)
+            self.judge(comparison, *_measure(expected, actual, comparison.tolerance))
 
 
 class _Comparison(NamedTuple):
@@ -225,16 +281,34 @@ class _Comparison(NamedTuple):
     tolerance: float
     of_state: bool
     of_layer: bool = False
+    scale: Tensor | None = None  # by which the tolerance is larger than it says
+
+
+def _measure(expected: list[float], actual: list[float], tolerance: float) -> tuple[float, float]:
+    """Return the norms of the difference and of the original."""
+    if tolerance == 0:
+        return float(expected != actual), 1.0
+    return math.dist(expected, actual), math.hypot(*expected)
 
 
 class _Transfer:
-    """The fingerprints of several comparisons, on their way from one device to the host together."""
+    """What comparisons have found on one device, on its way to the host together."""
 
     def __init__(self, comparisons: list[_Comparison]):
         self._comparisons = comparisons
-        pairs = [values for c in comparisons for values in (c.expected.values, c.actual.values)]
-        self._dtypes = list({values.dtype for values in pairs})
-        self._copy = HostCopy(*(torch.cat([values for values in pairs if values.dtype == dtype]) for dtype in self._dtypes))
+        measured: list[list[Tensor]] = [[], []]  # differences of bits, and norms of projections: of the difference, the original
+        self._bits = [c for c in comparisons if c.tolerance == 0]
+        self._norms = [c for c in comparisons if c.tolerance != 0]
+        expected, actual = ([getattr(c, which).values for c in self._norms] for which in ("expected", "actual"))
+        for c in self._bits:
+            measured[0].append(c.expected.values != c.actual.values)
+        if self._norms:
+            errors = torch._foreach_norm(torch._foreach_sub(actual, expected))
+            errors = [e if c.scale is None else e / c.scale for c, e in zip(self._norms, errors, strict=True)]
+            measured[1] = [torch.stack([*errors, *torch._foreach_norm(expected)]).double()]
+        flat = [torch.cat(each) for each in measured if each]
+        self._lengths = [len(each) for each in measured[0]]
+        self._copy = HostCopy(*flat)
 
     @property
     def has_arrived(self) -> bool:
@@ -243,10 +317,18 @@ class _Transfer:
 
     def judge(self) -> None:
         """Raise RecoveryError for the first comparison that does not fit."""
-        values = dict(zip(self._dtypes, map(iter, self._copy.read()), strict=True))
-        for comparison in self._comparisons:
-            own, length = values[comparison.expected.values.dtype], len(comparison.expected.values)
-            comparison.watch.judge(comparison, list(islice(own, length)), list(islice(own, length)))
+        found = iter(self._copy.read())
+        measured: dict[int, tuple[float, float]] = {}
+        if self._bits:
+            differs = iter(next(found))
+            for c, length in zip(self._bits, self._lengths, strict=True):
+                measured[id(c)] = float(any([next(differs) for _ in range(length)])), 1.0
+        if self._norms:
+            norms = next(found)
+            for c, error, size in zip(self._norms, norms, norms[len(self._norms) :], strict=False):
+                measured[id(c)] = error, size
+        for c in self._comparisons:
+            c.watch.judge(c, *measured[id(c)])
 
 
 _waiting: deque[_Comparison] = deque()

@@ -33,7 +33,7 @@ from revzoo.runtime.drift import Seen
 from revzoo.runtime.fingerprint import take_fingerprint
 from revzoo.runtime.layer_rules import find_layers, has_inverse
 from revzoo.runtime.recorded_call import RecordedCall
-from revzoo.runtime.tape import InvertedSegment
+from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.tripwire import Watch
 
 MODES = ("store", "selective", "recompute", "invert")

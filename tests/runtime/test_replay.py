@@ -14,7 +14,7 @@ from torch import nn
 
 from revzoo.errors import RecoveryError
 from revzoo.runtime import ReversibleChain
-from revzoo.runtime.random_state import RandomState
+from revzoo.runtime.random_state import RandomState, find_generators
 
 DROPPING = ("invert", "recompute", "selective", ["invert", "selective", "store", "invert"])
 
@@ -323,7 +323,7 @@ def test_streams_of_other_devices_are_recorded_too(monkeypatch):
     mps.is_available, mps.get_rng_state, mps.set_rng_state = (lambda: True), second.get_state, second.set_state
     modules = {"cuda": cuda, "mps": mps}
     monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
-    state = RandomState([torch.device("cpu"), torch.device("cuda:1"), torch.device("mps:0")])
+    state = RandomState(find_generators([torch.device("cpu"), torch.device("cuda:1"), torch.device("mps:0")]))
 
     def draw() -> list[float]:
         return [torch.rand(1).item(), *(torch.rand(1, generator=generator).item() for generator in (first, second))]
@@ -340,9 +340,9 @@ def test_streams_of_other_devices_are_recorded_too(monkeypatch):
 
 
 def test_calls_that_draw_nothing_share_one_state():
-    states = [RandomState([]) for _ in range(4)]
+    states = [RandomState(find_generators([])) for _ in range(4)]
     torch.rand(1)
-    states.append(RandomState([]))
+    states.append(RandomState(find_generators([])))
     assert len({id(snapshot.state) for state in states for snapshot in state._before}) == 2
 
 

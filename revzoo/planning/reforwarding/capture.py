@@ -29,7 +29,7 @@ from revzoo.runtime.graph.atoms import Atom, split_into_atoms
 from revzoo.runtime.graph.captured_call import Runner, capture_calls
 from revzoo.runtime.graph.expansion import expand_calls
 from revzoo.runtime.nested import map_tensors, tensors_in
-from revzoo.runtime.random_state import RandomState
+from revzoo.runtime.random_state import RandomState, find_generators
 
 RunGraph = Callable[[int, Sequence[Any]], Any]
 _COMPUTED = "It reads the values of tensors, so that planning had to compute training steps on the module's device."
@@ -72,7 +72,7 @@ class Capture:
         self._module, self._batch = module, batch
         self._graphs: list[GraphModule] = []  # as they are called; one may be called several times
         self._position = 0
-        self._random = RandomState({t.device for t in self.tensors}), mark_python_streams()
+        self._random = RandomState(find_generators({t.device for t in self.tensors})), mark_python_streams()
         self._run_graph: RunGraph = self._note_and_run
         self._runner = capture_calls(module, self._take)
         require_results(module, self._run())

@@ -8,7 +8,6 @@ starts from. So everything is freed with autograd's graph, a span's tensors with
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 from threading import RLock
 from typing import Any, Protocol, cast
@@ -27,7 +26,7 @@ from revzoo.runtime.nested import map_tensors
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.refill_hooks import detach
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tripwire import Watch, judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import Round, Watch, judge_arrived, send_comparisons
 
 Calls = Sequence[tuple[Node, Callable[[Mapping[Node, Any]], Any]]]
 Geometry = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset in the storage
@@ -131,9 +130,11 @@ class Shared:
         atoms: of the graph.
         calls: what runs the calls of every atom.
         recipes: by span.
+        round: counts that this call's second runs are compared; None if they are not.
     """
 
-    def __init__(self, atoms: Sequence[Atom], calls: Sequence[Calls], recipes: Mapping[int, Recipe]):
+    def __init__(self, atoms: Sequence[Atom], calls: Sequence[Calls], recipes: Mapping[int, Recipe], round: Round | None):
+        self.round = round
         self.atoms, self.calls, self.recipes = atoms, calls, recipes
         self.random: dict[int, RandomState] = {}
         self.grad_modes: list[bool] = []
@@ -220,7 +221,12 @@ class _Recovery:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _refuse):
             for (_, grad_mode), atoms in under:
                 first = list(atoms)
-                shared.settings[first[0][1]].run(partial(self._run_atoms, first, grad_mode))
+                settings = shared.settings[first[0][1]]
+                entered = settings.enter()
+                try:
+                    self._run_atoms(first, grad_mode)
+                finally:
+                    settings.leave(entered)
         self._record.hand_on(self._env)
         self._env.clear()
         self._compare()
@@ -273,6 +279,8 @@ class _Recovery:
         if tensor is not None:
             name = self._shared.atoms[key[0]].name
             Watch().compare(name, expected, tensor, _LARGEST_DIFFERENCE, of_state=False)
+            if self._shared.round is not None:
+                self._shared.round.note_compared()
 
 
 def _cut(tensor: Tensor) -> Tensor:

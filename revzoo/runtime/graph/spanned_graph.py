@@ -21,11 +21,11 @@ from revzoo.runtime.graph.atoms import Atom, bind_inputs, prepare_call
 from revzoo.runtime.graph.recovery import Kept, Observer, Shared, Slot, SpanRecord, read_geometry, unpack
 from revzoo.runtime.graph.spans import Nest, Recipe, Spans, find_recipe
 from revzoo.runtime.nested import map_tensors, tensors_in
-from revzoo.runtime.random_state import RandomState
+from revzoo.runtime.random_state import RandomState, find_generators
 from revzoo.runtime.refill_hooks import detach
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.transforms import must_store, refuse_to_drop
-from revzoo.runtime.tripwire import is_watching, judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
 
 _Kind = tuple[torch.dtype, bool, bool]  # dtype, whether it is a conjugate or negative view
 # What an atom saves besides its inputs and results is kept where it is so many times smaller than they are. If the atom runs
@@ -101,7 +101,9 @@ class _Run:
         self._env: dict[Node, Any] = dict(bind_inputs(program.graph, inputs))
         self._inputs = dict(self._env)
         self._devices = {t.device for t in tensors_in(list(self._inputs.values()))}
-        self.shared = Shared(program.spans.atoms, program.calls, program.recipes)
+        first = next((x for x in inputs if isinstance(x, Tensor)), None)
+        round = None if first is None else begin_round(program, first)
+        self.shared = Shared(program.spans.atoms, program.calls, program.recipes, round)
         self._held: dict[Node, Any] = {}
         self._held_by_slots = set[Node]()  # those that live as long as a slot in autograd's graph
         self._makers = _Makers()
@@ -151,7 +153,7 @@ class _Run:
             program.observer.begin(i)
         random = None
         if atom.draws:
-            random = RandomState(self._devices)  # of all inputs: torch.rand(2, device="cuda") reads none
+            random = RandomState(find_generators(self._devices))  # of all inputs: torch.rand(2, device="cuda") reads none
         self._packed.atom, self._packed.record = i, record
         for node, call in program.calls[i]:
             env[node] = call(env)
@@ -202,7 +204,7 @@ class _Run:
             record.slots.append((i, slot.place, slot.source, slot.geometry))
             record.latest = slot
         latest = record.latest
-        if latest is not None and latest.tensor is not None and is_watching():
+        if latest is not None and latest.tensor is not None and self.shared.round is not None:
             taken = take_fingerprint(latest.tensor)
             record.fingerprint = None if taken is None else ((latest.atom, latest.place), taken)
         if program.observer is not None:

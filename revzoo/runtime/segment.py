@@ -21,7 +21,8 @@ Known inefficiency: a second backward through a retained graph runs the chain fo
 Source: the reconstruction is Gomez et al. 2017, Algorithm 1.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
@@ -33,33 +34,41 @@ from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.observation import Comparison, note_inversion, note_state
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
-from revzoo.runtime.tripwire import Watch, is_watching, judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import Round, Watch, judge_arrived, send_comparisons
+
+States = tuple[Tensor, ...]  # a pair between steps, one tensor between layers
+_get_version: Callable[[Tensor], int] = attrgetter("_version")
+_detach: Callable[[Tensor], Tensor] = Tensor.detach
 
 
-class State:
-    """A tensor kept for recovery, with a check that it was not modified in place.
+class KeptStates:
+    """Tensors kept for recovery, with a check that they were not modified in place.
 
-    It is detached, so that it holds no graph (a chain's output would otherwise keep itself alive), and shares storage
-    and version counter with the original.
+    They are detached, so that they hold no graph (a chain's output would otherwise keep itself alive), and share storage and
+    version counter with the originals.
     """
 
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor.detach()
-        self._version = self._tensor._version
+    __slots__ = ("_tensors", "_versions")
 
-    def get(self) -> Tensor:
-        """Return the tensor.
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._tensors = tuple(map(_detach, tensors))
+        self._versions = list(map(_get_version, self._tensors))
+
+    def get(self) -> States:
+        """Return the tensors.
 
         Raises:
-            RecoveryError: it was modified in place since it was kept.
+            RecoveryError: one was modified in place since it was kept.
         """
-        if self._tensor._version != self._version:
+        now = list(map(_get_version, self._tensors))
+        if now != self._versions:
+            shape = next(tuple(t.shape) for t, a, b in zip(self._tensors, now, self._versions, strict=True) if a != b)
             raise RecoveryError(
-                f"A tensor {tuple(self._tensor.shape)} that backward needs (an output of the chain, or the input of a "
+                f"A tensor {shape} that backward needs (an output of the chain, or the input of a "
                 "recomputed step) was modified in place after forward. Replace the in-place operation (x += y, relu_) by "
                 "x = x + y, or set the schedule to 'store'."
             )
-        return self._tensor
+        return self._tensors
 
 
 class SavedInputs:
@@ -71,21 +80,21 @@ class SavedInputs:
 
     gives_same_bits = True
 
-    def __init__(self, inputs: Sequence[Tensor]):
+    def __init__(self, inputs: Sequence[Tensor], round: Round | None = None):
         self.lock = RLock()
-        self._inputs = [State(x) for x in inputs]
+        self._inputs = KeptStates(inputs)
+        self._round = round
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
         judge_arrived()
-        call.refill(*(x.get() for x in self._inputs))
-        call.compare_refilled(Watch())
+        call.refill(*self._inputs.get())
+        if self._round is not None:
+            call.compare_refilled(Watch())
+            self._round.note_compared()
         call.end_runs()
 
     def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
         return ()  # the graph holds them until the gradient has been queued
-
-
-States = tuple[Tensor, ...]  # a pair between steps, one tensor between layers
 
 
 class Update(Protocol):
@@ -154,18 +163,20 @@ class InvertedSegment:
 
     Args:
         exact: whether inversion rebuilds every bit.
+        round: counts that this forward's second runs are compared with the first; None if they are not.
         origin: the call that this segment is a part of, which runs again to give states. Then forward keeps none.
 
     Cost: the states of one boundary, one extra forward of each step or layer.
     """
 
-    def __init__(self, exact: bool, origin: Origin | None = None) -> None:
+    def __init__(self, exact: bool, round: Round | None, origin: Origin | None = None) -> None:
         self.lock = RLock() if origin is None else origin.lock  # one for both, so that no two threads wait for each other
         self._exact = exact
+        self._round = round
         self._origin = origin
         self._items: list[_Item] = []
         self._first: int | None = None  # the place of the first call
-        self._kept: tuple[State, ...] | None = None
+        self._kept: KeptStates | None = None
         self._has_ended = False
         self._at = 0  # the boundary that the states belong to
         self._needed = 0  # how many items inversion may go over again
@@ -178,6 +189,11 @@ class InvertedSegment:
     def gives_same_bits(self) -> bool:
         """Whether the inputs that it gets back are those of forward to the bit."""
         return self._exact
+
+    @property
+    def round(self) -> Round | None:
+        """What counts that second runs are compared; None if they are not."""
+        return self._round
 
     @property
     def is_empty(self) -> bool:
@@ -207,14 +223,14 @@ class InvertedSegment:
             if self._first is None:
                 self._first = call.place
             # The state before the first step is not rebuilt.
-            if (update.inverts_first or call.place > self._first) and is_watching():
+            if self._round is not None and (update.inverts_first or call.place > self._first):
                 fingerprint = take_fingerprint(before[0], bits=self._exact)
             show = note_state(call.f, call.name, before[0])
         self._items.append(_Item(update, call, fingerprint, show))
 
     def end(self, states: States) -> None:
         """Keep the states after the last item, from which recovery will start."""
-        self._kept, self._at, self._has_ended = tuple(map(State, states)), len(self._items), True
+        self._kept, self._at, self._has_ended = KeptStates(states), len(self._items), True
         self._needed = len(self._items)
         self._watch, self._rounding, self._growth = Watch(), None, 1.0
 
@@ -226,10 +242,9 @@ class InvertedSegment:
         """Refill `call`, and move the states to the boundary before it, unless it is the first step of the segment."""
         judge_arrived()
         goal = call.place
-        if goal is None or (self._kept is None and self._origin is None and not self._has_ended):
-            raise make_inner_derivative_error(call.name)
-        if self._kept is None and self._origin is None:
-            raise RecoveryError("An earlier backward through this graph has failed. Run the forward again.")
+        if self._kept is None or goal is None:
+            self._require_states(call, goal)
+        assert goal is not None
         self._free_unused(call, ahead)
         if self._origin is not None and (self._kept is None or self._at < goal):
             self._origin.recover(ahead=ahead)
@@ -239,12 +254,22 @@ class InvertedSegment:
             if passed is not None:
                 passed.end_runs()
                 note_inversion(passed.f)
-        self._free_passed()
+        if self._needed > self._at and self._origin is None:
+            self._free_passed()
         while self._at < goal:
             self._advance()
         self._refill(goal, call)
-        if goal == self._first and not ahead:
-            send_comparisons()
+        if goal == self._first:
+            if self._round is not None:
+                self._round.note_compared()
+            if not ahead:
+                send_comparisons()
+
+    def _require_states(self, call: RecordedCall, goal: int | None) -> None:
+        if goal is None or (self._origin is None and not self._has_ended):
+            raise make_inner_derivative_error(call.name)
+        if self._origin is None:
+            raise RecoveryError("An earlier backward through this graph has failed. Run the forward again.")
 
     def _refill(self, goal: int, call: RecordedCall) -> None:
         """Refill the call of item `goal`; the states are at one of its boundaries."""
@@ -252,7 +277,8 @@ class InvertedSegment:
         needs_no_state_before = goal == self._first and not update.inverts_first
         if self._at == goal or needs_no_state_before:
             call.refill(states[update.reads if self._at == goal else 0])
-            call.compare_refilled(self._watch, self._explained, same_input=self._exact or self._rounding is None)
+            if self._round is not None:
+                call.compare_refilled(self._watch, self._explained, same_input=self._exact or self._rounding is None)
         elif not (call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])):
             del states  # the run needs the memory
             self._invert(refill=True)
@@ -272,7 +298,7 @@ class InvertedSegment:
 
         Then no second backward can come by. With an origin, one that has been interrupted may start again at the end.
         """
-        while self._origin is None and self._needed > self._at:
+        while self._needed > self._at:
             call = self._items[self._needed - 1].call
             if call is not None:
                 if call.is_in_graph:
@@ -294,25 +320,26 @@ class InvertedSegment:
         if call is None:
             self._move(update.invert(states, None), -1)
             return
-        if self._rounding is None and not self._exact:
+        is_looked_at = self._round is not None or show is not None
+        if is_looked_at and self._rounding is None and not self._exact:
             self._rounding = Rounding(states[0].dtype)
-            for state in states:  # by their sizes rounding errors are judged
-                self._watch.note_size(state)
+            if self._round is not None:
+                for state in states:  # by their sizes rounding errors are judged
+                    self._watch.note_size(state)
         out = None
         if not update.inverts_first:
             out = call.run_again(states[0], refill=refill, check_draws=fingerprint is None)
         rebuilt = update.invert(states, out)
         del out
         self._move(rebuilt, -1)  # at once: the states may have been changed in place
-        try:
-            self._compare(call, update, fingerprint, rebuilt[0])
-            if refill and not update.inverts_first:
-                call.compare_refilled(self._watch, self._explained, same_input=self._exact)
-        except RecoveryError:
-            self.free_states()
-            raise
-        if show is not None:
-            show(rebuilt[0], self._predicted_error)
+        if is_looked_at:
+            try:
+                self._compare(call, update, fingerprint, rebuilt[0], refill and not update.inverts_first)
+            except RecoveryError:
+                self.free_states()
+                raise
+            if show is not None:
+                show(rebuilt[0], self._predicted_error)
         if update.inverts_first and refill:
             output = states[-1]
             del states
@@ -320,15 +347,17 @@ class InvertedSegment:
                 del output  # the run needs the memory
                 call.run_again(rebuilt[0], stop_early=True)
 
-    def _compare(self, call: RecordedCall, update: Update, fingerprint: Fingerprint | None, rebuilt: Tensor) -> None:
+    def _compare(
+        self, call: RecordedCall, update: Update, fingerprint: Fingerprint | None, rebuilt: Tensor, refilled: bool
+    ) -> None:
         tolerance = 0.0
         if self._rounding is not None:
             tolerance = self._rounding.step(call.spacing, update.b)
             self._growth = _multiply_growth(self._growth, update.growth)
-        if fingerprint is None:
-            call.require_same_draws()
-        else:
+        if fingerprint is not None:
             self._watch.compare(call.name, fingerprint, rebuilt, tolerance, self._explained, of_layer=update.inverts_first)
+        if refilled and self._round is not None:
+            call.compare_refilled(self._watch, self._explained, same_input=self._exact)
 
     @property
     def _predicted_error(self) -> float | Tensor:
@@ -350,11 +379,11 @@ class InvertedSegment:
         self._move(update.advance(states, out), +1)
 
     def _move(self, states: States, by: int) -> None:
-        self._kept, self._at = tuple(map(State, states)), self._at + by
+        self._kept, self._at = KeptStates(states), self._at + by
 
     def _states(self) -> States:
         assert self._kept is not None, "recovery before the end of forward"
-        return tuple([state.get() for state in self._kept])
+        return self._kept.get()
 
 
 def _multiply_growth(growth: float | Tensor, by: float | Tensor) -> float | Tensor:

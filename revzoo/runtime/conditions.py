@@ -1,0 +1,206 @@
+"""Running a function again under the conditions of its first run.
+
+Besides its inputs, a call of f depends on settings (`settings.py`), the random streams (`random_state.py`), and what its module
+holds (`inventory.py`). The first run notes them, every later one restores them. The user's settings, random streams and BatchNorm
+statistics are the same before and after.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from threading import RLock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from revzoo.errors import RecoveryError
+from revzoo.host_copy import find_graph
+from revzoo.runtime.forward import Forward
+from revzoo.runtime.inventory import Tensors, get_root, take_inventory
+from revzoo.runtime.random_state import RandomState, find_generators
+
+# Threads share random streams and buffers. While a step runs in one thread, no other runs a step on the same device.
+_turns: dict[torch.device, RLock] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turns.clear)  # the thread that holds one does not exist in the child
+_LONGEST_WAIT_SECONDS = 600.0
+
+_get_version: Callable[[Tensor], int] = attrgetter("_version")
+
+
+class Conditions:
+    """The conditions under which `f` is called, besides its inputs. They are noted when this is made, right before the call.
+
+    Args:
+        f: the function.
+        name: name of the step, for messages.
+        forward: what it shares with the other calls of the forward.
+    """
+
+    __slots__ = (
+        "_f", "_graph", "_held_turn", "_name", "_statistics", "_versions", "fixed", "forward", "inventory", "random",
+    )  # fmt: skip
+
+    def __init__(self, f: Callable[..., Any], name: str, forward: Forward):
+        self._f = f
+        self._name = name
+        self.forward = forward
+        self.inventory = inventory = take_inventory(f)
+        # Parameters, buffers and side inputs, which must not be modified:
+        self.fixed = inventory.fixed + forward.side_tensors if forward.side_tensors else inventory.fixed
+        self._versions = list(map(_get_version, self.fixed))
+        # Statistics before the first run, where its output may depend on them.
+        self._statistics = [None if moves else _clone(b) for b, moves in zip(inventory.statistics, inventory.only_moves, strict=True)]
+        self._graph: object = None
+        self._held_turn = take_turn(forward.device, name)
+        generators = forward.generators
+        if not inventory.devices <= forward.devices:
+            generators, forward.snapshots = find_generators(inventory.devices | forward.devices), None
+        self.random = RandomState(generators, forward.snapshots)
+
+    def end_first_run(self) -> None:
+        """Note how the random streams have moved, and let other threads run steps. Call it also if the run has failed."""
+        try:
+            snapshots = self.random.end_first_run()
+            self.forward.snapshots = snapshots if len(snapshots) == len(self.forward.generators) else None
+            if self.random.has_drawn:
+                self._graph = find_graph()
+        finally:
+            self._held_turn.release()
+
+    def require_repeatable(self) -> None:
+        """Raise RecoveryError if f has changed a buffer or parameter of its own, so that a second run would not repeat it."""
+        if changed := self._find_changed():
+            raise RecoveryError(
+                f"{self._name} changes its {changed!r} in forward, so a second run would not repeat the first. "
+                f"Set the schedule of {self._name} to 'store'. (BatchNorm's running statistics need no change; lazy modules "
+                "need one call under torch.no_grad() first.)"
+            )
+
+    def run_again(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Return run(*args), which calls f under the recorded conditions. The present ones are restored after it.
+
+        Raises:
+            RecoveryError: a parameter, buffer or side input was changed in place or replaced since the first run.
+        """
+        self.require_unchanged()
+        inventory, random, settings = self.inventory, self.random, self.forward.settings
+        if random.has_drawn and find_graph() is not self._graph:
+            raise RecoveryError(
+                f"{self._name} draws random numbers, and its forward and backward are not captured in one CUDA graph, so the "
+                "second run would draw others. Capture both in one graph (torch.cuda.make_graphed_callables makes two), or set "
+                "its schedule to 'store'."
+            )
+        turn = take_turn(self.forward.device, self._name)
+        states: list[Tensor] | None = None
+        root, training, statistics, entered = None, inventory.training, None, None
+        try:
+            if inventory.training:
+                root = get_root(cast(Any, self._f))
+                training = inventory.read_training(root)
+                if training != inventory.training:
+                    inventory.set_training(root, inventory.training)
+            if inventory.statistics:
+                statistics = self._rewind_statistics()
+            if random.has_drawn or self.forward.round is not None:
+                states = random.rewind()
+            entered = settings.enter()
+            return run(*args)
+        finally:
+            if entered is not None:
+                settings.leave(entered)
+            if states is not None:
+                random.restore(states)
+            if statistics is not None:
+                for buffers, present in zip(inventory.statistics, statistics, strict=True):
+                    buffers.update(present)
+            if root is not None and inventory.read_training(root) != training:
+                inventory.set_training(root, training)
+            turn.release()
+
+    def require_unchanged(self) -> None:
+        """Raise RecoveryError if a parameter, buffer or side input was changed in place or replaced since the first run."""
+        if changed := self._find_changed():
+            raise RecoveryError(
+                f"{changed!r} of {self._name} was changed in place between forward and backward, for example by "
+                "optimizer.step(). Run backward first, or set the schedule to 'store' and let autograd say where. With an "
+                "optimizer inside backward (register_post_accumulate_grad_hook), no step may end by adding a parameter: its "
+                "gradient is complete before the step runs again."
+            )
+        inventory = self.inventory
+        if inventory.has_same_entries():
+            return
+        if replaced := inventory.find_replaced(get_root(cast(Any, self._f))):
+            raise RecoveryError(
+                f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
+                "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
+            )
+
+    @property
+    def draws_the_same(self) -> bool:
+        """Whether the second run that is under way has drawn as many random numbers as the first.
+
+        Known where it began at the recorded place of the random streams.
+        """
+        is_known = self.random.has_drawn or self.forward.round is not None
+        return not is_known or self.random.has_drawn_all
+
+    @property
+    def spacing(self) -> float:
+        """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
+        return max(self.forward.spacing, self.inventory.spacing)
+
+    def holds_moving(self, tensor: Tensor) -> bool:
+        """Return whether a tensor that autograd saves may be a statistic that has moved by the second run."""
+        return tensor.dim() == 1 and any(len(tensor) % size == 0 for size in self.inventory.moving_sizes)
+
+    def _rewind_statistics(self) -> list[Tensors]:
+        """Give norms copies of their statistics to move; return the dictionaries to restore."""
+        present = [dict(buffers) for buffers in self.inventory.statistics]
+        for buffers, now, earlier in zip(self.inventory.statistics, present, self._statistics, strict=True):
+            buffers.update(_clone(now if earlier is None else earlier))
+        return present
+
+    def _find_changed(self) -> str | None:
+        now = list(map(_get_version, self.fixed))
+        if now == self._versions:
+            return None
+        tensor = next(t for t, a, b in zip(self.fixed, now, self._versions, strict=True) if a != b)
+        return self.inventory.name(get_root(cast(Any, self._f)), tensor)
+
+
+def _clone(buffers: Mapping[str, Tensor | None]) -> Tensors:
+    return {key: b if b is None else b.clone() for key, b in buffers.items()}
+
+
+def take_turn(device: torch.device, name: str) -> RLock:
+    """Wait until no other thread runs a step on the device; return what to release.
+
+    Where processes communicate, threads do not wait: a collective of one could be waiting for the other.
+
+    Raises:
+        RecoveryError: another thread keeps running a step.
+    """
+    turn = _turns.get(device) or _turns.setdefault(device, RLock())
+    if turn.acquire(False):
+        return turn
+    if processes_communicate():
+        turn = RLock()
+    if not turn.acquire(timeout=_LONGEST_WAIT_SECONDS):
+        raise RecoveryError(
+            f"{name} has waited {_LONGEST_WAIT_SECONDS:g} seconds for a step that another thread runs on {device}. Run their "
+            "forwards and backwards in one thread, or in two processes."
+        )
+    return turn
+
+
+def runs_step() -> bool:
+    """Return whether this thread is running a step."""
+    return any(cast(Any, turn)._is_owned() for turn in list(_turns.values()))
+
+
+def processes_communicate() -> bool:
+    """Return whether this process is one of several that torch.distributed connects."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()

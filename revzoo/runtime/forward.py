@@ -1,0 +1,54 @@
+"""What all calls of one forward share, found once when it begins."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.random_state import Snapshot, find_generators
+from revzoo.runtime.settings import Settings
+from revzoo.runtime.tripwire import Round
+
+if TYPE_CHECKING:
+    from revzoo.runtime.drift import Drift
+    from revzoo.runtime.exact import Grid
+    from revzoo.runtime.lookahead import Lookahead
+
+
+class Forward:
+    """The surroundings of the calls of one forward: settings, side input, random streams, who looks on.
+
+    Args:
+        x: an input of the forward, which tells the device.
+        round: counts that the second runs of this forward are compared with the first; None if they are not.
+        side: read-only second argument of every call.
+        lookahead: recovers calls ahead of backward.
+        grid: of the states; None in floating point.
+
+    Attributes:
+        drift: measures what rounding loses, if not None.
+        snapshots: the states of the random streams behind the latest call, where nothing can have drawn since.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        round: Round | None,
+        *,
+        side: Any = None,
+        lookahead: "Lookahead | None" = None,
+        grid: "Grid | None" = None,
+    ):
+        self.device = x.device
+        self.devices = frozenset((x.device, torch.device("cpu")))
+        self.settings = Settings(x.device)
+        self.spacing = self.settings.spacing
+        self.generators = find_generators((x.device,))
+        self.snapshots: list[Snapshot] | None = None
+        self.lookahead = lookahead
+        self.grid = grid
+        self.round = round
+        self.drift: Drift | None = None
+        self.side = side
+        self.side_tensors = [] if side is None else [t for t in tensors_in(side) if not t.is_inference()]

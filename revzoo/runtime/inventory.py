@@ -1,0 +1,152 @@
+"""What a module holds that its result depends on: submodules, training flags, parameters and buffers.
+
+It is found once, kept with the module, and found again only if something in it has been exchanged. To see that, the dictionaries
+of all its modules are compared entry by entry with what was in them, by identity, in C.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from revzoo.runtime.compiling import are_compiled
+from revzoo.sharded import is_sharded
+
+Tensors = dict[str, Tensor | None]
+_NAME = "_revzoo_inventory"  # in the module's __dict__
+_values: Callable[[dict[str, Any]], Any] = dict.values
+_is_training: Callable[[nn.Module], bool] = attrgetter("training")
+_get_device: Callable[[Tensor], torch.device] = attrgetter("device")
+_get_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
+
+
+class Inventory:
+    """What one module held when it was called. It does not hold the module itself, which would be a cycle.
+
+    Args:
+        root: the module; None for a function that is none.
+        silent: its submodules that do not run.
+
+    Attributes:
+        fixed: parameters, buffers that forward does not change, none of which may change until backward.
+        statistics: the buffers of norms that move their running statistics in this call.
+    """
+
+    def __init__(self, root: nn.Module | None, silent: Sequence[nn.Module] = ()):
+        modules = [] if root is None else _walk(root, silent)
+        self._inside = modules[1:]
+        self.training = list(map(_is_training, modules))
+        self._dictionaries = [cast(dict[str, Any], d) for m in modules for d in (m._modules, m._parameters, m._buffers)]
+        self._entries = list(chain.from_iterable(map(_values, self._dictionaries)))
+        moving = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+        self.statistics: list[Tensors] = [m._buffers for m in moving]
+        self.only_moves = [_only_moves(m) for m in moving]
+        skipped = set(map(id, self.statistics))
+        self._holders: list[Tensors] = [d for m in modules for d in (cast(Tensors, m._parameters), m._buffers) if id(d) not in skipped]
+        self._held = list(map(dict, self._holders))
+        self.fixed = [t for tensors in self._held for t in tensors.values() if t is not None and not t.is_inference()]
+        self.devices = frozenset(map(_get_device, self.fixed))
+        self.has_compiled = are_compiled(modules)
+
+    def has_same_entries(self) -> bool:
+        """Return whether every dictionary holds the very objects that it held."""
+        now, then = self._dictionaries, self._entries
+        return sum(map(len, now)) == len(then) and all(map(is_, chain.from_iterable(map(_values, now)), then))
+
+    def read_training(self, root: nn.Module) -> list[bool]:
+        """Return the training flags of all modules as they are now."""
+        return [root.training, *map(_is_training, self._inside)]
+
+    def set_training(self, root: nn.Module, wanted: list[bool]) -> None:
+        """Set each flag: not by .train(), since submodules have flags of their own."""
+        for module, flag in zip((root, *self._inside), wanted, strict=True):
+            module.training = flag
+
+    @cached_property
+    def spacing(self) -> float:
+        """Relative spacing of the coarsest numbers among the fixed tensors; 0 without any."""
+        return max(map(find_spacing, set(map(_get_dtype, self.fixed))), default=0.0)
+
+    @cached_property
+    def moving_sizes(self) -> frozenset[int]:
+        """The lengths of statistics that move between two runs, although no result depends on them.
+
+        InstanceNorm has so many numbers for each example.
+        """
+        moving = (buffers for buffers, only_moves in zip(self.statistics, self.only_moves, strict=True) if only_moves)
+        return frozenset(len(b) for buffers in moving for b in buffers.values() if b is not None and b.dim() == 1)
+
+    def find_replaced(self, root: nn.Module) -> str | None:
+        """Return the name of a tensor in whose place there is another. FSDP exchanges shards and whole tensors of one."""
+        for tensors, then in zip(self._holders, self._held, strict=True):
+            for key, t in then.items():
+                now = tensors.get(key)
+                if now is not t and now is not None and t is not None and not is_sharded(t, now):
+                    return self.name(root, t)
+        return None
+
+    def name(self, root: nn.Module, tensor: Tensor) -> str:
+        """Return the name that a tensor had, relative to the module; "side input" if it is none of the module's."""
+        copies = {id(tensors): then for tensors, then in zip(self._holders, self._held, strict=True)}
+        for name, module in root.named_modules():
+            for tensors in (module._parameters, module._buffers):
+                for key, t in copies.get(id(tensors), {}).items():
+                    if t is tensor:
+                        return f"{name}.{key}".removeprefix(".")
+        return "side input"
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # in a copy of the module, or what is unpickled, it is found again
+
+
+_NOTHING = Inventory(None)
+
+
+def take_inventory(f: Any) -> Inventory:
+    """Return what a function holds now."""
+    if not isinstance(f, nn.Module):
+        return _NOTHING
+    root = get_root(f)
+    known = f.__dict__.get(_NAME)
+    if known is not None and known.has_same_entries() and known.training == known.read_training(root):
+        return cast(Inventory, known)
+    silent = getattr(f, "silent_modules", ()) if hasattr(type(f), "silent_modules") else ()
+    inventory = f.__dict__[_NAME] = Inventory(root, silent)
+    return inventory
+
+
+def get_root(f: nn.Module) -> nn.Module:
+    """Return the module whose tensors are those of f: f itself, or what stands behind a step in place of it."""
+    return cast(Any, f).stands_for if hasattr(type(f), "stands_for") else f
+
+
+@cache
+def find_spacing(dtype: torch.dtype) -> float:
+    """Return the relative spacing of the numbers of a dtype; 0 for integers."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+def _walk(module: nn.Module, silent: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return a module and all modules in it but the silent ones."""
+    modules = {id(m): m for m in (*silent, module)}
+    waiting = [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and id(child) not in modules:
+                modules[id(child)] = child
+                waiting.append(child)
+    return list(modules.values())[len(silent) :]
+
+
+def _only_moves(norm: _NormBase) -> bool:
+    """Return whether a norm moves its running statistics in training and uses none of them: those of PyTorch, and subclasses.
+
+    A subclass with a forward of its own may use them, unless that calls `batch_norm` in the end, as timm's and revzoo's do.
+    """
+    home = str(getattr(norm.forward, "__module__", ""))
+    return home.startswith(("torch.nn.modules.", "timm.layers.norm_act", "revzoo."))
