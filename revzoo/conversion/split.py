@@ -23,8 +23,8 @@ from revzoo.conversion.similarity import run_network
 from revzoo.errors import ConversionError, UnknownNameError, join_names
 from revzoo.in_place.branch import leave_out_unreturned
 from revzoo.in_place.conventions import find_state, get_state, leave_out_caches, put_state
-from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.in_place.silenced import Branch, silence
+from revzoo.runtime.nested import map_tensors, tensors_in
 
 Split = tuple[str | Sequence[str], str | Sequence[str]]
 Branches = tuple[Branch, Branch]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from revzoo.in_place.chain import Arguments, BlockChain, BlockOutput, BlockStep
 from revzoo.in_place.conventions import find_state, get_state, put_state
-from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.in_place.silenced import Branch, find_silent, remove_switches, silence
+from revzoo.runtime.nested import map_tensors, tensors_in
 
 
 class BranchStep(BlockStep):

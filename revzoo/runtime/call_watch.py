@@ -51,9 +51,13 @@ class CallWatch:
         self._same_input = same_input
         self._reads_whole = reads_whole
         self._is_on_cpu = can_read_now(x)
-        self._repeats_bits = same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not conditions.inventory.has_compiled
+        self._repeats_bits = (
+            same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not conditions.inventory.has_compiled
+        )
         self._latest: deque[tuple[int, Tensor, int]] = deque()  # slot, tensor, version; two, since the last is often a weight
-        self._taken: list[tuple[int, Fingerprint | int | bytes, tuple[int, ...]]] = []  # by slot; of samples the hash, where bits repeat
+        self._taken: list[
+            tuple[int, Fingerprint | int | bytes, tuple[int, ...]]
+        ] = []  # by slot; of samples the hash, where bits repeat
 
     def note(self, slot: int, tensor: Tensor) -> None:
         """Note a tensor that autograd saves in the first run."""

@@ -32,14 +32,14 @@ from revzoo.runtime.compiling import exclude_from_compilation, find_function_com
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, ChainGrowth, Drift
 from revzoo.runtime.exact import Grid, has_value, require_exact
-from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.forward import Forward
+from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate
 from revzoo.runtime.schedule import Applicable, Mode, check_schedule
-from revzoo.runtime.strides import is_dense
 from revzoo.runtime.segment import InvertedSegment
+from revzoo.runtime.strides import is_dense
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
 

@@ -14,16 +14,19 @@ from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime.coupling import Pair
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.forward import Forward
+from revzoo.runtime.inventory import take_inventory
 from revzoo.runtime.layer_rules import find_layers
 from revzoo.runtime.layerwise import LayerwiseCall
-from revzoo.runtime.observation import begin_call, end_call
+from revzoo.runtime.observation import begin_call, calls, end_call
 from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.sharded import is_sharded
 
 
-def run_link(link: Step | Bijection, pair: Pair, segment: InvertedSegment | None, forward: Forward) -> tuple[Pair, InvertedSegment | None]:
+def run_link(
+    link: Step | Bijection, pair: Pair, segment: InvertedSegment | None, forward: Forward
+) -> tuple[Pair, InvertedSegment | None]:
     """Run one link and record what backward needs to rebuild the tensors that are dropped.
 
     Args:
@@ -73,9 +76,11 @@ def record_step(step: Step, forward: Forward, watched: bool) -> RecordedCall:
         watched: whether what autograd saves last in it is read whole: where no state that follows from it is compared.
     """
     # On a grid every bit is rebuilt, which the inverses of layers do not do.
-    if step.mode.inverts and forward.side is None and forward.grid is None and (layers := find_layers(step.f)) is not None:
-        return LayerwiseCall(cast(nn.Module, step.f), step.name, forward, layers, watched)
-    return RecordedCall(step.f, step.name, forward, selective=step.mode.keeps_products, watched=watched)
+    f, inventory = step.f, take_inventory(step.f)
+    if inventory.has_layers and step.mode.inverts and forward.side is None and forward.grid is None:
+        if (layers := find_layers(f)) is not None:
+            return LayerwiseCall(cast(nn.Module, f), step.name, forward, layers, watched)
+    return RecordedCall(f, step.name, forward, selective=step.mode.keeps_products, watched=watched, inventory=inventory)
 
 
 def watch_range(grid: Grid, pair: Pair, link: Step | Bijection) -> None:
@@ -93,7 +98,8 @@ def call_step(
     """Return f(w[k]), recorded by `call` if there is one, after checking that it fits the stream it is added to."""
     unversioned = torch.compiler.is_compiling() or pair[1].is_inference()
     version = None if unversioned else pair[1]._version
-    begin_call(step.f, pair[1:], pair)
+    if calls.observer is not None:
+        begin_call(step.f, pair[1:], pair)
     try:
         if call is not None and recoverer is not None:
             out = call.first_run(recoverer, pair[1])
@@ -106,7 +112,8 @@ def call_step(
                 "step (for step in model.steps: fully_shard(step)) or the whole model, not the blocks between."
             ) from error
         raise
-    end_call(step.f, out)
+    if calls.observer is not None:
+        end_call(step.f, out)
     if version is not None and pair[1]._version != version:
         raise InputError(
             f"{step.name} changes its input in place, and with it the stream. Replace the in-place operation at its "

@@ -25,14 +25,14 @@ def take_gradients(parameters: Iterable[nn.Parameter], take: Callable[[nn.Parame
         parameters: those to follow; frozen ones are left out.
         take: called with one at a time. Gradients that wait until the end of backward are not handed out.
     """
-    global _follower
+    global follower
     followed = [p for p in parameters if p.requires_grad]
-    previous, _follower = _follower, _Follower(followed, take)
-    handles = [p.register_post_accumulate_grad_hook(_follower.note_gradient) for p in followed]
+    previous, follower = follower, _Follower(followed, take)
+    handles = [p.register_post_accumulate_grad_hook(follower.note_gradient) for p in followed]
     try:
         yield
     finally:
-        _follower = previous
+        follower = previous
         for handle in handles:
             handle.remove()
 
@@ -47,10 +47,12 @@ class _Follower:
         self._lock = Lock()  # devices have a thread each in backward
 
     def announce(self, call: object, tensors: Iterable[Tensor]) -> None:
+        """Note that a call, which only the graph keeps alive, will run again in backward with these tensors as they are now."""
         for calls in self._find_calls(tensors):
             calls.add(call)
 
     def dismiss(self, call: object, tensors: Iterable[Tensor]) -> None:
+        """Note that a call will not run again in this backward."""
         for calls in self._find_calls(tensors):
             calls.discard(call)
 
@@ -68,16 +70,4 @@ class _Follower:
         return (self._calls[id(t)] for t in tensors if id(t) in self._calls)
 
 
-_follower: _Follower | None = None
-
-
-def announce_run(call: object, tensors: Iterable[Tensor]) -> None:
-    """Say that a call, which only the graph keeps alive, will run again in backward with these tensors as they are now."""
-    if _follower is not None:
-        _follower.announce(call, tensors)
-
-
-def dismiss_run(call: object, tensors: Iterable[Tensor]) -> None:
-    """Say that a call will not run again in this backward."""
-    if _follower is not None:
-        _follower.dismiss(call, tensors)
+follower: _Follower | None = None  # what follows the gradients of the present backwards

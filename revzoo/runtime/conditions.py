@@ -16,8 +16,8 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.host_copy import find_graph
-from revzoo.runtime.forward import Forward
-from revzoo.runtime.inventory import Tensors, get_root, take_inventory
+from revzoo.runtime.forward import Forward, processes_communicate
+from revzoo.runtime.inventory import Inventory, Tensors, get_root, take_inventory
 from revzoo.runtime.random_state import RandomState, find_generators
 
 # Threads share random streams and buffers. While a step runs in one thread, no other runs a step on the same device.
@@ -36,22 +36,24 @@ class Conditions:
         f: the function.
         name: name of the step, for messages.
         forward: what it shares with the other calls of the forward.
+        inventory: what f holds now, if that has just been found.
     """
 
     __slots__ = (
         "_f", "_graph", "_held_turn", "_name", "_statistics", "_versions", "fixed", "forward", "inventory", "random",
     )  # fmt: skip
 
-    def __init__(self, f: Callable[..., Any], name: str, forward: Forward):
+    def __init__(self, f: Callable[..., Any], name: str, forward: Forward, inventory: Inventory | None = None):
         self._f = f
         self._name = name
         self.forward = forward
-        self.inventory = inventory = take_inventory(f)
+        self.inventory = inventory = take_inventory(f) if inventory is None else inventory
         # Parameters, buffers and side inputs, which must not be modified:
         self.fixed = inventory.fixed + forward.side_tensors if forward.side_tensors else inventory.fixed
         self._versions = list(map(_get_version, self.fixed))
-        # Statistics before the first run, where its output may depend on them.
-        self._statistics = [None if moves else _clone(b) for b, moves in zip(inventory.statistics, inventory.only_moves, strict=True)]
+        if inventory.statistics:  # before the first run, where its output may depend on them
+            moving = zip(inventory.statistics, inventory.only_moves, strict=True)
+            self._statistics = [None if moves else _clone(buffers) for buffers, moves in moving]
         self._graph: object = None
         self._held_turn = take_turn(forward.device, name)
         generators = forward.generators
@@ -97,7 +99,7 @@ class Conditions:
         root, training, statistics, entered = None, inventory.training, None, None
         try:
             if inventory.training:
-                root = get_root(cast(Any, self._f))
+                root = get_root(self._f)  # type: ignore[arg-type]
                 training = inventory.read_training(root)
                 if training != inventory.training:
                     inventory.set_training(root, inventory.training)
@@ -198,9 +200,3 @@ def take_turn(device: torch.device, name: str) -> RLock:
 def runs_step() -> bool:
     """Return whether this thread is running a step."""
     return any(cast(Any, turn)._is_owned() for turn in list(_turns.values()))
-
-
-def processes_communicate() -> bool:
-    """Return whether this process is one of several that torch.distributed connects."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()

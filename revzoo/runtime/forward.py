@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from revzoo.runtime.lookahead import Lookahead
 
 
+def processes_communicate() -> bool:
+    """Return whether this process is one of several that torch.distributed connects."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
 class Forward:
     """The surroundings of the calls of one forward: settings, side input, random streams, who looks on.
 
@@ -50,5 +56,6 @@ class Forward:
         self.grid = grid
         self.round = round
         self.drift: Drift | None = None
+        self.is_one_of_several = processes_communicate()
         self.side = side
         self.side_tensors = [] if side is None else [t for t in tensors_in(side) if not t.is_inference()]

@@ -47,7 +47,9 @@ class Inventory:
         self.statistics: list[Tensors] = [m._buffers for m in moving]
         self.only_moves = [_only_moves(m) for m in moving]
         skipped = set(map(id, self.statistics))
-        self._holders: list[Tensors] = [d for m in modules for d in (cast(Tensors, m._parameters), m._buffers) if id(d) not in skipped]
+        self._holders: list[Tensors] = [
+            d for m in modules for d in (cast(Tensors, m._parameters), m._buffers) if id(d) not in skipped
+        ]
         self._held = list(map(dict, self._holders))
         self.fixed = [t for tensors in self._held for t in tensors.values() if t is not None and not t.is_inference()]
         self.devices = frozenset(map(_get_device, self.fixed))
@@ -61,6 +63,11 @@ class Inventory:
     def read_training(self, root: nn.Module) -> list[bool]:
         """Return the training flags of all modules as they are now."""
         return [root.training, *map(_is_training, self._inside)]
+
+    @cached_property
+    def has_layers(self) -> bool:
+        """Whether one of the modules defines an inverse, so that it may be undone by itself."""
+        return any(defines_inverse(m) for m in self._inside)
 
     def set_training(self, root: nn.Module, wanted: list[bool]) -> None:
         """Set each flag: not by .train(), since submodules have flags of their own."""
@@ -112,9 +119,9 @@ def take_inventory(f: Any) -> Inventory:
     if not isinstance(f, nn.Module):
         return _NOTHING
     root = get_root(f)
-    known = f.__dict__.get(_NAME)
+    known: Inventory | None = f.__dict__.get(_NAME)
     if known is not None and known.has_same_entries() and known.training == known.read_training(root):
-        return cast(Inventory, known)
+        return known
     silent = getattr(f, "silent_modules", ()) if hasattr(type(f), "silent_modules") else ()
     inventory = f.__dict__[_NAME] = Inventory(root, silent)
     return inventory
@@ -122,7 +129,13 @@ def take_inventory(f: Any) -> Inventory:
 
 def get_root(f: nn.Module) -> nn.Module:
     """Return the module whose tensors are those of f: f itself, or what stands behind a step in place of it."""
-    return cast(Any, f).stands_for if hasattr(type(f), "stands_for") else f
+    return getattr(f, "stands_for") if hasattr(type(f), "stands_for") else f  # noqa: B009
+
+
+def defines_inverse(module: nn.Module | None) -> bool:
+    """Return whether a module, or its class, has a method `inverse`."""
+    # Not hasattr: for what is missing, a module looks through its parameters, buffers and children.
+    return callable(getattr(type(module), "inverse", None)) or "inverse" in vars(module)
 
 
 @cache

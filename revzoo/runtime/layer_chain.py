@@ -11,10 +11,10 @@ from revzoo.bijection import Bijection
 from revzoo.errors import InputError, ScheduleError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.drift import HALF
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.layer_rules import Layer, expand
 from revzoo.runtime.layerwise import Recording
 from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.forward import Forward
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.observation import begin_call, end_call

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from revzoo.bijection import Bijection
 from revzoo.invertible import Coupled
 from revzoo.runtime.compiling import is_compiled
+from revzoo.runtime.inventory import defines_inverse
 from revzoo.runtime.schedule import Mode
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -35,7 +36,7 @@ class Layer:
 
 def has_inverse(module: nn.Module) -> bool:
     """Return whether a module is a layer whose input its own `inverse` can rebuild."""
-    return _defines_inverse(module) and not _overrides_forward(module) and not _has_hooks(module) and not is_compiled(module)
+    return defines_inverse(module) and not _overrides_forward(module) and not _has_hooks(module) and not is_compiled(module)
 
 
 def find_layers(f: Callable[..., Any]) -> list[Layer] | None:
@@ -76,7 +77,7 @@ def list_layers(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, 
         for child, layer in module.named_children():
             yield from list_layers(f"{name}.{child}", layer)
     else:
-        yield name, module, "layer" if _defines_inverse(module) else "node"
+        yield name, module, "layer" if defines_inverse(module) else "node"
 
 
 def is_coupled(module: nn.Module) -> TypeGuard[Coupled]:
@@ -100,13 +101,8 @@ def starts_in_halves(layers: Iterable[Layer], x: Tensor) -> bool:
 
 
 def _contains_inverse(f: nn.Sequential) -> bool:
-    """Return whether a layer has an inverse. Asked of every step in every forward, so it looks at little."""
-    return any(_defines_inverse(m) or (isinstance(m, nn.Sequential) and _contains_inverse(m)) for m in f._modules.values())
-
-
-def _defines_inverse(module: nn.Module | None) -> bool:
-    # Not hasattr: for what is missing, a module looks through its parameters, buffers and children.
-    return callable(getattr(type(module), "inverse", None)) or "inverse" in vars(module)
+    """Return whether a layer has an inverse."""
+    return any(defines_inverse(m) or (isinstance(m, nn.Sequential) and _contains_inverse(m)) for m in f._modules.values())
 
 
 def _overrides_forward(module: nn.Module) -> bool:

@@ -22,8 +22,8 @@ from revzoo.runtime.forward import Forward
 from revzoo.runtime.ownership import is_held_alone
 from revzoo.runtime.recorded_call import OUTPUT, RecordedCall
 from revzoo.runtime.refill_hooks import detach
-from revzoo.runtime.strides import get_strides, restore_strides
 from revzoo.runtime.segment import States
+from revzoo.runtime.strides import get_strides, restore_strides
 
 _SAMPLE = 6  # of each dimension, at least so many places are in a sample, and less than twice as many
 _SMALL = 16  # what a layer saves is kept where this many such tensors are no larger than its input

@@ -38,8 +38,8 @@ class _Place(Generic[T]):
             self.observer = previous
 
 
-_states: _Place[StateObserver] = _Place()
-_calls: _Place[tuple[BeginObserver, EndObserver | None]] = _Place()
+states: _Place[StateObserver] = _Place()
+calls: _Place[tuple[BeginObserver, EndObserver | None]] = _Place()
 _inversions: _Place[Callable[[nn.Module], None]] = _Place()
 
 
@@ -50,12 +50,12 @@ def observe_states(observer: StateObserver) -> AbstractContextManager[None]:
     may have the same. What the observer returns is
     called each time when the state has been rebuilt. The tensors are lent: who wants to keep one makes a copy.
     """
-    return _states.take(observer)
+    return states.take(observer)
 
 
 def observe_calls(begin: BeginObserver, end: EndObserver | None = None) -> AbstractContextManager[None]:
     """Call `begin` before and `end` after every call of a step, layer or node in the forwards inside."""
-    return _calls.take((begin, end))
+    return calls.take((begin, end))
 
 
 def observe_inversions(report: Callable[[nn.Module], None]) -> AbstractContextManager[None]:
@@ -68,19 +68,19 @@ def observe_inversions(report: Callable[[nn.Module], None]) -> AbstractContextMa
 
 def note_state(module: Any, name: str, state: Tensor) -> Comparison | None:
     """Show a state of forward; return what to call with the rebuilt one, or None if nobody looks on."""
-    return None if _states.observer is None else _states.observer(module, name, state.detach())
+    return None if states.observer is None else states.observer(module, name, state.detach())
 
 
 def begin_call(module: Any, inputs: Sequence[Tensor], states: Sequence[Tensor] = ()) -> None:
     """Tell the observer, if there is one, that a module is about to be called; `states` are its inputs unless given."""
-    if _calls.observer is not None:
-        begin, _ = _calls.observer
+    if calls.observer is not None:
+        begin, _ = calls.observer
         begin(module, inputs, states or inputs)
 
 
 def end_call(module: Any, out: Any) -> None:
     """Tell the observer, if there is one, what a module has returned."""
-    if _calls.observer is not None and (end := _calls.observer[1]) is not None:
+    if calls.observer is not None and (end := calls.observer[1]) is not None:
         end(module, out)
 
 

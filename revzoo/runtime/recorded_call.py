@@ -19,16 +19,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.errors import RecoveryError
+from revzoo.runtime import complete_gradients as gradients
 from revzoo.runtime.call_watch import CallWatch
 from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled, leave_uncompiled
-from revzoo.runtime.complete_gradients import announce_run, dismiss_run
-from revzoo.runtime.conditions import Conditions, processes_communicate
+from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.forward import Forward
+from revzoo.runtime.inventory import Inventory
+from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
 from revzoo.runtime.selective import KeptProducts
 from revzoo.runtime.tripwire import Watch, second_run
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_NOTHING: tuple[None, int] = (None, 0)
 OUTPUT = -1  # in place of the number of an input
 
 
@@ -44,13 +47,24 @@ class RecordedCall:
             any other keeps nothing.
         watched: whether the tensors saved last are read whole to be compared. Not needed where the next state is compared.
             None: what is saved is not compared at all.
+        inventory: what f holds now, if that has just been found.
     """
 
-    def __init__(self, f: Callable[..., Any], name: str, forward: Forward, *, selective: bool = False, watched: bool | None = True):
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        name: str,
+        forward: Forward,
+        *,
+        selective: bool = False,
+        watched: bool | None = True,
+        inventory: Inventory | None = None,
+    ):
         self.f = f
         self.name = name
         self._forward = forward
         self._side = forward.side
+        self._inventory = inventory
         self._reads_whole = watched
         self._kept_products = KeptProducts() if selective and not is_compiled(f) else None
         self._call_selectively = find_selective_call(f) if selective else None
@@ -75,7 +89,7 @@ class RecordedCall:
         if self._call_selectively is not None and (out := self._run_compiled(*inputs)) is not NotImplemented:
             return out
         forward = self._forward
-        self._conditions = conditions = Conditions(self.f, self.name, forward)
+        self._conditions = conditions = Conditions(self.f, self.name, forward, self._inventory)
         self._requires_grad = list(map(_requires_grad, inputs))
         handle = _Handle(self, recoverer)
         self._find_handle = ref(handle)
@@ -83,7 +97,7 @@ class RecordedCall:
             if forward.round is not None and self._reads_whole is not None:
                 same, whole = recoverer.gives_same_bits, self._reads_whole
                 self._watch = CallWatch(inputs[0], conditions, self._kept_products, same_input=same, reads_whole=whole)
-            if processes_communicate():  # FSDP frees weights after forward, and gathers them again when f runs again
+            if forward.is_one_of_several:  # FSDP frees weights after forward, and gathers them again when f runs again
                 self._sources = None
             self._given = inputs
             with saved_tensors_hooks(self._pack, handle.unpack):
@@ -100,7 +114,8 @@ class RecordedCall:
             self._given = ()
             conditions.end_first_run()
         conditions.require_repeatable()
-        announce_run(self, conditions.fixed)
+        if gradients.follower is not None:
+            gradients.follower.announce(self, conditions.fixed)
         if forward.lookahead is not None and self._dropped:
             forward.lookahead.follow(handle)
         if self._watch is not None:
@@ -136,10 +151,11 @@ class RecordedCall:
         """Note where a tensor that autograd saves comes from, if it need not be computed."""
         if self._sources is None:
             return
-        place = next((i for i, x in enumerate(inputs) if tensor is x), None)
-        if place is not None:
-            self._sources.append(place)
-        elif isinstance(tensor, nn.Parameter):
+        for place, x in enumerate(inputs):
+            if tensor is x:
+                self._sources.append(place)
+                return
+        if isinstance(tensor, nn.Parameter):
             self._sources.append((tensor, tensor._version))
         else:
             self._sources = None
@@ -233,22 +249,12 @@ class RecordedCall:
             )
         return out.detach()
 
-    def take(self, slot: int) -> Tensor | None:
-        """Return the tensor refilled in this slot, which is then the caller's; None if it has not been refilled.
-
-        Raises:
-            RecoveryError: it was modified in place.
-        """
-        entry = self._refilled.pop(slot, None)
-        if entry is None:
-            return None
-        tensor, version = entry
-        if tensor._version != version:
-            raise RecoveryError(
-                f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
-                "operation (mul_, +=) by one that returns a new tensor."
-            )
-        return tensor
+    def make_in_place_error(self, tensor: Tensor) -> RecoveryError:
+        """Return the error for a refilled tensor that f has changed in place after autograd saved it."""
+        return RecoveryError(
+            f"{self.name} modifies a tensor {tuple(tensor.shape)} in place that its gradient needs. Replace the in-place "
+            "operation (mul_, +=) by one that returns a new tensor."
+        )
 
     def free_refilled(self) -> None:
         """Free the refilled tensors that were not unpacked; they can be recovered again."""
@@ -256,7 +262,8 @@ class RecordedCall:
 
     def end_runs(self) -> None:
         """Note that backward, which goes from the last call to the first, does not run f again."""
-        dismiss_run(self, self._conditions.fixed)
+        if gradients.follower is not None:
+            gradients.follower.dismiss(self, self._conditions.fixed)
 
     @property
     def is_in_graph(self) -> bool:
@@ -320,7 +327,12 @@ class _Handle:
         """Return the tensor dropped in this slot; recover the call first if it has not been refilled."""
         if self._lookahead is not None and self._lookahead.finish(self):
             self._start_next()
-        return self._call.take(slot) if slot in self._call._refilled else self._recover(slot)
+        tensor, version = self._call._refilled.pop(slot, _NOTHING)  # what is unpacked is the graph's
+        if tensor is None:
+            return self._recover(slot)
+        if tensor._version != version:
+            raise self._call.make_in_place_error(tensor)
+        return tensor
 
     @exclude_from_compilation
     def _recover(self, slot: int) -> Tensor:
@@ -330,14 +342,17 @@ class _Handle:
         while tensor is None:  # another thread that differentiates the same graph may take it at once
             with self._recoverer.lock:
                 self._recover_call()
-                tensor = self._call.take(slot)
-        self._start_next()
+                tensor, version = self._call._refilled.pop(slot, _NOTHING)
+        if tensor._version != version:
+            raise self._call.make_in_place_error(tensor)
+        if self._lookahead is not None:
+            self._start_next()
         return tensor
 
     @exclude_from_compilation
     def _start_next(self) -> None:
-        if self._lookahead is not None and self._next is not None:
-            self._lookahead.start(self._next())
+        if self._next is not None:
+            cast(Lookahead, self._lookahead).start(self._next())
 
     def recover_ahead(self) -> None:
         with self._recoverer.lock:

@@ -31,7 +31,7 @@ from torch import Tensor
 from revzoo.errors import RecoveryError
 from revzoo.runtime.drift import Rounding
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
-from revzoo.runtime.observation import Comparison, note_inversion, note_state
+from revzoo.runtime.observation import Comparison, note_inversion, note_state, states
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
 from revzoo.runtime.tripwire import Round, Watch, judge_arrived, send_comparisons
@@ -225,12 +225,13 @@ class InvertedSegment:
             # The state before the first step is not rebuilt.
             if self._round is not None and (update.inverts_first or call.place > self._first):
                 fingerprint = take_fingerprint(before[0], bits=self._exact)
-            show = note_state(call.f, call.name, before[0])
+            if states.observer is not None:
+                show = note_state(call.f, call.name, before[0])
         self._items.append(_Item(update, call, fingerprint, show))
 
-    def end(self, states: States) -> None:
+    def end(self, last: States) -> None:
         """Keep the states after the last item, from which recovery will start."""
-        self._kept, self._at, self._has_ended = KeptStates(states), len(self._items), True
+        self._kept, self._at, self._has_ended = KeptStates(last), len(self._items), True
         self._needed = len(self._items)
         self._watch, self._rounding, self._growth = Watch(), None, 1.0
 
@@ -308,11 +309,12 @@ class InvertedSegment:
 
     def _free_unused(self, call: RecordedCall, ahead: bool) -> None:
         """Free what backward has not taken of other calls; where `call` is recovered ahead, not of the one before it."""
-        others = [other for other in self._in_use if other is not call]
-        still_in_use = others[-1:] if ahead else []
-        for other in others[: len(others) - len(still_in_use)]:
-            other.free_refilled()
-        self._in_use = [*still_in_use, call]
+        in_use = self._in_use
+        if call in in_use:
+            in_use.remove(call)
+        while len(in_use) > ahead:
+            in_use.pop(0).free_refilled()
+        in_use.append(call)
 
     def _invert(self, refill: bool) -> None:
         update, call, fingerprint, show = self._items[self._at - 1]

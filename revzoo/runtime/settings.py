@@ -7,6 +7,7 @@ such as `torch.backends.cudnn.benchmark` was changed. A second run needs those o
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from operator import call, truediv
 from typing import Any
 
 import torch
@@ -19,11 +20,20 @@ def _precision(*names: str) -> _Setting:
     return partial(_C._get_fp32_precision_getter, *names), partial(_C._set_fp32_precision_setter, *names)
 
 
-_LEAST_NORMAL = sys.float_info.min
+# PyTorch has no function that tells whether numbers below the least normal one become 0; Python's numbers do with them.
+_read_least: Callable[[], float] = partial(truediv, sys.float_info.min, 2)
 
 
-def _flushes_denormal() -> bool:
-    return _LEAST_NORMAL / 2 == 0  # PyTorch has no function that tells; Python's numbers are subject to it too
+def _set_least(value: float) -> None:
+    torch.set_flush_denormal(value == 0)
+
+
+def _set_deterministic(mode: bool) -> None:
+    torch.use_deterministic_algorithms(mode, warn_only=_C._get_deterministic_algorithms_warn_only())
+
+
+def _set_warn_only(warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=warn_only)
 
 
 _NO_DEVICE = torch.device("cpu")
@@ -37,14 +47,16 @@ def _read_default_device() -> torch.device:
 # Each is read in every second run, so from where `torch.backends` has it: its modules take ten times as long.
 _EVERYWHERE: list[_Setting] = [
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_C._get_deterministic_algorithms, _set_deterministic),
+    (_C._get_deterministic_algorithms_warn_only, _set_warn_only),
     (_C._get_flash_sdp_enabled, backends.cuda.enable_flash_sdp),
     (_C._get_math_sdp_enabled, backends.cuda.enable_math_sdp),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
 ]
 _CPU: list[_Setting] = [
     *_EVERYWHERE,
     (torch.get_num_threads, torch.set_num_threads),
-    (_flushes_denormal, torch.set_flush_denormal),
+    (_read_least, _set_least),
     _precision("mkldnn", "matmul"),
     _precision("mkldnn", "conv"),
 ]
@@ -61,7 +73,6 @@ _ELSEWHERE: list[_Setting] = [
 ]
 _TF32 = 2.0**-10
 _Entered = tuple[list[Any], torch.device | None]
-_Autocast = tuple[bool, torch.dtype, bool]  # enabled, dtype, whether casts of weights are cached
 
 
 class Settings:
@@ -74,10 +85,13 @@ class Settings:
     def __init__(self, device: torch.device):
         shared = _CPU if device.type == "cpu" else _ELSEWHERE
         self._shared = len(shared)
-        self._settings = [*shared, *map(_find_autocast, {"cpu", device.type} - {"meta"})]
+        settings = list(shared)
+        for kind in {"cpu", device.type} - {"meta"}:
+            settings += _find_autocast(kind)
+        self._readers, self._writers = [read for read, _ in settings], [write for _, write in settings]
         self._values = self._read()
         self._device = _read_default_device()
-        autocast = [torch.finfo(dtype).eps for enabled, dtype, _ in self._values[self._shared :] if enabled]
+        autocast = [torch.finfo(dtype).eps for enabled, dtype in zip(*[iter(self._values[self._shared :])] * 2) if enabled]
         # Relative spacing of the coarsest numbers that are computed with, whatever the operands are. On a GPU, float32
         # convolutions use TF32 by default.
         self.spacing: float = max(autocast, default=_TF32 if device.type == "cuda" else 0.0)
@@ -93,7 +107,7 @@ class Settings:
         if present != self._values:
             torch.autocast_increment_nesting()  # as `torch.autocast` does, which looks up the device's properties each time
             self._write(self._values, present)
-        if _read_default_device() != self._device:
+        if (_C._len_torch_function_stack() or self._device != _NO_DEVICE) and _read_default_device() != self._device:
             device = self._device
             device.__enter__()  # a context, since the present one may be that of a `with` of the user
         return present, device
@@ -110,25 +124,17 @@ class Settings:
             self._write(present, now)
 
     def _read(self) -> list[Any]:
-        return [read() for read, _ in self._settings]
+        return list(map(call, self._readers))
 
     def _write(self, wanted: list[Any], present: list[Any]) -> None:
-        for (_, write), value, other in zip(self._settings, wanted, present, strict=True):
+        for write, value, other in zip(self._writers, wanted, present, strict=True):
             if value != other:
                 write(value)
 
 
-def _read_autocast(kind: str) -> _Autocast:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-
-
-def _write_autocast(kind: str, wanted: _Autocast) -> None:
-    enabled, dtype, is_cache_enabled = wanted
-    torch.set_autocast_enabled(kind, enabled)
-    torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(is_cache_enabled)
-
-
 @cache
-def _find_autocast(kind: str) -> _Setting:
-    return partial(_read_autocast, kind), partial(_write_autocast, kind)
+def _find_autocast(kind: str) -> list[_Setting]:
+    return [
+        (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)),
+        (partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)),
+    ]

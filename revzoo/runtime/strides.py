@@ -20,7 +20,9 @@ def is_dense(x: Tensor) -> bool:
 
 def get_strides(x: Tensor) -> Strides:
     """Return the strides that a rebuilt x must have; None for a layout without strides, or with gaps or overlaps."""
-    return x.stride() if x.layout is torch.strided and is_dense(x) else None
+    if x.layout is not torch.strided:
+        return None
+    return x.stride() if x.is_contiguous() or is_dense(x) else None
 
 
 def restore_strides(x: Tensor, strides: Strides) -> Tensor:

@@ -296,7 +296,10 @@ class _Transfer:
 
     def __init__(self, comparisons: list[_Comparison]):
         self._comparisons = comparisons
-        measured: list[list[Tensor]] = [[], []]  # differences of bits, and norms of projections: of the difference, the original
+        measured: list[list[Tensor]] = [
+            [],
+            [],
+        ]  # differences of bits, and norms of projections: of the difference, the original
         self._bits = [c for c in comparisons if c.tolerance == 0]
         self._norms = [c for c in comparisons if c.tolerance != 0]
         expected, actual = ([getattr(c, which).values for c in self._norms] for which in ("expected", "actual"))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import revzoo
 from revzoo.errors import RecoveryError
 from revzoo.registry import couplings
-from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth, lookahead, replay, settings
+from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth, conditions, lookahead, settings
 
 MODES = {
     "invert": ["invert"],
@@ -196,7 +196,7 @@ def test_delays_change_no_bit(modes, delay, monkeypatch):
         "start": (lookahead.Lookahead, "start"),
         "finish": (lookahead.Lookahead, "finish"),
         "forget": (lookahead.Lookahead, "forget"),
-        "turn": (replay, "_take_turn"),
+        "turn": (conditions, "take_turn"),
         "settings": (settings.Settings, "run"),
         "free": (lookahead.Lookahead, "_drop_started"),
     }

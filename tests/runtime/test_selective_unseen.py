@@ -21,7 +21,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from revzoo.analysis.flops import FlopCounter
 from revzoo.runtime import ReversibleChain
-from revzoo.runtime.missing import Layout, MissingTensor, NeedsFullRun
 
 B, N, D = 2, 5, 16
 
@@ -414,26 +413,6 @@ def test_a_weight_that_autocast_has_cast_before(inside):
     assert results["selective"][1] == results["store"][1]
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_autocast_inside_a_kernel(enabled):
-    """nn.Bilinear is one operation for a dispatch mode, and autocast knows only the products inside."""
-
-    class Step(nn.Bilinear):
-        def forward(self, w: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-                return super().forward(w, w.tanh())
-
-    torch.manual_seed(1)
-    chain, streams = ReversibleChain([Step(D, D, D) for _ in range(2)]), make_streams()
-    grads = {}
-    for mode in ("store", "selective"):
-        chain.schedule = mode
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y1, y2 = chain(*streams)
-        grads[mode] = torch.autograd.grad((y1.sin() * y2).sum(), [*streams, *chain.parameters()])
-    assert all(map(torch.equal, grads["selective"], grads["store"]))
-
-
 class Opaque(Tensor):
     """A tensor that wraps another one, and does not say which."""
 
@@ -528,14 +507,3 @@ def test_a_compiled_function_inside_runs_uncompiled():
         assert len(compiled_frames) == 1
     assert all(map(torch.equal, grads["selective"], grads["store"]))
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize(
-    "use",
-    [Tensor.tolist, Tensor.numpy, Tensor.data_ptr, np.asarray, torch.utils.dlpack.to_dlpack, Tensor.detach, Tensor.relu, bool],
-)
-def test_a_missing_tensor_cannot_be_read(use):
-    missing = MissingTensor(Layout(torch.Size([2, 3]), (3, 1), torch.float32, torch.device("cpu")))
-    assert (missing.shape, missing.stride(), missing.dtype, missing.device.type) == ((2, 3), (3, 1), torch.float32, "cpu")
-    with pytest.raises((NeedsFullRun, RuntimeError)):
-        use(missing)
