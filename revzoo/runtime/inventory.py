@@ -21,6 +21,7 @@ Tensors = dict[str, Tensor | None]
 _NAME = "_revzoo_inventory"  # in the module's __dict__
 _values: Callable[[dict[str, Any]], Any] = dict.values
 _is_training: Callable[[nn.Module], bool] = attrgetter("training")
+_get_version: Callable[[Tensor], int] = attrgetter("_version")
 _get_device: Callable[[Tensor], torch.device] = attrgetter("device")
 _get_dtype: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 
@@ -51,7 +52,11 @@ class Inventory:
             d for m in modules for d in (cast(Tensors, m._parameters), m._buffers) if id(d) not in skipped
         ]
         self._held = list(map(dict, self._holders))
-        self.fixed = [t for tensors in self._held for t in tensors.values() if t is not None and not t.is_inference()]
+        self.fixed = [t for tensors in self._held for t in tensors.values() if t is not None]
+        try:
+            list(map(_get_version, self.fixed))
+        except RuntimeError:
+            self.fixed = [t for t in self.fixed if not t.is_inference()]  # they have no version, nor can they change
         self.devices = frozenset(map(_get_device, self.fixed))
         self.has_compiled = are_compiled(modules)
 

@@ -197,7 +197,7 @@ def test_delays_change_no_bit(modes, delay, monkeypatch):
         "finish": (lookahead.Lookahead, "finish"),
         "forget": (lookahead.Lookahead, "forget"),
         "turn": (conditions, "take_turn"),
-        "settings": (settings.Settings, "run"),
+        "settings": (settings.Settings, "enter"),
         "free": (lookahead.Lookahead, "_drop_started"),
     }
     count = 7
