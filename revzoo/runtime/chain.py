@@ -262,7 +262,7 @@ def _run_recorded(
     if segment is not None:
         round = segment.round
     else:
-        round = begin_round(steps[0].f, x1, tuple([step.mode for step in steps]))
+        round = begin_round(steps[0].f, x1, tuple([(id(step.f), step.mode) for step in steps]))
     forward = Forward(x1, round, side=side, lookahead=lookahead, grid=grid)
     forward.drift = drift = _pending_drift(steps, x1)
     if grid is None:

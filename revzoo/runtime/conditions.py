@@ -58,14 +58,13 @@ class Conditions:
         self._held_turn = take_turn(forward.device, name)
         generators = forward.generators
         if not inventory.devices <= forward.devices:
-            generators, forward.snapshots = find_generators(inventory.devices | forward.devices), None
-        self.random = RandomState(generators, forward.snapshots)
+            generators = find_generators(inventory.devices | forward.devices)
+        self.random = RandomState(generators)
 
     def end_first_run(self) -> None:
         """Note how the random streams have moved, and let other threads run steps. Call it also if the run has failed."""
         try:
-            snapshots = self.random.end_first_run()
-            self.forward.snapshots = snapshots if len(snapshots) == len(self.forward.generators) else None
+            self.random.end_first_run()
             if self.random.has_drawn:
                 self._graph = find_graph()
         finally:
@@ -96,11 +95,15 @@ class Conditions:
             )
         turn = take_turn(self.forward.device, self._name)
         states: list[Tensor] | None = None
-        root, training, statistics, entered = None, inventory.training, None, None
+        root, training, statistics, entered, attributes = None, inventory.training, None, None, None
         try:
             if inventory.training:
                 root = get_root(self._f)  # type: ignore[arg-type]
                 training = inventory.read_training(root)
+                # FSDP gathers weights before a call and frees them later, whatever the end of the call.
+                if (inventory.sets_attributes or self.is_observed) and not self.forward.is_one_of_several:
+                    attributes = inventory.read_attributes(root)
+                inventory.trials -= 1
                 if training != inventory.training:
                     inventory.set_training(root, inventory.training)
             if inventory.statistics:
@@ -117,6 +120,8 @@ class Conditions:
             if statistics is not None:
                 for buffers, present in zip(inventory.statistics, statistics, strict=True):
                     buffers.update(present)
+            if attributes is not None and attributes.restore():
+                inventory.sets_attributes = True
             if root is not None and inventory.read_training(root) != training:
                 inventory.set_training(root, training)
             turn.release()
@@ -138,6 +143,11 @@ class Conditions:
                 f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
                 "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether it is to be found out what f does besides computing its result."""
+        return self.inventory.trials > 0 or self.forward.round is not None
 
     @property
     def draws_the_same(self) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.random_state import Snapshot, find_generators
+from revzoo.runtime.random_state import find_generators
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tripwire import Round
 
@@ -34,7 +34,6 @@ class Forward:
 
     Attributes:
         drift: measures what rounding loses, if not None.
-        snapshots: the states of the random streams behind the latest call, where nothing can have drawn since.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Forward:
         self.settings = Settings(x.device)
         self.spacing = self.settings.spacing
         self.generators = find_generators((x.device,))
-        self.snapshots: list[Snapshot] | None = None
         self.lookahead = lookahead
         self.grid = grid
         self.round = round

@@ -35,6 +35,9 @@ class Inventory:
 
     Attributes:
         fixed: parameters, buffers that forward does not change, none of which may change until backward.
+        sets_attributes: whether a second run has been seen to set attributes of the modules.
+        trials: second runs in which it is still to be seen what f does.
+        differentiates: whether f has been seen to differentiate inside its own forward.
         statistics: the buffers of norms that move their running statistics in this call.
     """
 
@@ -59,6 +62,8 @@ class Inventory:
             self.fixed = [t for t in self.fixed if not t.is_inference()]  # they have no version, nor can they change
         self.devices = frozenset(map(_get_device, self.fixed))
         self.has_compiled = are_compiled(modules)
+        self.sets_attributes = self.differentiates = False
+        self.trials = 2
 
     def has_same_entries(self) -> bool:
         """Return whether every dictionary holds the very objects that it held."""
@@ -68,6 +73,10 @@ class Inventory:
     def read_training(self, root: nn.Module) -> list[bool]:
         """Return the training flags of all modules as they are now."""
         return [root.training, *map(_is_training, self._inside)]
+
+    def read_attributes(self, root: nn.Module) -> "Attributes":
+        """Return what all modules have set on themselves."""
+        return Attributes(root, *self._inside)
 
     @cached_property
     def has_layers(self) -> bool:
@@ -114,6 +123,38 @@ class Inventory:
 
     def __reduce__(self) -> Any:
         return type(None), ()  # in a copy of the module, or what is unpickled, it is found again
+
+
+_MISSING = object()
+
+
+class Attributes:
+    """What modules have set on themselves: attributes, tensors, submodules, hooks.
+
+    A second run is thrown away, and so is what it sets: an average that f updates is updated once, and what f would put back at
+    its end is put back if the run ends before.
+    """
+
+    def __init__(self, *modules: nn.Module):
+        own = [m.__dict__ for m in modules]
+        inside = [value for attributes in own for value in attributes.values() if isinstance(value, dict)]
+        self._taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(now, dict(now)) for now in (*own, *inside)]
+
+    def restore(self) -> bool:
+        """Set everything as it was; return whether anything had changed."""
+        has_changed = False
+        for now, then in self._taken:
+            if len(now) == len(then) and all(map(is_, now.values(), then.values())):
+                continue
+            inventory = now.pop(_NAME, None)
+            then.pop(_NAME, None)
+            if len(now) != len(then) or any(now.get(key, _MISSING) is not value for key, value in then.items()):
+                now.clear()
+                now.update(then)
+                has_changed = True
+            if inventory is not None:
+                now[_NAME] = inventory
+        return has_changed
 
 
 _NOTHING = Inventory(None)

@@ -160,7 +160,7 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
     refuse_to_drop("Set the schedule of every layer to 'store'")
     send_comparisons()
     judge_arrived()
-    round = begin_round(layers[0].module, x, tuple([layer.mode for layer in layers]))
+    round = begin_round(layers[0].module, x, tuple([(id(layer.module), layer.mode) for layer in layers]))
     forward = Forward(x, round, lookahead=lookahead)
     recording: Recording | None = None
     for is_inverted, run in groupby(expand(layers), key=lambda layer: layer.is_inverted):

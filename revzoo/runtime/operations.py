@@ -26,13 +26,16 @@ class Operation:
 
     Attributes:
         run: calls it, faster than the operation itself.
-        is_product: whether it is a matrix product, a convolution, attention or the like, and changes nothing in place.
+        is_product: whether it is a matrix product, a convolution, attention or the like of ATen's, and changes nothing in place.
+            Operations of extensions may draw random numbers, or have effects, and say nothing of it.
+        written: position and name of the arguments that it changes in place.
         dropout: position of its argument `dropout_p`; None if it draws random numbers without one, or draws none.
         is_seeded: whether it may draw random numbers.
     """
 
     run: Callable[..., Any]
     is_product: bool = False
+    written: tuple[tuple[int, str], ...] = ()
     dropout: int | None = None
     is_seeded: bool = False
 
@@ -48,10 +51,12 @@ def describe(operation: Any) -> Operation:
     """Return what is known of an operation, as a dispatch mode sees it."""
     if not isinstance(operation, torch._ops.OpOverload):  # a higher-order operation
         return Operation(operation)
+    arguments = operation._schema.arguments
     return Operation(
         operation._op,
-        is_product=is_compute_intensive(operation) and not operation._schema.is_mutable,
-        dropout=next((i for i, a in enumerate(operation._schema.arguments) if a.name == "dropout_p"), None),
+        is_product=is_compute_intensive(operation) and operation.namespace == "aten" and not operation._schema.is_mutable,
+        written=tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write),
+        dropout=next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None),
         is_seeded=torch.Tag.nondeterministic_seeded in operation.tags,
     )
 

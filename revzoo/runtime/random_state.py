@@ -70,21 +70,19 @@ class RandomState:
 
     Args:
         generators: of the devices that the call computes on.
-        before: their states, if they have just been read.
     """
 
     __slots__ = ("_after", "_before", "_generators", "has_drawn")
 
-    def __init__(self, generators: Sequence[Generator], before: list[Snapshot] | None = None):
+    def __init__(self, generators: Sequence[Generator]):
         self._generators = generators
-        self._before = self._after = take_snapshots(generators) if before is None else before
+        self._before = self._after = take_snapshots(generators)
         self.has_drawn = False  # whether the first run drew a number
 
-    def end_first_run(self) -> list[Snapshot]:
-        """Record the states after the call, and return them."""
+    def end_first_run(self) -> None:
+        """Record the states after the call."""
         self._after = take_snapshots(self._generators)
         self.has_drawn = not _are_same(self._before, self._after)
-        return self._after
 
     @property
     def has_drawn_all(self) -> bool:

@@ -38,6 +38,9 @@ OUTPUT = -1  # in place of the number of an input
 class RecordedCall:
     """One call of `f` under hooks that drop what autograd saves.
 
+    f may differentiate inside its own forward (the forces of an energy). What autograd saves is held until f has returned, as
+    in backward, in the rounds that are compared, and later if f has been seen to do so.
+
     Args:
         f: the step or node.
         name: its name, for messages.
@@ -49,6 +52,8 @@ class RecordedCall:
             None: what is saved is not compared at all.
         inventory: what f holds now, if that has just been found.
     """
+
+    _may_differentiate = True
 
     def __init__(
         self,
@@ -74,6 +79,7 @@ class RecordedCall:
         # By slot: which input was saved, or that the output was, or what is kept with its version. None: f has to run again.
         self._sources: list[int | tuple[Tensor, int]] | None = []
         self._given: Sequence[Tensor] = ()  # the inputs, during the first run
+        self._held: list[Tensor] | None = None  # what autograd saves, during a first run in which f may differentiate
         self._requires_grad: list[bool] = []
         self.place: int | None = None  # among the items of its segment
         self.outer: RecordedCall | None = None  # the call that may have to run again for this one's input
@@ -100,6 +106,8 @@ class RecordedCall:
             if forward.is_one_of_several:  # FSDP frees weights after forward, and gathers them again when f runs again
                 self._sources = None
             self._given = inputs
+            if self._may_differentiate and (conditions.inventory.differentiates or conditions.is_observed):
+                self._held = []
             with saved_tensors_hooks(self._pack, handle.unpack):
                 if self._kept_products is None:
                     out = self._call(*inputs)
@@ -111,7 +119,7 @@ class RecordedCall:
                 self._watch.abandon()
             raise
         finally:  # the hooks live as long as the graph, and what they hold would keep the graph of a failed forward alive
-            self._given = ()
+            self._given, self._held = (), None
             conditions.end_first_run()
         conditions.require_repeatable()
         if gradients.follower is not None:
@@ -134,7 +142,16 @@ class RecordedCall:
             self._kept_products.mark_needed()
         if self._watch is not None:
             self._watch.note(slot, tensor)
+        if self._held is not None:
+            self._held.append(tensor)
         return slot
+
+    def unpack_in_first_run(self, slot: int) -> Tensor | None:
+        """Return a tensor for which f itself asks, as it differentiates inside its own forward; None if it is not that."""
+        if self._held is None:
+            return None
+        self._conditions.inventory.differentiates = True
+        return self._held[slot]
 
     def _run_compiled(self, *inputs: Tensor) -> Any:
         """Run the graph of mode `selective`. It computes again in backward, so it has the conditions of any other run."""
@@ -208,7 +225,11 @@ class RecordedCall:
             RecoveryError: what f computes with has changed, or it does something else than in the first run.
         """
         random, kept = self._conditions.random, self._kept_products
-        hooks = RefillHooks(self.name, self._dropped, self._refilled if refill else None, random if stop_early else None)
+        if refill:
+            refilled: dict[int, tuple[Tensor, int]] | None = self._refilled
+        else:
+            refilled = {} if self._conditions.inventory.differentiates else None
+        hooks = RefillHooks(self.name, self._dropped, refilled, random if stop_early else None)
         try:
             out = self._conditions.run_again(self._run_again, inputs, hooks, check_draws)
         except (Exception, AllRefilled):
@@ -336,6 +357,8 @@ class _Handle:
 
     @exclude_from_compilation
     def _recover(self, slot: int) -> Tensor:
+        if (held := self._call.unpack_in_first_run(slot)) is not None:
+            return held
         if self._lookahead is not None:
             self._lookahead.forget()
         tensor = None

@@ -44,7 +44,7 @@ class RefillHooks:
         self.has_refilled_all = False
 
     @leave_uncompiled
-    def pack(self, tensor: Tensor) -> None:
+    def pack(self, tensor: Tensor) -> int:
         slot = self.seen
         if slot == self._count and self.has_refilled_all:  # f has caught what should have ended the run
             raise AllRefilled
@@ -57,9 +57,13 @@ class RefillHooks:
         if self.seen == self._count and self._stops_with is not None and not self._stops_with.has_to_draw:
             self.has_refilled_all = True
             raise AllRefilled
+        return slot
 
-    def unpack(self, _: None) -> Tensor:
-        raise make_inner_derivative_error(self._name)
+    def unpack(self, slot: int) -> Tensor:
+        """Return a tensor for which f itself asks, as it differentiates inside its own forward."""
+        if self._refilled is None:
+            raise make_inner_derivative_error(self._name)
+        return self._refilled[slot][0]
 
     def end(self) -> None:
         self._dropped, self._refilled, self._stops_with = (), None, None

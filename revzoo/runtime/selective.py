@@ -12,7 +12,7 @@ and another hands them out in the second, so that only what is cheap is computed
   a further backward through a retained graph.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.live_bytes import wraps_tensors
+from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.operations import describe
 
 
@@ -53,11 +54,19 @@ class KeptProducts:
         """Return whether a tensor is, or lies in, an output that the first run has kept."""
         return _find_storage(saved) in self._inside
 
-    def add(self, operation: Any, out: Any) -> None:
+    def add(self, operation: Any, args: Any, out: Any) -> None:
         """Keep what a product has returned."""
-        output = _Output(operation, out)
+        output = _Output(operation, args, out)
         self.outputs.append(output)
         self._inside.update(map(_find_storage, output.tensors))
+
+    def note_written(self, values: Sequence[Any]) -> None:
+        """Free the outputs that an operation has changed in place, which version counters do not always show."""
+        written = set(map(_find_storage, tensors_in(values)))
+        if not written.isdisjoint(self._inside):
+            for output in self.outputs:
+                if not written.isdisjoint(map(_find_storage, output.tensors)):
+                    output.free()
 
     def end_first_run(self) -> None:
         """Free the outputs that no saved tensor can depend on, and those that were changed in place."""
@@ -77,10 +86,10 @@ class KeptProducts:
 class _Output:
     """What one product has returned, kept apart from autograd's graph."""
 
-    __slots__ = ("_value", "_versions", "operation", "tensors")
+    __slots__ = ("_call", "_value", "_versions", "tensors")
 
-    def __init__(self, operation: Any, out: Any):
-        self.operation = operation
+    def __init__(self, operation: Any, args: Any, out: Any):
+        self._call = operation, _list_shapes(args)
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # keeps the version counter
             self._value: Any = out.detach() if isinstance(out, Tensor) else type(out)(map(_detach, out))
         self.tensors = [x for x in ((self._value,) if isinstance(out, Tensor) else self._value) if isinstance(x, Tensor)]
@@ -88,6 +97,10 @@ class _Output:
 
     def was_modified(self) -> bool:
         return [x._version for x in self.tensors] != self._versions
+
+    def is_of(self, operation: Any, args: Any) -> bool:
+        """Return whether a call is the one that has returned this, as far as operation and shapes tell."""
+        return self._call == (operation, _list_shapes(args))
 
     def free(self) -> None:
         self._value, self.tensors, self._versions = None, [], []
@@ -117,7 +130,10 @@ class _Record(_Mode):
         operation = describe(func)
         out = operation.run(*args, **(kwargs or {}))
         if operation.is_product and not operation.draws(args, kwargs or {}):
-            self._kept.add(func, out)
+            self._kept.add(func, args, out)
+        if operation.written:
+            written = [args[i] if i < len(args) else (kwargs or {}).get(name) for i, name in operation.written]
+            self._kept.note_written(written)
         return out
 
     def __exit__(self, *error: Any) -> None:
@@ -138,7 +154,7 @@ class _HandOut(_Mode):
         operation = describe(func)
         if operation.is_product and self._outputs and not operation.draws(args, kwargs or {}):
             output = self._outputs.pop()
-            if output.operation is not func:
+            if not output.is_of(func, args):
                 self._kept.have_fitted = False  # what was handed out before may have been wrong, too
                 self._outputs.clear()
             elif (out := output.take()) is not None:
@@ -150,6 +166,10 @@ class _HandOut(_Mode):
         if self._outputs:
             self._kept.have_fitted = False
             self._outputs.clear()
+
+
+def _list_shapes(args: Any) -> list[torch.Size]:
+    return [x.shape for x in args if isinstance(x, Tensor)]
 
 
 def _detach(value: Any) -> Any:
