@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from revzoo.model.network import Model
 from revzoo.in_place.chain import BlockChain, get_step
+from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 
 Chain = Model | ReversibleChain | LayerChain | BlockChain
 

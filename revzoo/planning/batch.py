@@ -31,6 +31,7 @@ from revzoo.planning.setting import read_setting
 from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, tabulate
 from revzoo.planning.solvers.schedule import peak
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
+from revzoo.runtime.mode import Mode
 
 _CANDIDATES = 32  # at most, evenly spaced
 _STRETCH = 4  # the larger batch whose time is measured first is this multiple of the smallest
@@ -314,7 +315,7 @@ def _predict_rows(
         yield BatchRow(
             batch=size,
             planned=cast(float, plan.seconds),
-            stored=seconds(["store"] * len(entries)),
+            stored=seconds([Mode.STORE] * len(entries)),
             inverted=seconds(place_anchors(entries, predicted.memory.max_invert_run)),
             peak_bytes=plan.peak_bytes,
             schedule=plan.schedule,

@@ -1,14 +1,14 @@
 """Schedules: one mode for every step and node, which decides what it keeps for backward (`chain.py`)."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, cast, get_args, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
 from revzoo.errors import ScheduleError, did_you_mean
+from revzoo.runtime.mode import MODES
+from revzoo.runtime.mode import Mode as Mode
 
-Mode = Literal["store", "selective", "recompute", "invert"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 STAGE_INPUTS = "stage_inputs"  # a schedule of a whole model: steps invert, nodes recompute
 
 
@@ -41,7 +41,7 @@ def check_schedule(modes: Sequence[str] | str, names: Sequence[str], allowed: Se
             raise ScheduleError(
                 f"Unknown mode for {name}. Received: {mode!r}.{did_you_mean(str(mode), allowed)} Allowed: {', '.join(allowed)}."
             )
-    return cast(list[Mode], modes)
+    return [Mode(mode) for mode in modes]
 
 
 def limit_inverted_runs(modes: Sequence[Mode], longest: int | None) -> list[Mode]:
@@ -56,8 +56,8 @@ def limit_inverted_runs(modes: Sequence[Mode], longest: int | None) -> list[Mode
     limited: list[Mode] = []
     length = 0
     for mode in modes:
-        length = length + 1 if mode == "invert" else 0
+        length = length + 1 if mode.inverts else 0
         if longest is not None and length > longest:
-            mode, length = "recompute", 0
+            mode, length = Mode.RECOMPUTE, 0
         limited.append(mode)
     return limited

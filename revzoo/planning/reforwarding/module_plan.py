@@ -15,7 +15,7 @@ from revzoo.planning.reforwarding.planned_call import PlannedCall
 from revzoo.planning.reforwarding.schedules import set_schedules
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.graph.captured_call import replace_call, restore_call
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 
 
 @dataclass(frozen=True)

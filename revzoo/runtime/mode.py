@@ -1,0 +1,43 @@
+"""The modes of backward: what a step, layer or node keeps for it (`chain.py`)."""
+
+from enum import StrEnum
+from typing import Literal
+
+ModeName = Literal["store", "selective", "recompute", "invert"]  # in options; `Mode(name)` is the mode
+
+
+class Mode(StrEnum):
+    """What is kept of the tensors that autograd saves: everything in the first mode, and less in each that follows.
+
+    A mode is equal to its name.
+    """
+
+    STORE = "store"
+    SELECTIVE = "selective"
+    RECOMPUTE = "recompute"
+    INVERT = "invert"
+
+    __repr__ = str.__repr__
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything that autograd saves is dropped."""
+        return self is not Mode.STORE
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether the outputs of compute-intensive operations are kept."""
+        return self in (Mode.STORE, Mode.SELECTIVE)
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the input is kept, from which the forward runs again."""
+        return self in (Mode.SELECTIVE, Mode.RECOMPUTE)
+
+    @property
+    def inverts(self) -> bool:
+        """Whether the input is rebuilt from the output."""
+        return self is Mode.INVERT
+
+
+MODES = tuple(Mode)
