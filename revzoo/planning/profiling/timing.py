@@ -32,7 +32,7 @@ from revzoo.runtime.mode import MODES, Mode
 
 _RUNS = 5  # at least
 _ROUNDS = 4  # at least; after each, even a unit that shares its samples with no other has had every mode
-_FROM_INPUT = MODES[:-1]  # each runs again what the one before does, and more
+_NOT_INVERTED = MODES[:-1]  # each runs again what the one before does, and more
 _ROUNDING = 2**20  # bytes to which workspaces are rounded up: smaller blocks are not split, which differs from run to run
 _INVERTED = ("first", Mode.INVERT)  # of a step both run all of it again
 
@@ -192,7 +192,7 @@ def _smooth(entry: LayoutEntry, samples: Mapping[str, Sequence[float]]) -> dict[
     A layer that is inverted runs its inverse, and nothing of its forward: that may take less than recomputing it.
     """
     runs_forward = entry.kind != "layer" and not is_made_of_layers(entry.module)
-    order = [variant for variant in (*_FROM_INPUT, *(_INVERTED if runs_forward else ())) if variant in samples]
+    order = [variant for variant in (*_NOT_INVERTED, *(_INVERTED if runs_forward else ())) if variant in samples]
     medians = [(find_median(samples[variant]).seconds, len(samples[variant])) for variant in order]
     others = {variant: find_median(times).seconds for variant, times in samples.items() if variant not in order}
     return {**others, **dict(zip(order, smooth_rising(medians), strict=True))}

@@ -96,7 +96,7 @@ class Option:
     """One unit in one mode.
 
     Args:
-        mode: the mode.
+        mode: of the unit.
         kept_bytes: bytes of its own, states not included, that the unit keeps from its forward until its backward.
         kept_states: states that the unit keeps as well, from its inputs or its outputs.
         forward_bytes: peak of what the unit allocates during its forward; the states before it are not counted.
