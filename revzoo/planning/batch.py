@@ -31,7 +31,6 @@ from revzoo.planning.setting import read_setting
 from revzoo.planning.solvers.problem import Ahead, Option, Problem, Unit, tabulate
 from revzoo.planning.solvers.schedule import peak
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
-from revzoo.runtime.mode import Mode
 
 _CANDIDATES = 32  # at most, evenly spaced
 _STRETCH = 4  # the larger batch whose time is measured first is this multiple of the smallest
@@ -315,7 +314,7 @@ def _predict_rows(
         yield BatchRow(
             batch=size,
             planned=cast(float, plan.seconds),
-            stored=seconds([Mode.STORE] * len(entries)),
+            stored=seconds(predicted.memory.all_stored),
             inverted=seconds(place_anchors(entries, predicted.memory.max_invert_run)),
             peak_bytes=plan.peak_bytes,
             schedule=plan.schedule,

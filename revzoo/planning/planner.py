@@ -181,7 +181,7 @@ def plan_from_profile(
     serial = None
     if lookahead != 1:
         serial = enforce_budget(model, batch, profile, solve(profile, budget, solver), loss)
-    if serial is not None and (lookahead == 0 or set(serial.schedule) == {Mode.STORE}):
+    if serial is not None and (lookahead == 0 or not any(mode.drops for mode in serial.schedule)):
         return serial
     if serial is not None and profile.timing is None:
         return replace(serial, notes=(*serial.notes, "Nothing was timed, so nothing shows that look-ahead would gain."))
@@ -238,11 +238,11 @@ def solve(
     problem = _set_lookahead(profile.problem, lookahead)
     device = profile.setting.device.split()[0]
     limit = parse_budget(budget, device, profile.model_bytes)
-    stored_peak = peak(problem, [Mode.STORE] * len(problem.units))
+    stored_peak = peak(problem, problem.all_stored)
     notes = list(profile.notes)
     modes: list[Mode] | None
     if solver == "timeline":
-        modes = [Mode.STORE] * len(problem.units)
+        modes = problem.all_stored
         if stored_peak > limit:
             schedule = find_schedule(problem, limit)
             modes = None if schedule is None else schedule.modes
@@ -265,7 +265,7 @@ def solve(
     min_peak, min_peak_modes = minimize_peak(problem)
     if modes is None:
         raise BudgetError(_explain_shortage(problem, limit, min_peak, min_peak_modes, solver))
-    if set(modes) == {Mode.STORE}:
+    if modes == problem.all_stored:
         notes.append(f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes.")
     planned_peak = peak(problem, modes)
     if planned_peak == problem.update_peak:

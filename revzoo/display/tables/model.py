@@ -10,7 +10,6 @@ from revzoo.analysis.report import ModelReport, PartReport, PixelReport, TwinRep
 from revzoo.display.tables.base import DottedName, Fitted, make_plain_table, make_table
 from revzoo.display.tables.memory import MemoryTable
 from revzoo.format import format_bytes, format_flops, format_shape
-from revzoo.runtime.mode import Mode
 
 _LEAST_NAME, _LEAST_WORDS = 19, 24  # columns that names and descriptions have on a wide terminal
 _CAPTION = (
@@ -40,9 +39,7 @@ def _tabulate_facts(report: ModelReport) -> Table:
     coupled = f"{report.steps}, coupling {report.coupling}"
     table.add_row("reversible steps", coupled if report.steps else "none: one tensor instead of two streams")
     table.add_row("forward", f"{format_flops(report.flops)} per {report.example}, a multiply-add counted once")
-    ratios = ", ".join(
-        f"{ratio:.4f} with {schedule}" for schedule, ratio in report.flop_ratios.items() if schedule != Mode.STORE
-    )
+    ratios = ", ".join(f"{ratio:.4f} with {schedule}" for schedule, ratio in report.flop_ratios.items() if schedule != "store")
     table.add_row("forward + backward", f"FLOPs relative to store: {ratios}")
     if report.twin is not None:
         table.add_row("ordinary twin", escape(describe_twin(report.twin, report.example)))

@@ -44,7 +44,7 @@ class Timing:
     Args:
         step_seconds: one forward and backward with everything stored: the sum over all units and what runs between them.
         forward_seconds: of each unit when stored.
-        extra: for each unit, by mode, the time of forward and backward beyond storing [nanoseconds]; "first" is "invert" for a
+        extra: for each unit, by mode, the time of forward and backward beyond storing [nanoseconds]; "first" is `invert` for a
             step that begins a run of inverted steps.
         spread: by how much of itself a time differs if it is measured again: the standard error of the medians.
         runs: number of training steps that were run.
@@ -181,7 +181,7 @@ def price_by_time(problem: Problem, timing: Timing) -> Problem:
 
 
 def list_variants(modes: Sequence[Mode]) -> Iterator[str]:
-    """Yield the modes, with "first" in place of an "invert" that begins a run of inverted steps."""
+    """Yield the modes, with "first" in place of an `invert` that begins a run of inverted steps."""
     for before, mode in pairwise((Mode.STORE, *modes)):
         yield "first" if mode.inverts and not before.inverts else mode
 
@@ -199,7 +199,7 @@ def _smooth(entry: LayoutEntry, samples: Mapping[str, Sequence[float]]) -> dict[
 
 
 def _extra_over_store(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return the extra time of each variant over storing; of "invert" and "first", one that was never run equals the other."""
+    """Return the extra time of each variant over storing; of `invert` and "first", one that was never run equals the other."""
     known = dict(seconds)
     for variant, other in (_INVERTED, _INVERTED[::-1]):
         if other in seconds:

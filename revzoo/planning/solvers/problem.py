@@ -182,6 +182,11 @@ class Problem:
         return self.fixed_bytes + self.update_bytes if self.update_bytes else 0
 
     @property
+    def all_stored(self) -> list[Mode]:
+        """The schedule that stores everything."""
+        return [Mode.STORE] * len(self.units)
+
+    @property
     def counts_lookahead(self) -> bool:
         """Whether it is known what some unit needs with look-ahead."""
         return any(option.ahead is not None for unit in self.units for option in unit.options)
