@@ -88,7 +88,7 @@ class ModulePlan:
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             graphs = tuple(GraphPlan(**{key: _freeze(value) for key, value in each.items()}) for each in fields["graphs"])
-            schedules = _freeze(fields["schedules"])
+            schedules = tuple((name, tuple(map(Mode, modes))) for name, modes in fields["schedules"])
             setting = {key: _freeze(value) for key, value in fields["setting"].items()}
             return cls(
                 **{
