@@ -7,6 +7,7 @@ from dataclasses import replace
 from revzoo.planning.solvers.problem import Option, Problem, Unit
 from revzoo.planning.solvers.schedule import peak
 from revzoo.planning.solvers.timeline import minimize_peak
+from revzoo.runtime.mode import Mode
 
 
 def like_network(rng: random.Random, steps: int) -> Problem:
@@ -45,7 +46,7 @@ def _step(rng: random.Random, name: str, pair: tuple[int, ...], state: int) -> U
     def option(mode: str, own: int, backward: int, share: float) -> Option:
         kept_states = () if mode == "invert" else given
         known = (backward + state, backward)  # the input, unless a unit in front keeps it
-        return Option(mode, own, kept_states, kept + state, known, int(work * share))
+        return Option(Mode(mode), own, kept_states, kept + state, known, int(work * share))
 
     invert = option("invert", 0, top + 2 * state, 1.05)
     first = replace(invert, cost=int(work * 0.8), backward_bytes=tuple(b - state for b in invert.backward_bytes))
@@ -57,7 +58,10 @@ def _node(rng: random.Random, name: str, given: int, state: int) -> Unit:
     kept = int(state * rng.uniform(2, 6))
     top, work, inputs = kept + 2 * state, int(kept * rng.uniform(0.5, 2) / 100), (given,)
     known = (top + state, top)
-    options = Option("store", kept, inputs, kept + state, known, 0), Option("recompute", 0, inputs, kept + state, known, work)
+    options = (
+        Option(Mode.STORE, kept, inputs, kept + state, known, 0),
+        Option(Mode.RECOMPUTE, 0, inputs, kept + state, known, work),
+    )
     return Unit(name, inputs, inputs, options)
 
 
@@ -112,7 +116,7 @@ def _arbitrary(rng: random.Random, mode: str, inputs: tuple[int, ...], sizes: di
     known = (sum(sizes[s] for j, s in enumerate(inputs) if not i >> j & 1) for i in range(2 ** len(inputs)))
     cost = 0 if mode == "store" else rng.randint(1, 9)
     kept_states = () if mode == "invert" else inputs
-    return Option(mode, kept, kept_states, rng.randint(kept, kept + 20), tuple(top + more for more in known), cost)
+    return Option(Mode(mode), kept, kept_states, rng.randint(kept, kept + 20), tuple(top + more for more in known), cost)
 
 
 def every_schedule(problem: Problem) -> Iterator[tuple[int, int]]:

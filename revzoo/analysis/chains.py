@@ -9,7 +9,7 @@ from revzoo.in_place.chain import BlockChain, get_step
 from revzoo.model.network import Model
 from revzoo.runtime.chain import ReversibleChain
 from revzoo.runtime.layer_chain import LayerChain
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 
 Chain = Model | ReversibleChain | LayerChain | BlockChain
 

@@ -17,7 +17,8 @@ from revzoo.checkpoint import index
 from revzoo.checkpoint.files import read_top1
 from revzoo.format import count_noun
 from revzoo.model.network import Model
-from revzoo.runtime.schedule import MODES, STAGE_INPUTS
+from revzoo.runtime.mode import MODES, Mode
+from revzoo.runtime.schedule import STAGE_INPUTS
 from revzoo.spec import ImageInput, Input, Spec, to_plain
 
 
@@ -43,7 +44,7 @@ def report_model(model: Model, batch_size: int | None = None, weights_file: Path
     with preserve_schedules(model) as assign:
         for mode in MODES:
             assign(mode)
-            steps[mode], flops[mode] = _count_step(model, batch, model.units, splits_pixels=mode == "invert")
+            steps[mode], flops[mode] = _count_step(model, batch, model.units, splits_pixels=mode.inverts)
         if any(entry.kind == "node" and entry.stage is not None for entry in model.layout()):
             model.schedule = STAGE_INPUTS
             steps[STAGE_INPUTS], flops[STAGE_INPUTS] = _count_step(model, batch)
@@ -59,11 +60,11 @@ def report_model(model: Model, batch_size: int | None = None, weights_file: Path
         batch_size=len(batch),
         parameters=sum(p.numel() for p in model.parameters()),
         step_parameters=sum(p.numel() for step in model.steps for p in step.parameters()),
-        flops=_per_example(flops["store"], batch),
-        flop_ratios={mode: total / totals["store"] for mode, total in totals.items()},
+        flops=_per_example(flops[Mode.STORE], batch),
+        flop_ratios={mode: total / totals[Mode.STORE] for mode, total in totals.items()},
         parts=tuple(_report_parts(model, {mode: steps[mode].kept for mode in MODES})),
         memory={mode: step.memory for mode, step in steps.items()},
-        pixels=_report_pixels(steps["invert"], batch),
+        pixels=_report_pixels(steps[Mode.INVERT], batch),
         twin=_measure_twin(model, batch),
         sources=tuple(to_plain(spec.sources)),
         expect=to_plain(spec.expect),

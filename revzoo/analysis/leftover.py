@@ -31,7 +31,7 @@ def measure_leftovers(model: nn.Module, batch: Any) -> dict[str, int]:
     watchers = [
         _Watcher(name, step, drops_input=name in enclosed)
         for name, step, mode in find_steps(model)
-        if mode in ("invert", "recompute") and not is_compiled(step) and not is_made_of_layers(step)
+        if not mode.keeps_products and not is_compiled(step) and not is_made_of_layers(step)
     ]
     with isolated(model, batch) as inputs, LiveBytes() as live:
         known = live.watch([*model.parameters(), *model.buffers(), *tensors_in(inputs)])
@@ -54,7 +54,7 @@ def _find_enclosed(model: nn.Module) -> set[str]:
     names = set()
     for prefix, chain in find_chains(model).items():
         units = [entry for entry in chain.layout() if entry.is_unit]
-        inverted = [unit.kind == "step" and mode == "invert" for unit, mode in zip(units, chain.schedule, strict=True)]
+        inverted = [unit.kind == "step" and mode.inverts for unit, mode in zip(units, chain.schedule, strict=True)]
         names |= {f"{prefix}{unit.name}" for i, unit in enumerate(units) if inverted[max(i - 1, 0) : i + 2] == [True] * 3}
     return names
 

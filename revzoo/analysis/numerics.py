@@ -34,8 +34,8 @@ from revzoo.format import count_noun, format_ratio
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layer_rules import Layer, expand, find_layers
 from revzoo.runtime.layer_update import find_alpha
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import Comparison, observe_states
-from revzoo.runtime.schedule import Mode
 from revzoo.runtime.tripwire import set_tripwire
 
 Loss = Callable[[Any], Tensor]
@@ -175,7 +175,7 @@ def measure_numerics(model: nn.Module, batch: Any, *, loss: Loss | None = None) 
     if any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters()):
         raise InputError("Rounding errors can be measured where parameters have values. Received: meta or fake parameters.")
     recorder = _StateRecorder(model)
-    stored = _compute_gradients(model, batch, loss or _sum_with_random_weights, "store")
+    stored = _compute_gradients(model, batch, loss or _sum_with_random_weights, Mode.STORE)
     rebuilt = _compute_gradients(model, batch, loss or _sum_with_random_weights, recorder=recorder)
     return NumericsReport(tuple(recorder.list_rebuilt()), tuple(_measure_layers(model, batch)), measure_angle(rebuilt, stored))
 
@@ -352,7 +352,7 @@ def _find_invertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                     if layer.is_inverted:
                         yield f"{prefix}{entry.name}.{layer.name}", layer.module
             elif entry.kind in ("bijection", "layer"):
-                for layer in expand([Layer(entry.module, entry.name, "invert")]):
+                for layer in expand([Layer(entry.module, entry.name)]):
                     if layer.is_inverted:
                         yield f"{prefix}{layer.name}", layer.module
 

@@ -17,8 +17,8 @@ from revzoo.analysis.report import MemoryReport, Peak
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.graph.captured_call import is_replaced
 from revzoo.runtime.live_bytes import LiveBytes, LiveBytesOfReplacedCalls
+from revzoo.runtime.mode import MODES
 from revzoo.runtime.observation import observe_calls
-from revzoo.runtime.schedule import MODES
 
 
 def measure_memory(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:

@@ -19,8 +19,8 @@ from revzoo.analysis.trial import Gradients, Outcome, Trial
 from revzoo.errors import InputError, RecoveryError, join_names
 from revzoo.format import format_bytes, format_dtype, format_ratio
 from revzoo.runtime.layer_rules import is_made_of_layers
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import Comparison, observe_states
-from revzoo.runtime.schedule import Mode
 from revzoo.sharded import is_sharded
 
 # Largest relative error allowed of a reconstructed state, of all gradients together, and of a single gradient, by the
@@ -87,7 +87,7 @@ class VerifyReport:
         for name, mode in self.modes.items():
             error = self.reconstruction_errors.get(name)
             lines.append(f"  {name:<{width}}  {mode:<9}  {'not run again' if error is None else f'{error:.1e}'}")
-        if any(mode == "invert" for mode in self.modes.values()) and self.reconstruction_errors:
+        if any(mode.inverts for mode in self.modes.values()) and self.reconstruction_errors:
             lines.append(f"Signal-to-noise ratio of rebuilt activations, mean squares: {format_ratio(self.snr)} at least.")
         if self.gradient_errors:
             name, worst = max(self.gradient_errors.items(), key=lambda item: item[1])
@@ -156,9 +156,9 @@ def _share_problems(model: nn.Module, report: VerifyReport) -> VerifyReport:
 
 
 def _try_own_format(trial: Trial, model: nn.Module) -> VerifyReport:
-    stored = trial.run("store")
+    stored = trial.run(Mode.STORE)
     can_compare = _are_finite(stored)
-    noise = _compare_gradients(trial.run("store").gradients, stored.gradients)[0] if can_compare else 0.0
+    noise = _compare_gradients(trial.run(Mode.STORE).gradients, stored.gradients)[0] if can_compare else 0.0
     report, scheduled, failure = _run_schedule(trial, model, can_compare)
     if scheduled is None:
         return replace(report, problems=(*_find_noise(noise, report, failure), failure))
@@ -192,7 +192,7 @@ def _try_other_format(trial: Trial, report: VerifyReport) -> VerifyReport:
     if name is None:
         return report
     try:
-        stored = trial.run("store", in_other_format=True)
+        stored = trial.run(Mode.STORE, in_other_format=True)
     except Exception:  # whatever a model raises that does not take this format
         return report
     try:

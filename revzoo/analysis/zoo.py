@@ -10,10 +10,11 @@ from revzoo.analysis.zoo_table import TABLE, Row, read_table
 from revzoo.checkpoint import index
 from revzoo.format import format_bytes, format_flops, format_shape
 from revzoo.model.create import create
+from revzoo.runtime.mode import Mode
 from revzoo.spec import ImageInput, Input, Spec, load_spec
 from revzoo.spec.names import shipped_model_files
 
-_MODES = ("store", "recompute", "invert")  # columns of the page
+_MODES = (Mode.STORE, Mode.RECOMPUTE, Mode.INVERT)  # columns of the page
 _PAGE = """\
 # The zoo
 

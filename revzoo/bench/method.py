@@ -19,6 +19,7 @@ from revzoo.model.compile_steps import compile_steps
 from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime import ReversibleChain
+from revzoo.runtime.mode import MODES, Mode
 
 Make = Callable[[list[nn.Module], Net], nn.Module]
 
@@ -78,7 +79,7 @@ class Method:
 
 
 def make_chain(
-    steps: list[nn.Module], net: Net, mode: str = "invert", exact: bool = False, lookahead: Literal[0, 1] = 0
+    steps: list[nn.Module], net: Net, mode: str = Mode.INVERT, exact: bool = False, lookahead: Literal[0, 1] = 0
 ) -> nn.Module:
     """Return the steps as revzoo's chain, all in one mode."""
     chain = ReversibleChain(steps, exact=exact, lookahead=lookahead)
@@ -131,11 +132,8 @@ METHODS = (
     Method("reformer_pytorch", peers.make_reformer_pytorch, "reformer_pytorch", dim=2),
     Method("xformers", peers.make_xformers, "xformers", dim=-1, install="--no-deps xformers==0.0.22"),
     Method("FrEIA", peers.make_freia, "FrEIA", dim=1),
-    Method("revzoo store", partial(make_chain, mode="store")),
-    Method("revzoo selective", partial(make_chain, mode="selective")),
-    Method("revzoo recompute", partial(make_chain, mode="recompute")),
-    Method("revzoo invert", make_chain),
-    Method("revzoo exact", partial(make_chain, exact=True), make_stored=partial(make_chain, mode="store", exact=True)),
+    *(Method(f"revzoo {mode}", partial(make_chain, mode=mode)) for mode in MODES),
+    Method("revzoo exact", partial(make_chain, exact=True), make_stored=partial(make_chain, mode=Mode.STORE, exact=True)),
     Method("revzoo planned", make_planned_chain),
     Method("revzoo look-ahead", partial(make_chain, lookahead=1)),
     Method("revzoo compiled", make_chain, make_timed=make_compiled_chain),

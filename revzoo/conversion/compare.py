@@ -12,6 +12,7 @@ from revzoo.conversion.report import Comparison
 from revzoo.conversion.similarity import OUTPUT_NAMES
 from revzoo.errors import ConversionError, InputError
 from revzoo.model.network import Model
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import tensors_in
 
 _EXAMPLES = 8  # random ones, if no batch is given
@@ -30,7 +31,7 @@ def compare(what: str, original: nn.Module, model: Model, batch: Any, note: str)
     """
     inputs, mask = _make_inputs(model, batch)
     what = f"{what}, on random examples" if batch is None else what
-    model.schedule = "store"
+    model.schedule = Mode.STORE
     ours = model(inputs) if mask is None else model(inputs, mask.bool())
     theirs = _select_output(original(inputs) if mask is None else original(input_ids=inputs, attention_mask=mask), ours)
     ours, theirs = (x.double().flatten(0, -2) if x.dim() > 1 else x.double()[:, None] for x in (ours, theirs))
@@ -60,7 +61,7 @@ def measure_largest_state(model: Model, batch: Any) -> float:
     inputs, mask = _make_inputs(model, batch)
     handles = [module.register_forward_pre_hook(record) for module in (*model.steps, model.fuse)]
     try:
-        model.schedule = "store"
+        model.schedule = Mode.STORE
         with zero_b(model):
             model(inputs) if mask is None else model(inputs, mask.bool())
     finally:

@@ -33,6 +33,7 @@ from revzoo.display.figures.conversion import plot_conversion
 from revzoo.errors import ConversionError, InputError, RevzooError, UnknownNameError, join_names
 from revzoo.model.builder import build
 from revzoo.model.network import Model, check_num_outputs
+from revzoo.runtime.mode import Mode
 from revzoo.spec.edit import with_outputs
 from revzoo.spec.loading import parse_spec
 from revzoo.spec.names import TOKENIZER, UNUSED_WEIGHTS
@@ -112,7 +113,7 @@ def convert(
             model, assignment = _attach_head(model, from_file, original, source_family, choice, num_outputs)
             fresh = join_names([key for row in assignment.rows if row.action == "initialised" for key in row.ours])
             reasons.append(f"The head {model.spec.head.type} has {num_outputs} outputs. Initialised at random: {fresh}.")
-    model.schedule = "invert"
+    model.schedule = Mode.INVERT
     model.data_config = _read_data_config(original.description, spec) | _find_tokenizer(source, spec)
     report = ConvertReport(
         original=original.name,

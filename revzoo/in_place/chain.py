@@ -40,10 +40,11 @@ from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.pair_update import Step
-from revzoo.runtime.schedule import Applicable, Mode, check_schedule
+from revzoo.runtime.schedule import Applicable, check_schedule
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
 from revzoo.runtime.tripwire import Round, begin_round, judge_arrived, send_comparisons
@@ -248,7 +249,7 @@ class BlockStep(nn.Module):
 
     @exclude_from_compilation
     def _run_plain(self, x: Tensor, arguments: Arguments) -> Any:
-        return self._run(x, arguments, "store")
+        return self._run(x, arguments, Mode.STORE)
 
     @exclude_from_compilation
     def _run_recorded(self, x: Tensor, arguments: Arguments) -> Any:
@@ -257,8 +258,8 @@ class BlockStep(nn.Module):
         mode = self.chain._schedule[self.index]
         arguments, may_repeat = self._leave_out_caches(arguments)
         if not may_repeat:
-            mode = "store"
-        if mode != "store":
+            mode = Mode.STORE
+        if mode.drops:
             refuse_to_drop(f"Set the schedule of {self.name} to 'store'")
         return self._run(x, arguments, mode)
 

@@ -19,6 +19,7 @@ from revzoo.model.network import Model, check_num_outputs
 from revzoo.model.timm_methods import find_classifier
 from revzoo.runtime.exact import Grid
 from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.runtime.mode import Mode
 from revzoo.spec.loading import load_spec
 from revzoo.spec.names import BEST_WEIGHTS
 from revzoo.spec.schema import ImageInput, Spec
@@ -35,7 +36,7 @@ def create(
     checkpoint: str | Path | None = None,
     num_outputs: int | None = None,
     overrides: Iterable[str] | None = None,
-    schedule: str | Sequence[str] = "invert",
+    schedule: str | Sequence[str] = Mode.INVERT,
     lookahead: LookaheadOption = 0,
     exact: bool = False,
     device: torch.device | str | None = None,

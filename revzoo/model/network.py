@@ -22,9 +22,10 @@ from revzoo.runtime.layer_rules import Layer, has_inverse, list_layers
 from revzoo.runtime.layout import LayoutEntry, expand_schedule
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.node import require_tensors, run_node
 from revzoo.runtime.pair_update import Step
-from revzoo.runtime.schedule import Applicable, Mode
+from revzoo.runtime.schedule import Applicable
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.spec.edit import with_coupling, with_outputs
 from revzoo.spec.schema import Spec
@@ -89,7 +90,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
         for entry in self.layout():
             if entry.kind == "step":
                 cast(Any, entry.module).name = entry.name
-        self.schedule = "invert"
+        self.schedule = Mode.INVERT
 
     def layout(self) -> list[LayoutEntry]:
         """Return every module that a forward pass calls, in order: stem, split, transitions and steps, fuse, head."""
@@ -298,7 +299,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
             if chain is not None and entry.kind != "node":
                 chain.append(self._chain_item(entry, modes))
             elif entry.kind in ("layer", "bijection"):
-                layers.append(Layer(entry.module, entry.name, modes.get(entry.name, "invert")))
+                layers.append(Layer(entry.module, entry.name, modes.get(entry.name, Mode.INVERT)))
             else:
                 if chain is not None:
                     pair = cast(Pair, tensors)
@@ -315,7 +316,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
                     tensors, layers = run_layers_apart(layers, given, lookahead=lookahead), []
                 elif layers:
                     tensors, layers = (run_layers(layers, *tensors, lookahead=lookahead),), []
-                out = run_node(entry.module, entry.name, modes.get(entry.name, "store"), *tensors, lookahead=lookahead)
+                out = run_node(entry.module, entry.name, modes.get(entry.name, Mode.STORE), *tensors, lookahead=lookahead)
                 tensors = out if isinstance(out, tuple) else (out,)
                 require_tensors(tensors, entry.name)
                 del out
@@ -344,9 +345,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
     def _store_what_rounds(self) -> None:
         """Let the schedule say that in exact arithmetic layers are stored: their inverses round."""
         units = [entry for entry in self.layout() if entry.is_unit]
-        self._schedule = [
-            mode if mode != "invert" or unit.can_invert else "store" for mode, unit in zip(self._schedule, units, strict=True)
-        ]
+        self._schedule = [m if m in unit.modes else Mode.STORE for m, unit in zip(self._schedule, units, strict=True)]
 
     def _chain_item(self, entry: LayoutEntry, modes: dict[str, Mode]) -> Step | Bijection:
         """Return a step or a bijection as an item of a chain."""

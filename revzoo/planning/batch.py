@@ -314,7 +314,7 @@ def _predict_rows(
         yield BatchRow(
             batch=size,
             planned=cast(float, plan.seconds),
-            stored=seconds(["store"] * len(entries)),
+            stored=seconds(predicted.memory.all_stored),
             inverted=seconds(place_anchors(entries, predicted.memory.max_invert_run)),
             peak_bytes=plan.peak_bytes,
             schedule=plan.schedule,

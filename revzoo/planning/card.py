@@ -38,7 +38,7 @@ from revzoo.planning.planner import solve
 from revzoo.planning.profiling.profile import profile
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.live_bytes import LiveBytes
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 
 Changes = NDArray[np.int64]
 Timeline = dict[str, list[int]]
@@ -100,10 +100,10 @@ def _choose_schedules(model: Model) -> dict[str, list[Mode]]:
     stored = solve(measured, 2**50)
     between = stored.no_recompute_peak_bytes - stored.min_peak_bytes
     plans = [list(solve(measured, stored.min_peak_bytes + int(share * between)).schedule) for share in _SHARES]
-    schedules: dict[str, list[Mode]] = {"store": list(stored.schedule)}
+    schedules: dict[str, list[Mode]] = {Mode.STORE: list(stored.schedule)}
     with preserve_schedules(model):
-        model.schedule = "invert"
-        schedules["invert"] = list(model.schedule)
+        model.schedule = Mode.INVERT
+        schedules[Mode.INVERT] = list(model.schedule)
     for plan in plans:
         if plan not in schedules.values():
             schedules[f"plan {len(schedules) - 1}"] = plan

@@ -12,6 +12,7 @@ from revzoo.planning.profiling.inversion_limit import place_anchors
 from revzoo.planning.profiling.profile import Profile
 from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
+from revzoo.runtime.mode import Mode
 
 _BUDGETS = 24  # enough for a smooth curve
 
@@ -47,7 +48,7 @@ def summarize_plan(plan: Plan) -> SchedulePoint:
 def evaluate_uniform_schedules(model: nn.Module, profile: Profile) -> dict[str, SchedulePoint]:
     """Return the points of "all stored" and of "all inverted", the latter in runs as long as is safe, if any are."""
     entries, limit = list_units(model), profile.memory.max_invert_run
-    points = {"all stored": evaluate_schedule(profile, ["store"] * len(entries))}
+    points = {"all stored": evaluate_schedule(profile, profile.memory.all_stored)}
     if any(entry.can_invert for entry in entries) and limit != 0:
         points["all inverted"] = evaluate_schedule(profile, place_anchors(entries, limit))
     return points
@@ -62,7 +63,7 @@ def evaluate_budgets(profile: Profile, count: int = _BUDGETS) -> list[SchedulePo
     """
     problem = profile.problem
     smallest, modes = minimize_peak(problem)
-    stored = peak(problem, ["store"] * len(problem.units))
+    stored = peak(problem, problem.all_stored)
     budgets = (smallest + (stored - smallest) * i // (count - 1) for i in range(1, count))
     schedules = [modes, *(solve_timeline(problem, budget) for budget in budgets)]
     points = {tuple(modes): evaluate_schedule(profile, modes) for modes in schedules if modes is not None}
@@ -77,5 +78,5 @@ def inversion_ratio(profile: Profile) -> float | None:
     if profile.timing is None:
         return None
     times = zip(profile.timing.extra, profile.timing.forward_seconds, strict=True)
-    ratios = [extra["invert"] / 1e9 / forward for extra, forward in times if "invert" in extra and forward]
+    ratios = [extra[Mode.INVERT] / 1e9 / forward for extra, forward in times if Mode.INVERT in extra and forward]
     return statistics.median(ratios) if ratios else None

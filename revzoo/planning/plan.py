@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,8 @@ from revzoo.format import format_bytes, format_seconds, format_spread
 from revzoo.planning.profiling.hooks import assign_schedule, list_units
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.planning.solvers.schedule import PhasePeak
-from revzoo.runtime.schedule import MODES, Mode
+from revzoo.runtime.mode import MODES, Mode
+from revzoo.runtime.schedule import check_schedule
 
 Solver = Literal["timeline", "knapsack"]
 
@@ -102,11 +103,11 @@ class Plan:
             fields["setting"] = Setting(**{**fields["setting"], "batch": tuple(fields["setting"]["batch"])})
             plan = cls(**fields)
             plan._check()
+            return replace(plan, schedule=tuple(check_schedule(plan.schedule, plan.units)))
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise PlanError(
                 f"{path} is not a saved plan ({error}). revzoo plan NAME --budget SIZE --out FILE writes one."
             ) from error
-        return plan
 
     def _check(self) -> None:
         """Raise ValueError for values that `save` never writes."""

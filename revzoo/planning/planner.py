@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from revzoo.planning.solvers.problem import Problem
 from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak
 from revzoo.runtime.lookahead_setting import LARGEST_RATIO, LookaheadOption, LookaheadSetting
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 
 
 @overload
@@ -181,7 +181,7 @@ def plan_from_profile(
     serial = None
     if lookahead != 1:
         serial = enforce_budget(model, batch, profile, solve(profile, budget, solver), loss)
-    if serial is not None and (lookahead == 0 or set(serial.schedule) == {"store"}):
+    if serial is not None and (lookahead == 0 or not any(mode.drops for mode in serial.schedule)):
         return serial
     if serial is not None and profile.timing is None:
         return replace(serial, notes=(*serial.notes, "Nothing was timed, so nothing shows that look-ahead would gain."))
@@ -238,11 +238,11 @@ def solve(
     problem = _set_lookahead(profile.problem, lookahead)
     device = profile.setting.device.split()[0]
     limit = parse_budget(budget, device, profile.model_bytes)
-    stored_peak = peak(problem, ["store"] * len(problem.units))
+    stored_peak = peak(problem, problem.all_stored)
     notes = list(profile.notes)
-    modes: list[str] | None
+    modes: list[Mode] | None
     if solver == "timeline":
-        modes = ["store"] * len(problem.units)
+        modes = problem.all_stored
         if stored_peak > limit:
             schedule = find_schedule(problem, limit)
             modes = None if schedule is None else schedule.modes
@@ -265,7 +265,7 @@ def solve(
     min_peak, min_peak_modes = minimize_peak(problem)
     if modes is None:
         raise BudgetError(_explain_shortage(problem, limit, min_peak, min_peak_modes, solver))
-    if set(modes) == {"store"}:
+    if modes == problem.all_stored:
         notes.append(f"Everything is stored: the budget is above the {format_bytes(stored_peak)} that this takes.")
     planned_peak = peak(problem, modes)
     if planned_peak == problem.update_peak:
@@ -276,7 +276,7 @@ def solve(
         )
     return Plan(
         units=tuple(unit.name for unit in problem.units),
-        schedule=cast(tuple[Mode, ...], tuple(modes)),
+        schedule=tuple(modes),
         peak_bytes=planned_peak,
         budget_bytes=limit,
         seconds=profile.predict_seconds(modes),
@@ -342,8 +342,8 @@ def _measure_workspace(model: nn.Module, batch: Any, profile: Profile, plan: Pla
         return 0
 
 
-def _longest_inverted_run(modes: Sequence[str]) -> int:
-    return max((len(list(run)) for mode, run in groupby(modes) if mode == "invert"), default=0)
+def _longest_inverted_run(modes: Sequence[Mode]) -> int:
+    return max((len(list(run)) for mode, run in groupby(modes) if mode.inverts), default=0)
 
 
 def _explain_shortage(problem: Problem, limit: int, min_peak: int, min_peak_modes: Sequence[str], solver: Solver) -> str:

@@ -36,8 +36,9 @@ from revzoo.runtime.forward import Forward
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate
-from revzoo.runtime.schedule import Applicable, Mode, check_schedule
+from revzoo.runtime.schedule import Applicable, check_schedule
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.strides import is_dense
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop

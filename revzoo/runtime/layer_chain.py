@@ -17,9 +17,10 @@ from revzoo.runtime.layerwise import Recording
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
-from revzoo.runtime.schedule import Applicable, Mode, check_schedule
+from revzoo.runtime.schedule import Applicable, check_schedule
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
@@ -45,7 +46,7 @@ class LayerChain(nn.Sequential):
         if not layers:
             raise InputError("A chain needs at least one layer. Received: none.")
         super().__init__(*layers)
-        self.schedule = "invert"
+        self.schedule = Mode.INVERT
         self.lookahead = 0
 
     @property
@@ -91,7 +92,7 @@ class LayerChain(nn.Sequential):
                 "after layers have been added or removed."
             )
         modes = iter(self._schedule)
-        return [Layer(module, name, next(modes) if kind == "layer" else "invert") for name, module, kind, *_ in layout]
+        return [Layer(module, name, next(modes) if kind == "layer" else Mode.INVERT) for name, module, kind, *_ in layout]
 
 
 def run_layers(layers: Sequence[Layer], x: Tensor, *, lookahead: Lookahead | None = None) -> Tensor:
@@ -135,7 +136,7 @@ def run_layers_before(
         raise InputError(f"A chain of layers takes a floating tensor. Received: {received}.")
     if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype in HALF:
         x = x.float()  # as in `run_chain`: in half precision inversion loses too much
-    drops = any(layer.mode != "store" for layer in layers)
+    drops = any(layer.mode.drops for layer in layers)
     if drops and torch.is_grad_enabled() and not is_exporting():
         inputs.append(x)
         del x
@@ -179,10 +180,10 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
             x, recording = recording.end(), None
         for layer in run:
             begin_call(layer.module, (x,))
-            if layer.mode in ("store", "invert"):
-                x = layer.module(x)
-            else:
+            if layer.mode.keeps_input:
                 call = RecordedCall(layer.module, layer.name, forward, selective=layer.mode.keeps_products)
                 x = call.first_run(SavedInputs((x,), forward.round), x)
+            else:
+                x = layer.module(x)
             end_call(layer.module, x)
     return x if recording is None else recording

@@ -15,7 +15,7 @@ from revzoo.bijection import Bijection
 from revzoo.invertible import Coupled
 from revzoo.runtime.compiling import is_compiled
 from revzoo.runtime.inventory import defines_inverse
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -26,12 +26,12 @@ class Layer:
 
     module: nn.Module
     name: str
-    mode: Mode
+    mode: Mode = Mode.INVERT
 
     @property
     def is_inverted(self) -> bool:
         """Whether its input is rebuilt from its output."""
-        return self.mode == "invert" and has_inverse(self.module)
+        return self.mode.inverts and has_inverse(self.module)
 
 
 def has_inverse(module: nn.Module) -> bool:
@@ -43,7 +43,7 @@ def find_layers(f: Callable[..., Any]) -> list[Layer] | None:
     """Return the layers of a step's f, some of which can be inverted one by one; None if f is not made of such layers."""
     if not isinstance(f, nn.Sequential) or not _contains_inverse(f) or not _is_plain_sequential(f):
         return None
-    layers = list(expand(Layer(module, name, "invert") for name, module in f._modules.items()))
+    layers = list(expand(Layer(module, name) for name, module in f._modules.items()))
     return layers if any(layer.is_inverted and not isinstance(layer.module, Bijection) for layer in layers) else None
 
 
@@ -58,9 +58,9 @@ def is_made_of_layers(module: nn.Module) -> bool:
 def expand(layers: Iterable[Layer]) -> Iterator[Layer]:
     """Yield the layers, and the layers of every inverted `nn.Sequential` among them in its place."""
     for layer in layers:
-        if layer.mode == "invert" and _is_plain_sequential(layer.module):
+        if layer.mode.inverts and _is_plain_sequential(layer.module):
             inner = cast(nn.Sequential, layer.module)._modules.items()  # not named_children, which passes over repetitions
-            yield from expand(Layer(module, f"{layer.name}.{name}", "invert") for name, module in inner)
+            yield from expand(Layer(module, f"{layer.name}.{name}") for name, module in inner)
         else:
             yield layer
 

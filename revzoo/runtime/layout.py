@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from revzoo.errors import ScheduleError, did_you_mean
-from revzoo.runtime.schedule import MODES, STAGE_INPUTS, Mode, check_schedule
+from revzoo.runtime.mode import MODES, Mode
+from revzoo.runtime.schedule import STAGE_INPUTS, check_schedule
 
 
 class LayoutEntry(NamedTuple):
@@ -46,6 +47,11 @@ class LayoutEntry(NamedTuple):
         """Whether its mode may be `invert`."""
         return self.kind == "step" or (self.kind == "layer" and not self.is_exact)
 
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The modes that a unit may have; the last one keeps least."""
+        return MODES if self.can_invert else MODES[:-1] if self.can_drop else MODES[:1]
+
 
 def expand_schedule(schedule: Sequence[str] | str, units: Sequence[LayoutEntry]) -> list[Mode]:
     """Return one mode for each unit, from a list, one mode for everything that can be inverted, or "stage_inputs".
@@ -61,9 +67,9 @@ def expand_schedule(schedule: Sequence[str] | str, units: Sequence[LayoutEntry])
         if schedule not in (known := (*MODES, STAGE_INPUTS)):
             hint = did_you_mean(schedule, known)
             raise ScheduleError(f"Unknown schedule. Received: {schedule!r}.{hint} Allowed: {', '.join(known)}, or a list.")
-        step, node = ("invert", "recompute") if schedule == STAGE_INPUTS else (schedule, "store")
+        step, node = (Mode.INVERT, Mode.RECOMPUTE) if schedule == STAGE_INPUTS else (schedule, Mode.STORE)
         schedule = [step if unit.can_invert else node for unit in units]
     modes = check_schedule(schedule, names)
-    nodes = [(mode, unit.name) for mode, unit in zip(modes, units, strict=True) if not unit.can_invert]
-    check_schedule([mode for mode, _ in nodes], [name for _, name in nodes], ("store", "selective", "recompute"))
+    for mode, unit in zip(modes, units, strict=True):
+        check_schedule(mode, [unit.name], unit.modes)
     return modes

@@ -1,6 +1,7 @@
 """The modes of backward: what a step, layer or node keeps for it (`chain.py`)."""
 
 from enum import StrEnum
+from functools import cached_property
 from typing import Literal
 
 ModeName = Literal["store", "selective", "recompute", "invert"]  # in options; `Mode(name)` is the mode
@@ -19,22 +20,22 @@ class Mode(StrEnum):
 
     __repr__ = str.__repr__
 
-    @property
+    @cached_property
     def drops(self) -> bool:
         """Whether anything that autograd saves is dropped."""
         return self is not Mode.STORE
 
-    @property
+    @cached_property
     def keeps_products(self) -> bool:
         """Whether the outputs of compute-intensive operations are kept."""
         return self in (Mode.STORE, Mode.SELECTIVE)
 
-    @property
+    @cached_property
     def keeps_input(self) -> bool:
         """Whether the input is kept, from which the forward runs again."""
         return self in (Mode.SELECTIVE, Mode.RECOMPUTE)
 
-    @property
+    @cached_property
     def inverts(self) -> bool:
         """Whether the input is rebuilt from the output."""
         return self is Mode.INVERT

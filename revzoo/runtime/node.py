@@ -9,9 +9,9 @@ from revzoo.errors import InputError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.lookahead import Lookahead
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
-from revzoo.runtime.schedule import Mode
 from revzoo.runtime.segment import SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons

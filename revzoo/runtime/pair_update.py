@@ -10,7 +10,7 @@ from revzoo.invertible import match_dtype
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.exact import Grid, LostBits
 from revzoo.runtime.live_bytes import wraps_tensors
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.strides import Strides, get_strides, restore_strides
 
 

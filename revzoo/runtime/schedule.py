@@ -6,8 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from revzoo.errors import ScheduleError, did_you_mean
-from revzoo.runtime.mode import MODES
-from revzoo.runtime.mode import Mode as Mode
+from revzoo.runtime.mode import MODES, Mode
 
 STAGE_INPUTS = "stage_inputs"  # a schedule of a whole model: steps invert, nodes recompute
 

@@ -13,6 +13,7 @@ from revzoo.hub import find_source
 from revzoo.model.create import build_for_weights, create, find_original, find_weights
 from revzoo.model.network import Model
 from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.runtime.mode import Mode
 from revzoo.sharding.materialize import allocate_, materialize_
 from revzoo.sharding.shard import ignore_view_warnings
 from revzoo.spec.loading import load_spec
@@ -26,7 +27,7 @@ def create_sharded(
     checkpoint: str | Path | None = None,
     num_outputs: int | None = None,
     overrides: Iterable[str] | None = None,
-    schedule: str | Sequence[str] = "invert",
+    schedule: str | Sequence[str] = Mode.INVERT,
     lookahead: LookaheadOption = 0,
     exact: bool = False,
     device: torch.device | str | None = None,

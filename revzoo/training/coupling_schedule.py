@@ -16,7 +16,8 @@ from revzoo.errors import join_names
 from revzoo.model.network import Model
 from revzoo.registry import couplings
 from revzoo.runtime.drift import count_invertible_steps
-from revzoo.runtime.schedule import Mode, limit_inverted_runs
+from revzoo.runtime.mode import Mode
+from revzoo.runtime.schedule import limit_inverted_runs
 from revzoo.training.options import CouplingOptions, Recipe
 
 _MAX_ERROR = 1e-4  # relative, of a reconstructed state; gradients then differ from stored ones by at most 1e-3

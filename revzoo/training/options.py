@@ -25,7 +25,7 @@ from revzoo.data.options import DataOptions
 from revzoo.errors import InputError, SpecError, SpecProblem
 from revzoo.planning.budget import parse_budget
 from revzoo.planning.plan import Solver
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import ModeName
 from revzoo.sharding.mesh import Shard
 from revzoo.spec.parsing import NOT_WRITTEN, to_plain
 
@@ -68,7 +68,7 @@ class ModelOptions:
     pretrained: bool = False
     checkpoint: str | None = None
     num_outputs: PositiveInt | None = None
-    schedule: Mode | Literal["stage_inputs"] | tuple[Mode, ...] = "invert"
+    schedule: ModeName | Literal["stage_inputs"] | tuple[ModeName, ...] = "invert"
     exact: bool = False
 
 

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import revzoo
 from revzoo.errors import ConversionError
-from revzoo.runtime import LiveBytes
 from revzoo.in_place.conventions import get_state
+from revzoo.runtime import LiveBytes
 from tests.conversion.conftest import IDS, TEXT, assert_equal
 from tests.conversion.test_reversible_networks import NETWORKS, compute_gradients
 

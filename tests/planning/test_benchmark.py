@@ -16,6 +16,7 @@ from revzoo.display.style import MODE_COLORS
 from revzoo.planning.solvers.problem import Option, Problem, Unit
 from revzoo.planning.solvers.schedule import cost
 from revzoo.planning.solvers.timeline import minimize_peak, solve_timeline
+from revzoo.runtime.mode import Mode
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "planning.py"
 MIB = 1 << 20
@@ -183,8 +184,8 @@ def benchmarks(monkeypatch) -> None:
 
 def step(k: int) -> Unit:
     """Return a step that stores 100 bytes and its input of 10 bytes, or inverts at a cost of 7."""
-    store = Option("store", 100, (k,), 110, (120, 110), 0)
-    invert = Option("invert", 0, (), 10, (140,) * 2, 7)
+    store = Option(Mode.STORE, 100, (k,), 110, (120, 110), 0)
+    invert = Option(Mode.INVERT, 0, (), 10, (140,) * 2, 7)
     return Unit(f"step{k}", (k - 1, k) if k else (0,), (k,), (store, invert), invert)
 
 

@@ -20,6 +20,7 @@ from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import solve_timeline
 from revzoo.runtime import LiveBytes, ReversibleChain, SpaceToDepth
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.mode import Mode
 
 TEXTS = ("reformer", "rev_bert", "rev_roberta")
 
@@ -250,7 +251,7 @@ def test_a_unit_may_have_many_inputs():
     log += [(j, -10 - j) for j in range(count)]
     marks = [Mark("forward", 0, 24, 0), Mark("loss", 1, 25, 0), Mark("backward", 0, 25, 0), Mark("end", 1, len(log), 0)]
     inputs, out = frozenset(range(count)), frozenset({count})
-    traced = Trace(["store"], log, marks, [inputs], [inputs, out], [inputs], backward_start=25)
+    traced = Trace([Mode.STORE], log, marks, [inputs], [inputs, out], [inputs], backward_start=25)
     problem = build_problem([LayoutEntry("node", nn.Identity(), "node")], [traced] * 6)
     (table,) = (option.backward_bytes for option in problem.units[0].options)
     all_inputs = sum(range(10, 10 + count))
@@ -267,7 +268,7 @@ def test_what_is_alive_follows_from_the_log(every, monkeypatch):
     monkeypatch.setattr(trace, "_SNAPSHOT_EVERY", every)
     log = [(0, 8), (1, 4), (1, 2), (2, 1), (1, -6), (0, -8), (1, 3), (2, -1)]
     alive = [{}, {0: 8}, {0: 8, 1: 4}, {0: 8, 1: 6}, {0: 8, 1: 6, 2: 1}, {0: 8, 2: 1}, {2: 1}, {2: 1, 1: 3}, {1: 3}]
-    traced = Trace(["store"], log)
+    traced = Trace([Mode.STORE], log)
     order = [5, 0, 8, 3, 4, 7, 1, 2, 6]
     assert [traced.alive(position) for position in order] == [alive[position] for position in order]
     assert traced.sum(4, {1}) == 9

@@ -10,6 +10,7 @@ from revzoo.planning.solvers.knapsack import Solution, choose_subset, solve_knap
 from revzoo.planning.solvers.problem import Option, Problem, Unit
 from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.planning.solvers.timeline import solve_timeline
+from revzoo.runtime.mode import Mode
 
 
 def table(values, weights, capacity) -> int:
@@ -117,10 +118,10 @@ def test_adversaries_stay_within_the_capacity_and_the_gap(constant):
 
 def chain(count: int) -> Problem:
     """A node and then steps that keep 100 bytes, or 10 + 10k of work to invert; states of 10 bytes."""
-    units = [Unit("stem", (0,), (0,), (Option("store", 50, (0,), 60, (70, 60), 0),), None)]
+    units = [Unit("stem", (0,), (0,), (Option(Mode.STORE, 50, (0,), 60, (70, 60), 0),), None)]
     for k in range(1, count + 1):
-        store = Option("store", 90, (k,), 100, (120, 110), 0)
-        first, inside = (Option("invert", 0, (), 10, (140, 140), 10 + 10 * k + more) for more in (0, 1))
+        store = Option(Mode.STORE, 90, (k,), 100, (120, 110), 0)
+        first, inside = (Option(Mode.INVERT, 0, (), 10, (140, 140), 10 + 10 * k + more) for more in (0, 1))
         units.append(Unit(f"step{k}", (k - 1, k), (k,), (store, inside), first))
     return Problem(tuple(units), dict.fromkeys(range(count + 2), 10), 1000, 10, (count, count + 1))
 

@@ -11,12 +11,13 @@ from revzoo.planning.solvers.problem import Option, Problem, Unit
 from revzoo.planning.solvers.schedule import PhasePeak, cost, list_phase_peaks, peak
 from revzoo.planning.solvers.search_states import reach_search_states
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak, solve_timeline
+from revzoo.runtime.mode import Mode
 
 
 def step(k: int, store: int, extra: int, state: int = 10) -> Unit:
     """A step of size `store` with states of 10 bytes: state k in, state k + 1 out; the rebuilt pair is alive in backward."""
-    store_option = Option("store", store, (k,), store + state, (store + 2 * state, store + state), 0)
-    invert = Option("invert", 0, (), state, (store + 4 * state,) * 2, extra)
+    store_option = Option(Mode.STORE, store, (k,), store + state, (store + 2 * state, store + state), 0)
+    invert = Option(Mode.INVERT, 0, (), state, (store + 4 * state,) * 2, extra)
     return Unit(f"step{k}", (k - 1, k) if k else (0,), (k,), (store_option, invert), invert)
 
 
@@ -108,7 +109,7 @@ def random_problem(rng: random.Random, count: int, modes: int = 4) -> Problem:
             known = [sum(sizes[s] for j, s in enumerate(inputs) if not i >> j & 1) for i in range(2 ** len(inputs))]
             extra = 0 if cheap else rng.randint(1, 9)
             return Option(
-                mode, kept + rare, kept_states, rng.randint(kept, kept + 20), tuple(top + more for more in known), extra
+                Mode(mode), kept + rare, kept_states, rng.randint(kept, kept + 20), tuple(top + more for more in known), extra
             )
 
         names = ["store", *rng.sample(["selective", "recompute"], rng.randint(0, max(modes - 2, 0)))]
@@ -260,11 +261,11 @@ def chain(count: int) -> Problem:
     for k in range(count):
         size, work = rng.randint(10**6, 4 * 10**6), rng.randint(10**8, 10**9)
         need = (2 * size + sizes[k], 2 * size)
-        invert = Option("invert", 0, (), sizes[k], (2 * size + 2 * sizes[k],) * 2, work + work // 7)
+        invert = Option(Mode.INVERT, 0, (), sizes[k], (2 * size + 2 * sizes[k],) * 2, work + work // 7)
         options = (
-            Option("store", size, (k,), size + sizes[k], need, 0),
-            Option("selective", size // 3, (k,), size + sizes[k], need, work // 20),
-            Option("recompute", 0, (k,), size + sizes[k], need, work),
+            Option(Mode.STORE, size, (k,), size + sizes[k], need, 0),
+            Option(Mode.SELECTIVE, size // 3, (k,), size + sizes[k], need, work // 20),
+            Option(Mode.RECOMPUTE, 0, (k,), size + sizes[k], need, work),
             invert,
         )
         units.append(Unit(f"step{k}", (k - 1, k) if k else (0,), (k,), options, invert))

@@ -9,15 +9,16 @@ import pytest
 from revzoo.planning.solvers.problem import Ahead, Option, Problem, Recovery, Unit
 from revzoo.planning.solvers.schedule import cost, list_phase_peaks, peak
 from revzoo.planning.solvers.timeline import find_schedule, minimize_peak, solve_timeline
+from revzoo.runtime.mode import Mode
 
 
 def step(k: int) -> Unit:
     """A step of 100 bytes with states of 10: its recovery leaves these 100, and within a run a rebuilt state."""
-    store = Option("store", 100, (k,), 110, (120, 110), 0)
+    store = Option(Mode.STORE, 100, (k,), 110, (120, 110), 0)
 
     def invert(left: int, released: tuple[int, ...]) -> Option:
         ahead = Ahead((130, 130), (125, 125), (135, 135), (165, 165), Recovery(left + 7, left, released))
-        return Option("invert", 0, (), 10, (140, 140), 7, ahead=ahead)
+        return Option(Mode.INVERT, 0, (), 10, (140, 140), 7, ahead=ahead)
 
     return Unit(f"step{k}", (k - 1, k) if k else (0,), (k,), (store, invert(110, (k + 1,))), invert(100, ()))
 
@@ -68,7 +69,7 @@ def random_problem(rng: random.Random, count: int) -> Problem:
             top = rng.randint(kept, kept + 30)
             drops = mode == "invert" or (mode == "recompute" and rng.random() < 0.8)
             return Option(
-                mode,
+                Mode(mode),
                 kept,
                 kept_states,
                 rng.randint(kept, kept + 20),

@@ -14,6 +14,7 @@ from revzoo.planning.profiling.timing import Timing, list_variants, measure_timi
 from revzoo.planning.solvers.problem import Problem
 from revzoo.planning.solvers.schedule import cost, peak
 from revzoo.runtime import ReversibleChain
+from revzoo.runtime.mode import Mode
 
 PLENTY = 2**40
 MODES = {"store", "selective", "recompute", "invert", "first"}
@@ -46,7 +47,7 @@ def chain_of(depth: int, rows: int = 3) -> tuple[ReversibleChain, tuple[torch.Te
 
 
 def test_the_first_of_a_run_is_a_variant_of_its_own():
-    modes = ["invert", "invert", "store", "invert", "recompute", "selective", "invert", "invert"]
+    modes = [*map(Mode, ["invert", "invert", "store", "invert", "recompute", "selective", "invert", "invert"])]
     assert list(list_variants(modes)) == ["first", "invert", "store", "first", "recompute", "selective", "first", "invert"]
 
 

@@ -390,7 +390,7 @@ class Pooled(nn.Module):
         self.layers = nn.ModuleList([*layers[1:3], pools[0], *layers[4:7], pools[1], *layers[8:]])
 
     def forward(self, x):
-        halves = run_layers_apart([Layer(layer, str(i), "invert") for i, layer in enumerate(self.layers)], [self.stem(x)])
+        halves = run_layers_apart([Layer(layer, str(i)) for i, layer in enumerate(self.layers)], [self.stem(x)])
         return sum(nn.functional.adaptive_max_pool2d(half, 1).sum() for half in halves)
 
 

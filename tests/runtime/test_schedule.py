@@ -1,20 +1,35 @@
 """Limits on runs of inverted steps, and the table of modes."""
 
+import json
+import pickle
+from copy import deepcopy
 from itertools import groupby
+from typing import get_args
 
 import pytest
 import torch
+from torch import nn
 
-from revzoo.runtime import Coupling
+from revzoo.runtime import Coupling, ReversibleChain
 from revzoo.runtime.coupling import momentum
 from revzoo.runtime.drift import count_invertible_steps
-from revzoo.runtime.schedule import MODES, limit_inverted_runs
+from revzoo.runtime.mode import MODES, Mode, ModeName
+from revzoo.runtime.schedule import limit_inverted_runs
 
-I, R, S = "invert", "recompute", "store"  # noqa: E741
+I, R, S = Mode.INVERT, Mode.RECOMPUTE, Mode.STORE  # noqa: E741
 
 
 def test_the_modes():
-    assert MODES == ("store", "selective", "recompute", "invert")
+    assert MODES == get_args(ModeName) == ("store", "selective", "recompute", "invert")
+    assert repr(list(MODES)) == str(["store", "selective", "recompute", "invert"])
+    for copied in (deepcopy(MODES), pickle.loads(pickle.dumps(MODES)), map(Mode, json.loads(json.dumps(MODES)))):
+        assert all(mode is other for mode, other in zip(MODES, copied, strict=True))
+
+
+def test_a_schedule_of_names_becomes_one_of_modes():
+    chain = ReversibleChain([nn.Identity(), nn.Identity()])
+    chain.schedule = ["store", "invert"]
+    assert all(mode is expected for mode, expected in zip(chain.schedule, (Mode.STORE, Mode.INVERT), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import revzoo
 from revzoo.checkpoint.files import read_metadata
 from revzoo.errors import InputError, SpecError
 from revzoo.planning import planner
+from revzoo.runtime.mode import Mode
 from revzoo.training.budget import apply_plan
 from revzoo.training.coupling_schedule import CouplingSchedule
 from revzoo.training.interrupt import Interrupted, StopSignal
@@ -188,7 +189,7 @@ def test_floating_point_trains_from_the_m_it_was_converted_with(vit, tmp_path):
     last = read_metadata(tmp_path / "run" / "last.safetensors")["revzoo.spec"]
     assert "m: 0.9" in last
     model = revzoo.create(tmp_path / "rev")
-    schedule = CouplingSchedule(CouplingOptions(m=(0.1, 0.9)), 10, ["store"] * 5 + ["invert"] * 8 + ["store"] * 2)
+    schedule = CouplingSchedule(CouplingOptions(m=(0.1, 0.9)), 10, [Mode.STORE] * 5 + [Mode.INVERT] * 8 + [Mode.STORE] * 2)
     schedule.apply(0, model)
     limited = ["invert", "invert", "recompute"] * 2 + ["invert"] * 2
     assert model.schedule == ["store"] * 5 + limited + ["store"] * 2

@@ -17,13 +17,14 @@ from revzoo.display.figures.modes import (
 )
 from revzoo.display.style import INK, MODE_COLORS, RED
 from revzoo.format import format_seconds
+from revzoo.runtime.mode import Mode
 
 _RIGHT = 0.3  # margin to the right of the axes [inch]
 _CELL, _MIN_WIDTH, _MAX_WIDTH = 0.26, 6.6, 14.0  # width of a unit, and the limits for all units together [inch]
 CURVES = {  # label, color and marker, for each key of a row
     "planned": ("planned", RED, "o"),
-    "stored": ("all stored", MODE_COLORS["store"], "s"),
-    "inverted": ("all inverted", MODE_COLORS["invert"], "^"),
+    "stored": ("all stored", MODE_COLORS[Mode.STORE], "s"),
+    "inverted": ("all inverted", MODE_COLORS[Mode.INVERT], "^"),
 }
 
 

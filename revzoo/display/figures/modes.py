@@ -12,15 +12,15 @@ from matplotlib.patches import Patch
 from revzoo.display.figures.base import LEFT
 from revzoo.display.style import INK, MODE_COLORS, PALE
 from revzoo.display.unit_name import parse_unit_name
-from revzoo.runtime.schedule import MODES
+from revzoo.runtime.mode import MODES, Mode
 
 CHARACTER = 0.075  # width of a character at 8 points [inch]
 _LINE = 0.2  # height of a line of the legend [inch]
 _MEANINGS = {
-    "store": "keeps all of its activations",
-    "selective": "keeps expensive results, reruns the rest",
-    "recompute": "keeps its input, runs again",
-    "invert": "keeps nothing, rebuilds from its output",
+    Mode.STORE: "keeps all of its activations",
+    Mode.SELECTIVE: "keeps expensive results, reruns the rest",
+    Mode.RECOMPUTE: "keeps its input, runs again",
+    Mode.INVERT: "keeps nothing, rebuilds from its output",
 }
 
 

@@ -21,10 +21,11 @@ from revzoo.format import format_bytes
 from revzoo.planning.comparison import SchedulePoint
 from revzoo.planning.reforwarding.details import CallDetails, Phase, PlanDetails
 from revzoo.planning.reforwarding.module_plan import ModulePlan
+from revzoo.runtime.mode import Mode
 
 _RIGHT, _GAP, _SIDE, _STEP = 0.3, 0.25, 3.2, 10.6  # margins, and the widths of both panels [inch]
 _NARROWEST = 0.14  # part of a module that is named [inch]
-_COLORS = {"keeps": MODE_COLORS["store"], "again": MODE_COLORS["recompute"], "neither": LIGHT_GREY}
+_COLORS = {"keeps": MODE_COLORS[Mode.STORE], "again": MODE_COLORS[Mode.RECOMPUTE], "neither": LIGHT_GREY}
 _MEANINGS = {
     "keeps": "keeps what backward needs of it",
     "again": "drops at least a part of that, and runs again in backward",

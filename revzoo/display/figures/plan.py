@@ -25,6 +25,7 @@ from revzoo.display.unit_name import parse_unit_name
 from revzoo.format import format_bytes, format_flops, format_seconds
 from revzoo.planning.comparison import SchedulePoint, summarize_plan
 from revzoo.planning.plan import Plan
+from revzoo.runtime.mode import Mode
 
 _RIGHT, _GAP = 0.3, 0.25  # margins after the last axes and between axes [inch]
 _PHASE, _MIN_WIDTH, _MAX_WIDTH = 0.17, 6.6, 12.5  # width of a phase, and the limits for all phases together [inch]
@@ -91,7 +92,7 @@ def _draw_memory(axes: Axes, plan: Plan, fixed_bytes: int, inch: float) -> float
     top = 1.12 * float(max(highest, plan.budget_bytes if plan.budget_bytes < 1.35 * highest else 0))
     axes.axvspan(n + 1, count, color=CREAM, lw=0)
     axes.stairs(sizes, range(count + 1), baseline=0, fill=True, color=LIGHT_BLUE)
-    axes.stairs(sizes, range(count + 1), baseline=None, color=MODE_COLORS["invert"], lw=1.6)
+    axes.stairs(sizes, range(count + 1), baseline=None, color=MODE_COLORS[Mode.INVERT], lw=1.6)
     draw_fixed_bytes(axes, fixed_bytes, count, top)
     for line in (n, n + 1):
         axes.axvline(line, color="white", lw=1.5)
@@ -122,7 +123,7 @@ def draw_fixed_bytes(axes: Axes, fixed_bytes: int, right: float, top: float) -> 
 
 def draw_limits(axes: Axes, budget: int, stored: int, right: float, top: float) -> None:
     """Draw the budget and the peak of storing everything into axes that end at `right` and `top`."""
-    pad, color = 0.012 * top, MODE_COLORS["store"]
+    pad, color = 0.012 * top, MODE_COLORS[Mode.STORE]
     axes.axhline(stored, color=color, lw=1.2, ls=(0, (1, 2)))
     label = f"everything stored: {format_bytes(stored)}"
     axes.text(right * 0.99, stored + pad, label, fontsize=8.5, color=color, ha="right", va="bottom")
@@ -198,14 +199,14 @@ def draw_front(
     best = [p for i, p in enumerate(points) if all(x > p[1] for _, x in points[:i])]  # FLOPs are not what was minimised
     ends = [size for size, _ in best[1:]] + [top]  # a schedule is the fastest up to the budget of the next one
     corners = [(x, y) for (size, x), end in zip(best, ends, strict=True) for y in (size, end)]
-    axes.plot(*zip(*corners, strict=True), color=MODE_COLORS["invert"], lw=1.6, zorder=2)
-    axes.plot([x for _, x in points], [size for size, _ in points], "o", ms=3.2, color=MODE_COLORS["invert"], zorder=3)
+    axes.plot(*zip(*corners, strict=True), color=MODE_COLORS[Mode.INVERT], lw=1.6, zorder=2)
+    axes.plot([x for _, x in points], [size for size, _ in points], "o", ms=3.2, color=MODE_COLORS[Mode.INVERT], zorder=3)
     if budget <= top:
         axes.axhline(budget, color=RED, lw=1.6, zorder=1)
     values = [*(x for _, x in points), *map(work, others.values()), work(planned)]
     low, room = min(values), max(values) - min(values) or max(values) or 1
     axes.set(xlim=(low - 0.34 * room, low + 1.14 * room), ylim=(0, top))
-    looks = {"all stored": ("s", MODE_COLORS["store"]), "all inverted": ("^", MODE_COLORS["invert"])}
+    looks = {"all stored": ("s", MODE_COLORS[Mode.STORE]), "all inverted": ("^", MODE_COLORS[Mode.INVERT])}
     places = {"all stored": (8, 3, "left", "bottom"), "all inverted": (6, -7, "right", "top")}
     for name, point in {**others, "this plan": planned}.items():
         marker, color = ("o", RED) if name == "this plan" else looks.get(name, ("D", PALE))

@@ -11,7 +11,7 @@ from revzoo.display.unit_name import parse_unit_name
 from revzoo.format import format_bytes, format_flops, format_seconds, format_spread
 from revzoo.planning.comparison import SchedulePoint, summarize_plan
 from revzoo.planning.plan import Plan
-from revzoo.runtime.schedule import MODES
+from revzoo.runtime.mode import MODES
 
 
 def tabulate_plan(plan: Plan, beside: Mapping[str, SchedulePoint] | None = None) -> RenderableType:

@@ -13,7 +13,7 @@ from revzoo.format import format_bytes, format_flops, format_seconds
 from revzoo.planning.comparison import inversion_ratio
 from revzoo.planning.profiling.profile import Profile
 from revzoo.planning.solvers.problem import Unit
-from revzoo.runtime.schedule import MODES
+from revzoo.runtime.mode import MODES, Mode
 
 _LEAST_NAME = 19  # columns that names have on a wide terminal
 _KEPT = "A state that two neighbours keep is counted with both, but is in memory once."
@@ -80,15 +80,15 @@ def _unit_cells(profile: Profile, unit: Unit, k: int) -> list[str]:
     problem, timing = profile.memory, profile.timing
     options = {option.mode: option for option in unit.options}
 
-    def kept(mode: str) -> str:
+    def kept(mode: Mode) -> str:
         option = options.get(mode)
         return "-" if option is None else format_bytes(option.kept_bytes + problem.bytes_of(option.kept_states, frozenset()))
 
-    def extra(mode: str) -> str:
+    def extra(mode: Mode) -> str:
         if mode not in options:
             return "-"
         costs = [timing.extra[k][mode] / 1e9 if timing else options[mode].cost]
-        if mode == "invert" and unit.first is not None:
+        if mode.inverts and unit.first is not None:
             costs.append(timing.extra[k]["first"] / 1e9 if timing else unit.first.cost)
         return " / ".join(dict.fromkeys(format_seconds(c) if timing else format_flops(int(c)) for c in costs))
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from revzoo.display.tables.base import DottedName, Fitted, make_plain_table, make_table
 from revzoo.format import format_bytes, format_flops
+from revzoo.runtime.mode import Mode
 
 _CAPTION = (
     "FLOPs of a forward of one example. Memory: peak of the activations of a training step in float32, for 32 images or 8 "
@@ -51,7 +52,7 @@ def _list_cells(row: Mapping[str, Any]) -> list[str]:
     return [
         f"{row['parameters']:,}",
         format_flops(row["flops"]),
-        format_bytes(memory["store"]),
-        format_bytes(memory["invert"]),
+        format_bytes(memory[Mode.STORE]),
+        format_bytes(memory[Mode.INVERT]),
         top1,
     ]

@@ -24,12 +24,12 @@ from revzoo.planning.solvers.problem import Problem
 from revzoo.runtime.drift import ignore_error_growth
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.schedule import MODES, Mode
+from revzoo.runtime.mode import MODES, Mode
 
 _FEW_FLOPS = 4 * 10**9  # a CPU runs a step of so many in less time than Python takes for the same step in FakeTensors
 _FEW_BYTES = 2**28  # small enough to allocate without asking
 _RUNS_OF_LAYERS = (2, 4)  # in networks of convolution, norm and activation, these show all that changes what a layer takes
-_ALTERNATING: tuple[tuple[Mode, Mode], ...] = (("invert", "recompute"), ("recompute", "invert"))
+_ALTERNATING = ((Mode.INVERT, Mode.RECOMPUTE), (Mode.RECOMPUTE, Mode.INVERT))
 
 
 def count(
@@ -91,15 +91,13 @@ def list_traced_schedules(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]
     for mode in MODES:
         yield [_choose_mode(entry, mode) for entry in entries]
     for pair in _ALTERNATING:
-        yield [pair[k % 2] if entry.can_invert else "store" for k, entry in enumerate(entries)]
+        yield [pair[k % 2] if entry.can_invert else Mode.STORE for k, entry in enumerate(entries)]
     yield from _list_runs_of_layers(entries)
 
 
 def _choose_mode(entry: LayoutEntry, mode: Mode) -> Mode:
     """Return the mode that a unit has where all have this one if they can."""
-    if not entry.can_drop:
-        return "store"
-    return mode if entry.can_invert or mode != "invert" else "selective"
+    return mode if mode in entry.modes else Mode.SELECTIVE if entry.can_drop else Mode.STORE
 
 
 def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
@@ -110,8 +108,8 @@ def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
 
     def choose(k: int, most: int, shift: int) -> Mode:
         if near[k] and (k + shift) % (most + 1):
-            return "invert"
-        return "store" if shift % 2 and not entries[k].can_invert else "recompute"
+            return Mode.INVERT
+        return Mode.STORE if shift % 2 and not entries[k].can_invert else Mode.RECOMPUTE
 
     schedules: list[list[Mode]] = []
     for most in _RUNS_OF_LAYERS:
@@ -125,7 +123,7 @@ def _list_runs_of_layers(entries: Sequence[LayoutEntry]) -> list[list[Mode]]:
 def list_schedules_ahead(entries: Sequence[LayoutEntry]) -> Iterator[list[Mode]]:
     """Yield the five schedules that are traced with look-ahead: the first six without the one that stores."""
     for modes in list(list_traced_schedules(entries))[1:6]:
-        yield ["recompute" if mode == "store" else mode for mode in modes]
+        yield [mode if mode.drops else Mode.RECOMPUTE for mode in modes]
 
 
 def count_peak(

@@ -32,7 +32,7 @@ from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recov
 from revzoo.runtime.layer_rules import is_channelwise, is_coupled
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import Storages
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 
 _NONE: Storages = frozenset()
 
@@ -47,30 +47,31 @@ def build_problem(
     # Where autograd saves nothing, a unit that recomputes does not need its inputs either.
     given = [_number(inputs, states) if saved else () for inputs, saved in zip(stored.inputs, stored.saved, strict=True)]
     made = (_number(made, inverted.number_states(stored)) for made in _kept_outputs(inverted))
-    kept_states = {
-        "store": [
+    kept_states: dict[Mode, list[tuple[int, ...]]] = {
+        Mode.STORE: [
             _number(saved, states) if entry.can_drop else rest
             for entry, saved, rest in zip(entries, stored.saved, _states_in_rests(recomputed), strict=True)
         ],
-        "selective": [inputs + outputs for inputs, outputs in zip(given, made, strict=True)],
-        "recompute": given,
+        Mode.SELECTIVE: [inputs + outputs for inputs, outputs in zip(given, made, strict=True)],
+        Mode.RECOMPUTE: given,
+        Mode.INVERT: [()] * len(entries),
     }
     stored_work, coupled = _count_work(stored), _list_coupled(entries, layout)
     sizes = {storage: change for storage, change in reversed(stored.log) if change > 0}
     sizes_of_states = {number: sizes[storage] for storage, number in states.items()}
     beside = [tuple(sorted(alive)) for alive in _list_states_beside(traces)]
-    options: list[dict[tuple[str, bool], Option]] = [{} for _ in entries]
+    options: list[dict[tuple[Mode, bool], Option]] = [{} for _ in entries]
     in_run: list[dict[InRun, Option]] = [{} for _ in entries]
-    halved: list[dict[str, Option]] = [{} for _ in entries]  # of nodes that get both halves of the channels
+    halved: list[dict[Mode, Option]] = [{} for _ in entries]  # of nodes that get both halves of the channels
     for traced in traces:
         numbers, forward = traced.number_states(stored), {unit: span for unit, *span, _ in traced.phases("forward")}
         for k, option, context in _build_options(traced, numbers, kept_states, stored_work, coupled):
             if not entries[k].can_drop:  # steps that drop something hold on to arguments that it makes, such as masks
-                shown = options[k].get(("store", False), option)
-                options[k]["store", False] = max(shown, option, key=attrgetter("kept_bytes"))
-            elif option.mode == "invert" or not context.in_run.halved:
+                shown = options[k].get((Mode.STORE, False), option)
+                options[k][Mode.STORE, False] = max(shown, option, key=attrgetter("kept_bytes"))
+            elif option.mode.inverts or not context.in_run.halved:
                 options[k].setdefault((option.mode, context.begins_run), option)
-            if option.mode == "invert" and entries[k].kind == "layer":
+            if option.mode.inverts and entries[k].kind == "layer":
                 not_kept = {numbers[storage] for storage in numbers.keys() - context.preceding}.intersection(beside[k])
                 counted = option.forward_bytes + sum(sizes_of_states[number] for number in not_kept)
                 freed_bytes = counted - traced.peak(forward[k], context.preceding)
@@ -100,16 +101,16 @@ def build_problem(
 
 def _build_unit(
     entry: LayoutEntry,
-    options: dict[tuple[str, bool], Option],
+    options: dict[tuple[Mode, bool], Option],
     pair: tuple[int, ...],
     inputs: tuple[int, ...],
     beside: tuple[int, ...],
     in_runs: tuple[Option, ...],
     coupled: int | None,
 ) -> Unit:
-    first = options.pop(("invert", True), None)
+    first = options.pop((Mode.INVERT, True), None)
     if first is not None:
-        options.setdefault(("invert", False), first)
+        options.setdefault((Mode.INVERT, False), first)
     return Unit(entry.name, pair, inputs, tuple(options.values()), first, beside, in_runs, coupled)
 
 
@@ -146,7 +147,7 @@ def _complete(in_run: dict[InRun, Option]) -> tuple[Option, ...]:
 def _build_options(
     traced: Trace,
     numbers: Mapping[int, int],
-    kept_states: Mapping[str, Sequence[tuple[int, ...]]],
+    kept_states: Mapping[Mode, Sequence[tuple[int, ...]]],
     stored_work: Sequence[tuple[int, int]],
     coupled: Sequence[int | None],
 ) -> Iterator[tuple[int, Option, "_Context"]]:
@@ -201,7 +202,7 @@ class _Context:
 def _list_contexts(
     traced: Trace,
     numbers: Mapping[int, int],
-    kept_states: Mapping[str, Sequence[tuple[int, ...]]],
+    kept_states: Mapping[Mode, Sequence[tuple[int, ...]]],
     coupled: Sequence[int | None] = (),
 ) -> Iterator[_Context]:
     """Yield the context of every unit."""
@@ -211,30 +212,30 @@ def _list_contexts(
     kept = _kept_storages(traced)
     halved = [*(len(given) > len(_number(given, numbers)) for given in traced.inputs), False]
     for k, reached in enumerate(coupled):
-        begins = traced.modes[max(k - 1, 0) : k + 1] != ["invert", "invert"]
-        if reached is not None and begins and set(traced.modes[k : reached + 1]) == {"invert"}:
+        begins = traced.modes[max(k - 1, 0) : k + 1] != [Mode.INVERT] * 2
+        if reached is not None and begins and set(traced.modes[k : reached + 1]) == {Mode.INVERT}:
             halved[k] = True
     held_before, own, run = set[int](), set[int](traced.fixed), 0  # states and other storages kept by the preceding units
     for k, mode in enumerate(traced.modes):
         given = [storages[number] for number in _number(traced.inputs[k], numbers)]
-        held = set[int]() if mode == "invert" else set[int]().union(*(storages[number] for number in kept_states[mode][k]))
-        if mode != "invert" and run:
+        held = set[int]().union(*(storages[number] for number in kept_states[mode][k]))
+        if run and not mode.inverts:
             held_before |= traced.pairs[k]
             run = 0
-        others = own | held_before - (traced.inputs[k] if mode == "invert" else held)
-        inverted, following = mode == "invert", traced.modes[k + 1 : k + 2] == ["invert"]
-        place = InRun(inverted and run == 0, inverted and not following, halved[k])
+        others = own | held_before - (traced.inputs[k] if mode.inverts else held)
+        following = traced.modes[k + 1 : k + 2] == [Mode.INVERT]
+        place = InRun(mode.inverts and run == 0, mode.inverts and not following, halved[k])
         yield _Context(place, halved[k + 1], own | held_before, held, others, given)
         own |= kept[k].keys()
         held_before |= held
-        run = run + 1 if mode == "invert" else 0
+        run = run + 1 if mode.inverts else 0
 
 
 def _list_aheads(
     traced: Trace,
     numbers: Mapping[int, int],
     names: Sequence[str],
-    kept_states: Mapping[str, Sequence[tuple[int, ...]]],
+    kept_states: Mapping[Mode, Sequence[tuple[int, ...]]],
     pairs: Sequence[tuple[int, ...]],
 ) -> Iterator[tuple[int, tuple[Mode, bool], Ahead]]:
     """Yield the units that drop something in a trace with look-ahead: index, variant, and backward."""
@@ -284,7 +285,7 @@ def _list_released(mode: Mode, begins_run: bool, before: Sequence[int], after: S
 
     The run then keeps the pair before the step; if the step begins the run, only bijections behind it are undone.
     """
-    if mode != "invert" or (begins_run and set(before) & set(after)):
+    if not mode.inverts or (begins_run and set(before) & set(after)):
         return ()
     return tuple(state for state in after if state not in before)
 
@@ -306,10 +307,10 @@ def _kept_outputs(inverted: Trace) -> list[Storages]:
     In this trace the inverted steps after a node keep none of its states; a node after it keeps its own inputs.
     """
     waiting, outputs = inverted.alive(inverted.backward_start).keys(), list[Storages]()
-    following = [*zip(inverted.inputs, inverted.modes, strict=True), (_NONE, "invert")][1:]
+    following = [*zip(inverted.inputs, inverted.modes, strict=True), (_NONE, Mode.INVERT)][1:]
     for mode, (before, after), (inputs, next_mode) in zip(inverted.modes, pairwise(inverted.pairs), following, strict=True):
-        made = after - before if mode == "selective" else _NONE
-        outputs.append((made - inputs if next_mode == "selective" else made) & waiting)
+        made = after - before if mode is Mode.SELECTIVE else _NONE
+        outputs.append((made - inputs if next_mode is Mode.SELECTIVE else made) & waiting)
     return outputs
 
 

@@ -20,8 +20,9 @@ from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.drift import count_invertible_steps
 from revzoo.runtime.layer_chain import LayerChain
 from revzoo.runtime.layout import LayoutEntry
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import map_tensors, tensors_in
-from revzoo.runtime.schedule import Mode, limit_inverted_runs
+from revzoo.runtime.schedule import limit_inverted_runs
 
 _EXAMPLES = 4  # whether a step can be inverted does not depend on the size of the batch
 
@@ -68,7 +69,7 @@ def predict_inversion_limit(model: nn.Module) -> int | None:
 
 def place_anchors(entries: list[LayoutEntry], limit: int | None) -> list[Mode]:
     """Return the schedule that inverts steps in runs of at most `limit`, with one recomputed step after each; nodes store."""
-    return limit_inverted_runs(["invert" if entry.can_invert else "store" for entry in entries], limit)
+    return limit_inverted_runs([Mode.INVERT if entry.can_invert else Mode.STORE for entry in entries], limit)
 
 
 def _first_examples(batch: Any) -> Any:

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,13 +28,13 @@ from revzoo.planning.solvers.schedule import peak
 from revzoo.planning.solvers.timeline import minimize_peak
 from revzoo.runtime.layer_rules import is_made_of_layers
 from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import MODES, Mode
 
 _RUNS = 5  # at least
 _ROUNDS = 4  # at least; after each, even a unit that shares its samples with no other has had every mode
-_MODES = ("store", "selective", "recompute")  # each runs again what the one before does, and more
+_NOT_INVERTED = MODES[:-1]  # each runs again what the one before does, and more
 _ROUNDING = 2**20  # bytes to which workspaces are rounded up: smaller blocks are not split, which differs from run to run
-_INVERTED = ("first", "invert")  # of a step both run all of it again
+_INVERTED = ("first", Mode.INVERT)  # of a step both run all of it again
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Timing:
     Args:
         step_seconds: one forward and backward with everything stored: the sum over all units and what runs between them.
         forward_seconds: of each unit when stored.
-        extra: for each unit, by mode, the time of forward and backward beyond storing [nanoseconds]; "first" is "invert" for a
+        extra: for each unit, by mode, the time of forward and backward beyond storing [nanoseconds]; "first" is `invert` for a
             step that begins a run of inverted steps.
         spread: by how much of itself a time differs if it is measured again: the standard error of the medians.
         runs: number of training steps that were run.
@@ -117,7 +118,7 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
                 total, forward, backward = _time_step(model, batch, modes, loss)
                 for k, variant in enumerate(list_variants(modes)):
                     samples[groups[k], variant].append(forward[k] + backward[k])
-                    if variant == "store":
+                    if variant == Mode.STORE:
                         forwards[groups[k]].append(forward[k])
                         backwards[groups[k]].append(backward[k])
                 rest.append(total - sum(forward) - sum(backward))
@@ -127,7 +128,7 @@ def measure_timing(model: nn.Module, batch: Any, problem: Problem, allowance: in
         for entry, group in zip(entries, groups, strict=True)
     }
     return Timing(
-        step_seconds=sum(seconds[group]["store"] for group in groups) + statistics.median(rest),
+        step_seconds=sum(seconds[group][Mode.STORE] for group in groups) + statistics.median(rest),
         forward_seconds=tuple(statistics.median(forwards[group]) for group in groups),
         extra=tuple(_extra_over_store(seconds[group]) for group in groups),
         spread=combine_spreads([*map(find_median, samples.values())]),
@@ -153,14 +154,14 @@ def estimate_timing(model: nn.Module, batch: Any, problem: Problem, allowance: i
     forwards: dict[Any, list[float]] = defaultdict(list)
     totals: list[float] = []
     with preserve_schedules(model):
-        _time_step(model, batch, cast(list[Mode], modes), loss)  # a warm-up
+        _time_step(model, batch, modes, loss)  # a warm-up
         for _ in repeat(_RUNS, lambda: find_median(totals).spread):
-            total, forward, _ = _time_step(model, batch, cast(list[Mode], modes), loss)
+            total, forward, _ = _time_step(model, batch, modes, loss)
             totals.append(total)
             for group, seconds in zip(groups, forward, strict=True):
                 forwards[group].append(seconds)
     medians = tuple(statistics.median(forwards[group]) for group in groups)
-    recomputed = sum(seconds for seconds, mode in zip(medians, modes, strict=True) if mode != "store")
+    recomputed = sum(seconds for seconds, mode in zip(medians, modes, strict=True) if mode.drops)
     return Timing(
         step_seconds=statistics.median(totals) - recomputed,
         forward_seconds=medians,
@@ -171,7 +172,7 @@ def estimate_timing(model: nn.Module, batch: Any, problem: Problem, allowance: i
 
 
 def _extra_of_a_forward(seconds: float) -> dict[str, int]:
-    return {"store": 0, **dict.fromkeys(("selective", "recompute", "invert", "first"), round(seconds * 1e9))}
+    return {Mode.STORE: 0, **dict.fromkeys((*MODES[1:], "first"), round(seconds * 1e9))}
 
 
 def price_by_time(problem: Problem, timing: Timing) -> Problem:
@@ -179,12 +180,10 @@ def price_by_time(problem: Problem, timing: Timing) -> Problem:
     return reprice(problem, lambda k, variant, _: timing.extra[k][variant])
 
 
-def list_variants(modes: Sequence[str]) -> Iterator[str]:
-    """Yield the modes, with "first" in place of an "invert" that begins a run of inverted steps."""
-    before = ""
-    for mode in modes:
-        yield "first" if mode == "invert" and before != "invert" else mode
-        before = mode
+def list_variants(modes: Sequence[Mode]) -> Iterator[str]:
+    """Yield the modes, with "first" in place of an `invert` that begins a run of inverted steps."""
+    for before, mode in pairwise((Mode.STORE, *modes)):
+        yield "first" if mode.inverts and not before.inverts else mode
 
 
 def _smooth(entry: LayoutEntry, samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -193,19 +192,19 @@ def _smooth(entry: LayoutEntry, samples: Mapping[str, Sequence[float]]) -> dict[
     A layer that is inverted runs its inverse, and nothing of its forward: that may take less than recomputing it.
     """
     runs_forward = entry.kind != "layer" and not is_made_of_layers(entry.module)
-    order = [variant for variant in (*_MODES, *(_INVERTED if runs_forward else ())) if variant in samples]
+    order = [variant for variant in (*_NOT_INVERTED, *(_INVERTED if runs_forward else ())) if variant in samples]
     medians = [(find_median(samples[variant]).seconds, len(samples[variant])) for variant in order]
     others = {variant: find_median(times).seconds for variant, times in samples.items() if variant not in order}
     return {**others, **dict(zip(order, smooth_rising(medians), strict=True))}
 
 
 def _extra_over_store(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return the extra time of each variant over storing; of "invert" and "first", one that was never run equals the other."""
+    """Return the extra time of each variant over storing; of `invert` and "first", one that was never run equals the other."""
     known = dict(seconds)
     for variant, other in (_INVERTED, _INVERTED[::-1]):
         if other in seconds:
             known.setdefault(variant, seconds[other])
-    return {variant: max(0, round((each - known["store"]) * 1e9)) for variant, each in known.items()}
+    return {variant: max(0, round((each - known[Mode.STORE]) * 1e9)) for variant, each in known.items()}
 
 
 def _work_key(entry: LayoutEntry, unit: Unit) -> Any:
@@ -239,14 +238,12 @@ def _draw_schedules(
     most: int,
 ) -> Iterator[list[Mode]]:
     """Yield schedules in which the first `most` units of each chosen group have every mode once, and all others keep least."""
-    menus: list[list[Mode]] = [["store", "selective", "recompute"] if entry.can_drop else ["store"] for entry in entries]
+    menus = [list(entry.modes) for entry in entries]
     seen: dict[Any, int] = defaultdict(int)
     for k, group in enumerate(groups):
-        menus[k] += ["invert"] if entries[k].can_invert else []
-        least: Mode = "invert" if entries[k].can_invert else "recompute" if entries[k].can_drop else "store"
         rng.shuffle(menus[k])
         if seen[group] >= most or group not in chosen:
-            menus[k] = [least]
+            menus[k] = [entries[k].modes[-1]]
         seen[group] += 1
     for turn in range(4):
         yield [menu[turn % len(menu)] for menu in menus]
@@ -298,7 +295,7 @@ def measure_workspace(
     if device.type != "cuda":
         return 0
     problem = replace(problem, update_bytes=0)  # no update is run
-    modes = cast(list[Mode], minimize_peak(problem)[1]) if modes is None else modes
+    modes = minimize_peak(problem)[1] if modes is None else modes
     with preserve_schedules(model):
         _time_step(model, batch, modes, loss, problem.lookahead)  # a warm-up: cuDNN tries kernels that it does not choose
         with memory_errors(), isolated(model, batch) as inputs:

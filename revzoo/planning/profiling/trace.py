@@ -25,8 +25,8 @@ from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.live_bytes import LiveBytes, Storages
 from revzoo.runtime.lookahead import Recoverable, observe_recoveries
 from revzoo.runtime.lookahead_setting import LookaheadOption
+from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import observe_inversions
-from revzoo.runtime.schedule import Mode
 
 _SNAPSHOT_EVERY = 2048  # positions: fewer take more memory, more take longer
 
@@ -176,7 +176,7 @@ def trace(
         lookahead: how many units are recovered ahead of backward.
     """
     assign_schedule(model, modes, lookahead)
-    traced, flops, live = Trace(list(modes)), FlopCounter(), LiveBytes()
+    traced, flops, live = Trace([Mode(mode) for mode in modes]), FlopCounter(), LiveBytes()
     recorder = _Recorder(traced, flops, live, list_units(model))
     with (
         flops,
@@ -247,7 +247,7 @@ class _Recorder:
         self._trace.saved.append(frozenset())
         self.mark("forward", unit)
         # In the other modes the runtime has saved-tensor hooks of its own, and the rest of a network may have some.
-        if self._trace.modes[unit] == "store" and self._units[unit].can_drop:
+        if not self._trace.modes[unit].drops and self._units[unit].can_drop:
             self.saving.enter_context(torch.autograd.graph.saved_tensors_hooks(self._note_saved, _unpack))
 
     def end_forward(self, unit: int) -> None:

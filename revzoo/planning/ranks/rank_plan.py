@@ -21,7 +21,7 @@ from revzoo.planning.profiling.trace import LossFunction
 from revzoo.planning.ranks.division import Division, RankBytes, count_rank_bytes
 from revzoo.planning.ranks.rank_copy import Collective, RankMode, divide_copy
 from revzoo.planning.setting import Setting, read_setting
-from revzoo.runtime.schedule import MODES, Mode
+from revzoo.runtime.mode import MODES, Mode
 from revzoo.sharding.shard import Precision
 
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bytes of gradients that DDP sends together, unless it is told otherwise
@@ -151,7 +151,7 @@ def _divide(
         accumulated_gradients(trained) if adds_up else nullcontext(),
     ):
         if mode is not None and division.tensor_parallel > 1:  # DTensor tries out every operation once, which would count
-            count_peak(trained, batch, ["store"] * len(trained.units))
+            count_peak(trained, batch, [Mode.STORE] * len(trained.units))
             mode.forget_steps()
         yield trained, mode
 

@@ -15,7 +15,7 @@ from revzoo.planning.reforwarding.planned_call import PlannedCall
 from revzoo.planning.reforwarding.schedules import set_schedules
 from revzoo.planning.setting import Setting, read_setting
 from revzoo.runtime.graph.captured_call import replace_call, restore_call
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ModulePlan:
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             graphs = tuple(GraphPlan(**{key: _freeze(value) for key, value in each.items()}) for each in fields["graphs"])
-            schedules = _freeze(fields["schedules"])
+            schedules = tuple((name, tuple(map(Mode, modes))) for name, modes in fields["schedules"])
             setting = {key: _freeze(value) for key, value in fields["setting"].items()}
             return cls(
                 **{

@@ -310,7 +310,7 @@ class _Step:
 
     def _describe_chains(self) -> Iterator[str]:
         for path, modes in self._schedules.items():
-            if counts := Counter(mode for mode in modes if mode != "store"):
+            if counts := Counter(mode for mode in modes if mode.drops):
                 parts = join_names([f"{count} {mode}" for mode, count in counts.items()])
                 yield f"Of the {len(modes)} units of {path}, {parts}."
 

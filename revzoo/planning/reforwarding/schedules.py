@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from revzoo.analysis.chains import find_chains
-from revzoo.runtime.schedule import Mode
+from revzoo.runtime.mode import Mode
 
 Schedules = Mapping[str, list[Mode]]
 
@@ -23,7 +23,7 @@ def list_schedules(module: nn.Module) -> Iterator[Schedules]:
     Units that are not stored have the mode that they have now. Of nested chains, the outermost has the schedule.
     """
     own = _read_schedules(module)
-    stored: dict[str, list[Mode]] = {path: ["store"] * len(modes) for path, modes in own.items()}
+    stored = {path: [Mode.STORE] * len(modes) for path, modes in own.items()}
     yield stored
     units = sum(map(len, own.values()))
     latest: Schedules = stored

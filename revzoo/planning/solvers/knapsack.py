@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from revzoo.planning.solvers.problem import Problem
 from revzoo.planning.solvers.schedule import follow_schedule, loss_need_bytes, peak
+from revzoo.runtime.mode import Mode
 
 _Ints = NDArray[Any]
 _UP = 1 + 2e-15  # more than the rounding errors of one product and one quotient: an upper bound must not come out too low
@@ -125,7 +126,7 @@ def _prefix_sums(numbers: Sequence[int]) -> _Ints:
     return np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])
 
 
-def solve_knapsack(problem: Problem, budget: int, baseline: Baseline = "peak") -> list[str] | None:
+def solve_knapsack(problem: Problem, budget: int, baseline: Baseline = "peak") -> list[Mode] | None:
     """Return the schedule of the additive model: store the steps that save most time per byte, invert all others.
 
     The model adds the bytes of the stored steps to a baseline m_o, that of the schedule that inverts every step that it can.
@@ -142,8 +143,8 @@ def solve_knapsack(problem: Problem, budget: int, baseline: Baseline = "peak") -
         without its table over bytes; nodes always store.
     """
     options = [{option.mode: option for option in unit.options} for unit in problem.units]
-    steps = [k for k, unit in enumerate(problem.units) if unit.first and "invert" in options[k] and "store" in options[k]]
-    modes = ["invert" if k in steps else "store" for k in range(len(options))]
+    steps = [k for k, unit in enumerate(problem.units) if unit.first and options[k].keys() >= {Mode.INVERT, Mode.STORE}]
+    modes = [Mode.INVERT if k in steps else Mode.STORE for k in range(len(options))]
     inverted = list(follow_schedule(problem, modes))
     if baseline == "peak":
         baseline_bytes = peak(problem, modes)
@@ -152,9 +153,9 @@ def solve_knapsack(problem: Problem, budget: int, baseline: Baseline = "peak") -
         baseline_bytes = problem.fixed_bytes + kept + loss_need_bytes(problem, inverted[-1].after.held) - problem.loss_bytes
     if baseline_bytes > budget:
         return None
-    stored = [options[k]["store"] for k in steps]
+    stored = [options[k][Mode.STORE] for k in steps]
     saved = [inverted[k].cost - store.cost for k, store in zip(steps, stored, strict=True)]
     sizes = [store.kept_bytes + problem.bytes_of(store.kept_states, frozenset()) for store in stored]
     for i in choose_subset(saved, sizes, budget - baseline_bytes).chosen:
-        modes[steps[i]] = "store"
+        modes[steps[i]] = Mode.STORE
     return modes

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
+from revzoo.runtime.mode import Mode
+
 _FEW_INPUTS = 2  # as the units of the zoo have; more can be any number
 
 
@@ -94,7 +96,7 @@ class Option:
     """One unit in one mode.
 
     Args:
-        mode: "store", "selective", "recompute" or "invert".
+        mode: of the unit.
         kept_bytes: bytes of its own, states not included, that the unit keeps from its forward until its backward.
         kept_states: states that the unit keeps as well, from its inputs or its outputs.
         forward_bytes: peak of what the unit allocates during its forward; the states before it are not counted.
@@ -109,7 +111,7 @@ class Option:
         left_bytes: alive from its forward to the end of all forwards, and not kept: casts of its weights under autocast.
     """
 
-    mode: str
+    mode: Mode
     kept_bytes: int
     kept_states: tuple[int, ...]
     forward_bytes: int
@@ -131,10 +133,10 @@ class Unit:
         name: as in `model.units`.
         pair: its input and the older stream, each listed once.
         inputs: states passed to it, each listed once.
-        options: its modes, one option each. The option of "invert" is the one inside a run of inverted steps.
-        first: the option of "invert" for a step that begins a run; None if this unit cannot begin one.
+        options: its modes, one option each. The option of `invert` is the one inside a run of inverted steps.
+        first: the option of `invert` for a step that begins a run; None if this unit cannot begin one.
         beside: states alive while its forward runs, whatever the schedule: the pair, and what a chain was called with.
-        in_runs: of a layer, the options of "invert" that take the place of those two; of a node, those for an input in halves.
+        in_runs: of a layer, the options of `invert` that take the place of those two; of a node, those for an input in halves.
         coupled: of a layer, the index of the coupled one that it hands halves to if both are in the run that it begins.
     """
 
@@ -178,6 +180,11 @@ class Problem:
     def update_peak(self) -> int:
         """Peak of the optimizer's update, the same for every schedule; 0 if it takes nothing."""
         return self.fixed_bytes + self.update_bytes if self.update_bytes else 0
+
+    @property
+    def all_stored(self) -> list[Mode]:
+        """The schedule that stores everything."""
+        return [Mode.STORE] * len(self.units)
 
     @property
     def counts_lookahead(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, cast
 
 from revzoo.planning.solvers.problem import Ahead, InRun, Option, Problem, Recovery, Unit
+from revzoo.runtime.mode import Mode
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Edge:
         after: the place after the unit.
     """
 
-    mode: str
+    mode: Mode
     cost: int
     forward_bytes: int
     backward_bytes: int
@@ -93,7 +94,7 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
     """
     unit, run, held = problem.units[k], before.run, before.held
     for option, goes_on in _list_options(unit, k, before):
-        inverted = option.mode == "invert"
+        inverted = option.mode.inverts
         closed = unit.pair if run and not inverted else ()  # the run ends before this unit and keeps its pair
         closed_bytes, held_before = problem.bytes_of(closed, held), held.union(closed)
         beside_bytes = problem.bytes_of(unit.beside or unit.pair, held_before)
@@ -125,7 +126,7 @@ def list_edges(problem: Problem, k: int, before: Place) -> Iterator[Edge]:
 def _list_options(unit: Unit, k: int, before: Place) -> Iterator[tuple[Option, bool | None]]:
     """Yield the options that unit k has at a place, and whether the next unit is then inverted too."""
     for option in unit.options:
-        inverted = option.mode == "invert"
+        inverted = option.mode.inverts
         if before.goes_on is not None and before.goes_on != inverted:
             continue
         if not inverted:
@@ -176,7 +177,7 @@ def _pass_by(problem: Problem, unit: Unit, option: Option, before: Place, closed
 def _look_ahead(problem: Problem, unit: Unit, ahead: Ahead, before: Place, closed: Sequence[int], edge: Edge) -> Iterator[Edge]:
     """Yield the edge of a unit that is recovered ahead, and the edge of one that backward recovers first."""
     recovery, released = before.awaited or Recovery(0, 0), set[int]()
-    goes_on = edge.mode == "invert" and before.run > 0
+    goes_on = edge.mode.inverts and before.run > 0
     if not goes_on:
         released.update(recovery.released)
     rest = ahead.paired_bytes if goes_on and not recovery.released else ahead.after_bytes
@@ -203,13 +204,13 @@ def follow_schedule(problem: Problem, modes: Sequence[str]) -> Iterator[Edge]:
     modes = list(modes)
     place, last = Place(), _find_last_dropping(problem, modes)
     for k, (unit, mode) in enumerate(zip(problem.units, modes, strict=True)):
-        is_over, goes_on = last is not None and k >= last, modes[k + 1 : k + 2] == ["invert"]
-        edges = {
+        is_over, goes_on = last is not None and k >= last, modes[k + 1 : k + 2] == [Mode.INVERT]
+        edges: dict[str, Edge] = {
             edge.mode: edge
             for edge in list_edges(problem, k, place)
             if edge.after.is_over == is_over
             and edge.after.goes_on in (None, goes_on)
-            and (edge.after.coupled is None or edge.after.halved == ({*modes[k : edge.after.coupled + 1]} == {"invert"}))
+            and (edge.after.coupled is None or edge.after.halved == ({*modes[k : edge.after.coupled + 1]} == {Mode.INVERT}))
         }
         if mode not in edges:
             raise ValueError(f"Unit {unit.name!r} has the modes {', '.join(edges)} here. Received: {mode!r}.")

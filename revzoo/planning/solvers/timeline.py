@@ -42,6 +42,7 @@ from revzoo.planning.solvers.lower_bound import LowerBound
 from revzoo.planning.solvers.problem import Option, Problem
 from revzoo.planning.solvers.schedule import Place, cost, peak
 from revzoo.planning.solvers.search_states import ABOVE_ALL, Layer, Node, need_at_the_end, reach_search_states
+from revzoo.runtime.mode import Mode
 
 _Partials = NDArray[np.int64]  # partial solutions, one per column; by rising bytes and falling cost
 _BYTES, _COST, _EDGE, _REST = range(4)  # their rows: _EDGE indexes the node's edges, _REST the successor's partial solutions
@@ -59,7 +60,7 @@ class Schedule:
         gap: upper bound on (its cost - the lowest) / its cost; 0.0 says that none is cheaper.
     """
 
-    modes: list[str]
+    modes: list[Mode]
     gap: float = 0.0
 
 
@@ -67,7 +68,7 @@ class _TooManyError(Exception):
     """A search has more partial solutions than it may keep."""
 
 
-def solve_timeline(problem: Problem, budget: int) -> list[str] | None:
+def solve_timeline(problem: Problem, budget: int) -> list[Mode] | None:
     """Return the modes of `find_schedule`, or None where nothing fits: see `minimize_peak`."""
     schedule = find_schedule(problem, budget)
     return None if schedule is None else schedule.modes
@@ -123,7 +124,7 @@ def _find_if_nothing_is_left(problem: Problem, budget: int) -> Schedule | None:
         return _search_near_bound(problem, layers, budget)
 
 
-def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
+def minimize_peak(problem: Problem) -> tuple[int, list[Mode]]:
     """Return the smallest peak that a schedule can have [bytes], and the cheapest schedule with that peak.
 
     Where what units leave in forward makes the peak, it is the smaller one of two schedules, found as in `find_schedule`.
@@ -138,7 +139,7 @@ def minimize_peak(problem: Problem) -> tuple[int, list[str]]:
     return actual, modes
 
 
-def _minimize_if_nothing_is_left(problem: Problem) -> tuple[int, list[str]]:
+def _minimize_if_nothing_is_left(problem: Problem) -> tuple[int, list[Mode]]:
     layers = reach_search_states(problem, ABOVE_ALL)
     rest = {place: need_at_the_end(problem, place) for place in layers[-1]}
     for layer in reversed(layers[:-1]):
@@ -186,7 +187,7 @@ def _search(
     most: int,
     is_above: Callable[[int, Place, _Partials], NDArray[np.bool_]] | None = None,
     each: int | None = None,
-) -> tuple[list[str], int] | None:
+) -> tuple[list[Mode], int] | None:
     """Return the modes of the cheapest schedule and its cost; None where there is none.
 
     Args:
