@@ -265,8 +265,8 @@ class BlockStep(nn.Module):
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
         pair, segment, grid, round = self._find_states(x)
-        forward = Forward(x, round, side=arguments, grid=grid)  # settings may differ from block to block
-        pair, segment = run_link(Step(self, self.name, self.chain.coupling, mode), pair, segment, forward)
+        with Forward(x, round, side=arguments, grid=grid) as forward:  # settings may differ from block to block
+            pair, segment = run_link(Step(self, self.name, self.chain.coupling, mode), pair, segment, forward)
         if segment is not None:
             segment.end(pair)
         is_last = self.index + 1 == len(self.chain._schedule)

@@ -268,8 +268,9 @@ def _run_recorded(
     forward.drift = drift = _pending_drift(steps, x1)
     if grid is None:
         _refuse_growing_errors(steps, x1.dtype)
-    for link in links:
-        pair, segment = run_link(link, pair, segment, forward)
+    with forward:
+        for link in links:
+            pair, segment = run_link(link, pair, segment, forward)
     if segment is not None:
         segment.end(pair)
     if drift is not None:

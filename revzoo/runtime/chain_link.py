@@ -55,6 +55,8 @@ def run_link(
     if link.mode.drops:
         call = record_step(link, forward, watched=is_first)
         recoverer = segment or SavedInputs(pair[1:], forward.round)
+    else:
+        forward.snapshots = None  # it may draw random numbers
     out = call_step(link, pair, forward.side, call, recoverer)
     following = update.advance(pair, out)
     if segment is not None:

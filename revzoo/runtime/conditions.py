@@ -5,26 +5,18 @@ holds (`inventory.py`). The first run notes them, every later one restores them.
 statistics are the same before and after.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from threading import RLock
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.host_copy import find_graph
-from revzoo.runtime.forward import Forward, processes_communicate
+from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import Inventory, Tensors, get_root, take_inventory
 from revzoo.runtime.random_state import RandomState, find_generators
-
-# Threads share random streams and buffers. While a step runs in one thread, no other runs a step on the same device.
-_turns: dict[torch.device, RLock] = {}
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turns.clear)  # the thread that holds one does not exist in the child
-_LONGEST_WAIT_SECONDS = 600.0
+from revzoo.runtime.turn import take_turn
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 
@@ -40,7 +32,7 @@ class Conditions:
     """
 
     __slots__ = (
-        "_f", "_graph", "_held_turn", "_name", "_statistics", "_versions", "fixed", "forward", "inventory", "random",
+        "_f", "_graph", "_name", "_statistics", "_versions", "fixed", "forward", "inventory", "random",
     )  # fmt: skip
 
     def __init__(self, f: Callable[..., Any], name: str, forward: Forward, inventory: Inventory | None = None):
@@ -55,20 +47,18 @@ class Conditions:
             moving = zip(inventory.statistics, inventory.only_moves, strict=True)
             self._statistics = [None if moves else _clone(buffers) for buffers, moves in moving]
         self._graph: object = None
-        self._held_turn = take_turn(forward.device, name)
         generators = forward.generators
         if not inventory.devices <= forward.devices:
             generators = find_generators(inventory.devices | forward.devices)
-        self.random = RandomState(generators)
+            forward.snapshots = None
+        self.random = RandomState(generators, forward.snapshots)
 
     def end_first_run(self) -> None:
-        """Note how the random streams have moved, and let other threads run steps. Call it also if the run has failed."""
-        try:
-            self.random.end_first_run()
-            if self.random.has_drawn:
-                self._graph = find_graph()
-        finally:
-            self._held_turn.release()
+        """Note how the random streams have moved."""
+        snapshots = self.random.end_first_run()
+        self.forward.snapshots = snapshots if self.random.generators is self.forward.generators else None
+        if self.random.has_drawn:
+            self._graph = find_graph()
 
     def require_repeatable(self) -> None:
         """Raise RecoveryError if f has changed a buffer or parameter of its own, so that a second run would not repeat it."""
@@ -93,36 +83,36 @@ class Conditions:
                 "second run would draw others. Capture both in one graph (torch.cuda.make_graphed_callables makes two), or set "
                 "its schedule to 'store'."
             )
-        turn = take_turn(self.forward.device, self._name)
+        turn = take_turn(self.forward.device)
         states: list[Tensor] | None = None
         root, training, statistics, entered, attributes = None, inventory.training, None, None, None
         try:
             if inventory.training:
                 root = get_root(self._f)  # type: ignore[arg-type]
                 training = inventory.read_training(root)
+                if training != inventory.training:
+                    inventory.set_training(root, inventory.training)
+                if inventory.statistics:
+                    statistics = self._rewind_statistics()
                 # FSDP gathers weights before a call and frees them later, whatever the end of the call.
                 if (inventory.sets_attributes or self.is_observed) and not self.forward.is_one_of_several:
                     attributes = inventory.read_attributes(root)
                 inventory.trials -= 1
-                if training != inventory.training:
-                    inventory.set_training(root, inventory.training)
-            if inventory.statistics:
-                statistics = self._rewind_statistics()
             if random.has_drawn or self.forward.round is not None:
                 states = random.rewind()
             entered = settings.enter()
             return run(*args)
         finally:
-            if entered is not None:
-                settings.leave(entered)
+            if entered is not None and settings.leave(entered, look=attributes is not None):
+                inventory.sets_attributes = True
             if states is not None:
                 random.restore(states)
+            if attributes is not None:
+                inventory.sets_attributes |= attributes.restore()
             if statistics is not None:
                 for buffers, present in zip(inventory.statistics, statistics, strict=True):
                     buffers.update(present)
-            if attributes is not None and attributes.restore():
-                inventory.sets_attributes = True
-            if root is not None and inventory.read_training(root) != training:
+            if root is not None and training != inventory.training:
                 inventory.set_training(root, training)
             turn.release()
 
@@ -184,29 +174,3 @@ class Conditions:
 
 def _clone(buffers: Mapping[str, Tensor | None]) -> Tensors:
     return {key: b if b is None else b.clone() for key, b in buffers.items()}
-
-
-def take_turn(device: torch.device, name: str) -> RLock:
-    """Wait until no other thread runs a step on the device; return what to release.
-
-    Where processes communicate, threads do not wait: a collective of one could be waiting for the other.
-
-    Raises:
-        RecoveryError: another thread keeps running a step.
-    """
-    turn = _turns.get(device) or _turns.setdefault(device, RLock())
-    if turn.acquire(False):
-        return turn
-    if processes_communicate():
-        turn = RLock()
-    if not turn.acquire(timeout=_LONGEST_WAIT_SECONDS):
-        raise RecoveryError(
-            f"{name} has waited {_LONGEST_WAIT_SECONDS:g} seconds for a step that another thread runs on {device}. Run their "
-            "forwards and backwards in one thread, or in two processes."
-        )
-    return turn
-
-
-def runs_step() -> bool:
-    """Return whether this thread is running a step."""
-    return any(cast(Any, turn)._is_owned() for turn in list(_turns.values()))

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.random_state import find_generators
+from revzoo.runtime.random_state import Snapshot, find_generators
 from revzoo.runtime.settings import Settings
 from revzoo.runtime.tripwire import Round
+from revzoo.runtime.turn import processes_communicate, take_turn
 
 if TYPE_CHECKING:
     from revzoo.runtime.drift import Drift
@@ -16,14 +17,10 @@ if TYPE_CHECKING:
     from revzoo.runtime.lookahead import Lookahead
 
 
-def processes_communicate() -> bool:
-    """Return whether this process is one of several that torch.distributed connects."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
-
-
 class Forward:
     """The surroundings of the calls of one forward: settings, side input, random streams, who looks on.
+
+    Its calls are made inside a `with` statement, during which no other thread runs steps on the device.
 
     Args:
         x: an input of the forward, which tells the device.
@@ -33,6 +30,7 @@ class Forward:
         grid: of the states; None in floating point.
 
     Attributes:
+        snapshots: the states of the random streams behind the latest call, if it was a recorded one.
         drift: measures what rounding loses, if not None.
     """
 
@@ -50,6 +48,7 @@ class Forward:
         self.settings = Settings(x.device)
         self.spacing = self.settings.spacing
         self.generators = find_generators((x.device,))
+        self.snapshots: list[Snapshot] | None = None
         self.lookahead = lookahead
         self.grid = grid
         self.round = round
@@ -57,3 +56,10 @@ class Forward:
         self.is_one_of_several = processes_communicate()
         self.side = side
         self.side_tensors = [] if side is None else [t for t in tensors_in(side) if not t.is_inference()]
+
+    def __enter__(self) -> "Forward":
+        self._turn = take_turn(self.device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._turn.release()

@@ -19,7 +19,6 @@ from revzoo.sharded import is_sharded
 
 Tensors = dict[str, Tensor | None]
 _NAME = "_revzoo_inventory"  # in the module's __dict__
-_values: Callable[[dict[str, Any]], Any] = dict.values
 _is_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 _get_device: Callable[[Tensor], torch.device] = attrgetter("device")
@@ -45,8 +44,9 @@ class Inventory:
         modules = [] if root is None else _walk(root, silent)
         self._inside = modules[1:]
         self.training = list(map(_is_training, modules))
-        self._dictionaries = [cast(dict[str, Any], d) for m in modules for d in (m._modules, m._parameters, m._buffers)]
-        self._entries = list(chain.from_iterable(map(_values, self._dictionaries)))
+        # Views of dictionaries, which show what is in them at any time.
+        self._entries = [cast(dict[str, Any], d).values() for m in modules for d in (m._modules, m._parameters, m._buffers)]
+        self._ids = list(map(id, chain.from_iterable(self._entries)))
         moving = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
         self.statistics: list[Tensors] = [m._buffers for m in moving]
         self.only_moves = [_only_moves(m) for m in moving]
@@ -67,8 +67,7 @@ class Inventory:
 
     def has_same_entries(self) -> bool:
         """Return whether every dictionary holds the very objects that it held."""
-        now, then = self._dictionaries, self._entries
-        return sum(map(len, now)) == len(then) and all(map(is_, chain.from_iterable(map(_values, now)), then))
+        return list(map(id, chain.from_iterable(self._entries))) == self._ids
 
     def read_training(self, root: nn.Module) -> list[bool]:
         """Return the training flags of all modules as they are now."""

@@ -164,26 +164,27 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
     round = begin_round(layers[0].module, x, tuple([(id(layer.module), layer.mode) for layer in layers]))
     forward = Forward(x, round, lookahead=lookahead)
     recording: Recording | None = None
-    for is_inverted, run in groupby(expand(layers), key=lambda layer: layer.is_inverted):
-        if is_inverted:
-            inverted = list(run)
-            begin_call(inverted[0].module, (x,))
-            recording = Recording(InvertedSegment(False, forward.round), x, inverted, forward)
-            del x  # freed as soon as it is not needed
-            for layer in inverted:
-                if layer is not inverted[0]:
-                    begin_call(layer.module, recording.states)
-                recording.run(layer)
-                end_call(layer.module, recording.states)
-            continue
-        if recording is not None:
-            x, recording = recording.end(), None
-        for layer in run:
-            begin_call(layer.module, (x,))
-            if layer.mode.keeps_input:
-                call = RecordedCall(layer.module, layer.name, forward, selective=layer.mode.keeps_products)
-                x = call.first_run(SavedInputs((x,), forward.round), x)
-            else:
-                x = layer.module(x)
-            end_call(layer.module, x)
+    with forward:
+        for is_inverted, run in groupby(expand(layers), key=lambda layer: layer.is_inverted):
+            if is_inverted:
+                inverted = list(run)
+                begin_call(inverted[0].module, (x,))
+                recording = Recording(InvertedSegment(False, forward.round), x, inverted, forward)
+                del x  # freed as soon as it is not needed
+                for layer in inverted:
+                    if layer is not inverted[0]:
+                        begin_call(layer.module, recording.states)
+                    recording.run(layer)
+                    end_call(layer.module, recording.states)
+                continue
+            if recording is not None:
+                x, recording = recording.end(), None
+            for layer in run:
+                begin_call(layer.module, (x,))
+                if layer.mode.keeps_input:
+                    call = RecordedCall(layer.module, layer.name, forward, selective=layer.mode.keeps_products)
+                    x = call.first_run(SavedInputs((x,), forward.round), x)
+                else:
+                    x = layer.module(x)
+                end_call(layer.module, x)
     return x if recording is None else recording

@@ -45,8 +45,9 @@ def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, loo
     send_comparisons()
     judge_arrived()
     forward = Forward(inputs[0], begin_round(module, inputs[0], (mode,)), lookahead=lookahead)
-    call = RecordedCall(module, name, forward, selective=mode.keeps_products)
-    return call.first_run(SavedInputs(inputs, forward.round), *inputs)
+    with forward:
+        call = RecordedCall(module, name, forward, selective=mode.keeps_products)
+        return call.first_run(SavedInputs(inputs, forward.round), *inputs)
 
 
 def require_tensors(out: Any, name: str, count: int | None = None) -> None:

@@ -70,24 +70,26 @@ class RandomState:
 
     Args:
         generators: of the devices that the call computes on.
+        before: their states, if nothing has drawn since they were read.
     """
 
-    __slots__ = ("_after", "_before", "_generators", "has_drawn")
+    __slots__ = ("_after", "_before", "generators", "has_drawn")
 
-    def __init__(self, generators: Sequence[Generator]):
-        self._generators = generators
-        self._before = self._after = take_snapshots(generators)
+    def __init__(self, generators: Sequence[Generator], before: list[Snapshot] | None = None):
+        self.generators = generators
+        self._before = self._after = take_snapshots(generators) if before is None else before
         self.has_drawn = False  # whether the first run drew a number
 
-    def end_first_run(self) -> None:
-        """Record the states after the call."""
-        self._after = take_snapshots(self._generators)
+    def end_first_run(self) -> list[Snapshot]:
+        """Record the states after the call, and return them."""
+        self._after = take_snapshots(self.generators)
         self.has_drawn = not _are_same(self._before, self._after)
+        return self._after
 
     @property
     def has_drawn_all(self) -> bool:
         """Whether as many numbers have been drawn as in the first run."""
-        return _leaves_alone.get() or _are_same(take_snapshots(self._generators), self._after)
+        return _leaves_alone.get() or _are_same(take_snapshots(self.generators), self._after)
 
     @property
     def has_to_draw(self) -> bool:
@@ -103,14 +105,14 @@ class RandomState:
         """Go back to the states before the call; return the present ones, for `restore`."""
         if _leaves_alone.get():
             return []
-        present = [generator.get_state() for generator in self._generators]
-        for generator, snapshot in zip(self._generators, self._before, strict=True):
+        present = [generator.get_state() for generator in self.generators]
+        for generator, snapshot in zip(self.generators, self._before, strict=True):
             generator.set_state(snapshot.state)
         return present
 
     def restore(self, states: list[Tensor]) -> None:
         """Go to the given states."""
-        for generator, state in zip(self._generators, states, strict=False):  # no states if nothing was rewound
+        for generator, state in zip(self.generators, states, strict=False):  # no states if nothing was rewound
             generator.set_state(state)
 
 

@@ -89,7 +89,8 @@ class Settings:
         for kind in {"cpu", device.type} - {"meta"}:
             settings += _find_autocast(kind)
         self._readers, self._writers = [read for read, _ in settings], [write for _, write in settings]
-        self._values = self._read()
+        self._values = self._present = self._read()
+        self._task = -1  # the backward in which the present ones were read
         self._device = _read_default_device()
         autocast = [torch.finfo(dtype).eps for enabled, dtype in zip(*[iter(self._values[self._shared :])] * 2) if enabled]
         # Relative spacing of the coarsest numbers that are computed with, whatever the operands are. On a GPU, float32
@@ -102,8 +103,11 @@ class Settings:
         return self._read()[: self._shared] == self._values[: self._shared]
 
     def enter(self) -> _Entered:
-        """Put these settings in force; return what `leave` takes."""
-        present, device = self._read(), None
+        """Put these settings in force; return what `leave` takes. The present ones are read once in a backward."""
+        task, device = _C._current_graph_task_id(), None
+        if task == -1 or task != self._task:
+            self._task, self._present = task, self._read()
+        present = self._present
         if present != self._values:
             torch.autocast_increment_nesting()  # as `torch.autocast` does, which looks up the device's properties each time
             self._write(self._values, present)
@@ -112,16 +116,22 @@ class Settings:
             device.__enter__()  # a context, since the present one may be that of a `with` of the user
         return present, device
 
-    def leave(self, entered: _Entered) -> None:
-        """Put the earlier settings in force again, whatever has been set meanwhile."""
+    def leave(self, entered: _Entered, *, look: bool = True) -> bool:
+        """Put the earlier settings in force again; return whether the run has left others than it was given.
+
+        Args:
+            entered: what `enter` has returned.
+            look: whether to look for that.
+        """
         present, device = entered
         if device is not None:
             device.__exit__(None, None, None)
+        now = self._read() if look else self._values
         if present != self._values and torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        now = self._read()
         if now != present:
             self._write(present, now)
+        return now != self._values
 
     def _read(self) -> list[Any]:
         return list(map(call, self._readers))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime import ReversibleChain, conditions
+from revzoo.runtime import ReversibleChain, conditions, turn
 
 DROPPING = ["invert", "recompute", "selective", ["invert", "recompute", "invert", "invert"]]
 
@@ -96,7 +96,7 @@ def test_two_threads_differentiate_one_graph(schedule):
 
 def test_a_thread_that_waits_in_vain_is_told_so(monkeypatch):
     """Here one thread runs a step that waits for a step of the other."""
-    monkeypatch.setattr(conditions, "_LONGEST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(turn, "_LONGEST_WAIT_SECONDS", 0.05)
     entered, done = threading.Event(), threading.Event()
 
     class Waiting(nn.Module):
@@ -109,7 +109,7 @@ def test_a_thread_that_waits_in_vain_is_told_so(monkeypatch):
         entered.wait(10)
         try:
             with pytest.raises(
-                RecoveryError, match=r"steps\.0 has waited 0\.05 seconds for a step that another thread runs on cpu"
+                RecoveryError, match=r"A step has waited 0\.05 seconds for a step that another thread runs on cpu"
             ):
                 ReversibleChain([nn.Tanh()])(*torch.ones(2, 3, requires_grad=True).unbind())
         finally:
@@ -138,20 +138,20 @@ def test_where_processes_communicate_threads_do_not_wait_for_each_other(monkeypa
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_forked_while_another_thread_runs_a_step_need_not_wait_for_it():
-    turn = conditions.take_turn(torch.device("cpu"), "step")
+    held = turn.take_turn(torch.device("cpu"))
     pids = []
 
     def fork() -> None:
         pid = os.fork()
         if pid == 0:
-            free = conditions._turns.get(torch.device("cpu"), threading.RLock()).acquire(blocking=False)
+            free = turn._turns.get(torch.device("cpu"), threading.RLock()).acquire(blocking=False)
             os._exit(0 if free else 1)
         pids.append(pid)
 
     thread = threading.Thread(target=fork)
     thread.start()
     thread.join()
-    turn.release()
+    held.release()
     assert os.waitpid(pids[0], 0)[1] == 0
 
 
@@ -169,9 +169,9 @@ def test_a_random_stream_that_cannot_be_read_leaves_no_thread_waiting(monkeypatc
     free: list[bool] = []
 
     def try_to_take() -> None:
-        turn = conditions._turns[torch.device("cpu")]
-        if turn.acquire(blocking=False):
-            turn.release()
+        lock = turn._turns[torch.device("cpu")]
+        if lock.acquire(blocking=False):
+            lock.release()
             free.append(True)
 
     run_in_threads(try_to_take)
