@@ -180,6 +180,7 @@ class InvertedSegment:
         self._has_ended = False
         self._at = 0  # the boundary that the states belong to
         self._needed = 0  # how many items inversion may go over again
+        self._frees = False  # whether what layers keep for that can be freed. With an origin it may start again at the end
         self._in_use: list[RecordedCall] = []  # the calls recovered last
         self._watch = Watch()
         self._rounding: Rounding | None = None  # of the states rebuilt; none before the first
@@ -219,6 +220,7 @@ class InvertedSegment:
         """
         fingerprint = show = None
         if call is not None:
+            self._frees |= update.inverts_first and self._origin is None
             call.place = len(self._items)
             if self._first is None:
                 self._first = call.place
@@ -255,7 +257,7 @@ class InvertedSegment:
             if passed is not None:
                 passed.end_runs()
                 note_inversion(passed.f)
-        if self._needed > self._at and self._origin is None:
+        if self._frees and self._needed > self._at:
             self._free_passed()
         while self._at < goal:
             self._advance()
@@ -297,7 +299,7 @@ class InvertedSegment:
     def _free_passed(self) -> None:
         """Free what the inversion of calls needs that have been undone, once the graph has freed what they saved.
 
-        Then no second backward can come by. With an origin, one that has been interrupted may start again at the end.
+        Then no second backward can come by.
         """
         while self._needed > self._at:
             call = self._items[self._needed - 1].call

@@ -91,6 +91,7 @@ class Settings:
         self._readers, self._writers = [read for read, _ in settings], [write for _, write in settings]
         self._values = self._present = self._read()
         self._task = -1  # the backward in which the present ones were read
+        self._differs = False  # whether they are others
         self._device = _read_default_device()
         autocast = [torch.finfo(dtype).eps for enabled, dtype in zip(*[iter(self._values[self._shared :])] * 2) if enabled]
         # Relative spacing of the coarsest numbers that are computed with, whatever the operands are. On a GPU, float32
@@ -107,8 +108,9 @@ class Settings:
         task, device = _C._current_graph_task_id(), None
         if task == -1 or task != self._task:
             self._task, self._present = task, self._read()
+            self._differs = self._present != self._values
         present = self._present
-        if present != self._values:
+        if self._differs:
             torch.autocast_increment_nesting()  # as `torch.autocast` does, which looks up the device's properties each time
             self._write(self._values, present)
         if (_C._len_torch_function_stack() or self._device != _NO_DEVICE) and _read_default_device() != self._device:
@@ -126,9 +128,14 @@ class Settings:
         present, device = entered
         if device is not None:
             device.__exit__(None, None, None)
-        now = self._read() if look else self._values
-        if present != self._values and torch.autocast_decrement_nesting() == 0:
+        differs = self._differs
+        if differs and torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+        if not look:
+            if differs:
+                self._write(present, self._values)
+            return False
+        now = self._read()
         if now != present:
             self._write(present, now)
         return now != self._values
