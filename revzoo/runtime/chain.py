@@ -17,7 +17,7 @@ that autograd saves inside its f (`segment.py`):
 A call stores nothing on modules, so any number of forwards may precede a backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -33,6 +33,7 @@ from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.drift import HALF, ChainGrowth, Drift
 from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.forward import Forward
+from revzoo.runtime.kept_regions import Pattern, check_patterns
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
@@ -59,6 +60,9 @@ class ReversibleChain(nn.Module):
         exact: whether to round the streams to a grid, so that inversion is exact and gradients are bit-identical in every
             mode. Needs float32 or float64 streams and |b| = 1. A coupling with kept bits is exact whatever is given here.
         lookahead: how many steps are recovered ahead of backward: 0, 1, or "auto".
+        keep: submodules of the steps whose outputs are kept in forward and take the place of those of a second run, in every
+            mode: names ("*.router"), classes, or functions of a module. Those that return integers are kept anyway
+            (`kept_regions.py`).
     Raises:
         InputError: a step is not a module, or the coupling cannot be exact.
         UnknownNameError: no such coupling.
@@ -72,6 +76,7 @@ class ReversibleChain(nn.Module):
         coupling: str | Coupling | Sequence[Coupling] = "additive",
         exact: bool = False,
         lookahead: LookaheadOption = 0,
+        keep: Iterable[Pattern] = (),
     ):
         super().__init__()
         steps = list(steps)
@@ -86,6 +91,7 @@ class ReversibleChain(nn.Module):
         self.exact = exact
         self.schedule = "invert"
         self.lookahead = lookahead
+        self.keep = check_patterns(keep)
 
     @property
     def lookahead(self) -> LookaheadOption:
@@ -125,7 +131,7 @@ class ReversibleChain(nn.Module):
 
     def forward(self, x1: Tensor, x2: Tensor, side: Any = None) -> Pair:
         lookahead = self._lookahead.begin_forward(self._schedule, x1, x2)
-        return run_chain(self._links(), x1, x2, side=side, exact=self.exact, lookahead=lookahead)
+        return run_chain(self._links(), x1, x2, side=side, exact=self.exact, lookahead=lookahead, keep=self.keep)
 
     @torch.no_grad()
     def inverse(self, y1: Tensor, y2: Tensor, side: Any = None) -> Pair:
@@ -173,6 +179,7 @@ def run_chain(
     exact: bool = False,
     lookahead: Lookahead | None = None,
     segment: InvertedSegment | None = None,
+    keep: Sequence[Pattern] = (),
 ) -> Pair:
     """Run a chain given as a list of steps and bijections; `ReversibleChain` is this function as a module.
 
@@ -184,6 +191,7 @@ def run_chain(
         exact: whether to round the streams to a grid.
         lookahead: recovers steps ahead of backward. One for all chains and nodes of a forward.
         segment: inverted layers before the streams, which the first steps go on with if they are inverted; not on a grid.
+        keep: names the submodules of steps whose outputs are kept.
 
     Raises:
         InputError: streams of different dtype or device, or an f whose output does not fit the stream it is added to.
@@ -207,7 +215,7 @@ def run_chain(
         )
     drops = any(isinstance(link, Step) and link.mode.drops for link in links)
     if segment is not None or (drops and torch.is_grad_enabled() and not is_exporting()):
-        return _run_recorded(links, x1, x2, side, exact, lookahead, segment)
+        return _run_recorded(links, x1, x2, side, exact, lookahead, segment, keep)
     return _run_plain(links, x1, x2, side, exact)
 
 
@@ -251,6 +259,7 @@ def _run_recorded(
     exact: bool,
     lookahead: Lookahead | None,
     segment: InvertedSegment | None,
+    keep: Sequence[Pattern],
 ) -> Pair:
     """Run forward, recording what backward needs to rebuild the tensors that are dropped."""
     if must_store() and segment is None:
@@ -264,7 +273,7 @@ def _run_recorded(
         round = segment.round
     else:
         round = begin_round(steps[0].f, x1, tuple([(id(step.f), step.mode) for step in steps]))
-    forward = Forward(x1, round, side=side, lookahead=lookahead, grid=grid)
+    forward = Forward(x1, round, side=side, lookahead=lookahead, grid=grid, keep=keep)
     forward.drift = drift = _pending_drift(steps, x1)
     if grid is None:
         _refuse_growing_errors(steps, x1.dtype)

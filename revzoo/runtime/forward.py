@@ -1,5 +1,6 @@
 """What all calls of one forward share, found once when it begins."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from revzoo.runtime.turn import processes_communicate, take_turn
 if TYPE_CHECKING:
     from revzoo.runtime.drift import Drift
     from revzoo.runtime.exact import Grid
+    from revzoo.runtime.kept_regions import Pattern
     from revzoo.runtime.lookahead import Lookahead
 
 
@@ -28,6 +30,7 @@ class Forward:
         side: read-only second argument of every call.
         lookahead: recovers calls ahead of backward.
         grid: of the states; None in floating point.
+        keep: names the submodules whose outputs are kept (`kept_regions.py`).
 
     Attributes:
         snapshots: the states of the random streams behind the latest call, if it was a recorded one.
@@ -42,6 +45,7 @@ class Forward:
         side: Any = None,
         lookahead: "Lookahead | None" = None,
         grid: "Grid | None" = None,
+        keep: "Sequence[Pattern]" = (),
     ):
         self.device = x.device
         self.devices = frozenset((x.device, torch.device("cpu")))
@@ -51,6 +55,7 @@ class Forward:
         self.snapshots: list[Snapshot] | None = None
         self.lookahead = lookahead
         self.grid = grid
+        self.keep = keep
         self.round = round
         self.drift: Drift | None = None
         self.is_one_of_several = processes_communicate()

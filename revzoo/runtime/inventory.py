@@ -36,6 +36,8 @@ class Inventory:
         fixed: parameters, buffers that forward does not change, none of which may change until backward.
         sets_attributes: whether a second run has been seen to set attributes of the modules.
         trials: second runs in which it is still to be seen what f does.
+        regions: submodules that have been seen to return integers, whose outputs are kept (`kept_regions.py`).
+        may_keep_products: whether no product was seen to be read or changed where no dispatch mode sees it (`selective.py`).
         differentiates: whether f has been seen to differentiate inside its own forward.
         statistics: the buffers of norms that move their running statistics in this call.
     """
@@ -64,6 +66,13 @@ class Inventory:
         self.has_compiled = are_compiled(modules)
         self.sets_attributes = self.differentiates = False
         self.trials = 2
+        self.regions: list[nn.Module] = []
+        self.may_keep_products = True
+
+    @property
+    def submodules(self) -> Sequence[nn.Module]:
+        """The modules inside."""
+        return self._inside
 
     def has_same_entries(self) -> bool:
         """Return whether every dictionary holds the very objects that it held."""

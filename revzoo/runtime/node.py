@@ -17,7 +17,7 @@ from revzoo.runtime.transforms import must_store, refuse_to_drop
 from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
 
 
-def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
+def run_node(module: nn.Module, name: str, mode: Mode | str, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
     """Call a module and keep what its mode needs for backward.
 
     Args:
@@ -28,6 +28,7 @@ def run_node(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, lookahea
         inputs: arguments of the module.
         lookahead: recovers it ahead of backward. One for all chains and nodes of a forward.
     """
+    mode = Mode(mode)
     begin_call(module, inputs)
     if not mode.drops or not torch.is_grad_enabled() or is_exporting():
         out = module(*inputs)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_CONTROL_FLOW = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Formula = Callable[..., int]  # called with the operation's arguments and, as `out_val`, what it returned
 
 
@@ -29,6 +30,9 @@ class Operation:
         is_product: whether it is a matrix product, a convolution, attention or the like of ATen's, and changes nothing in place.
             Operations of extensions may draw random numbers, or have effects, and say nothing of it.
         written: position and name of the arguments that it changes in place.
+        reads_layout_only: whether its results depend on the layout of its arguments only, as those of `zeros_like`.
+        leaves_contents_open: whether it returns uninitialised memory, which may be filled where no dispatch mode sees it.
+        decides: whether the values of its arguments decide what is computed next (`if x.max() > 1`, boolean indexing).
         dropout: position of its argument `dropout_p`; None if it draws random numbers without one, or draws none.
         is_seeded: whether it may draw random numbers.
     """
@@ -36,6 +40,9 @@ class Operation:
     run: Callable[..., Any]
     is_product: bool = False
     written: tuple[tuple[int, str], ...] = ()
+    reads_layout_only: bool = False
+    leaves_contents_open: bool = False
+    decides: bool = False
     dropout: int | None = None
     is_seeded: bool = False
 
@@ -51,11 +58,14 @@ def describe(operation: Any) -> Operation:
     """Return what is known of an operation, as a dispatch mode sees it."""
     if not isinstance(operation, torch._ops.OpOverload):  # a higher-order operation
         return Operation(operation)
-    arguments = operation._schema.arguments
+    arguments, name = operation._schema.arguments, operation._overloadpacket.__name__
     return Operation(
         operation._op,
         is_product=is_compute_intensive(operation) and operation.namespace == "aten" and not operation._schema.is_mutable,
         written=tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write),
+        reads_layout_only=name.endswith("_like") or name.startswith("new_"),
+        leaves_contents_open=name.startswith(("empty", "new_empty")),
+        decides=not _CONTROL_FLOW.isdisjoint(operation.tags),
         dropout=next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None),
         is_seeded=torch.Tag.nondeterministic_seeded in operation.tags,
     )

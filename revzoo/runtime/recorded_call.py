@@ -9,6 +9,7 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from operator import attrgetter
 from threading import RLock
 from typing import Any, Protocol, cast
@@ -25,6 +26,7 @@ from revzoo.runtime.compiling import exclude_from_compilation, find_selective_ca
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import Inventory
+from revzoo.runtime.kept_regions import KeptRegions, find_regions
 from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
 from revzoo.runtime.selective import KeptProducts
@@ -73,6 +75,8 @@ class RecordedCall:
         self._reads_whole = watched
         self._kept_products = KeptProducts() if selective and not is_compiled(f) else None
         self._call_selectively = find_selective_call(f) if selective else None
+        self._keepers: list[Keeper] = [] if self._kept_products is None else [self._kept_products]
+        self._kept_slots: dict[int, Tensor] = {}  # what regions keep of what autograd saves
         self._watch: CallWatch | None = None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
@@ -96,6 +100,8 @@ class RecordedCall:
             return out
         forward = self._forward
         self._conditions = conditions = Conditions(self.f, self.name, forward, self._inventory)
+        if not conditions.inventory.may_keep_products:
+            self._kept_products, self._keepers = None, []
         self._requires_grad = list(map(_requires_grad, inputs))
         handle = _Handle(self, recoverer)
         self._find_handle = ref(handle)
@@ -105,15 +111,20 @@ class RecordedCall:
                 self._watch = CallWatch(inputs[0], conditions, self._kept_products, same_input=same, reads_whole=whole)
             if forward.is_one_of_several:  # FSDP frees weights after forward, and gathers them again when f runs again
                 self._sources = None
+            regions = self._find_regions(conditions)
+            if regions is not None:
+                self._keepers.append(regions)
             self._given = inputs
             if self._may_differentiate and (conditions.inventory.differentiates or conditions.is_observed):
                 self._held = []
             with saved_tensors_hooks(self._pack, handle.unpack):
-                if self._kept_products is None:
-                    out = self._call(*inputs)
-                else:
-                    with self._kept_products.record():
+                if self._keepers:
+                    with ExitStack() as stack:
+                        for keeper in self._keepers:
+                            stack.enter_context(keeper.record())
                         out = self._call(*inputs)
+                else:
+                    out = self._call(*inputs)
         except BaseException:
             if self._watch is not None:
                 self._watch.abandon()
@@ -128,6 +139,8 @@ class RecordedCall:
             forward.lookahead.follow(handle)
         if self._watch is not None:
             self._watch.end_first_run()
+        if self._keepers:
+            self._end_keeping(regions)
         return out
 
     @leave_uncompiled  # a compiled step calls it
@@ -138,13 +151,36 @@ class RecordedCall:
         dropped.append((tensor.shape, tensor.dtype))
         if self._sources is not None:
             self._note_source(tensor, self._given)
-        if self._kept_products is not None:
-            self._kept_products.mark_needed()
+        for keeper in self._keepers:
+            keeper.note_saved(slot, tensor)
         if self._watch is not None:
             self._watch.note(slot, tensor)
         if self._held is not None:
             self._held.append(tensor)
         return slot
+
+    def _find_regions(self, conditions: Conditions) -> KeptRegions | None:
+        """Return what keeps the outputs of submodules; None where there is nothing to keep."""
+        inventory, keep = conditions.inventory, self._forward.keep
+        if inventory.has_layers or inventory.has_compiled or not isinstance(self.f, nn.Module):
+            return None  # hooks would change how layers are run
+        named = find_regions(self.f, self.name, keep) if keep else []
+        seen = inventory.submodules if conditions.is_observed else ()
+        if not named and not inventory.regions and not seen:
+            return None
+        return KeptRegions((*named, *inventory.regions), seen)
+
+    def _end_keeping(self, regions: KeptRegions | None) -> None:
+        if self._kept_products is not None:
+            self._kept_products.end_first_run()
+        if regions is None:
+            return
+        regions.end_first_run()
+        self._kept_slots = regions.slots
+        known = self._conditions.inventory.regions
+        known += [module for module in regions.seen_regions if module not in known]
+        if not regions.regions:
+            self._keepers.remove(regions)
 
     def unpack_in_first_run(self, slot: int) -> Tensor | None:
         """Return a tensor for which f itself asks, as it differentiates inside its own forward; None if it is not that."""
@@ -229,11 +265,13 @@ class RecordedCall:
             refilled: dict[int, tuple[Tensor, int]] | None = self._refilled
         else:
             refilled = {} if self._conditions.inventory.differentiates else None
-        hooks = RefillHooks(self.name, self._dropped, refilled, random if stop_early else None)
+        hooks = RefillHooks(self.name, self._dropped, refilled, random if stop_early else None, self._kept_slots)
         try:
             out = self._conditions.run_again(self._run_again, inputs, hooks, check_draws)
         except (Exception, AllRefilled):
-            if not hooks.has_refilled_all:  # TorchScript wraps what ends the run
+            if kept is not None and kept.has_handed_out and not hooks.has_refilled_all:
+                kept.have_fitted = False
+            elif not hooks.has_refilled_all:  # TorchScript wraps what ends the run
                 raise
             out = None
         finally:
@@ -254,11 +292,13 @@ class RecordedCall:
         torch._C._set_grad_enabled(True)  # torch.enable_grad() takes five calls for it
         try:
             with saved_tensors_hooks(hooks.pack, hooks.unpack):
-                if self._kept_products is None:
-                    out = self._call(*inputs)
-                else:
-                    with self._kept_products.hand_out():
+                if self._keepers:
+                    with ExitStack() as stack:
+                        for keeper in self._keepers:
+                            stack.enter_context(keeper.hand_out())
                         out = self._call(*inputs)
+                else:
+                    out = self._call(*inputs)
         finally:
             torch._C._set_grad_enabled(is_enabled)
             second_run.reset(token)
@@ -318,6 +358,17 @@ class RecordedCall:
         if self._watch is not None:
             spacing = self._conditions.spacing
             self._watch.compare(self.name, self._refilled, watch, spacing=spacing, explained=explained, same_input=same_input)
+
+    def compute_all(self) -> bool:
+        """Forget a second run that was given products of the first; return whether it was such a run.
+
+        Products of this function are not kept any more: something reads or writes them where no dispatch mode sees it.
+        """
+        if self._kept_products is None or not self._kept_products.has_handed_out:
+            return False
+        self._conditions.inventory.may_keep_products = False
+        self._refilled.clear()
+        return True
 
     def _call(self, *inputs: Tensor) -> Any:
         return self.f(*inputs) if self._side is None else self.f(*inputs, self._side)
@@ -420,6 +471,19 @@ class _Handle:
     @property
     def sources(self) -> Iterable[Tensor]:
         return self._recoverer.get_sources(self._call)
+
+
+class Keeper(Protocol):
+    """Keeps something of the first run of a call for its second."""
+
+    def record(self) -> AbstractContextManager[Any]:
+        """Return a context for the first run."""
+
+    def note_saved(self, slot: int, tensor: Tensor) -> None:
+        """Note a tensor that autograd saves in it."""
+
+    def hand_out(self) -> AbstractContextManager[Any]:
+        """Return a context for a second run."""
 
 
 class Recoverer(Protocol):

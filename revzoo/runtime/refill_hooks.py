@@ -1,6 +1,7 @@
 """The hooks of a second run: each tensor that autograd saves in it refills the slot of the one that the first run dropped."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class RefillHooks:
         name: what runs, for messages.
         dropped: shapes and dtypes of the tensors that the first run dropped.
         refilled: where to put the tensors, each with its version; None to keep none.
+        kept: tensors of the first run that take the place of those of this one, by slot.
         stops_with: knows when all random numbers are drawn, so that the run may end behind the last tensor; None: it may not.
     """
 
@@ -33,11 +35,13 @@ class RefillHooks:
         dropped: Sequence[tuple[torch.Size, torch.dtype]],
         refilled: dict[int, tuple[Tensor, int]] | None,
         stops_with: RandomState | None,
+        kept: Mapping[int, Tensor] = MappingProxyType({}),
     ):
         self._name = name
         self._dropped = dropped
         self._count = len(dropped)
         self._refilled = refilled
+        self._kept = kept
         self._stops_with = stops_with
         self._detach = detach if torch._C._len_torch_dispatch_stack() else Tensor.detach
         self.seen = 0
@@ -52,6 +56,8 @@ class RefillHooks:
             raise make_difference_error(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
         self.seen = slot + 1
         if self._refilled is not None:
+            if self._kept and slot in self._kept:
+                tensor = self._kept[slot]
             self._refilled[slot] = self._detach(tensor), tensor._version
         # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
         if self.seen == self._count and self._stops_with is not None and not self._stops_with.has_to_draw:
@@ -66,7 +72,7 @@ class RefillHooks:
         return self._refilled[slot][0]
 
     def end(self) -> None:
-        self._dropped, self._refilled, self._stops_with = (), None, None
+        self._dropped, self._refilled, self._kept, self._stops_with = (), None, {}, None
 
 
 def make_difference_error(name: str, dropped: Sequence[tuple[torch.Size, torch.dtype]], slot: int, saved: str) -> RecoveryError:

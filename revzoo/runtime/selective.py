@@ -5,16 +5,17 @@ saves in it: norms, activations and dropout save their own inputs and outputs to
 (`torch.utils.checkpoint.create_selective_checkpoint_contexts`), one dispatch mode keeps the outputs of products in the first run
 and another hands them out in the second, so that only what is cheap is computed again. It differs in this:
 
-- What is computed behind the last tensor that autograd saves (the last layer of nearly every branch) is not kept: the second run
-  ends there. A transformer block keeps 10 streams instead of 12.
+- For every storage it is known which products its contents were computed from. An output that no saved tensor depends on (the
+  last layer of nearly every branch, the convolution of a shortcut) is not kept: a transformer block keeps 10 streams instead of
+  12. In the second run NaN of its shape stands in for it; where that raises, all is computed again.
 - An output that was changed in place is computed again instead of being an error.
 - A second run that calls other products than the first, or in another order, does not count: all is computed again. So it is in
   a further backward through a retained graph.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,90 +24,141 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.nested import tensors_in
-from revzoo.runtime.operations import describe
+from revzoo.runtime.operations import Operation, describe
+
+_Set = int  # of outputs: bit i is set if output i is in it
+_ANY_SO_FAR = -1  # what fills uninitialised memory unseen may have read every output so far
 
 
 class KeptProducts:
     """The outputs of the compute-intensive operations in one call of a step or node.
 
-    Use: the first run inside `record()`, with `mark_needed` whenever autograd saves a tensor in it. Each later run inside
-    `hand_out()`; if `have_fitted` is false after it, forget what it did and run once more.
+    Use: the first run inside `record()`, with `note_saved` whenever autograd saves a tensor in it, then `end_first_run()`. Each
+    later run inside `hand_out()`; if it raises while `has_handed_out` is true, or if `have_fitted` is false after it, forget
+    what it did and run once more.
 
     Attributes:
         have_fitted: whether the latest run called the products whose outputs it was given.
+        has_handed_out: whether it was given something that it did not compute.
     """
 
     def __init__(self) -> None:
-        self.have_fitted = True
+        self.have_fitted, self.has_handed_out = True, False
         self.outputs: list[_Output] = []
-        self._needed = 0  # how many products ran before the last tensor that autograd saved
-        self._inside: set[int] = set()  # the storages of outputs, during the first run
+        self._needed: _Set = 0
+        self._known: dict[int, _Set] = {}  # by storage, during the first run: the outputs that its contents were computed from
 
-    def record(self) -> "_Record":
+    def record(self) -> AbstractContextManager[Any]:
         """Return a dispatch mode for the first run."""
         return _Record(self)
 
-    def mark_needed(self) -> None:
-        """Note that autograd saves a tensor: it may have been computed from any output so far."""
-        self._needed = len(self.outputs)
+    def note_saved(self, slot: int, tensor: Tensor) -> None:
+        """Note that autograd saves a tensor: the outputs that it was computed from are needed."""
+        if type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter):
+            self._needed |= self._resolve(self._known.get(_find_storage(tensor), 0))
+        else:  # it wraps others
+            self._needed |= self._resolve(_ANY_SO_FAR)
 
     def holds(self, saved: Tensor) -> bool:
         """Return whether a tensor is, or lies in, an output that the first run has kept."""
-        return _find_storage(saved) in self._inside
+        return any(_find_storage(saved) == _find_storage(x) for output in self.outputs for x in output.tensors)
 
-    def add(self, operation: Any, args: Any, out: Any) -> None:
-        """Keep what a product has returned."""
-        output = _Output(operation, args, out)
-        self.outputs.append(output)
-        self._inside.update(map(_find_storage, output.tensors))
-
-    def note_written(self, values: Sequence[Any]) -> None:
-        """Free the outputs that an operation has changed in place, which version counters do not always show."""
-        written = set(map(_find_storage, tensors_in(values)))
-        if not written.isdisjoint(self._inside):
-            for output in self.outputs:
-                if not written.isdisjoint(map(_find_storage, output.tensors)):
+    def follow(self, operation: Operation, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note an operation of the first run: keep what a product returns, and note what results were computed from."""
+        known, sources = self._known, 0
+        results = list(tensors_in(out))
+        if operation.written:
+            written = list(tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in operation.written]))
+            keys = set(map(_find_storage, written))
+            for output in self.outputs:  # version counters do not always show it
+                if not keys.isdisjoint(map(_find_storage, output.tensors)):
                     output.free()
+            for key in keys:
+                if known.get(key) == _ANY_SO_FAR:
+                    known[key] = 0
+            results += written
+        for x in () if operation.reads_layout_only else tensors_in((args, kwargs)):
+            sources |= self._resolve(known.get(_find_storage(x), 0))
+        if operation.decides:
+            self._needed |= sources
+        if operation.leaves_contents_open:
+            sources = _ANY_SO_FAR
+        elif operation.is_product and not operation.draws(args, kwargs):
+            self.outputs.append(_Output(func, args, out, sources))
+            sources = 1 << (len(self.outputs) - 1)
+        for x in results:
+            known[_find_storage(x)] = sources
+
+    def _resolve(self, sources: _Set) -> _Set:
+        return (1 << len(self.outputs)) - 1 if sources == _ANY_SO_FAR else sources
 
     def end_first_run(self) -> None:
-        """Free the outputs that no saved tensor can depend on, and those that were changed in place."""
-        del self.outputs[self._needed :]
-        for output in self.outputs:
+        """Free the outputs that no saved tensor was computed from, and those that were changed in place."""
+        for i, output in reversed(list(enumerate(self.outputs))):
+            is_needed = self._needed >> i & 1
             if output.was_modified():
                 output.free()
-        self._inside.clear()
+            if not is_needed:
+                output.leave_out()
+            elif not output.tensors:  # it is computed again, from these
+                self._needed |= output.sources
+        self._known.clear()
 
     def hand_out(self) -> AbstractContextManager[Any]:
         """Return a context for a later run. The first of these uses up the outputs; others compute everything."""
-        self.have_fitted = True
+        self.have_fitted, self.has_handed_out = True, False
         outputs, self.outputs = self.outputs, []
         return _HandOut(self, outputs) if outputs else nullcontext()
 
 
 class _Output:
-    """What one product has returned, kept apart from autograd's graph."""
+    """What one product has returned, kept apart from autograd's graph.
 
-    __slots__ = ("_call", "_value", "_versions", "tensors")
+    Args:
+        operation: the product.
+        args: what it was called with.
+        out: what it has returned.
+        sources: the outputs that this was computed from.
+    """
 
-    def __init__(self, operation: Any, args: Any, out: Any):
+    __slots__ = ("_call", "_value", "_versions", "is_left_out", "sources", "tensors")
+
+    def __init__(self, operation: Any, args: Any, out: Any, sources: _Set):
         self._call = operation, _list_shapes(args)
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # keeps the version counter
-            self._value: Any = out.detach() if isinstance(out, Tensor) else type(out)(map(_detach, out))
+            self._value: Any = _map(Tensor.detach, out)
         self.tensors = [x for x in ((self._value,) if isinstance(out, Tensor) else self._value) if isinstance(x, Tensor)]
         self._versions = [x._version for x in self.tensors]
+        self.sources = sources
+        self.is_left_out = False
 
-    def was_modified(self) -> bool:
-        return [x._version for x in self.tensors] != self._versions
+    @property
+    def is_kept(self) -> bool:
+        """Whether its contents are kept."""
+        return bool(self.tensors)
 
     def is_of(self, operation: Any, args: Any) -> bool:
         """Return whether a call is the one that has returned this, as far as operation and shapes tell."""
         return self._call == (operation, _list_shapes(args))
 
+    def was_modified(self) -> bool:
+        """Return whether its contents have changed since."""
+        return [x._version for x in self.tensors] != self._versions
+
     def free(self) -> None:
+        """Free it: it will be computed again."""
         self._value, self.tensors, self._versions = None, [], []
+
+    def leave_out(self) -> None:
+        """Free it: nothing that is needed is computed from it. NaN of the same shape will stand in for it."""
+        if self.is_kept:
+            self._value = _map(_Layout.of, self._value)
+            self.is_left_out, self.tensors, self._versions = True, [], []
 
     def take(self) -> Any:
         """Return the output; None if it has to be computed."""
+        if self.is_left_out:
+            return _map(_Layout.stand_in, self._value, _Layout)
         return None if self.was_modified() else self._value
 
 
@@ -127,18 +179,10 @@ class _Record(_Mode):
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
         if types and any(map(wraps_tensors, types)):
             return NotImplemented  # the subclass runs first, and its inner operations come here
-        operation = describe(func)
-        out = operation.run(*args, **(kwargs or {}))
-        if operation.is_product and not operation.draws(args, kwargs or {}):
-            self._kept.add(func, args, out)
-        if operation.written:
-            written = [args[i] if i < len(args) else (kwargs or {}).get(name) for i, name in operation.written]
-            self._kept.note_written(written)
+        operation, kwargs = describe(func), kwargs or {}
+        out = operation.run(*args, **kwargs)
+        self._kept.follow(operation, func, args, kwargs, out)
         return out
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._kept.end_first_run()
 
 
 class _HandOut(_Mode):
@@ -158,22 +202,41 @@ class _HandOut(_Mode):
                 self._kept.have_fitted = False  # what was handed out before may have been wrong, too
                 self._outputs.clear()
             elif (out := output.take()) is not None:
+                self._kept.has_handed_out = True
                 return out
         return operation.run(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self._outputs:
+        if any(output.is_kept for output in self._outputs):
             self._kept.have_fitted = False
-            self._outputs.clear()
+        self._outputs.clear()
 
 
 def _list_shapes(args: Any) -> list[torch.Size]:
     return [x.shape for x in args if isinstance(x, Tensor)]
 
 
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+class _Layout(NamedTuple):
+    """What is left of an output that is not needed."""
+
+    size: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> "_Layout":
+        return _Layout(x.size(), x.stride(), x.dtype, x.device)
+
+    def stand_in(self) -> Tensor:
+        x = torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=self.device)
+        return x.fill_(torch.nan) if self.dtype.is_floating_point else x.zero_()
+
+
+def _map(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+    """Return an output of one tensor or several with a function applied to what is of a kind."""
+    return function(value) if isinstance(value, kind) else type(value)(function(x) if isinstance(x, kind) else x for x in value)
 
 
 def _find_storage(tensor: Tensor) -> int:

@@ -178,5 +178,5 @@ def test_a_weight_changed_before_backward_is_noticed():
     loss = toy(X).sum()
     with torch.no_grad():
         toy.blocks[1].layer.weight.mul_(2)
-    with pytest.raises(RecoveryError, match="'block.layer.weight' of blocks.1 was changed in place"):
+    with pytest.raises(RecoveryError, match="'layer.weight' of blocks.1 was changed in place"):
         loss.backward()

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import RecoveryError
-from revzoo.runtime import LayerChain, ReversibleChain, call_watch, fingerprint, tripwire
+from revzoo.runtime import LayerChain, ReversibleChain
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.sample import read_sample
-from revzoo.runtime.tripwire import Watch
 
 WIDTH = 8
 DROPPING = ("invert", "recompute", "selective")
@@ -291,24 +289,6 @@ def test_sums_in_another_order_are_no_difference_where_several_threads_compute()
     differentiate(make_chain, Reordering, 1, "recompute")
     with pytest.raises(RecoveryError, match="of which rounding explains 7.6e-06"):
         differentiate(make_chain, ScaledDown, 1, "recompute")
-
-
-def test_on_a_device_a_part_of_every_tensor_is_compared_in_some_calls(monkeypatch):
-    """Played by the CPU. Of a call's first tensors, one in eight is."""
-    for module in (call_watch, fingerprint):
-        monkeypatch.setattr(module, "can_read_now", lambda x: False)
-    for queue in ("_waiting", "_transfers"):  # of its own, of which nothing is left for other tests
-        monkeypatch.setattr(tripwire, queue, deque())
-    judged = []
-    monkeypatch.setattr(Watch, "judge", lambda self, comparison, expected, actual: judged.append(comparison))
-    monkeypatch.setattr("revzoo.host_copy.can_read_now", lambda x: True)
-    monkeypatch.setattr(call_watch, "_choose", iter([0.0, 0.2] * 10).__next__)
-    for _ in range(3):
-        differentiate(make_chain, EarlyInFrontOfProducts, 1, "selective")
-    shares = [c.expected.is_of_part for c in judged]
-    assert shares.count(True) > 0
-    apart = [c.expected.values.dist(c.actual.values) > 0.1 * c.expected.values.norm() for c in judged if c.expected.is_of_part]
-    assert all(apart)
 
 
 @pytest.mark.parametrize("shape", [(5,), (64, 33), (3, 50, 70), (2, 3, 17, 19)], ids=str)

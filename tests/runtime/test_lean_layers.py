@@ -73,10 +73,10 @@ class Counted(nn.Module):
     def __init__(self, f):
         super().__init__()
         self.f = f
-        self.calls = 0
+        self.calls = []
 
     def forward(self, x):
-        self.calls += 1
+        self.calls.append(x.shape)
         return self.f(x)
 
 
@@ -84,7 +84,7 @@ def test_a_call_that_saves_inputs_and_parameters_alone_is_not_run_again(error):
     convolution, deep = Counted(nn.Conv2d(4, 4, 1)), Counted(nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh()))
     net = LayerChain(convolution, deep).double()
     got = differentiate(net, "recompute")
-    assert (convolution.calls, deep.calls) == (1, 2)
+    assert (len(convolution.calls), len(deep.calls)) == (1, 2)
     assert error(got, differentiate(net, "store")) == 0
 
 

@@ -304,10 +304,10 @@ def solve(s: Pair, w: Tensor) -> Tensor:
 
 
 CASES: dict[Function, str] = {
-    read_values: "again",
+    read_values: "kept",
     read_array: "again",
-    read_array_or_go_on: "again",
-    read_for_a_log: "again",
+    read_array_or_go_on: "kept",
+    read_for_a_log: "kept",
     read_by_dlpack: "again",
     read_in_a_thread: "again",
     compute_in_a_thread: "kept",  # FlopCounter does not see the other thread either
@@ -322,9 +322,9 @@ CASES: dict[Function, str] = {
     draw_on_the_way_to_nothing: "kept",
     draw_before_what_is_saved: "kept",
     draw_in_attention: "kept",
-    build_a_cache: "again",
+    build_a_cache: "twice",
     build_a_cache_like_what_follows: "again",
-    build_a_cache_in_between: "again",
+    build_a_cache_in_between: "kept",
     build_a_cache_just_before: "again",
     multiply_sparse: "kept",
     make_sparse: "kept",
@@ -334,13 +334,13 @@ CASES: dict[Function, str] = {
     change_in_a_list: "again",
     compute_a_list: "kept",
     add_what_nothing_needs: "kept",
-    change_what_nothing_needs: "again",
+    change_what_nothing_needs: "partly again",
     gate: "kept",
     freeze: "kept",
     branch: "kept",
     route: "kept",
     map_over_examples: "kept",
-    push_forward: "again",
+    push_forward: "kept",
     checkpoint_inside: "kept",
     transform: "kept",
     multiply_complex: "kept",
@@ -374,13 +374,22 @@ def test_gradients_are_bit_identical_to_the_stored_ones(function):
         steps = [Pair(function) for _ in range(2)]
         for step in steps:
             step.requires_grad_(function is not freeze)
-        results[mode] = run(steps, mode, make_streams())
+        for _ in range(3):  # what a step does is learned in the first two
+            for step in steps:
+                step.cache = None
+            results[mode] = run(steps, mode, make_streams())
     (grads, drawn, flops), (expected, expected_drawn, stored_flops) = results["selective"], results["store"]
     assert len(grads) == len(expected) >= 2
     assert any(grad.abs().sum() > 0 for grad in grads)
     assert all(map(torch.equal, grads, expected))
     assert torch.equal(drawn, expected_drawn)
-    assert flops == (results["recompute"][2] if CASES[function] == "again" else stored_flops)
+    recomputed_flops = results["recompute"][2]
+    assert {
+        "kept": flops == stored_flops,
+        "partly again": stored_flops < flops < recomputed_flops,
+        "again": flops == recomputed_flops,
+        "twice": flops > recomputed_flops,  # the first attempt does not count
+    }[CASES[function]]
 
 
 def test_the_cases_are_as_many_as_were_written():
