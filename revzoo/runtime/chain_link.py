@@ -39,10 +39,10 @@ def run_link(
     """
     if isinstance(link, Bijection):
         # One before the first inverted step is never undone, so its update keeps nothing.
-        update = BijectionUpdate(link, will_invert=segment is not None)
-        following = update.advance(pair, None)
+        bijection = BijectionUpdate(link, will_invert=segment is not None)
+        following = bijection.advance(pair, None)
         if segment is not None:
-            segment.append(update, None, pair)
+            segment.append(bijection, None, pair)
         return following, segment
     if not link.mode.inverts and segment is not None:
         segment.end(pair)
@@ -79,9 +79,9 @@ def record_step(step: Step, forward: Forward, watched: bool) -> RecordedCall:
     """
     # On a grid every bit is rebuilt, which the inverses of layers do not do.
     f, inventory = step.f, take_inventory(step.f)
-    if inventory.has_layers and step.mode.inverts and forward.side is None and forward.grid is None:
-        if (layers := find_layers(f)) is not None:
-            return LayerwiseCall(cast(nn.Module, f), step.name, forward, layers, watched)
+    may_go_layerwise = inventory.has_layers and step.mode.inverts and forward.side is None and forward.grid is None
+    if may_go_layerwise and (layers := find_layers(f)) is not None:
+        return LayerwiseCall(cast(nn.Module, f), step.name, forward, layers, watched)
     return RecordedCall(f, step.name, forward, selective=step.mode.keeps_products, watched=watched, inventory=inventory)
 
 

@@ -1,8 +1,8 @@
 """Running a function again under the conditions of its first run.
 
 Besides its inputs, a call of f depends on settings (`settings.py`), the random streams (`random_state.py`), and what its module
-holds (`inventory.py`). The first run notes them, every later one restores them. The user's settings, random streams and BatchNorm
-statistics are the same before and after.
+holds (`inventory.py`). The first run notes them, every later one restores them. The user's settings, random streams and
+BatchNorm statistics are the same before and after, and what f sets on its modules in a second run is undone.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """What a module holds that its result depends on: submodules, training flags, parameters and buffers.
 
-It is found once, kept with the module, and found again only if something in it has been exchanged. To see that, the dictionaries
-of all its modules are compared entry by entry with what was in them, by identity, in C.
+It is found once, kept with the module, and found again only if something in it has been exchanged. To see that, all entries of
+its modules' dictionaries are compared with what was in them, by identity, in C.
 """
 
 from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ class Operation:
 
     Attributes:
         run: calls it, faster than the operation itself.
-        is_product: whether it is a matrix product, a convolution, attention or the like of ATen's, and changes nothing in place.
+        is_product: whether it is a matrix product, a convolution, attention or the like of ATen's, and writes nothing in place.
             Operations of extensions may draw random numbers, or have effects, and say nothing of it.
         written: position and name of the arguments that it changes in place.
         reads_layout_only: whether its results depend on the layout of its arguments only, as those of `zeros_like`.

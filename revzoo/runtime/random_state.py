@@ -34,8 +34,8 @@ class Snapshot(NamedTuple):
 
     Args:
         state: as the generator takes it.
-        ends: the first and last bytes of it, which any draw changes: place, counters, and the second of two normal numbers. They
-            are compared instead of 5 KB, without an operation of torch.
+        ends: the first and last bytes of it, which any draw changes: place, counters, and the second of two normal numbers.
+            They are compared instead of 5 KB, without an operation of torch.
     """
 
     state: Tensor

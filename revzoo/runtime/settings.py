@@ -93,7 +93,9 @@ class Settings:
         self._task = -1  # the backward in which the present ones were read
         self._differs = False  # whether they are others
         self._device = _read_default_device()
-        autocast = [torch.finfo(dtype).eps for enabled, dtype in zip(*[iter(self._values[self._shared :])] * 2) if enabled]
+        autocast = [
+            torch.finfo(dtype).eps for enabled, dtype in zip(*[iter(self._values[self._shared :])] * 2, strict=True) if enabled
+        ]
         # Relative spacing of the coarsest numbers that are computed with, whatever the operands are. On a GPU, float32
         # convolutions use TF32 by default.
         self.spacing: float = max(autocast, default=_TF32 if device.type == "cuda" else 0.0)

@@ -13,8 +13,8 @@ On a CPU, a difference is raised as the state is rebuilt. On other devices nothi
 backward travel to the host together, and are compared when they have arrived, in that backward or a later call. While a CUDA
 graph is captured, no fingerprints are taken: what the warm-up steps have shown holds for the graph, which repeats its kernels.
 
-Compared in full are the first two backwards of a chain, and of each new shape, dtype and schedule of it; after them about one in
-sixteen. So a difference that is there every time is found at once, one that comes now and then within some steps.
+Compared in full are the first two backwards of a chain, and of each new shape, dtype and schedule of it; after them about one
+in sixteen. So a difference that is there every time is found at once, one that comes now and then within some steps.
 `set_tripwire("always")` compares every backward.
 
 Cost: in a backward that is compared, each state is read once more in forward and once more in backward, by one kernel on an
@@ -61,7 +61,7 @@ class set_tripwire:
     noticed.
 
     Args:
-        enabled: True compares the first two backwards of a chain and later about one in sixteen, "always" every one, False none.
+        enabled: True compares the first two backwards of a chain and later about one in sixteen, "always" all, False none.
     """
 
     def __init__(self, enabled: bool | Literal["always"]):
@@ -308,8 +308,8 @@ class _Transfer:
         for c in self._bits:
             measured[0].append(c.expected.values != c.actual.values)
         if self._norms:
-            errors = torch._foreach_norm(torch._foreach_sub(actual, expected))
-            errors = [e if c.scale is None else e / c.scale for c, e in zip(self._norms, errors, strict=True)]
+            norms = torch._foreach_norm(torch._foreach_sub(actual, expected))
+            errors = [e if c.scale is None else e / c.scale for c, e in zip(self._norms, norms, strict=True)]
             measured[1] = [torch.stack([*errors, *torch._foreach_norm(expected)]).double()]
         flat = [torch.cat(each) for each in measured if each]
         self._lengths = [len(each) for each in measured[0]]
@@ -327,7 +327,7 @@ class _Transfer:
         if self._bits:
             differs = iter(next(found))
             for c, length in zip(self._bits, self._lengths, strict=True):
-                measured[id(c)] = float(any([next(differs) for _ in range(length)])), 1.0
+                measured[id(c)] = float(sum(next(differs) for _ in range(length)) > 0), 1.0
         if self._norms:
             norms = next(found)
             for c, error, size in zip(self._norms, norms, norms[len(self._norms) :], strict=False):
