@@ -8,11 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 def can_read_now(x: Tensor) -> bool:
     """Return whether reading a number of a tensor waits for no device."""
     return x.is_cpu
+
+
+def has_value(x: Tensor) -> bool:
+    """Return whether x holds numbers; meta and fake tensors do not."""
+    return x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 
 def is_capturing() -> bool:

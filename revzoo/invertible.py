@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
+from revzoo.dtype import match_dtype
 from revzoo.errors import InputError
 from revzoo.noise import compute_elementwise_alpha, compute_norm_alpha
 
@@ -242,8 +243,3 @@ def subtract(y: Tensor, out: Tensor, in_place: bool = False) -> Tensor:
     """Return y - out in the dtype of y, in new memory or in that of y."""
     out = match_dtype(out, y)
     return y.sub_(out) if in_place else y - out
-
-
-def match_dtype(out: Tensor, x: Tensor) -> Tensor:
-    """Cast `out` if a sum with x would have another dtype than x."""
-    return out if out.dtype == x.dtype or torch.promote_types(out.dtype, x.dtype) == x.dtype else out.to(x.dtype)

@@ -23,10 +23,10 @@ from revzoo.analysis.chains import preserve_schedules
 from revzoo.analysis.dry_run import call, isolated, select_differentiable
 from revzoo.errors import RecoveryError
 from revzoo.runtime.compiling import is_compiled
+from revzoo.runtime.forward import processes_communicate
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import map_tensors, tensors_in
 from revzoo.runtime.tripwire import judge_arrived, send_comparisons, set_tripwire
-from revzoo.runtime.turn import processes_communicate
 
 Gradients = dict[str, Tensor | None]
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

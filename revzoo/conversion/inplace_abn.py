@@ -19,10 +19,10 @@ from revzoo.analysis.dry_run import call, isolated, linear_loss, require_module,
 from revzoo.conversion.foldable_norm import FoldableBatchNorm2d, FoldableBatchNormAct2d, read_origin
 from revzoo.errors import InputError
 from revzoo.format import format_bytes
+from revzoo.host_copy import has_value
 from revzoo.inplace_abn.function import InPlaceABNFunction
 from revzoo.model.network import Model
 from revzoo.runtime.compiling import is_compiled
-from revzoo.runtime.exact import has_value
 from revzoo.runtime.live_bytes import LiveBytes
 from revzoo.runtime.nested import tensors_in
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from revzoo.dtype import HALF
 from revzoo.errors import InputError, ScheduleError
 from revzoo.in_place.conventions import (
     find_state,
@@ -36,19 +37,18 @@ from revzoo.in_place.position import Position, find_position, is_noted, note_pos
 from revzoo.runtime.chain_link import run_link
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
-from revzoo.runtime.drift import HALF
 from revzoo.runtime.exact import Grid, attach_graph
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.kept_regions import Pattern
+from revzoo.runtime.inventory import Pattern
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call
 from revzoo.runtime.ownership import ModuleReference
 from revzoo.runtime.pair_update import Step
+from revzoo.runtime.round import Round, begin_round
 from revzoo.runtime.schedule import Applicable, check_schedule
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
-from revzoo.runtime.tripwire import Round, begin_round, judge_arrived, send_comparisons
 
 
 class BlockChain:
@@ -276,9 +276,9 @@ class BlockStep(nn.Module):
 
     def _run(self, x: Tensor, arguments: Arguments, mode: Mode) -> Any:
         pair, segment, grid, round = self._find_states(x)
-        with Forward(
-            x, round, side=arguments, grid=grid, keep=self.chain.keep
-        ) as forward:  # settings may differ from block to block
+        forward = Forward(x, side=arguments, grid=grid, keep=self.chain.keep)  # settings may differ from block to block
+        forward.round = round
+        with forward:
             pair, segment = run_link(Step(self, self.name, self.chain.coupling, mode), pair, segment, forward)
         if segment is not None:
             segment.end(pair)
@@ -298,8 +298,6 @@ class BlockStep(nn.Module):
         dtype = torch.float32 if x.dtype in HALF else x.dtype
         position = find_position(x, self.chain)
         if position is None or position.grid.dtype != dtype:
-            send_comparisons()
-            judge_arrived()
             schedule = self.chain._schedule
             grid = Grid(dtype, self.chain.coupling.fraction_bits, will_invert=any(mode.inverts for mode in schedule))
             first = grid.round(x)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from revzoo.runtime.exact import Grid, has_value
+from revzoo.host_copy import has_value
+from revzoo.runtime.exact import Grid
+from revzoo.runtime.round import Round
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.runtime.tripwire import Round
 
 
 @dataclass

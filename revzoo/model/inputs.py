@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from revzoo.errors import InputError
-from revzoo.runtime.exact import has_value
+from revzoo.host_copy import has_value
 from revzoo.sharded import is_sharded
 from revzoo.spec.schema import ImageInput, Spec, TextInput
 

@@ -16,7 +16,7 @@ from revzoo.model.timm_methods import Head, TimmMethods
 from revzoo.registry import couplings
 from revzoo.runtime.chain import invert_chain, run_chain
 from revzoo.runtime.coupling import Coupling, Pair
-from revzoo.runtime.exact import Grid, require_exact
+from revzoo.runtime.exact import Grid
 from revzoo.runtime.layer_chain import run_layers, run_layers_apart, run_layers_before
 from revzoo.runtime.layer_rules import Layer, has_inverse, list_layers
 from revzoo.runtime.layout import LayoutEntry, expand_schedule
@@ -151,7 +151,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
         if not isinstance(exact, bool):
             raise InputError(f"exact is True or False. Received: {exact!r}.")
         if exact:
-            require_exact(self.coupling)
+            self.coupling.require_exact()
             Grid(next(self.parameters()).dtype)  # raises for a dtype without a grid
         self._exact = exact
         self._store_what_rounds()
@@ -209,7 +209,7 @@ class Model(HubMethods, TimmMethods, nn.Module):
         except PartArgumentError as error:
             raise InputError(f"The coupling {spec.coupling.type} cannot take these arguments. {error}") from error
         if self._exact:
-            require_exact(coupling)
+            coupling.require_exact()
         self.spec, self.coupling = spec, coupling
         self._store_what_rounds()
 

@@ -18,32 +18,32 @@ A call stores nothing on modules, so any number of forwards may precede a backwa
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from revzoo.bijection import Bijection
+from revzoo.dtype import HALF
 from revzoo.errors import InputError, ScheduleError
-from revzoo.host_copy import is_capturing
 from revzoo.registry import couplings
+from revzoo.runtime import seams
 from revzoo.runtime.chain_link import call_step, run_link, watch_range
 from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
-from revzoo.runtime.drift import HALF, ChainGrowth, Drift
-from revzoo.runtime.exact import Grid, has_value, require_exact
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.kept_regions import Pattern, check_patterns
+from revzoo.runtime.inventory import Pattern, check_patterns
 from revzoo.runtime.layout import LayoutEntry
-from revzoo.runtime.lookahead import Lookahead
-from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.mode import Mode
-from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate
+from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate, is_dense
 from revzoo.runtime.schedule import Applicable, check_schedule
 from revzoo.runtime.segment import InvertedSegment
-from revzoo.runtime.strides import is_dense
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
-from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
+
+if TYPE_CHECKING:
+    from revzoo.runtime.exact import Grid
+    from revzoo.runtime.lookahead import Lookahead
+    from revzoo.runtime.lookahead_setting import LookaheadOption
 
 
 class ReversibleChain(nn.Module):
@@ -75,7 +75,7 @@ class ReversibleChain(nn.Module):
         steps: Sequence[nn.Module],
         coupling: str | Coupling | Sequence[Coupling] = "additive",
         exact: bool = False,
-        lookahead: LookaheadOption = 0,
+        lookahead: "LookaheadOption" = 0,
         keep: Iterable[Pattern] = (),
     ):
         super().__init__()
@@ -94,16 +94,16 @@ class ReversibleChain(nn.Module):
         self.keep = check_patterns(keep)
 
     @property
-    def lookahead(self) -> LookaheadOption:
+    def lookahead(self) -> "LookaheadOption":
         """How many steps are recovered ahead of backward, beside the gradient of the step after it: 0, 1, or "auto".
 
         See `lookahead.py`; "auto" times both in the first training steps and keeps the faster (`lookahead_setting.py`).
         """
-        return self._lookahead.option
+        return cast("LookaheadOption", self._lookahead.option)
 
     @lookahead.setter
-    def lookahead(self, lookahead: LookaheadOption) -> None:
-        self._lookahead = LookaheadSetting(lookahead)
+    def lookahead(self, lookahead: "LookaheadOption") -> None:
+        self._lookahead = seams.make_lookahead(lookahead)
 
     @property
     def exact(self) -> bool:
@@ -115,7 +115,7 @@ class ReversibleChain(nn.Module):
         if not isinstance(exact, bool):
             raise InputError(f"exact is True or False. Received: {exact!r}.")
         for coupling in self.couplings if exact or any(coupling.is_exact for coupling in self.couplings) else ():
-            require_exact(coupling)
+            coupling.require_exact()
         self._exact = exact
 
     @property
@@ -177,7 +177,7 @@ def run_chain(
     *,
     side: Any = None,
     exact: bool = False,
-    lookahead: Lookahead | None = None,
+    lookahead: "Lookahead | None" = None,
     segment: InvertedSegment | None = None,
     keep: Sequence[Pattern] = (),
 ) -> Pair:
@@ -257,7 +257,7 @@ def _run_recorded(
     x2: Tensor,
     side: Any,
     exact: bool,
-    lookahead: Lookahead | None,
+    lookahead: "Lookahead | None",
     segment: InvertedSegment | None,
     keep: Sequence[Pattern],
 ) -> Pair:
@@ -265,56 +265,31 @@ def _run_recorded(
     if must_store() and segment is None:
         return _run_plain(links, x1, x2, side, exact)
     refuse_to_drop("Set the schedule of every step to 'store'")
-    send_comparisons()
-    judge_arrived()
     steps = [link for link in links if isinstance(link, Step)]
     grid, pair = _start(links, x1, x2, exact, will_invert=any(step.mode.inverts for step in steps))
-    if segment is not None:
-        round = segment.round
-    else:
-        round = begin_round(steps[0].f, x1, tuple([(id(step.f), step.mode) for step in steps]))
-    forward = Forward(x1, round, side=side, lookahead=lookahead, grid=grid, keep=keep)
-    forward.drift = drift = _pending_drift(steps, x1)
-    if grid is None:
-        _refuse_growing_errors(steps, x1.dtype)
+    forward = Forward(x1, side=side, lookahead=lookahead, grid=grid, keep=keep)
+    for begin in seams.begin_forward:
+        begin(forward, x1, steps, segment)
     with forward:
         for link in links:
             pair, segment = run_link(link, pair, segment, forward)
     if segment is not None:
         segment.end(pair)
-    if drift is not None:
-        drift.warn()
+    if forward.drift is not None:
+        forward.drift.warn()
     return pair
-
-
-def _refuse_growing_errors(steps: Sequence[Step], dtype: torch.dtype) -> None:
-    """Raise RecoveryError if a run of inverted steps would leave only rounding errors of its first state."""
-    growth = ChainGrowth()
-    for step in steps:
-        if not step.mode.inverts:
-            growth = ChainGrowth()
-        elif abs(step.coupling.b) != 1:
-            growth.add(step.coupling, step.name, dtype)
-
-
-def _pending_drift(steps: Sequence[Step], stream: Tensor) -> Drift | None:
-    """Return a Drift meter unless there is nothing to measure or this chain has already been warned about."""
-    if stream.dtype not in HALF or not has_value(stream) or is_capturing():
-        return None
-    drift = Drift(stream.dtype, [step.f for step in steps if step.mode.inverts])
-    return drift if drift.is_due else None
 
 
 def _start(
     links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool, will_invert: bool = False
-) -> tuple[Grid | None, Pair]:
+) -> tuple["Grid | None", Pair]:
     couplings = [link.coupling for link in links if isinstance(link, Step)]
     if not exact and not any(coupling.is_exact for coupling in couplings):
         return None, (x1, _dense(x2) if couplings else x2)
     refuse_exact_derivatives()
     fraction_bits = [coupling.fraction_bits for coupling in couplings if coupling.fraction_bits is not None]
     compile_function = next((find_function_compiler(link.f) for link in links if isinstance(link, Step)), None)
-    grid = Grid(x1.dtype, min(fraction_bits) if fraction_bits else None, will_invert, compile_function)
+    grid = seams.make_grid(x1.dtype, min(fraction_bits) if fraction_bits else None, will_invert, compile_function)
     pair = grid.round(x1), grid.round(x2)
     for state in pair:
         grid.watch(state, "as an input of the chain")

@@ -4,24 +4,25 @@
 network's own code calls one by one (`in_place/chain.py`).
 """
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, RecoveryError
+from revzoo.runtime import seams
 from revzoo.runtime.coupling import Pair
-from revzoo.runtime.exact import Grid
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.inventory import take_inventory
-from revzoo.runtime.layer_rules import find_layers
-from revzoo.runtime.layerwise import LayerwiseCall
 from revzoo.runtime.observation import begin_call, calls, end_call
 from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.sharded import is_sharded
+
+if TYPE_CHECKING:
+    from revzoo.runtime.exact import Grid
 
 
 def run_link(
@@ -51,7 +52,7 @@ def run_link(
     is_first = segment is None
     if link.mode.inverts and segment is None:
         segment = InvertedSegment(grid is not None, forward.round)
-    update = StepUpdate(link.coupling, grid, pair[0], will_invert=not is_first)
+    update = StepUpdate(link.coupling.bind(pair), grid, pair[0], will_invert=not is_first)
     if link.mode.drops:
         call = record_step(link, forward, watched=is_first)
         recoverer = segment or SavedInputs(pair[1:], forward.round)
@@ -79,13 +80,14 @@ def record_step(step: Step, forward: Forward, watched: bool) -> RecordedCall:
     """
     # On a grid every bit is rebuilt, which the inverses of layers do not do.
     f, inventory = step.f, take_inventory(step.f)
-    may_go_layerwise = inventory.has_layers and step.mode.inverts and forward.side is None and forward.grid is None
-    if may_go_layerwise and (layers := find_layers(f)) is not None:
-        return LayerwiseCall(cast(nn.Module, f), step.name, forward, layers, watched)
+    if inventory.has_layers and step.mode.inverts and forward.side is None and forward.grid is None:
+        call = seams.record_layerwise(step, forward, watched)
+        if call is not None:
+            return cast(RecordedCall, call)
     return RecordedCall(f, step.name, forward, selective=step.mode.keeps_products, watched=watched, inventory=inventory)
 
 
-def watch_range(grid: Grid, pair: Pair, link: Step | Bijection) -> None:
+def watch_range(grid: "Grid", pair: Pair, link: Step | Bijection) -> None:
     """Raise RecoveryError if the newer state has left the grid, or is NaN."""
     grid.watch(pair[1], f"after {link.name if isinstance(link, Step) else type(link).__name__}")
 

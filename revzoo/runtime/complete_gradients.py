@@ -16,6 +16,8 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from revzoo.runtime import seams
+
 
 @contextmanager
 def take_gradients(parameters: Iterable[nn.Parameter], take: Callable[[nn.Parameter], None]) -> Iterator[None]:
@@ -25,14 +27,13 @@ def take_gradients(parameters: Iterable[nn.Parameter], take: Callable[[nn.Parame
         parameters: those to follow; frozen ones are left out.
         take: called with one at a time. Gradients that wait until the end of backward are not handed out.
     """
-    global follower
     followed = [p for p in parameters if p.requires_grad]
-    previous, follower = follower, _Follower(followed, take)
-    handles = [p.register_post_accumulate_grad_hook(follower.note_gradient) for p in followed]
+    previous, seams.follower = seams.follower, _Follower(followed, take)
+    handles = [p.register_post_accumulate_grad_hook(seams.follower.note_gradient) for p in followed]
     try:
         yield
     finally:
-        follower = previous
+        seams.follower = previous
         for handle in handles:
             handle.remove()
 
@@ -68,6 +69,3 @@ class _Follower:
 
     def _find_calls(self, tensors: Iterable[Tensor]) -> Iterator[WeakSet[object]]:
         return (self._calls[id(t)] for t in tensors if id(t) in self._calls)
-
-
-follower: _Follower | None = None  # what follows the gradients of the present backwards

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from revzoo.errors import RecoveryError
 from revzoo.host_copy import find_graph
-from revzoo.runtime.forward import Forward
+from revzoo.runtime.forward import Forward, take_turn
 from revzoo.runtime.inventory import Inventory, Tensors, get_root, take_inventory
 from revzoo.runtime.random_state import RandomState, find_generators
-from revzoo.runtime.turn import take_turn
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 

@@ -68,6 +68,22 @@ class Coupling:
         """Whether inversion is exact in every chain, because the bits that b loses are kept."""
         return self.kept_bits is not None
 
+    def require_exact(self) -> None:
+        """Raise InputError unless the inverse is exact on a grid."""
+        if self.kept_bits is None and abs(self.b) != 1:
+            raise InputError(
+                f"Exact arithmetic needs |b| = 1, or |b| = 2^-s and the s bits kept that the product loses. Received: b = "
+                f"{self.b:g}. Use kept_bits instead of m or beta, the additive, midpoint or leapfrog coupling, or exact=False."
+            )
+
+    def bind(self, pair: Pair) -> "Coupling":
+        """Return the coupling of one step of one forward: here the same for all.
+
+        A subclass may return one whose `advance` and `invert` have coefficients for each example; its `b` is the least in
+        magnitude of them. The update of the step holds it until backward.
+        """
+        return self
+
     def advance(self, previous: Tensor, current: Tensor, out: Tensor) -> Tensor:
         """Return w[k+1] for out = f(w[k]); saves nothing for backward."""
         states = (previous, current, out)

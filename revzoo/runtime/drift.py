@@ -16,10 +16,15 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from revzoo.dtype import HALF
 from revzoo.errors import RecoveryError, join_names
+from revzoo.host_copy import has_value, is_capturing
+from revzoo.runtime import seams
 from revzoo.runtime.coupling import Coupling
+from revzoo.runtime.forward import Forward
+from revzoo.runtime.pair_update import Step
+from revzoo.runtime.segment import InvertedSegment
 
-HALF = (torch.float16, torch.bfloat16)
 _LARGEST_ERROR = 0.1  # largest relative error of a rebuilt state, in the worst case; usually it is a tenth of that
 _checks_growth = ContextVar("checks_growth", default=True)
 
@@ -225,3 +230,21 @@ class Drift:
             "for what happens inside the steps, or set the schedule to 'recompute' or 'store'.",
             stacklevel=2,
         )
+
+
+def _begin_chain(forward: Forward, x: Tensor, steps: Sequence[Step], segment: InvertedSegment | None) -> None:
+    """Refuse a chain whose inversion would leave rounding errors alone, and measure what half precision loses in it."""
+    if forward.grid is not None:
+        return
+    growth = ChainGrowth()
+    for step in steps:
+        if not step.mode.inverts:
+            growth = ChainGrowth()
+        elif abs(step.coupling.b) != 1:
+            growth.add(step.coupling, step.name, x.dtype)
+    if x.dtype in HALF and has_value(x) and not is_capturing():
+        drift = Drift(x.dtype, [step.f for step in steps if step.mode.inverts])
+        forward.drift = drift if drift.is_due else None
+
+
+seams.begin_forward.append(_begin_chain)

@@ -22,15 +22,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from revzoo.errors import InputError, RecoveryError
-from revzoo.host_copy import can_read_now, is_capturing
+from revzoo.host_copy import can_read_now, has_value, is_capturing
+from revzoo.runtime import seams
 from revzoo.runtime.bits import PackedBits, choose_dtype, pack, unpack
 from revzoo.runtime.compiling import FunctionCompiler
 from revzoo.runtime.coupling import Coupling
 from revzoo.runtime.late_check import check_after_backward
-from revzoo.runtime.live_bytes import wraps_tensors
+from revzoo.runtime.nested import wraps_tensors
 from revzoo.sharded import is_sharded
 
 # Binary digits after the point, and in total. The states of trained networks stay far below 2^8 (the largest seen is 0.12 of
@@ -293,15 +293,4 @@ def _get_local(x: Tensor) -> Tensor:
     return cast(Any, x).to_local() if is_sharded(x) else x
 
 
-def require_exact(coupling: Coupling) -> None:
-    """Raise InputError unless the coupling's inverse is exact on the grid."""
-    if coupling.kept_bits is None and abs(coupling.b) != 1:
-        raise InputError(
-            f"Exact arithmetic needs |b| = 1, or |b| = 2^-s and the s bits kept that the product loses. Received: b = "
-            f"{coupling.b:g}. Use kept_bits instead of m or beta, the additive, midpoint or leapfrog coupling, or exact=False."
-        )
-
-
-def has_value(x: Tensor) -> bool:
-    """Return whether x holds numbers; meta and fake tensors do not."""
-    return x.device.type != "meta" and not isinstance(x, FakeTensor)
+seams.make_grid = Grid

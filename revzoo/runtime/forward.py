@@ -1,22 +1,66 @@
 """What all calls of one forward share, found once when it begins."""
 
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from threading import RLock
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from revzoo.errors import RecoveryError
+from revzoo.runtime.inventory import Pattern
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import Snapshot, find_generators
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tripwire import Round
-from revzoo.runtime.turn import processes_communicate, take_turn
 
 if TYPE_CHECKING:
     from revzoo.runtime.drift import Drift
     from revzoo.runtime.exact import Grid
-    from revzoo.runtime.kept_regions import Pattern
     from revzoo.runtime.lookahead import Lookahead
+    from revzoo.runtime.round import Round
+
+# Threads share random streams, buffers and settings of a device, so they take turns.
+_turns: dict[torch.device, RLock] = {}  # while a step runs in one thread, no other runs a step on the same device
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turns.clear)  # the thread that holds one does not exist in the child
+_LONGEST_WAIT_SECONDS = 600.0
+
+
+def take_turn(device: torch.device) -> RLock:
+    """Wait until no other thread runs a step on the device; return what to release.
+
+    Where processes communicate, threads do not wait: a collective of one could be waiting for the other.
+
+    Raises:
+        RecoveryError: another thread keeps running a step.
+    """
+    turn = _turns.get(device) or _turns.setdefault(device, RLock())
+    if turn.acquire(False):
+        return turn
+    if processes_communicate():
+        turn = RLock()
+    if not turn.acquire(timeout=_LONGEST_WAIT_SECONDS):
+        raise RecoveryError(
+            f"A step has waited {_LONGEST_WAIT_SECONDS:g} seconds for a step that another thread runs on {device}. Run their "
+            "forwards and backwards in one thread, or in two processes."
+        )
+    return turn
+
+
+def runs_step() -> bool:
+    """Return whether this thread is running a step."""
+    return any(cast(Any, turn)._is_owned() for turn in list(_turns.values()))
+
+
+def processes_communicate() -> bool:
+    """Return whether this process is one of several that torch.distributed connects."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+second_run = ContextVar("second_run", default=False)  # whether a call is run again: what is recorded then is thrown away
 
 
 class Forward:
@@ -26,13 +70,13 @@ class Forward:
 
     Args:
         x: an input of the forward, which tells the device.
-        round: counts that the second runs of this forward are compared with the first; None if they are not.
         side: read-only second argument of every call.
         lookahead: recovers calls ahead of backward.
         grid: of the states; None in floating point.
         keep: names the submodules whose outputs are kept (`kept_regions.py`).
 
     Attributes:
+        round: compares the second runs of this forward with the first; None if they are not compared.
         snapshots: the states of the random streams behind the latest call, if it was a recorded one.
         drift: measures what rounding loses, if not None.
     """
@@ -40,12 +84,11 @@ class Forward:
     def __init__(
         self,
         x: Tensor,
-        round: Round | None,
         *,
         side: Any = None,
         lookahead: "Lookahead | None" = None,
         grid: "Grid | None" = None,
-        keep: "Sequence[Pattern]" = (),
+        keep: Sequence[Pattern] = (),
     ):
         self.device = x.device
         self.devices = frozenset((x.device, torch.device("cpu")))
@@ -56,7 +99,7 @@ class Forward:
         self.lookahead = lookahead
         self.grid = grid
         self.keep = keep
-        self.round = round
+        self.round: Round | None = None
         self.drift: Drift | None = None
         self.is_one_of_several = processes_communicate()
         self.side = side

@@ -12,49 +12,17 @@ Cost: the outputs of these modules.
 """
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from revzoo.errors import InputError
+from revzoo.runtime import seams
+from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.exact import attach_graph
-from revzoo.runtime.inventory import get_root
+from revzoo.runtime.forward import Forward
+from revzoo.runtime.inventory import find_submodules
 from revzoo.runtime.nested import map_tensors, tensors_in
-
-Pattern = str | type[nn.Module] | Callable[[nn.Module], bool]
-
-
-def check_patterns(keep: Any) -> tuple[Pattern, ...]:
-    """Return what names regions to keep.
-
-    Raises:
-        InputError: something is no name, class of modules or function.
-    """
-    patterns = (keep,) if isinstance(keep, str) or callable(keep) else tuple(keep)
-    for each in patterns:
-        if not isinstance(each, str) and not callable(each):
-            raise InputError(f'keep is a list of names ("*.router"), classes of modules or functions. Received: {each!r}.')
-    return patterns
-
-
-def find_regions(f: nn.Module, name: str, patterns: Sequence[Pattern]) -> list[nn.Module]:
-    """Return the submodules of a step that are named by patterns.
-
-    Args:
-        f: the step.
-        name: its name; a pattern is a name within the step, or begins with this.
-        patterns: names with wildcards, classes, functions that return whether to keep a module.
-    """
-
-    def fits(path: str, module: nn.Module, pattern: Pattern) -> bool:
-        if isinstance(pattern, str):
-            return fnmatch(path, pattern) or fnmatch(f"{name}.{path}", pattern)
-        return isinstance(module, pattern) if isinstance(pattern, type) else bool(pattern(module))
-
-    named = ((path, module) for path, module in get_root(f).named_modules() if path)
-    return [module for path, module in named if any(fits(path, module, pattern) for pattern in patterns)]
 
 
 class KeptRegions:
@@ -152,3 +120,15 @@ def _is_index(x: Tensor) -> bool:
 def _put_in_place(kept: Tensor, x: Tensor) -> Tensor:
     """Return the kept tensor, differentiated as the one that it replaces."""
     return attach_graph(kept.detach(), (1.0,), x) if x.requires_grad else kept.detach()
+
+
+def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions: Conditions) -> KeptRegions | None:
+    """Return what keeps the outputs of submodules of a call that is about to run first; None where there is nothing to keep."""
+    inventory = conditions.inventory
+    if inventory.has_layers or inventory.has_compiled or not isinstance(f, nn.Module):
+        return None  # hooks would change how layers are run, and compiled code has none
+    named = find_submodules(f, name, forward.keep) if forward.keep else []
+    return KeptRegions((*named, *inventory.regions), inventory.submodules if conditions.is_observed else ())
+
+
+seams.keep_regions = keep_regions

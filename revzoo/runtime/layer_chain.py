@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
+from revzoo.dtype import HALF
 from revzoo.errors import InputError, ScheduleError
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
-from revzoo.runtime.drift import HALF
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.layer_rules import Layer, expand
 from revzoo.runtime.layerwise import Recording
@@ -20,10 +20,10 @@ from revzoo.runtime.lookahead_setting import LookaheadOption, LookaheadSetting
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.round import begin_round
 from revzoo.runtime.schedule import Applicable, check_schedule
 from revzoo.runtime.segment import InvertedSegment, SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
-from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
 
 
 class LayerChain(nn.Sequential):
@@ -159,10 +159,8 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
     if must_store():
         return _run_plain(layers, x)
     refuse_to_drop("Set the schedule of every layer to 'store'")
-    send_comparisons()
-    judge_arrived()
-    round = begin_round(layers[0].module, x, tuple([(id(layer.module), layer.mode) for layer in layers]))
-    forward = Forward(x, round, lookahead=lookahead)
+    forward = Forward(x, lookahead=lookahead)
+    forward.round = begin_round(layers[0].module, x, tuple([(id(layer.module), layer.mode) for layer in layers]))
     recording: Recording | None = None
     with forward:
         for is_inverted, run in groupby(expand(layers), key=lambda layer: layer.is_inverted):

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
+from revzoo.dtype import HALF
 from revzoo.errors import RecoveryError, put_name_in_front
-from revzoo.host_copy import can_read_now
+from revzoo.host_copy import can_read_now, has_value
 from revzoo.invertible import add, halve, join, subtract
 from revzoo.noise import estimate_alpha_of_addition
-from revzoo.runtime.drift import HALF
-from revzoo.runtime.exact import has_value
 from revzoo.runtime.forward import Forward
 from revzoo.runtime.ownership import is_held_alone
+from revzoo.runtime.pair_update import get_strides, restore_strides
 from revzoo.runtime.recorded_call import OUTPUT, RecordedCall
 from revzoo.runtime.refill_hooks import detach
 from revzoo.runtime.segment import States
-from revzoo.runtime.strides import get_strides, restore_strides
 
 _SAMPLE = 6  # of each dimension, at least so many places are in a sample, and less than twice as many
 _SMALL = 16  # what a layer saves is kept where this many such tensors are no larger than its input

@@ -26,7 +26,7 @@ Source: Hascoet et al. 2023, "Reversible designs for extreme memory cost reducti
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -34,12 +34,13 @@ from torch import Tensor, nn
 
 from revzoo.bijection import Bijection
 from revzoo.errors import InputError, put_name_in_front
+from revzoo.host_copy import has_value
 from revzoo.invertible import add, halve, join
+from revzoo.runtime import seams
 from revzoo.runtime.compiling import exclude_from_compilation
 from revzoo.runtime.drift import Noise
-from revzoo.runtime.exact import has_value
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.layer_rules import Layer, is_channelwise, is_coupled, starts_in_halves
+from revzoo.runtime.layer_rules import Layer, find_layers, is_channelwise, is_coupled, starts_in_halves
 from revzoo.runtime.layer_update import (
     AdditionUpdate,
     BijectionUpdate,
@@ -53,6 +54,7 @@ from revzoo.runtime.layer_update import (
     predict_growth_of_addition,
 )
 from revzoo.runtime.ownership import is_held_alone
+from revzoo.runtime.pair_update import Step
 from revzoo.runtime.recorded_call import RecordedCall, Recoverer
 from revzoo.runtime.segment import InvertedSegment, States
 
@@ -333,3 +335,12 @@ def _make_in_place_error(name: str) -> InputError:
         f"{name} changes its input in place, which could not be rebuilt. Replace the in-place operation, for example "
         "ReLU(inplace=True), by one that returns a new tensor."
     )
+
+
+def record_layerwise(step: Step, forward: Forward, watched: bool) -> LayerwiseCall | None:
+    """Return the call of a step whose f is made of layers with an inverse; None for any other step."""
+    layers = find_layers(step.f)
+    return None if layers is None else LayerwiseCall(cast(nn.Module, step.f), step.name, forward, layers, watched)
+
+
+seams.record_layerwise = record_layerwise

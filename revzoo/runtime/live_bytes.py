@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.nested import tensors_in, wraps_tensors
 from revzoo.runtime.ownership import is_held_alone
-from revzoo.runtime.strides import is_dense
+from revzoo.runtime.pair_update import is_dense
 
 Storages = frozenset[int]
 
@@ -187,11 +187,6 @@ def _adds_up_gradients(args: tuple[Any, ...]) -> bool:
     first, second = args
     is_only_reference = first._use_count() <= _REFERENCES_OF_A_CALL and is_held_alone(first)
     return is_only_reference and is_dense(first) and first.shape == second.shape
-
-
-def wraps_tensors(tensor_type: type) -> bool:
-    """Return whether instances of this type wrap other tensors, as DTensor does."""
-    return issubclass(tensor_type, Tensor) and hasattr(tensor_type, "__tensor_flatten__")
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

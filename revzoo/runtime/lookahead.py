@@ -38,9 +38,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from revzoo.runtime.forward import processes_communicate, runs_step
 from revzoo.runtime.random_state import leave_alone
 from revzoo.runtime.tripwire import send_comparisons
-from revzoo.runtime.turn import processes_communicate, runs_step
 from revzoo.sharded import is_sharded
 
 

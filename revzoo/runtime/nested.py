@@ -50,3 +50,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         return leaf
 
     return tree_map(convert, tree)
+
+
+def wraps_tensors(tensor_type: type) -> bool:
+    """Return whether instances of this type wrap other tensors, as DTensor does."""
+    return issubclass(tensor_type, Tensor) and hasattr(tensor_type, "__tensor_flatten__")

@@ -12,9 +12,9 @@ from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.observation import begin_call, end_call
 from revzoo.runtime.recorded_call import RecordedCall
+from revzoo.runtime.round import begin_round
 from revzoo.runtime.segment import SavedInputs
 from revzoo.runtime.transforms import must_store, refuse_to_drop
-from revzoo.runtime.tripwire import begin_round, judge_arrived, send_comparisons
 
 
 def run_node(module: nn.Module, name: str, mode: Mode | str, *inputs: Tensor, lookahead: Lookahead | None = None) -> Any:
@@ -43,9 +43,8 @@ def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, loo
     if must_store():
         return module(*inputs)
     refuse_to_drop(f"Set the schedule of {name} to 'store'")
-    send_comparisons()
-    judge_arrived()
-    forward = Forward(inputs[0], begin_round(module, inputs[0], (mode,)), lookahead=lookahead)
+    forward = Forward(inputs[0], lookahead=lookahead)
+    forward.round = begin_round(module, inputs[0], (mode,))
     with forward:
         call = RecordedCall(module, name, forward, selective=mode.keeps_products)
         return call.first_run(SavedInputs(inputs, forward.round), *inputs)

@@ -1,17 +1,50 @@
-"""How one step or bijection of a chain changes the pair of states, and how that is undone."""
+"""How one step or bijection of a chain changes the pair of states, and how that is undone.
+
+Kernels choose the order of their sums by strides, so rebuilt states have those of the states in forward.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from revzoo.bijection import Bijection
-from revzoo.invertible import match_dtype
+from revzoo.dtype import match_dtype
 from revzoo.runtime.coupling import Coupling, Pair
-from revzoo.runtime.exact import Grid, LostBits
-from revzoo.runtime.live_bytes import wraps_tensors
 from revzoo.runtime.mode import Mode
-from revzoo.runtime.strides import Strides, get_strides, restore_strides
+from revzoo.runtime.nested import wraps_tensors
+
+if TYPE_CHECKING:
+    from revzoo.runtime.exact import Grid, LostBits
+
+
+Strides = tuple[int, ...] | None
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether x has neither gaps nor overlaps in memory."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for dim in sorted((dim for dim in range(x.dim()) if x.shape[dim] > 1), key=x.stride):
+        if x.stride(dim) != expected:
+            return False
+        expected *= x.shape[dim]
+    return True
+
+
+def get_strides(x: Tensor) -> Strides:
+    """Return the strides that a rebuilt x must have; None for a layout without strides, or with gaps or overlaps."""
+    if x.layout is not torch.strided:
+        return None
+    return x.stride() if x.is_contiguous() or is_dense(x) else None
+
+
+def restore_strides(x: Tensor, strides: Strides) -> Tensor:
+    """Return x with these strides, copied if it has others."""
+    return x if strides is None or x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 @dataclass(frozen=True)
@@ -43,7 +76,7 @@ class StepUpdate:
     reads = 1
     growth = 1.0
 
-    def __init__(self, coupling: Coupling, grid: Grid | None, previous: Tensor | None = None, will_invert: bool = False):
+    def __init__(self, coupling: Coupling, grid: "Grid | None", previous: Tensor | None = None, will_invert: bool = False):
         self._coupling = coupling
         self._grid = grid
         self.b = coupling.b

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from operator import attrgetter
 from threading import RLock
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import ref
 
 import torch
@@ -20,17 +20,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime import complete_gradients as gradients
-from revzoo.runtime.call_watch import CallWatch
+from revzoo.runtime import seams
 from revzoo.runtime.compiling import exclude_from_compilation, find_selective_call, is_compiled, leave_uncompiled
 from revzoo.runtime.conditions import Conditions
-from revzoo.runtime.forward import Forward
+from revzoo.runtime.forward import Forward, second_run
 from revzoo.runtime.inventory import Inventory
-from revzoo.runtime.kept_regions import KeptRegions, find_regions
-from revzoo.runtime.lookahead import Lookahead
 from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
-from revzoo.runtime.selective import KeptProducts
-from revzoo.runtime.tripwire import Watch, second_run
+
+if TYPE_CHECKING:
+    from revzoo.runtime.call_watch import CallWatch
+    from revzoo.runtime.tripwire import Watch
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _NOTHING: tuple[None, int] = (None, 0)
@@ -73,9 +72,9 @@ class RecordedCall:
         self._side = forward.side
         self._inventory = inventory
         self._reads_whole = watched
-        self._kept_products = KeptProducts() if selective and not is_compiled(f) else None
+        self.kept_products = seams.keep_products() if selective and not is_compiled(f) else None
         self._call_selectively = find_selective_call(f) if selective else None
-        self._keepers: list[Keeper] = [] if self._kept_products is None else [self._kept_products]
+        self._keepers: list[Keeper] = [] if self.kept_products is None else [self.kept_products]
         self._kept_slots: dict[int, Tensor] = {}  # what regions keep of what autograd saves
         self._watch: CallWatch | None = None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
@@ -101,17 +100,19 @@ class RecordedCall:
         forward = self._forward
         self._conditions = conditions = Conditions(self.f, self.name, forward, self._inventory)
         if not conditions.inventory.may_keep_products:
-            self._kept_products, self._keepers = None, []
+            self.kept_products, self._keepers = None, []
         self._requires_grad = list(map(_requires_grad, inputs))
         handle = _Handle(self, recoverer)
         self._find_handle = ref(handle)
         try:
             if forward.round is not None and self._reads_whole is not None:
                 same, whole = recoverer.gives_same_bits, self._reads_whole
-                self._watch = CallWatch(inputs[0], conditions, self._kept_products, same_input=same, reads_whole=whole)
+                self._watch = forward.round.watch_call(self, inputs[0], same_input=same, reads_whole=whole)
             if forward.is_one_of_several:  # FSDP frees weights after forward, and gathers them again when f runs again
                 self._sources = None
-            regions = self._find_regions(conditions)
+            regions = None
+            if forward.keep or conditions.inventory.regions or conditions.is_observed:
+                regions = seams.keep_regions(self.f, self.name, forward, conditions)
             if regions is not None:
                 self._keepers.append(regions)
             self._given = inputs
@@ -133,8 +134,8 @@ class RecordedCall:
             self._given, self._held = (), None
             conditions.end_first_run()
         conditions.require_repeatable()
-        if gradients.follower is not None:
-            gradients.follower.announce(self, conditions.fixed)
+        if seams.follower is not None:
+            seams.follower.announce(self, conditions.fixed)
         if forward.lookahead is not None and self._dropped:
             forward.lookahead.follow(handle)
         if self._watch is not None:
@@ -159,20 +160,9 @@ class RecordedCall:
             self._held.append(tensor)
         return slot
 
-    def _find_regions(self, conditions: Conditions) -> KeptRegions | None:
-        """Return what keeps the outputs of submodules; None where there is nothing to keep."""
-        inventory, keep = conditions.inventory, self._forward.keep
-        if inventory.has_layers or inventory.has_compiled or not isinstance(self.f, nn.Module):
-            return None  # hooks would change how layers are run
-        named = find_regions(self.f, self.name, keep) if keep else []
-        seen = inventory.submodules if conditions.is_observed else ()
-        if not named and not inventory.regions and not seen:
-            return None
-        return KeptRegions((*named, *inventory.regions), seen)
-
-    def _end_keeping(self, regions: KeptRegions | None) -> None:
-        if self._kept_products is not None:
-            self._kept_products.end_first_run()
+    def _end_keeping(self, regions: Any) -> None:
+        if self.kept_products is not None:
+            self.kept_products.end_first_run()
         if regions is None:
             return
         regions.end_first_run()
@@ -260,7 +250,7 @@ class RecordedCall:
         Raises:
             RecoveryError: what f computes with has changed, or it does something else than in the first run.
         """
-        random, kept = self._conditions.random, self._kept_products
+        random, kept = self._conditions.random, self.kept_products
         if refill:
             refilled: dict[int, tuple[Tensor, int]] | None = self._refilled
         else:
@@ -323,8 +313,8 @@ class RecordedCall:
 
     def end_runs(self) -> None:
         """Note that backward, which goes from the last call to the first, does not run f again."""
-        if gradients.follower is not None:
-            gradients.follower.dismiss(self, self._conditions.fixed)
+        if seams.follower is not None:
+            seams.follower.dismiss(self, self._conditions.fixed)
 
     @property
     def is_in_graph(self) -> bool:
@@ -340,12 +330,7 @@ class RecordedCall:
         """The conditions under which f is called."""
         return self._conditions
 
-    @property
-    def spacing(self) -> float:
-        """Relative spacing of the coarsest numbers that f computes with, as far as its parameters and the settings show."""
-        return self._conditions.spacing
-
-    def compare_refilled(self, watch: Watch, explained: float | Tensor = 0.0, *, same_input: bool = True) -> None:
+    def compare_refilled(self, watch: "Watch", explained: float | Tensor = 0.0, *, same_input: bool = True) -> None:
         """Compare what a second run has refilled with what autograd saved in the first run.
 
         Args:
@@ -364,7 +349,7 @@ class RecordedCall:
 
         Products of this function are not kept any more: something reads or writes them where no dispatch mode sees it.
         """
-        if self._kept_products is None or not self._kept_products.has_handed_out:
+        if self.kept_products is None or not self.kept_products.has_handed_out:
             return False
         self._conditions.inventory.may_keep_products = False
         self._refilled.clear()
@@ -425,8 +410,8 @@ class _Handle:
 
     @exclude_from_compilation
     def _start_next(self) -> None:
-        if self._next is not None:
-            cast(Lookahead, self._lookahead).start(self._next())
+        if self._lookahead is not None and self._next is not None:
+            self._lookahead.start(self._next())
 
     def recover_ahead(self) -> None:
         with self._recoverer.lock:

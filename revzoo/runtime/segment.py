@@ -24,17 +24,17 @@ Source: the reconstruction is Gomez et al. 2017, Algorithm 1.
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime.drift import Rounding
-from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
-from revzoo.runtime.observation import Comparison, note_inversion, note_state, states
+from revzoo.runtime.observation import note_inversion
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
-from revzoo.runtime.tripwire import Round, Watch, judge_arrived, send_comparisons
+
+if TYPE_CHECKING:
+    from revzoo.runtime.round import Noted, Round, SegmentWatch
 
 States = tuple[Tensor, ...]  # a pair between steps, one tensor between layers
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -80,23 +80,16 @@ class SavedInputs:
 
     gives_same_bits = True
 
-    def __init__(self, inputs: Sequence[Tensor], round: Round | None = None):
+    def __init__(self, inputs: Sequence[Tensor], round: "Round | None" = None):
         self.lock = RLock()
         self._inputs = KeptStates(inputs)
         self._round = round
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
-        judge_arrived()
-        call.refill(*self._inputs.get())
+        inputs = self._inputs.get()
+        call.refill(*inputs)
         if self._round is not None:
-            try:
-                call.compare_refilled(Watch())
-            except RecoveryError:
-                if not call.compute_all():
-                    raise
-                call.refill(*self._inputs.get())
-                call.compare_refilled(Watch())
-            self._round.note_compared()
+            self._round.compare_alone(call, inputs)
         call.end_runs()
 
     def get_sources(self, call: RecordedCall) -> Iterable[Tensor]:
@@ -142,14 +135,12 @@ class _Item(NamedTuple):
     Args:
         update: how it changes the states.
         call: the call of the step's f, or of the layer; a bijection has none.
-        fingerprint: of the state that its inversion rebuilds.
-        show: what to call with this state when it has been rebuilt.
+        noted: what is remembered of the state that its inversion rebuilds; None if it is not looked at.
     """
 
     update: Update
     call: RecordedCall | None
-    fingerprint: Fingerprint | None
-    show: Comparison | None
+    noted: "Noted | None"
 
 
 class InvertedSegment:
@@ -175,7 +166,7 @@ class InvertedSegment:
     Cost: the states of one boundary, one extra forward of each step or layer.
     """
 
-    def __init__(self, exact: bool, round: Round | None, origin: Origin | None = None) -> None:
+    def __init__(self, exact: bool, round: "Round | None", origin: Origin | None = None) -> None:
         self.lock = RLock() if origin is None else origin.lock  # one for both, so that no two threads wait for each other
         self._exact = exact
         self._round = round
@@ -188,9 +179,7 @@ class InvertedSegment:
         self._needed = 0  # how many items inversion may go over again
         self._frees = False  # whether what layers keep for that can be freed. With an origin it may start again at the end
         self._in_use: list[RecordedCall] = []  # the calls recovered last
-        self._watch = Watch()
-        self._rounding: Rounding | None = None  # of the states rebuilt; none before the first
-        self._growth: float | Tensor = 1.0  # of errors, from the last boundary to the present one
+        self._watch: SegmentWatch | None = None if round is None else round.watch_segment(exact)
 
     @property
     def gives_same_bits(self) -> bool:
@@ -198,7 +187,7 @@ class InvertedSegment:
         return self._exact
 
     @property
-    def round(self) -> Round | None:
+    def round(self) -> "Round | None":
         """What counts that second runs are compared; None if they are not."""
         return self._round
 
@@ -224,24 +213,22 @@ class InvertedSegment:
             call: the call of the step's f, or of the layer.
             before: the states in front of it.
         """
-        fingerprint = show = None
+        noted = None
         if call is not None:
             self._frees |= update.inverts_first and self._origin is None
             call.place = len(self._items)
             if self._first is None:
                 self._first = call.place
-            # The state before the first step is not rebuilt.
-            if self._round is not None and (update.inverts_first or call.place > self._first):
-                fingerprint = take_fingerprint(before[0], bits=self._exact)
-            if states.observer is not None:
-                show = note_state(call.f, call.name, before[0])
-        self._items.append(_Item(update, call, fingerprint, show))
+            if self._watch is not None:  # the state before the first step is not rebuilt
+                noted = self._watch.note(call, before[0], update.inverts_first or call.place > self._first)
+        self._items.append(_Item(update, call, noted))
 
     def end(self, last: States) -> None:
         """Keep the states after the last item, from which recovery will start."""
         self._kept, self._at, self._has_ended = KeptStates(last), len(self._items), True
         self._needed = len(self._items)
-        self._watch, self._rounding, self._growth = Watch(), None, 1.0
+        if self._watch is not None:
+            self._watch.restart()
 
     def free_states(self) -> None:
         """Free the states. The origin can give them again."""
@@ -249,7 +236,6 @@ class InvertedSegment:
 
     def recover(self, call: RecordedCall, *, ahead: bool = False) -> None:
         """Refill `call`, and move the states to the boundary before it, unless it is the first step of the segment."""
-        judge_arrived()
         goal = call.place
         if self._kept is None or goal is None:
             self._require_states(call, goal)
@@ -268,11 +254,10 @@ class InvertedSegment:
         while self._at < goal:
             self._advance()
         self._refill(goal, call)
-        if goal == self._first:
-            if self._round is not None:
-                self._round.note_compared()
+        if goal == self._first and self._round is not None:
+            self._round.note_compared()
             if not ahead:
-                send_comparisons()
+                self._round.send()
 
     def _require_states(self, call: RecordedCall, goal: int | None) -> None:
         if goal is None or (self._origin is None and not self._has_ended):
@@ -286,8 +271,8 @@ class InvertedSegment:
         needs_no_state_before = goal == self._first and not update.inverts_first
         if self._at == goal or needs_no_state_before:
             call.refill(states[update.reads if self._at == goal else 0])
-            if self._round is not None:
-                call.compare_refilled(self._watch, self._explained, same_input=self._exact or self._rounding is None)
+            if self._watch is not None:
+                self._watch.compare_refilled(call)
         elif not (call.hand_over(output=states[-1]) if update.inverts_first else call.hand_over(states[0])):
             del states  # the run needs the memory
             self._invert(refill=True)
@@ -325,31 +310,25 @@ class InvertedSegment:
         in_use.append(call)
 
     def _invert(self, refill: bool) -> None:
-        update, call, fingerprint, show = self._items[self._at - 1]
-        states = self._states()
+        update, call, noted = self._items[self._at - 1]
+        states, watch = self._states(), self._watch
         if call is None:
             self._move(update.invert(states, None), -1)
             return
-        is_looked_at = self._round is not None or show is not None
-        if is_looked_at and self._rounding is None and not self._exact:
-            self._rounding = Rounding(states[0].dtype)
-            if self._round is not None:
-                for state in states:  # by their sizes rounding errors are judged
-                    self._watch.note_size(state)
+        if watch is not None:
+            watch.begin(states)
         out = None
         if not update.inverts_first:
-            out = call.run_again(states[0], refill=refill, check_draws=fingerprint is None)
+            out = call.run_again(states[0], refill=refill, check_draws=noted is None or noted.fingerprint is None)
         rebuilt = update.invert(states, out)
         del out
         self._move(rebuilt, -1)  # at once: the states may have been changed in place
-        if is_looked_at:
+        if watch is not None and noted is not None:
             try:
-                self._compare(call, update, fingerprint, rebuilt[0], refill and not update.inverts_first)
+                watch.compare(noted, call, update, rebuilt[0], refill and not update.inverts_first)
             except RecoveryError:
                 self.free_states()
                 raise
-            if show is not None:
-                show(rebuilt[0], self._predicted_error)
         if update.inverts_first and refill:
             output = states[-1]
             del states
@@ -357,35 +336,12 @@ class InvertedSegment:
                 del output  # the run needs the memory
                 call.run_again(rebuilt[0], stop_early=True)
 
-    def _compare(
-        self, call: RecordedCall, update: Update, fingerprint: Fingerprint | None, rebuilt: Tensor, refilled: bool
-    ) -> None:
-        tolerance = 0.0
-        if self._rounding is not None:
-            tolerance = self._rounding.step(call.spacing, update.b)
-            self._growth = _multiply_growth(self._growth, update.growth)
-        if fingerprint is not None:
-            self._watch.compare(call.name, fingerprint, rebuilt, tolerance, self._explained, of_layer=update.inverts_first)
-        if refilled and self._round is not None:
-            call.compare_refilled(self._watch, self._explained, same_input=self._exact)
-
-    @property
-    def _predicted_error(self) -> float | Tensor:
-        """The relative error that rounding is predicted to leave in the present states."""
-        return 0.0 if self._rounding is None else self._growth * self._rounding.error
-
-    @property
-    def _explained(self) -> float | Tensor:
-        """The relative error that rounding explains in the present states because layers amplify it; 0 without layers."""
-        if self._rounding is None or (not isinstance(self._growth, Tensor) and self._growth == 1):
-            return 0.0
-        return self._growth * self._rounding.explained
-
     def _advance(self) -> None:
         update, call, *_ = self._items[self._at]
         states = self._states()
         out = None if call is None else call.run_again(states[update.reads], refill=False)
-        self._growth = _multiply_growth(self._growth, 1 / update.growth)
+        if self._watch is not None:
+            self._watch.note_advance(update)
         self._move(update.advance(states, out), +1)
 
     def _move(self, states: States, by: int) -> None:
@@ -394,9 +350,3 @@ class InvertedSegment:
     def _states(self) -> States:
         assert self._kept is not None, "recovery before the end of forward"
         return self._kept.get()
-
-
-def _multiply_growth(growth: float | Tensor, by: float | Tensor) -> float | Tensor:
-    """Return the product, at least 1: each state that is rebuilt is rounded anew."""
-    growth = growth * by
-    return growth.clamp(min=1.0) if isinstance(growth, Tensor) else max(growth, 1.0)

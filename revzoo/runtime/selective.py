@@ -2,8 +2,8 @@
 
 Matrix products, convolutions and attention are nearly all of a step's work (`operations.py`), but only a part of what autograd
 saves in it: norms, activations and dropout save their own inputs and outputs too. As in PyTorch's selective checkpointing
-(`torch.utils.checkpoint.create_selective_checkpoint_contexts`), one dispatch mode keeps the outputs of products in the first run
-and another hands them out in the second, so that only what is cheap is computed again. It differs in this:
+(`torch.utils.checkpoint.create_selective_checkpoint_contexts`), one dispatch mode keeps the outputs of products in the first
+run and another hands them out in the second, so that only what is cheap is computed again. It differs in this:
 
 - For every storage it is known which products its contents were computed from. An output that no saved tensor depends on (the
   last layer of nearly every branch, the convolution of a shortcut) is not kept: a transformer block keeps 10 streams instead of
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from revzoo.runtime import seams
 from revzoo.runtime.compiling import leave_uncompiled
-from revzoo.runtime.live_bytes import wraps_tensors
-from revzoo.runtime.nested import tensors_in
+from revzoo.runtime.nested import tensors_in, wraps_tensors
 from revzoo.runtime.operations import Operation, describe
 
 _Set = int  # of outputs: bit i is set if output i is in it
@@ -244,3 +244,6 @@ def _find_storage(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # it has no single one, such as a sparse tensor
         return 0
+
+
+seams.keep_products = KeptProducts

@@ -24,9 +24,7 @@ accelerator. A fingerprint is a few Python numbers on a CPU, at most 1/128 of th
 import math
 import warnings
 from collections import deque
-from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from revzoo.errors import InputError, RecoveryError
 from revzoo.host_copy import HostCopy, is_capturing
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
+from revzoo.runtime.forward import second_run
 from revzoo.runtime.sample import interpret_sample
 
 # A saved tensor is judged by its own size, but by no less than this share of the largest state: what a norm makes of a state
@@ -46,12 +45,8 @@ _GROWTH_OF_STATE, _LARGEST_TOLERANCE = 30.0, 0.25
 _GROWTH_IN_STEP = 1000.0
 _SMALL = 0.1  # of the largest state so far: a state that much smaller is judged by its own size as well
 _NOTEWORTHY = 0.01  # a share of its own size that rounding takes of a state, from which on a warning says so
-_FULL_ROUNDS = 2
-_PERIOD = 17  # after these, one round in so many; a prime, so that it is not always the same of several micro-batches
-_MOST_KINDS = 256  # of forwards of one chain that are told apart
 
 _setting: bool | Literal["always"] = True
-second_run = ContextVar("second_run", default=False)  # whether a call is run again: what is recorded then is thrown away
 
 
 class set_tripwire:
@@ -78,61 +73,14 @@ class set_tripwire:
         _setting = self._previous
 
 
-class _Counter:
-    """How many backwards of one kind of forward have been compared, and how many forwards have passed since the last."""
-
-    __slots__ = ("compared", "passed")
-
-    def __init__(self) -> None:
-        self.compared = self.passed = 0
+def get_setting() -> bool | Literal["always"]:
+    """Return how the tripwire is set, False within a second run: what is recorded then is thrown away."""
+    return False if second_run.get() else _setting
 
 
-_counters: WeakKeyDictionary[Any, dict[Any, _Counter]] = WeakKeyDictionary()
-
-
-class Round:
-    """A forward whose second runs are compared with the first.
-
-    Args:
-        counter: of forwards like this one.
-    """
-
-    __slots__ = ("_counter", "_is_noted")
-
-    def __init__(self, counter: _Counter):
-        self._counter = counter
-        self._is_noted = False
-
-    def note_compared(self) -> None:
-        """Note that the backward of this forward has been compared."""
-        if not self._is_noted:
-            self._is_noted = True
-            self._counter.compared += 1
-
-
-def begin_round(first: Any, x: Tensor, kind: tuple[Any, ...] = ()) -> Round | None:
-    """Return a round if the backward of the forward that begins is to be compared, None if it is not.
-
-    Args:
-        first: what the forward calls first; rounds are counted as long as it exists.
-        x: its input.
-        kind: what else distinguishes this forward from others, such as its schedule.
-    """
-    if not _setting or second_run.get():
-        return None
-    shape = tuple([n if isinstance(n, int) else None for n in x.shape])
-    counters = _counters.setdefault(first, {})
-    if len(counters) > _MOST_KINDS:
-        counters.clear()
-    key = (shape, x.dtype, x.device, getattr(first, "training", None), *kind)
-    counter = counters.get(key)
-    if counter is None:
-        counter = counters[key] = _Counter()
-    counter.passed += 1
-    if _setting != "always" and counter.compared >= _FULL_ROUNDS and counter.passed < _PERIOD:
-        return None
-    counter.passed = 0
-    return Round(counter)
+def is_watching() -> bool:
+    """Return whether second runs may be compared now."""
+    return bool(get_setting())
 
 
 class Watch:

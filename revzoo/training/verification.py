@@ -10,7 +10,6 @@ from revzoo.analysis.verify import VerifyReport, verify
 from revzoo.data.random import seeded
 from revzoo.errors import InputError, RevzooError
 from revzoo.model.network import Model
-from revzoo.runtime.exact import require_exact
 from revzoo.training.setup import Run
 
 _EXAMPLES = 2
@@ -63,7 +62,7 @@ def _summarise(report: VerifyReport, model: Model, examples: int) -> str:
 def _advise(model: Model) -> str:
     """Return what to type so that gradients are right, with a leading blank."""
     try:
-        require_exact(model.coupling)
+        model.coupling.require_exact()
     except InputError:
         return " Use model.schedule=recompute."
     return " Use model.schedule=recompute." if model.exact else " Use model.exact=true: inversion is then exact."

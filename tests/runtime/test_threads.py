@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
-from revzoo.runtime import ReversibleChain, conditions, turn
+from revzoo.runtime import ReversibleChain, conditions, forward
 
 DROPPING = ["invert", "recompute", "selective", ["invert", "recompute", "invert", "invert"]]
 
@@ -96,7 +96,7 @@ def test_two_threads_differentiate_one_graph(schedule):
 
 def test_a_thread_that_waits_in_vain_is_told_so(monkeypatch):
     """Here one thread runs a step that waits for a step of the other."""
-    monkeypatch.setattr(turn, "_LONGEST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(forward, "_LONGEST_WAIT_SECONDS", 0.05)
     entered, done = threading.Event(), threading.Event()
 
     class Waiting(nn.Module):
@@ -138,13 +138,13 @@ def test_where_processes_communicate_threads_do_not_wait_for_each_other(monkeypa
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_forked_while_another_thread_runs_a_step_need_not_wait_for_it():
-    held = turn.take_turn(torch.device("cpu"))
+    held = forward.take_turn(torch.device("cpu"))
     pids = []
 
     def fork() -> None:
         pid = os.fork()
         if pid == 0:
-            free = turn._turns.get(torch.device("cpu"), threading.RLock()).acquire(blocking=False)
+            free = forward._turns.get(torch.device("cpu"), threading.RLock()).acquire(blocking=False)
             os._exit(0 if free else 1)
         pids.append(pid)
 
@@ -169,7 +169,7 @@ def test_a_random_stream_that_cannot_be_read_leaves_no_thread_waiting(monkeypatc
     free: list[bool] = []
 
     def try_to_take() -> None:
-        lock = turn._turns[torch.device("cpu")]
+        lock = forward._turns[torch.device("cpu")]
         if lock.acquire(blocking=False):
             lock.release()
             free.append(True)

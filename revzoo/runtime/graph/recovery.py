@@ -25,8 +25,9 @@ from revzoo.runtime.graph.spans import Recipe
 from revzoo.runtime.nested import map_tensors
 from revzoo.runtime.random_state import RandomState
 from revzoo.runtime.refill_hooks import detach
+from revzoo.runtime.round import Round
 from revzoo.runtime.settings import Settings
-from revzoo.runtime.tripwire import Round, Watch, judge_arrived, send_comparisons
+from revzoo.runtime.tripwire import Watch, judge_arrived, send_comparisons
 
 Calls = Sequence[tuple[Node, Callable[[Mapping[Node, Any]], Any]]]
 Geometry = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset in the storage
