@@ -18,7 +18,7 @@ A call stores nothing on modules, so any number of forwards may precede a backwa
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,13 +37,9 @@ from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate, is_dense
 from revzoo.runtime.schedule import Applicable, check_schedule
+from revzoo.runtime.seams import Ahead, Arithmetic, LookaheadOption
 from revzoo.runtime.segment import InvertedSegment
 from revzoo.runtime.transforms import must_store, refuse_exact_derivatives, refuse_to_drop
-
-if TYPE_CHECKING:
-    from revzoo.runtime.exact import Grid
-    from revzoo.runtime.lookahead import Lookahead
-    from revzoo.runtime.lookahead_setting import LookaheadOption
 
 
 class ReversibleChain(nn.Module):
@@ -75,7 +71,7 @@ class ReversibleChain(nn.Module):
         steps: Sequence[nn.Module],
         coupling: str | Coupling | Sequence[Coupling] = "additive",
         exact: bool = False,
-        lookahead: "LookaheadOption" = 0,
+        lookahead: LookaheadOption = 0,
         keep: Iterable[Pattern] = (),
     ):
         super().__init__()
@@ -94,15 +90,15 @@ class ReversibleChain(nn.Module):
         self.keep = check_patterns(keep)
 
     @property
-    def lookahead(self) -> "LookaheadOption":
+    def lookahead(self) -> LookaheadOption:
         """How many steps are recovered ahead of backward, beside the gradient of the step after it: 0, 1, or "auto".
 
         See `lookahead.py`; "auto" times both in the first training steps and keeps the faster (`lookahead_setting.py`).
         """
-        return cast("LookaheadOption", self._lookahead.option)
+        return cast(LookaheadOption, self._lookahead.option)
 
     @lookahead.setter
-    def lookahead(self, lookahead: "LookaheadOption") -> None:
+    def lookahead(self, lookahead: LookaheadOption) -> None:
         self._lookahead = seams.make_lookahead(lookahead)
 
     @property
@@ -177,7 +173,7 @@ def run_chain(
     *,
     side: Any = None,
     exact: bool = False,
-    lookahead: "Lookahead | None" = None,
+    lookahead: Ahead | None = None,
     segment: InvertedSegment | None = None,
     keep: Sequence[Pattern] = (),
 ) -> Pair:
@@ -257,7 +253,7 @@ def _run_recorded(
     x2: Tensor,
     side: Any,
     exact: bool,
-    lookahead: "Lookahead | None",
+    lookahead: Ahead | None,
     segment: InvertedSegment | None,
     keep: Sequence[Pattern],
 ) -> Pair:
@@ -282,7 +278,7 @@ def _run_recorded(
 
 def _start(
     links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, exact: bool, will_invert: bool = False
-) -> tuple["Grid | None", Pair]:
+) -> tuple[Arithmetic | None, Pair]:
     couplings = [link.coupling for link in links if isinstance(link, Step)]
     if not exact and not any(coupling.is_exact for coupling in couplings):
         return None, (x1, _dense(x2) if couplings else x2)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from contextvars import ContextVar
 from threading import RLock
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,13 +13,8 @@ from revzoo.errors import RecoveryError
 from revzoo.runtime.inventory import Pattern
 from revzoo.runtime.nested import tensors_in
 from revzoo.runtime.random_state import Snapshot, find_generators
+from revzoo.runtime.seams import Ahead, Arithmetic, Comparing
 from revzoo.runtime.settings import Settings
-
-if TYPE_CHECKING:
-    from revzoo.runtime.drift import Drift
-    from revzoo.runtime.exact import Grid
-    from revzoo.runtime.lookahead import Lookahead
-    from revzoo.runtime.round import Round
 
 # Threads share random streams, buffers and settings of a device, so they take turns.
 _turns: dict[torch.device, RLock] = {}  # while a step runs in one thread, no other runs a step on the same device
@@ -86,8 +81,8 @@ class Forward:
         x: Tensor,
         *,
         side: Any = None,
-        lookahead: "Lookahead | None" = None,
-        grid: "Grid | None" = None,
+        lookahead: Ahead | None = None,
+        grid: Arithmetic | None = None,
         keep: Sequence[Pattern] = (),
     ):
         self.device = x.device
@@ -99,8 +94,8 @@ class Forward:
         self.lookahead = lookahead
         self.grid = grid
         self.keep = keep
-        self.round: Round | None = None
-        self.drift: Drift | None = None
+        self.round: Comparing | None = None
+        self.drift: Any = None
         self.is_one_of_several = processes_communicate()
         self.side = side
         self.side_tensors = [] if side is None else [t for t in tensors_in(side) if not t.is_inference()]

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from revzoo.host_copy import is_capturing
 from revzoo.runtime import seams
 from revzoo.runtime.compiling import exclude_from_compilation, is_exporting
 from revzoo.runtime.lookahead import Lookahead
-
-LookaheadOption = Literal[0, 1, "auto"]
+from revzoo.runtime.seams import LookaheadOption as LookaheadOption
 
 _WARM_UPS = 1  # of each kind: first runs load kernels, and choose them
 _TRIALS = 5

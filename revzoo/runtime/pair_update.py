@@ -5,7 +5,7 @@ Kernels choose the order of their sums by strides, so rebuilt states have those 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,7 @@ from revzoo.dtype import match_dtype
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.nested import wraps_tensors
-
-if TYPE_CHECKING:
-    from revzoo.runtime.exact import Grid, LostBits
-
+from revzoo.runtime.seams import Arithmetic
 
 Strides = tuple[int, ...] | None
 
@@ -76,13 +73,13 @@ class StepUpdate:
     reads = 1
     growth = 1.0
 
-    def __init__(self, coupling: Coupling, grid: "Grid | None", previous: Tensor | None = None, will_invert: bool = False):
+    def __init__(self, coupling: Coupling, grid: Arithmetic | None, previous: Tensor | None = None, will_invert: bool = False):
         self._coupling = coupling
         self._grid = grid
         self.b = coupling.b
         self.will_invert = will_invert
         self._strides = get_strides(previous) if will_invert and previous is not None else None
-        self._lost_bits: LostBits = None
+        self._lost_bits: Any = None
 
     @property
     def kept_bits(self) -> Sequence[Tensor]:

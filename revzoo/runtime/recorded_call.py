@@ -9,10 +9,10 @@ Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reen
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from operator import attrgetter
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
@@ -26,10 +26,7 @@ from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.forward import Forward, second_run
 from revzoo.runtime.inventory import Inventory
 from revzoo.runtime.refill_hooks import AllRefilled, RefillHooks, detach, make_difference_error
-
-if TYPE_CHECKING:
-    from revzoo.runtime.call_watch import CallWatch
-    from revzoo.runtime.tripwire import Watch
+from revzoo.runtime.seams import Keeper
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _NOTHING: tuple[None, int] = (None, 0)
@@ -76,7 +73,7 @@ class RecordedCall:
         self._call_selectively = find_selective_call(f) if selective else None
         self._keepers: list[Keeper] = [] if self.kept_products is None else [self.kept_products]
         self._kept_slots: dict[int, Tensor] = {}  # what regions keep of what autograd saves
-        self._watch: CallWatch | None = None
+        self._watch: Any = None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
         # By slot: which input was saved, or that the output was, or what is kept with its version. None: f has to run again.
@@ -330,7 +327,7 @@ class RecordedCall:
         """The conditions under which f is called."""
         return self._conditions
 
-    def compare_refilled(self, watch: "Watch", explained: float | Tensor = 0.0, *, same_input: bool = True) -> None:
+    def compare_refilled(self, watch: Any, explained: float | Tensor = 0.0, *, same_input: bool = True) -> None:
         """Compare what a second run has refilled with what autograd saved in the first run.
 
         Args:
@@ -456,19 +453,6 @@ class _Handle:
     @property
     def sources(self) -> Iterable[Tensor]:
         return self._recoverer.get_sources(self._call)
-
-
-class Keeper(Protocol):
-    """Keeps something of the first run of a call for its second."""
-
-    def record(self) -> AbstractContextManager[Any]:
-        """Return a context for the first run."""
-
-    def note_saved(self, slot: int, tensor: Tensor) -> None:
-        """Note a tensor that autograd saves in it."""
-
-    def hand_out(self) -> AbstractContextManager[Any]:
-        """Return a context for a second run."""
 
 
 class Recoverer(Protocol):

@@ -24,7 +24,7 @@ Source: the reconstruction is Gomez et al. 2017, Algorithm 1.
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,9 +32,7 @@ from revzoo.errors import RecoveryError
 from revzoo.runtime.observation import note_inversion
 from revzoo.runtime.recorded_call import RecordedCall
 from revzoo.runtime.refill_hooks import make_inner_derivative_error
-
-if TYPE_CHECKING:
-    from revzoo.runtime.round import Noted, Round, SegmentWatch
+from revzoo.runtime.seams import Comparing, StateWatch
 
 States = tuple[Tensor, ...]  # a pair between steps, one tensor between layers
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -80,7 +78,7 @@ class SavedInputs:
 
     gives_same_bits = True
 
-    def __init__(self, inputs: Sequence[Tensor], round: "Round | None" = None):
+    def __init__(self, inputs: Sequence[Tensor], round: Comparing | None = None):
         self.lock = RLock()
         self._inputs = KeptStates(inputs)
         self._round = round
@@ -140,7 +138,7 @@ class _Item(NamedTuple):
 
     update: Update
     call: RecordedCall | None
-    noted: "Noted | None"
+    noted: Any
 
 
 class InvertedSegment:
@@ -166,7 +164,7 @@ class InvertedSegment:
     Cost: the states of one boundary, one extra forward of each step or layer.
     """
 
-    def __init__(self, exact: bool, round: "Round | None", origin: Origin | None = None) -> None:
+    def __init__(self, exact: bool, round: Comparing | None, origin: Origin | None = None) -> None:
         self.lock = RLock() if origin is None else origin.lock  # one for both, so that no two threads wait for each other
         self._exact = exact
         self._round = round
@@ -179,7 +177,7 @@ class InvertedSegment:
         self._needed = 0  # how many items inversion may go over again
         self._frees = False  # whether what layers keep for that can be freed. With an origin it may start again at the end
         self._in_use: list[RecordedCall] = []  # the calls recovered last
-        self._watch: SegmentWatch | None = None if round is None else round.watch_segment(exact)
+        self._watch: StateWatch | None = None if round is None else round.watch_segment(exact)
 
     @property
     def gives_same_bits(self) -> bool:
@@ -187,7 +185,7 @@ class InvertedSegment:
         return self._exact
 
     @property
-    def round(self) -> "Round | None":
+    def round(self) -> Comparing | None:
         """What counts that second runs are compared; None if they are not."""
         return self._round
 
