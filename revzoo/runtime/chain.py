@@ -238,7 +238,7 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
     grid, pair = _start(links, x1, x2, exact)
     for link in links:
         if isinstance(link, Step):
-            pair = StepUpdate(link.coupling, grid).advance(pair, call_step(link, pair, side))
+            pair = StepUpdate(link.coupling.bind(pair), grid).advance(pair, call_step(link, pair, side))
         else:
             pair = BijectionUpdate(link).advance(pair, None)
         if grid is not None:

@@ -40,6 +40,7 @@ def run_link(
         # One before the first inverted step is never undone, so its update keeps nothing.
         bijection = BijectionUpdate(link, will_invert=segment is not None)
         following = bijection.advance(pair, None)
+        forward.snapshots = None  # it may have drawn random numbers
         if segment is not None:
             segment.append(bijection, None, pair)
         return following, segment
@@ -50,7 +51,10 @@ def run_link(
     is_first = segment is None
     if link.mode.inverts and segment is None:
         segment = InvertedSegment(grid is not None, forward.round)
-    update = StepUpdate(link.coupling.bind(pair), grid, pair[0], will_invert=not is_first)
+    coupling = link.coupling.bind(pair)
+    if coupling is not link.coupling or calls.observer is not None:
+        forward.snapshots = None  # random numbers may have been drawn
+    update = StepUpdate(coupling, grid, pair[0], will_invert=not is_first)
     if link.mode.drops:
         call = record_step(link, forward, watched=is_first)
         recoverer = segment or SavedInputs(pair[1:], forward.round)

@@ -1,0 +1,309 @@
+"""Which backwards are compared with their forwards, what is learned in them, and what a second run leaves behind."""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from revzoo.errors import RecoveryError
+from revzoo.runtime import LayerChain, ReversibleChain, set_tripwire
+from revzoo.runtime.node import run_node
+from revzoo.runtime.tripwire import Watch
+
+D = 8
+MODES = ["invert", "recompute", "selective"]
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """Return the names of what is compared."""
+    names: list[str] = []
+    judge = Watch.judge
+
+    def note(self, comparison, error, size):
+        names.append(comparison.name)
+        judge(self, comparison, error, size)
+
+    monkeypatch.setattr(Watch, "judge", note)
+    return names
+
+
+def make_chain(step=None, depth=4, **options):
+    torch.manual_seed(0)
+    make = step or (lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh()))
+    return ReversibleChain([make() for _ in range(depth)], **options).double()
+
+
+def make_streams(batch=3):
+    return [
+        torch.randn(batch, D, dtype=torch.float64, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in (0, 1)
+    ]
+
+
+def differentiate(chain, mode, batch=3, loss=lambda chain, y1, y2: (y1.sin() * y2).sum()):
+    chain.schedule = mode
+    streams = make_streams(batch)
+    y1, y2 = chain(*streams)
+    wanted = [*streams, *chain.parameters()]
+    return [g for g in torch.autograd.grad(loss(chain, y1, y2), wanted, allow_unused=True) if g is not None]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_two_backwards_are_compared_and_later_one_in_seventeen(mode, compared):
+    chain = make_chain()
+    are_compared = []
+    for _ in range(40):
+        compared.clear()
+        differentiate(chain, mode)
+        are_compared.append(bool(compared))
+    assert [i for i, each in enumerate(are_compared) if each] == [0, 1, 18, 35]
+
+
+@pytest.mark.parametrize("change", ["shape", "schedule", "mode of a module", "step", "dtype"])
+def test_what_is_new_is_compared_again(change, compared):
+    chain, batch, mode = make_chain(), 3, "invert"
+    for _ in range(3):
+        compared.clear()
+        differentiate(chain, mode, batch)
+    assert compared == []
+    if change == "shape":
+        batch = 4
+    elif change == "schedule":
+        mode = ["invert", "recompute", "invert", "invert"]
+    elif change == "mode of a module":
+        chain.eval()
+    elif change == "step":
+        chain.steps[2] = nn.Sequential(nn.Linear(D, D), nn.Tanh()).double()
+    else:
+        chain.to(torch.float64)
+        torch.set_default_dtype(torch.float64)  # no setting of the chain: nothing is new
+        torch.set_default_dtype(torch.float32)
+        differentiate(chain, mode, batch)
+        assert compared == []
+        return
+    differentiate(chain, mode, batch)
+    assert compared
+
+
+def test_backwards_that_never_come_do_not_count(compared):
+    chain = make_chain()
+    for _ in range(5):
+        chain(*make_streams())
+    for _ in range(2):
+        compared.clear()
+        differentiate(chain, "invert")
+        assert compared
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_always_compares_all(mode, compared):
+    chain = make_chain()
+    with set_tripwire("always"):
+        for _ in range(5):
+            compared.clear()
+            differentiate(chain, mode)
+            assert compared
+
+
+class Masked(nn.Module):
+    """A mask is the last that autograd saves."""
+
+    def __init__(self, make_mask, kind):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.make_mask, self.kind = make_mask, kind
+
+    def forward(self, w):
+        mask = torch.from_numpy(self.make_mask(w.shape))
+        h = self.linear(w).tanh()
+        if self.kind == "bool":
+            return h.masked_fill(mask, 0.0)
+        return (h * torch.complex(mask.double(), torch.ones(()).double())).real
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["bool", "complex"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("draw", ["numpy", "random"])
+def test_masks_that_are_drawn_outside_of_torch_are_noticed(mode, kind, threads, draw):
+    draws = {
+        "numpy": lambda shape: np.random.default_rng().random(shape) < 0.5,
+        "random": lambda shape: np.array([random.random() < 0.5 for _ in range(int(np.prod(shape)))]).reshape(shape),
+    }
+    torch.set_num_threads(threads)
+    chain = make_chain(lambda: Masked(draws[draw], kind))
+    with pytest.raises(RecoveryError, match="ran differently the second time"):
+        differentiate(chain, mode, batch=16)
+
+
+class Average(nn.Module):
+    """An average kept as a plain attribute, and a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.average, self.calls, self.loss = torch.zeros(()), 0, None
+
+    def forward(self, w):
+        h = self.linear(w).tanh()
+        self.average = 0.9 * self.average + 0.1 * w.detach().mean()
+        self.calls += 1
+        self.loss = h.square().mean()
+        return h
+
+
+@pytest.mark.parametrize("compares", [True, False, "always"])
+@pytest.mark.parametrize("mode", MODES)
+def test_attributes_move_once_and_losses_in_them_are_those_of_forward(mode, compares, error):
+    def loss(chain, y1, y2):
+        return (y1 * y2).sum() + sum(step.loss for step in chain.steps)
+
+    chain, stored = make_chain(Average), make_chain(Average)
+    with set_tripwire(compares):
+        for _ in range(4):
+            assert error(differentiate(chain, mode, loss=loss), differentiate(stored, "store", loss=loss)) < 1e-12
+    for step, other in zip(chain.steps, stored.steps, strict=True):
+        assert step.calls == other.calls == 4
+        torch.testing.assert_close(step.average, other.average, rtol=1e-9, atol=0)
+
+
+class Untidy(nn.Module):
+    """Puts back at its end what it has changed, without `finally`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.twice = nn.Linear(D, D), nn.Linear(D, D)
+        self.busy = False
+
+    def forward(self, w):
+        assert not self.busy
+        assert torch.get_default_dtype() is torch.float32
+        self.busy = True
+        torch.set_default_dtype(torch.float64)
+        weight, self.linear.weight = self.linear.weight, self.twice.weight
+        hook = self.twice.register_forward_hook(lambda module, args, out: out * 2)
+        out = self.twice(self.linear(w).tanh())
+        hook.remove()
+        self.linear.weight = weight
+        torch.set_default_dtype(torch.float32)
+        self.busy = False
+        return out
+
+
+@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_run_that_ends_early_leaves_undone_is_put_back(mode, compares, error):
+    chain = make_chain(Untidy)
+    weights = [step.linear.weight for step in chain.steps]
+    expected = differentiate(chain, "store")
+    with set_tripwire(compares):
+        for _ in range(4):
+            assert error(differentiate(chain, mode), expected) < 1e-12
+            assert torch.get_default_dtype() is torch.float32
+            assert all(step.linear.weight is weight for step, weight in zip(chain.steps, weights, strict=True))
+            assert not any(step.busy or step.twice._forward_hooks for step in chain.steps)
+
+
+def test_small_first_states_are_announced():
+    """They are what rounding of later states leaves of them."""
+    torch.manual_seed(0)
+    chain = ReversibleChain([nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(32)])
+    streams = [torch.randn(16, D).mul(1e-6).requires_grad_() for _ in range(2)]
+    y1, y2 = chain(*streams)
+    with pytest.warns(UserWarning, match=r"Rounding takes .*% of the state in front of steps\.\d, .* use exact=True"):
+        (y1 * y2).sum().backward()
+    exact = ReversibleChain(list(chain.steps), exact=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y1, y2 = exact(*(x.detach().requires_grad_() for x in streams))
+        (y1 * y2).sum().backward()
+
+
+class Router(nn.Module):
+    """Sends each token to two of four experts, all with the same score; every call decides in another way."""
+
+    calls = 0
+
+    def __init__(self, names_experts=True):
+        super().__init__()
+        self.linear = nn.Linear(D, 4)
+        self.names_experts = names_experts
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x):
+        Router.calls += 1
+        noise = 1e-9 * torch.randn(len(x), 4, dtype=x.dtype, generator=torch.Generator().manual_seed(Router.calls))
+        scores = self.linear(x).softmax(-1)
+        experts = (scores.detach() + noise).topk(2, -1).indices
+        scores = scores.gather(-1, experts)
+        return (scores, experts) if self.names_experts else (scores, experts.to(x.dtype))
+
+
+class Mixture(nn.Module):
+    def __init__(self, names_experts=True):
+        super().__init__()
+        self.router = Router(names_experts)
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, w):
+        scores, chosen = self.router(w)
+        out = torch.zeros_like(w)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == i)
+            out = out.index_add(0, token, expert(w[token]).tanh() * scores[token, place, None])
+        return out
+
+
+@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_near_tie_is_decided_as_in_forward(mode, compares, error):
+    def run(chain, mode):
+        Router.calls = 0
+        return differentiate(chain, mode, batch=24)
+
+    chain = make_chain(Mixture)
+    expected = run(chain, "store")
+    with set_tripwire(compares):
+        for _ in range(4):
+            assert error(run(chain, mode), expected) < 1e-8
+
+
+@pytest.mark.parametrize("keep", ["*.router", "router", [Router], lambda module: isinstance(module, Router)])
+def test_regions_that_are_named_are_kept(keep, error):
+    def run(chain, mode):
+        Router.calls = 0
+        return differentiate(chain, mode, batch=24)
+
+    step = lambda: Mixture(names_experts=False)  # noqa: E731  nothing shows that these are indices
+    with pytest.raises(RecoveryError, match=r"steps\.3 ran differently"):
+        run(make_chain(step), "recompute")
+    chain = make_chain(step, keep=keep)
+    expected = run(chain, "store")
+    for mode in MODES:
+        assert error(run(chain, mode), expected) < 1e-8
+
+
+def test_a_failing_forward_leaves_no_hooks():
+    chain = make_chain(Mixture)
+    chain.steps[2].experts[1] = nn.Linear(D + 1, D).double()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            chain(*make_streams(24))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in chain.modules())
+
+
+def test_a_node_and_a_layer_have_rounds_of_their_own(compared):
+    node, chain = nn.Sequential(nn.Linear(D, D), nn.Tanh()), LayerChain(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    chain.schedule = "recompute"
+    for i in range(4):
+        compared.clear()
+        x = torch.randn(3, D, requires_grad=True)
+        run_node(node, "stem", "recompute", x).sum().backward()
+        assert bool(compared) == (i < 2)
+        compared.clear()
+        chain(x).sum().backward()
+        assert bool(compared) == (i < 2)
