@@ -50,7 +50,7 @@ def test_a_coupling_has_coefficients_for_each_example(mode, error):
 
 
 class Tiled(nn.Module):
-    """A step that runs in tiles of its tokens. In backward each tile should be recovered by itself, from a slice of the state."""
+    """A step that runs in tiles of its tokens. In backward each should be recovered by itself, from a slice of the state."""
 
     def __init__(self, f: nn.Module, count: int):
         super().__init__()
