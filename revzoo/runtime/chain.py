@@ -150,10 +150,17 @@ class ReversibleChain(nn.Module):
         return [entry.name for entry in self.layout() if entry.is_unit]
 
     def _links(self) -> list["Step | Bijection"]:
+        if torch.compiler.is_compiling():
+            return self._make_links()
         modules = list(self.steps)
         known_modules, known_couplings, known_schedule, links = self._known_links
         if modules == known_modules and self.couplings is known_couplings and self._schedule is known_schedule:
             return links
+        links = self._make_links()
+        self._known_links = modules, self.couplings, self._schedule, links
+        return links
+
+    def _make_links(self) -> list["Step | Bijection"]:
         layout = self.layout()
         if (count := sum(entry.is_unit for entry in layout)) != len(self._schedule):
             raise ScheduleError(
@@ -161,9 +168,7 @@ class ReversibleChain(nn.Module):
                 "its list of steps."
             )
         settings = zip(self.couplings, self._schedule, strict=True)
-        links = [f if isinstance(f, Bijection) else Step(f, name, *next(settings)) for name, f, *_ in layout]
-        self._known_links = modules, self.couplings, self._schedule, links
-        return links
+        return [f if isinstance(f, Bijection) else Step(f, name, *next(settings)) for name, f, *_ in layout]
 
 
 def run_chain(

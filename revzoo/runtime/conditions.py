@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from revzoo.errors import RecoveryError
 from revzoo.host_copy import find_graph
@@ -132,6 +132,11 @@ class Conditions:
                 f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
                 "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether f, or a module in it, was compiled by itself."""
+        return isinstance(self._f, nn.Module) and self.inventory.has_compiled(get_root(self._f))
 
     @property
     def is_observed(self) -> bool:

@@ -66,7 +66,6 @@ class Inventory:
         except RuntimeError:
             self.fixed = [t for t in self.fixed if not t.is_inference()]  # they have no version, nor can they change
         self.devices = frozenset(map(_get_device, self.fixed))
-        self.has_compiled = are_compiled(modules)
         self.sets_attributes = self.differentiates = False
         self.trials = 2
         self.regions: list[nn.Module] = []
@@ -84,6 +83,10 @@ class Inventory:
     def read_training(self, root: nn.Module) -> list[bool]:
         """Return the training flags of all modules as they are now."""
         return [root.training, *map(_is_training, self._inside)]
+
+    def has_compiled(self, root: nn.Module) -> bool:
+        """Return whether one of the modules was compiled by itself."""
+        return are_compiled((root, *self._inside))
 
     def read_attributes(self, root: nn.Module) -> "Attributes":
         """Return what all modules have set on themselves."""

@@ -21,7 +21,7 @@ from revzoo.runtime import seams
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.exact import attach_graph
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.inventory import find_submodules
+from revzoo.runtime.inventory import find_submodules, get_root
 from revzoo.runtime.nested import map_tensors, tensors_in
 
 
@@ -71,7 +71,7 @@ class KeptRegions:
         waiting = self._outputs[::-1]
 
         def replace(module: nn.Module, _: Any, out: Any) -> Any:
-            if not waiting or waiting[-1][0] is not module:
+            if torch.compiler.is_compiling() or not waiting or waiting[-1][0] is not module:
                 return None  # another run than the first, which will be noticed by what it saves
             kept = iter(list(tensors_in(waiting.pop()[1])))
             return map_tensors(lambda x: _put_in_place(next(kept), x), out)
@@ -79,9 +79,12 @@ class KeptRegions:
         return _Hooks(self._modules, None, replace)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
-        self._open.append((module, self._next))
+        if not torch.compiler.is_compiling():  # as in the branches of torch.cond
+            self._open.append((module, self._next))
 
     def _end(self, module: nn.Module, _: Any, out: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         start = 0
         while self._open:  # a call inside may have raised what f has caught
             opened, start = self._open.pop()
@@ -125,7 +128,7 @@ def _put_in_place(kept: Tensor, x: Tensor) -> Tensor:
 def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions: Conditions) -> KeptRegions | None:
     """Return what keeps the outputs of submodules of a call that is about to run first; None where there is nothing to keep."""
     inventory = conditions.inventory
-    if inventory.has_layers or inventory.has_compiled or not isinstance(f, nn.Module):
+    if not isinstance(f, nn.Module) or inventory.has_layers or inventory.has_compiled(get_root(f)):
         return None  # hooks would change how layers are run, and compiled code has none
     named = find_submodules(f, name, forward.keep) if forward.keep else []
     return KeptRegions((*named, *inventory.regions), inventory.submodules if conditions.is_observed else ())

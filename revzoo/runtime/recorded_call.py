@@ -1,7 +1,7 @@
 """One call of one function: the tensors that autograd saves in it are dropped, and refilled by a second run.
 
 The forward runs as ordinary autograd code under `saved_tensors_hooks`: the pack hook drops each tensor and leaves the number of
-its slot. Unpacking the first slot in backward asks a recoverer (`tape.py`) for the second run, which refills all slots, unless
+its slot. Unpacking the first slot in backward asks a recoverer (`segment.py`) for the second run, which refills all slots, unless
 that has been done ahead (`lookahead.py`). Where autograd saves nothing but inputs and parameters of the call, as in a linear
 layer or a convolution, no second run is needed: they are handed over as they are.
 

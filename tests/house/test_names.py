@@ -124,7 +124,7 @@ def test_public_names_are_the_pinned_ones():
         "SpaceToDepth",
         "set_tripwire",
     }
-    assert signature(revzoo.runtime.ReversibleChain) == "(steps, coupling='additive', exact=False, lookahead=0)"
+    assert signature(revzoo.runtime.ReversibleChain) == "(steps, coupling='additive', exact=False, lookahead=0, keep=())"
 
 
 def test_a_model_has_the_pinned_members():
