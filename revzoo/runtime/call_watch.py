@@ -51,9 +51,7 @@ class CallWatch:
         self._same_input = same_input
         self._reads_whole = reads_whole
         self._is_on_cpu = can_read_now(x)
-        self._repeats_bits = (
-            same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not conditions.is_compiled
-        )
+        self._repeats_bits = same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not conditions.is_compiled
         self._latest: deque[tuple[int, Tensor, int]] = deque()  # slot, tensor, version; two, since the last is often a weight
         self._taken: list[
             tuple[int, Fingerprint | int | bytes, tuple[int, ...]]

@@ -39,6 +39,7 @@ class KeptRegions:
         self._outputs: list[tuple[nn.Module, Any]] = []  # in the order of the calls
         self._open: list[tuple[nn.Module, int]] = []  # calls that have begun: the module, and the next slot
         self._integers: list[tuple[int, Tensor]] = []  # saved in them, by slot
+        self.is_paused = False
         self._next = 0  # the slot of the next tensor that autograd saves
         self.slots: dict[int, Tensor] = {}  # integers that autograd saved in a region
 
@@ -79,11 +80,11 @@ class KeptRegions:
         return _Hooks(self._modules, None, replace)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
-        if not torch.compiler.is_compiling():  # as in the branches of torch.cond
+        if not self.is_paused and not torch.compiler.is_compiling():  # as in the branches of torch.cond
             self._open.append((module, self._next))
 
     def _end(self, module: nn.Module, _: Any, out: Any) -> None:
-        if torch.compiler.is_compiling():
+        if self.is_paused or torch.compiler.is_compiling():
             return
         start = 0
         while self._open:  # a call inside may have raised what f has caught

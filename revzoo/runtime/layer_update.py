@@ -110,8 +110,6 @@ class LayerCall(RecordedCall):
         channels: those that its input consists of; None is all.
     """
 
-    _may_differentiate = False
-
     def __init__(self, layer: nn.Module, name: str, forward: Forward, growth: LayerGrowth, channels: slice | None = None):
         super().__init__(layer, name, forward, watched=None)  # what it saves is a state, or small
         self._growth = growth

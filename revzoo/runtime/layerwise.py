@@ -92,7 +92,7 @@ def _slice_halves(states: States) -> tuple[slice, slice]:
 
 
 class LayerwiseCall(RecordedCall):
-    """A call of a step's f whose layers are walked back one by one. They do not differentiate inside.
+    """A call of a step's f whose layers are walked back one by one.
 
     Consecutive layers with an inverse are a segment. The second run stores nothing in them, and gives each segment the state to
     start from. What the layers between them save is dropped and refilled as in any other step.
@@ -104,8 +104,6 @@ class LayerwiseCall(RecordedCall):
         layers: the layers one by one.
         watched: whether the tensors saved last are read whole to be compared.
     """
-
-    _may_differentiate = False
 
     def __init__(self, f: nn.Module, name: str, forward: Forward, layers: Sequence[Layer], watched: bool):
         super().__init__(f, name, forward, watched=watched)

@@ -1,8 +1,8 @@
 """One call of one function: the tensors that autograd saves in it are dropped, and refilled by a second run.
 
 The forward runs as ordinary autograd code under `saved_tensors_hooks`: the pack hook drops each tensor and leaves the number of
-its slot. Unpacking the first slot in backward asks a recoverer (`segment.py`) for the second run, which refills all slots, unless
-that has been done ahead (`lookahead.py`). Where autograd saves nothing but inputs and parameters of the call, as in a linear
+its slot. Unpacking the first slot in backward asks a recoverer (`segment.py`) for the second run, which refills all slots,
+unless that has been done ahead (`lookahead.py`). Where autograd saves nothing but inputs and parameters of the call, as in a linear
 layer or a convolution, no second run is needed: they are handed over as they are.
 
 Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reentrant `torch.utils.checkpoint`.
@@ -36,8 +36,7 @@ OUTPUT = -1  # in place of the number of an input
 class RecordedCall:
     """One call of `f` under hooks that drop what autograd saves.
 
-    f may differentiate inside its own forward (the forces of an energy). What autograd saves is held until f has returned, as
-    in backward, in the rounds that are compared, and later if f has been seen to do so.
+    f may differentiate inside its own forward (the forces of an energy). It is then run again at once, up to where it is.
 
     Args:
         f: the step or node.
@@ -50,8 +49,6 @@ class RecordedCall:
             None: what is saved is not compared at all.
         inventory: what f holds now, if that has just been found.
     """
-
-    _may_differentiate = True
 
     def __init__(
         self,
@@ -79,7 +76,6 @@ class RecordedCall:
         # By slot: which input was saved, or that the output was, or what is kept with its version. None: f has to run again.
         self._sources: list[int | tuple[Tensor, int]] | None = []
         self._given: Sequence[Tensor] = ()  # the inputs, during the first run
-        self._held: list[Tensor] | None = None  # what autograd saves, during a first run in which f may differentiate
         self._requires_grad: list[bool] = []
         self.place: int | None = None  # among the items of its segment
         self.outer: RecordedCall | None = None  # the call that may have to run again for this one's input
@@ -113,8 +109,6 @@ class RecordedCall:
             if regions is not None:
                 self._keepers.append(regions)
             self._given = inputs
-            if self._may_differentiate and (conditions.inventory.differentiates or conditions.is_observed):
-                self._held = []
             with saved_tensors_hooks(self._pack, handle.unpack):
                 if self._keepers:
                     with ExitStack() as stack:
@@ -128,7 +122,8 @@ class RecordedCall:
                 self._watch.abandon()
             raise
         finally:  # the hooks live as long as the graph, and what they hold would keep the graph of a failed forward alive
-            self._given, self._held = (), None
+            self._given = ()
+            self._refilled.clear()  # in case that f has differentiated
             conditions.end_first_run()
         conditions.require_repeatable()
         if seams.follower is not None:
@@ -153,8 +148,6 @@ class RecordedCall:
             keeper.note_saved(slot, tensor)
         if self._watch is not None:
             self._watch.note(slot, tensor)
-        if self._held is not None:
-            self._held.append(tensor)
         return slot
 
     def _end_keeping(self, regions: Any) -> None:
@@ -169,12 +162,24 @@ class RecordedCall:
         if not regions.regions:
             self._keepers.remove(regions)
 
-    def unpack_in_first_run(self, slot: int) -> Tensor | None:
-        """Return a tensor for which f itself asks, as it differentiates inside its own forward; None if it is not that."""
-        if self._held is None:
-            return None
+    @property
+    def is_running(self) -> bool:
+        """Whether its first run is under way."""
+        return bool(self._given)
+
+    def recover_inside(self) -> None:
+        """Refill what has been dropped so far, during the first run: f itself asks for it, as it differentiates inside."""
         self._conditions.inventory.differentiates = True
-        return self._held[slot]
+        self._conditions.random.end_first_run()  # so far
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.is_paused = True
+        try:
+            self.run_again(*self._given, stop_early=True, check_draws=False)
+        finally:
+            self._keepers = keepers
+            for keeper in keepers:
+                keeper.is_paused = False
 
     def _run_compiled(self, *inputs: Tensor) -> Any:
         """Run the graph of mode `selective`. It computes again in backward, so it has the conditions of any other run."""
@@ -390,14 +395,15 @@ class _Handle:
 
     @exclude_from_compilation
     def _recover(self, slot: int) -> Tensor:
-        if (held := self._call.unpack_in_first_run(slot)) is not None:
-            return held
         if self._lookahead is not None:
             self._lookahead.forget()
         tensor = None
         while tensor is None:  # another thread that differentiates the same graph may take it at once
             with self._recoverer.lock:
-                self._recover_call()
+                if self._call.is_running:
+                    self._call.recover_inside()
+                else:
+                    self._recover_call()
                 tensor, version = self._call._refilled.pop(slot, _NOTHING)
         if tensor._version != version:
             raise self._call.make_in_place_error(tensor)

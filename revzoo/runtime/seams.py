@@ -90,6 +90,8 @@ class StateWatch(Protocol):
 class Keeper(Protocol):
     """Keeps something of the first run of a call for its second."""
 
+    is_paused: bool  # during a run inside the first, which is not to be kept
+
     def record(self) -> AbstractContextManager[Any]:
         """Return a context for the first run."""
 

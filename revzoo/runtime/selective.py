@@ -43,7 +43,7 @@ class KeptProducts:
     """
 
     def __init__(self) -> None:
-        self.have_fitted, self.has_handed_out = True, False
+        self.have_fitted, self.has_handed_out, self.is_paused = True, False, False
         self.outputs: list[_Output] = []
         self._needed: _Set = 0
         self._known: dict[int, _Set] = {}  # by storage, during the first run: the outputs that its contents were computed from
@@ -54,10 +54,8 @@ class KeptProducts:
 
     def note_saved(self, slot: int, tensor: Tensor) -> None:
         """Note that autograd saves a tensor: the outputs that it was computed from are needed."""
-        if type(tensor) is Tensor or isinstance(tensor, torch.nn.Parameter):
-            self._needed |= self._resolve(self._known.get(_find_storage(tensor), 0))
-        else:  # it wraps others
-            self._needed |= self._resolve(_ANY_SO_FAR)
+        sources = _ANY_SO_FAR if wraps_tensors(type(tensor)) else self._known.get(_find_storage(tensor), 0)
+        self._needed |= self._resolve(sources)
 
     def holds(self, saved: Tensor) -> bool:
         """Return whether a tensor is, or lies in, an output that the first run has kept."""
@@ -181,7 +179,8 @@ class _Record(_Mode):
             return NotImplemented  # the subclass runs first, and its inner operations come here
         operation, kwargs = describe(func), kwargs or {}
         out = operation.run(*args, **kwargs)
-        self._kept.follow(operation, func, args, kwargs, out)
+        if not self._kept.is_paused:
+            self._kept.follow(operation, func, args, kwargs, out)
         return out
 
 

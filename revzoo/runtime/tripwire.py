@@ -44,6 +44,7 @@ _GROWTH_OF_STATE, _LARGEST_TOLERANCE = 30.0, 0.25
 # What a step computes from a state may differ by more, where it normalises what nearly cancels.
 _GROWTH_IN_STEP = 1000.0
 _SMALL = 0.1  # of the largest state so far: a state that much smaller is judged by its own size as well
+_COARSE = 0.05  # a tolerance of half precision, which is warned of in forward
 _NOTEWORTHY = 0.01  # a share of its own size that rounding takes of a state, from which on a warning says so
 
 _setting: bool | Literal["always"] = True
@@ -188,7 +189,7 @@ class Watch:
         elif not math.isfinite(error):
             return
         is_small = comparison.of_state and not comparison.of_layer and 0 < size < _SMALL * self._largest
-        own_error = error / size if is_small and tolerance else 0.0
+        own_error = error / size if is_small and 0 < tolerance < _COARSE else 0.0
         if comparison.of_layer:
             self._largest = size
         elif comparison.of_state:
