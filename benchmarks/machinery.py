@@ -80,9 +80,9 @@ _OVERHEADS = {"LayerNorm-MLP": {"invert": 100.0}, "rev_vit_digits": {"invert": 1
 _OVER_CHECKPOINT, _OVER_STORED = 0.5, 0.65
 _CALLS = {"invert, forward": 60.0, "invert, backward": 90.0}
 _HOST_TIME = {
-    "checkpoint": {"invert": 0.45, "recompute": 0.45},
-    "torch selective": {"selective": 0.8},
-    "invert": {"look-ahead": 1.0, "exact": 1.1, "8 kept bits": 1.1},
+    "checkpoint": {"invert": 0.45, "recompute": 0.8},
+    "torch selective": {"selective": 1.0},
+    "invert": {"look-ahead": 1.1, "exact": 1.1, "8 kept bits": 1.1},
 }
 _KERNELS = {"checkpoint": None, "invert": 10.0}
 _ARITHMETIC = {"transformer": {"exact": 1.03, "8 kept bits": 1.06}, "conv": {"exact": 1.03, "8 kept bits": 1.12}}

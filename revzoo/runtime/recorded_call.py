@@ -2,8 +2,8 @@
 
 The forward runs as ordinary autograd code under `saved_tensors_hooks`: the pack hook drops each tensor and leaves the number of
 its slot. Unpacking the first slot in backward asks a recoverer (`segment.py`) for the second run, which refills all slots,
-unless that has been done ahead (`lookahead.py`). Where autograd saves nothing but inputs and parameters of the call, as in a linear
-layer or a convolution, no second run is needed: they are handed over as they are.
+unless that has been done ahead (`lookahead.py`). Where autograd saves nothing but inputs and parameters of the call, as in a
+linear layer or a convolution, no second run is needed: they are handed over as they are.
 
 Source: the hooks are `torch.autograd.graph.saved_tensors_hooks`, as in non-reentrant `torch.utils.checkpoint`.
 """
