@@ -24,7 +24,6 @@ from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.inventory import find_spacing
 from revzoo.runtime.sample import read_sample
-from revzoo.runtime.selective import KeptProducts
 from revzoo.runtime.tripwire import Watch
 
 _LARGEST_DIFFERENCE = 1e-2  # relative, of two runs whose inputs or kernels differ by rounding
@@ -38,16 +37,12 @@ class CallWatch:
     Args:
         x: the call's input.
         conditions: the conditions of the call.
-        kept_products: what it keeps in mode `selective`.
         same_input: whether every second run begins with the bits of the first.
         reads_whole: whether to read the last two tensors. Not needed where the state that follows from f's output is compared.
     """
 
-    def __init__(
-        self, x: Tensor, conditions: Conditions, kept_products: KeptProducts | None, *, same_input: bool, reads_whole: bool
-    ) -> None:
+    def __init__(self, x: Tensor, conditions: Conditions, *, same_input: bool, reads_whole: bool) -> None:
         self._conditions = conditions
-        self._kept_products = kept_products
         self._same_input = same_input
         self._reads_whole = reads_whole
         self._is_on_cpu = can_read_now(x)
@@ -115,13 +110,11 @@ class CallWatch:
                 watch.judge_samples(name, taken, sample, tensor.dtype, tolerance, explained)
 
     def _is_telling(self, tensor: Tensor) -> bool:
-        """Return whether a tensor can show a difference: no weight, no moving statistic, no output that is kept anyway."""
+        """Return whether a tensor can show a difference: no weight, no moving statistic."""
         base = tensor._base if tensor._is_view() else tensor
         if base.__class__ is not Tensor and isinstance(base, nn.Parameter):  # the first test takes a fifth of the time
             return False
-        if self._conditions.holds_moving(tensor):
-            return False
-        return self._kept_products is None or not self._kept_products.holds(tensor)
+        return not self._conditions.holds_moving(tensor)
 
     def _sample(self, slot: int, tensor: Tensor) -> None:
         """Take a sample of a tensor that is not read whole."""

@@ -18,6 +18,7 @@ A call stores nothing on modules, so any number of forwards may precede a backwa
 """
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any, Literal, cast
 
 import torch
@@ -32,7 +33,7 @@ from revzoo.runtime.chain_link import call_step, run_link, watch_range
 from revzoo.runtime.compiling import exclude_from_compilation, find_function_compiler, is_exporting
 from revzoo.runtime.coupling import Coupling, Pair
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.inventory import Pattern, check_patterns
+from revzoo.runtime.inventory import Pattern, check_patterns, forget_inventory
 from revzoo.runtime.layout import LayoutEntry
 from revzoo.runtime.mode import Mode
 from revzoo.runtime.pair_update import BijectionUpdate, Step, StepUpdate, is_dense
@@ -154,7 +155,8 @@ class ReversibleChain(nn.Module):
             return self._make_links()
         modules = list(self.steps)
         known_modules, known_couplings, known_schedule, links = self._known_links
-        if modules == known_modules and self.couplings is known_couplings and self._schedule is known_schedule:
+        is_same = len(modules) == len(known_modules) and all(map(is_, modules, known_modules))
+        if is_same and self.couplings is known_couplings and self._schedule is known_schedule:
             return links
         links = self._make_links()
         self._known_links = modules, self.couplings, self._schedule, links
@@ -243,6 +245,7 @@ def _run_plain(links: Sequence[Step | Bijection], x1: Tensor, x2: Tensor, side: 
     grid, pair = _start(links, x1, x2, exact)
     for link in links:
         if isinstance(link, Step):
+            forget_inventory(link.f)
             pair = StepUpdate(link.coupling.bind(pair), grid).advance(pair, call_step(link, pair, side))
         else:
             pair = BijectionUpdate(link).advance(pair, None)

@@ -15,7 +15,7 @@ from revzoo.errors import RecoveryError
 from revzoo.host_copy import find_graph
 from revzoo.runtime.forward import Forward, take_turn
 from revzoo.runtime.inventory import Inventory, Tensors, get_root, take_inventory
-from revzoo.runtime.random_state import RandomState, find_generators
+from revzoo.runtime.random_state import RandomState, find_generators, leaves_alone
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 
@@ -76,6 +76,7 @@ class Conditions:
         """
         self.require_unchanged()
         inventory, random, settings = self.inventory, self.random, self.forward.settings
+        learned = inventory.learned
         if random.has_drawn and find_graph() is not self._graph:
             raise RecoveryError(
                 f"{self._name} draws random numbers, and its forward and backward are not captured in one CUDA graph, so the "
@@ -93,21 +94,22 @@ class Conditions:
                     inventory.set_training(root, inventory.training)
                 if inventory.statistics:
                     statistics = self._rewind_statistics()
-                # FSDP gathers weights before a call and frees them later, whatever the end of the call.
-                if (inventory.sets_attributes or self.is_observed) and not self.forward.is_one_of_several:
+                # FSDP gathers weights before a call and frees them later, whatever the end of the call; and beside a thread
+                # that looks ahead, hooks of gradients may set attributes.
+                if (learned.sets_attributes or self.is_observed) and not (self.forward.is_one_of_several or leaves_alone()):
                     attributes = inventory.read_attributes(root)
-                inventory.trials -= 1
+                learned.trials -= 1
             if random.has_drawn or self.forward.round is not None:
                 states = random.rewind()
             entered = settings.enter()
             return run(*args)
         finally:
             if entered is not None and settings.leave(entered, look=attributes is not None):
-                inventory.sets_attributes = True
+                learned.sets_attributes = True
             if states is not None:
                 random.restore(states)
             if attributes is not None:
-                inventory.sets_attributes |= attributes.restore()
+                learned.sets_attributes |= attributes.restore()
             if statistics is not None:
                 for buffers, present in zip(inventory.statistics, statistics, strict=True):
                     buffers.update(present)
@@ -129,8 +131,8 @@ class Conditions:
             return
         if replaced := inventory.find_replaced(get_root(cast(Any, self._f))):
             raise RecoveryError(
-                f"{replaced!r} of {self._name} was another tensor in forward, as under torch.func.functional_call or after "
-                "load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
+                f"{replaced!r} of {self._name} was another tensor or module in forward, as under torch.func.functional_call or "
+                "after load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
 
     @property
@@ -141,7 +143,7 @@ class Conditions:
     @property
     def is_observed(self) -> bool:
         """Whether it is to be found out what f does besides computing its result."""
-        return self.inventory.trials > 0 or self.forward.round is not None
+        return self.inventory.learned.trials > 0 or self.forward.round is not None
 
     @property
     def draws_the_same(self) -> bool:

@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, cast
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from revzoo.sharded import is_sharded
 
 Tensors = dict[str, Tensor | None]
 Pattern = str | type[nn.Module] | Callable[[nn.Module], bool]  # names submodules
-_NAME = "_revzoo_inventory"  # in the module's __dict__
+_NAME, _LEARNED = _OWN = "_revzoo_inventory", "_revzoo_learned"  # in the module's __dict__
 _is_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 _get_device: Callable[[Tensor], torch.device] = attrgetter("device")
@@ -37,11 +38,7 @@ class Inventory:
 
     Attributes:
         fixed: parameters, buffers that forward does not change, none of which may change until backward.
-        sets_attributes: whether a second run has been seen to set attributes of the modules.
-        trials: second runs in which it is still to be seen what f does.
-        regions: submodules that have been seen to return integers, whose outputs are kept (`kept_regions.py`).
-        may_keep_products: whether no product was seen to be read or changed where no dispatch mode sees it (`selective.py`).
-        differentiates: whether f has been seen to differentiate inside its own forward.
+        learned: what has been seen of the module's calls.
         statistics: the buffers of norms that move their running statistics in this call.
     """
 
@@ -51,6 +48,7 @@ class Inventory:
         self.training = list(map(_is_training, modules))
         # Views of dictionaries, which show what is in them at any time.
         self._entries = [cast(dict[str, Any], d).values() for m in modules for d in (m._modules, m._parameters, m._buffers)]
+        self._children = [(m._modules, dict(m._modules)) for m in modules if m._modules]
         self._ids = list(map(id, chain.from_iterable(self._entries)))
         moving = [m for m in modules if isinstance(m, _NormBase) and m.training and m.track_running_stats]
         self.statistics: list[Tensors] = [m._buffers for m in moving]
@@ -66,15 +64,17 @@ class Inventory:
         except RuntimeError:
             self.fixed = [t for t in self.fixed if not t.is_inference()]  # they have no version, nor can they change
         self.devices = frozenset(map(_get_device, self.fixed))
-        self.sets_attributes = self.differentiates = False
-        self.trials = 2
-        self.regions: list[nn.Module] = []
-        self.may_keep_products = True
+        self.learned = Learned() if root is None else _find_learned(root)
+        self._root = None if root is None else ref(root)
 
     @property
     def submodules(self) -> Sequence[nn.Module]:
         """The modules inside."""
         return self._inside
+
+    def belongs_to(self, root: nn.Module) -> bool:
+        """Return whether this was found for a module, and not for one of which it is a shallow copy."""
+        return self._root is not None and self._root() is root
 
     def has_same_entries(self) -> bool:
         """Return whether every dictionary holds the very objects that it held."""
@@ -123,6 +123,10 @@ class Inventory:
                 now = tensors.get(key)
                 if now is not t and now is not None and t is not None and not is_sharded(t, now):
                     return self.name(root, t)
+        for modules, children in self._children:
+            for key, child in children.items():
+                if child is not None and modules.get(key) is not child and modules.get(key) is not None:
+                    return key
         return None
 
     def name(self, root: nn.Module, tensor: Tensor) -> str:
@@ -140,6 +144,27 @@ class Inventory:
 
 
 _MISSING = object()
+
+
+class Learned:
+    """What has been seen of the calls of a module, in the first of them and in rounds that are compared.
+
+    Attributes:
+        trials: second runs in which it is still to be seen what the module does.
+        sets_attributes: whether a second run has set attributes of the modules.
+        differentiates: whether it differentiates inside its own forward.
+        may_keep_products: whether no product was read or changed where no dispatch mode sees it (`selective.py`).
+        regions: submodules that have returned integers, whose outputs are kept (`kept_regions.py`).
+    """
+
+    def __init__(self) -> None:
+        self.trials = 2
+        self.sets_attributes = self.differentiates = False
+        self.may_keep_products = True
+        self.regions: WeakSet[nn.Module] = WeakSet()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy learns for itself
 
 
 class Attributes:
@@ -160,14 +185,13 @@ class Attributes:
         for now, then in self._taken:
             if len(now) == len(then) and all(map(is_, now.values(), then.values())):
                 continue
-            inventory = now.pop(_NAME, None)
-            then.pop(_NAME, None)
-            if len(now) != len(then) or any(now.get(key, _MISSING) is not value for key, value in then.items()):
-                now.clear()
-                now.update(then)
+            for key in [key for key in now if key not in then and key not in _OWN]:
+                del now[key]
                 has_changed = True
-            if inventory is not None:
-                now[_NAME] = inventory
+            for key, value in then.items():
+                if key not in _OWN and now.get(key, _MISSING) is not value:
+                    now[key] = value
+                    has_changed = True
         return has_changed
 
 
@@ -180,11 +204,22 @@ def take_inventory(f: Any) -> Inventory:
         return _NOTHING
     root = get_root(f)
     known: Inventory | None = f.__dict__.get(_NAME)
-    if known is not None and known.has_same_entries() and known.training == known.read_training(root):
+    if (
+        known is not None
+        and known.belongs_to(root)
+        and known.has_same_entries()
+        and known.training == known.read_training(root)
+    ):
         return known
     silent = getattr(f, "silent_modules", ()) if hasattr(type(f), "silent_modules") else ()
     inventory = f.__dict__[_NAME] = Inventory(root, silent)
     return inventory
+
+
+def forget_inventory(f: Any) -> None:
+    """Let go of what a module held in its latest recorded call: since then its tensors may have been exchanged."""
+    if isinstance(f, nn.Module):
+        f.__dict__.pop(_NAME, None)
 
 
 def get_root(f: nn.Module) -> nn.Module:
@@ -227,6 +262,13 @@ def defines_inverse(module: nn.Module | None) -> bool:
     """Return whether a module, or its class, has a method `inverse`."""
     # Not hasattr: for what is missing, a module looks through its parameters, buffers and children.
     return callable(getattr(type(module), "inverse", None)) or "inverse" in vars(module)
+
+
+def _find_learned(root: nn.Module) -> Learned:
+    learned = root.__dict__.get(_LEARNED)
+    if learned is None:
+        learned = root.__dict__[_LEARNED] = Learned()
+    return cast(Learned, learned)
 
 
 @cache

@@ -11,18 +11,21 @@ in the code of a step outside of its submodules is not seen.
 Cost: the outputs of these modules.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from revzoo.errors import InputError
 from revzoo.runtime import seams
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.exact import attach_graph
 from revzoo.runtime.forward import Forward
-from revzoo.runtime.inventory import find_submodules, get_root
-from revzoo.runtime.nested import map_tensors, tensors_in
+from revzoo.runtime.inventory import defines_inverse, find_submodules, get_root
 
 
 class KeptRegions:
@@ -36,12 +39,14 @@ class KeptRegions:
     def __init__(self, named: Sequence[nn.Module], seen: Sequence[nn.Module] = ()):
         self._named = set(named)
         self._modules = list(dict.fromkeys((*named, *seen)))
-        self._outputs: list[tuple[nn.Module, Any]] = []  # in the order of the calls
+        self._outputs: dict[tuple[nn.Module, int], list[Tensor]] = {}  # by module, and number of its call
+        self._calls: Counter[nn.Module] = Counter()
         self._open: list[tuple[nn.Module, int]] = []  # calls that have begun: the module, and the next slot
         self._integers: list[tuple[int, Tensor]] = []  # saved in them, by slot
         self.is_paused = False
+        self._thread = 0
         self._next = 0  # the slot of the next tensor that autograd saves
-        self.slots: dict[int, Tensor] = {}  # integers that autograd saved in a region
+        self.slots: dict[int, tuple[Tensor, int]] = {}  # integers that autograd saved in a region, with their versions
 
     @property
     def seen_regions(self) -> list[nn.Module]:
@@ -55,6 +60,7 @@ class KeptRegions:
 
     def record(self) -> "_Hooks":
         """Return a context for the first run."""
+        self._thread = get_ident()
         return _Hooks(self._modules, self._begin, self._end)
 
     def note_saved(self, slot: int, tensor: Tensor) -> None:
@@ -69,34 +75,44 @@ class KeptRegions:
 
     def hand_out(self) -> "_Hooks":
         """Return a context for a second run."""
-        waiting = self._outputs[::-1]
+        calls, thread = Counter[nn.Module](), get_ident()
 
         def replace(module: nn.Module, _: Any, out: Any) -> Any:
-            if torch.compiler.is_compiling() or not waiting or waiting[-1][0] is not module:
+            if torch.compiler.is_compiling() or get_ident() != thread:
+                return None
+            calls[module] += 1
+            outputs = self._outputs.get((module, calls[module]))
+            if outputs is None or len(outputs) != len(_list_tensors(out)):
                 return None  # another run than the first, which will be noticed by what it saves
-            kept = iter(list(tensors_in(waiting.pop()[1])))
-            return map_tensors(lambda x: _put_in_place(next(kept), x), out)
+            kept = iter(outputs)
+            return tree_map_only(Tensor, lambda x: _put_in_place(next(kept), x), out)
 
         return _Hooks(self._modules, None, replace)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
-        if not self.is_paused and not torch.compiler.is_compiling():  # as in the branches of torch.cond
+        if self._is_looking():
             self._open.append((module, self._next))
 
     def _end(self, module: nn.Module, _: Any, out: Any) -> None:
-        if self.is_paused or torch.compiler.is_compiling():
+        if not self._is_looking():
             return
+        self._calls[module] += 1
         start = 0
         while self._open:  # a call inside may have raised what f has caught
             opened, start = self._open.pop()
             if opened is module:
                 break
-        tensors = list(tensors_in(out))
-        if module in self._named or any(_is_index(x) for x in tensors):
-            self._outputs.append((module, [x.detach() for x in tensors]))
-            self.slots.update((slot, x) for slot, x in self._integers if slot >= start)
+        tensors = _list_tensors(out)
+        if tensors and not any(map(_is_wrapped, tensors)) and (module in self._named or any(map(_is_index, tensors))):
+            # Copies: f may change what it is given in place.
+            self._outputs[module, self._calls[module]] = [x.detach().clone() for x in tensors]
+            self.slots.update((slot, (x, x._version)) for slot, x in self._integers if slot >= start)
         if not self._open:
             self._integers.clear()
+
+    def _is_looking(self) -> bool:
+        """Return whether a call belongs to this run: not to another thread, nor to what is compiled, as in torch.cond."""
+        return not (torch.compiler.is_compiling() or self.is_paused or get_ident() != self._thread)
 
 
 class _Hooks:
@@ -117,22 +133,47 @@ class _Hooks:
             self._handles.pop().remove()
 
 
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _list_tensors(out: Any) -> list[Tensor]:
+    """Return the tensors that a module returns, in the collections that PyTorch knows: an iterator must not be used up."""
+    return [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+
+
 def _is_index(x: Tensor) -> bool:
     return x.dtype in (torch.int64, torch.int32)
 
 
 def _put_in_place(kept: Tensor, x: Tensor) -> Tensor:
-    """Return the kept tensor, differentiated as the one that it replaces."""
-    return attach_graph(kept.detach(), (1.0,), x) if x.requires_grad else kept.detach()
+    """Return a copy of the kept tensor, differentiated as the one that it replaces."""
+    return attach_graph(kept.clone(), (1.0,), x) if x.requires_grad else kept.clone()
 
 
 def keep_regions(f: Callable[..., Any], name: str, forward: Forward, conditions: Conditions) -> KeptRegions | None:
-    """Return what keeps the outputs of submodules of a call that is about to run first; None where there is nothing to keep."""
-    inventory = conditions.inventory
-    if not isinstance(f, nn.Module) or inventory.has_layers or inventory.has_compiled(get_root(f)):
-        return None  # hooks would change how layers are run, and compiled code has none
+    """Return what keeps the outputs of submodules of a call that is about to run first; None where there is nothing to keep.
+
+    Raises:
+        InputError: a module that is named cannot be kept.
+    """
+    if not isinstance(f, nn.Module):
+        return None
     named = find_submodules(f, name, forward.keep) if forward.keep else []
-    return KeptRegions((*named, *inventory.regions), inventory.submodules if conditions.is_observed else ())
+    inventory = conditions.inventory
+    is_compiled = inventory.has_compiled(get_root(f))
+    if refused := [module for module in named if is_compiled or not _may_have_hooks(module)]:
+        raise InputError(
+            f"keep names a {type(refused[0]).__name__} of {name} that is compiled, scripted or made of layers with an inverse, "
+            "so its output cannot be kept. Name other modules, or compile the whole model instead of the step."
+        )
+    seen = inventory.submodules if conditions.is_observed and not is_compiled else ()
+    known = [module for module in inventory.submodules if module in inventory.learned.regions] if not is_compiled else []
+    return KeptRegions((*named, *known), list(filter(_may_have_hooks, seen)))
+
+
+def _may_have_hooks(module: nn.Module) -> bool:
+    """Return whether hooks change nothing about how a module is run: layers with hooks are not inverted one by one."""
+    return not isinstance(module, torch.jit.ScriptModule) and not any(map(defines_inverse, module.modules()))
 
 
 seams.keep_regions = keep_regions

@@ -69,7 +69,7 @@ class RecordedCall:
         self.kept_products = seams.keep_products() if selective and not is_compiled(f) else None
         self._call_selectively = find_selective_call(f) if selective else None
         self._keepers: list[Keeper] = [] if self.kept_products is None else [self.kept_products]
-        self._kept_slots: dict[int, Tensor] = {}  # what regions keep of what autograd saves
+        self._kept_slots: dict[int, tuple[Tensor, int]] = {}  # what regions keep of what autograd saves
         self._watch: Any = None
         self._dropped: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled: dict[int, tuple[Tensor, int]] = {}  # by slot: the tensor and its version
@@ -92,7 +92,7 @@ class RecordedCall:
             return out
         forward = self._forward
         self._conditions = conditions = Conditions(self.f, self.name, forward, self._inventory)
-        if not conditions.inventory.may_keep_products:
+        if not conditions.inventory.learned.may_keep_products:
             self.kept_products, self._keepers = None, []
         self._requires_grad = list(map(_requires_grad, inputs))
         handle = _Handle(self, recoverer)
@@ -104,11 +104,13 @@ class RecordedCall:
             if forward.is_one_of_several:  # FSDP frees weights after forward, and gathers them again when f runs again
                 self._sources = None
             regions = None
-            if forward.keep or conditions.inventory.regions or conditions.is_observed:
+            if forward.keep or conditions.inventory.learned.regions or conditions.is_observed:
                 regions = seams.keep_regions(self.f, self.name, forward, conditions)
             if regions is not None:
                 self._keepers.append(regions)
             self._given = inputs
+            if self.kept_products is not None:
+                self.kept_products.begin(conditions.fixed, conditions.is_observed)
             with saved_tensors_hooks(self._pack, handle.unpack):
                 if self._keepers:
                     with ExitStack() as stack:
@@ -153,12 +155,13 @@ class RecordedCall:
     def _end_keeping(self, regions: Any) -> None:
         if self.kept_products is not None:
             self.kept_products.end_first_run()
+            if self.kept_products.was_written:
+                self._conditions.inventory.learned.may_keep_products = False
         if regions is None:
             return
         regions.end_first_run()
         self._kept_slots = regions.slots
-        known = self._conditions.inventory.regions
-        known += [module for module in regions.seen_regions if module not in known]
+        self._conditions.inventory.learned.regions.update(regions.seen_regions)
         if not regions.regions:
             self._keepers.remove(regions)
 
@@ -169,7 +172,7 @@ class RecordedCall:
 
     def recover_inside(self) -> None:
         """Refill what has been dropped so far, during the first run: f itself asks for it, as it differentiates inside."""
-        self._conditions.inventory.differentiates = True
+        self._conditions.inventory.learned.differentiates = True
         self._conditions.random.end_first_run()  # so far
         keepers, self._keepers = self._keepers, []
         for keeper in keepers:
@@ -256,11 +259,13 @@ class RecordedCall:
         if refill:
             refilled: dict[int, tuple[Tensor, int]] | None = self._refilled
         else:
-            refilled = {} if self._conditions.inventory.differentiates else None
+            refilled = {} if self._conditions.inventory.learned.differentiates else None
         hooks = RefillHooks(self.name, self._dropped, refilled, random if stop_early else None, self._kept_slots)
         try:
             out = self._conditions.run_again(self._run_again, inputs, hooks, check_draws)
         except (Exception, AllRefilled):
+            if hooks.error is not None and (kept is None or not kept.has_handed_out):
+                raise hooks.error from None
             if kept is not None and kept.has_handed_out and not hooks.has_refilled_all:
                 kept.have_fitted = False
             elif not hooks.has_refilled_all:  # TorchScript wraps what ends the run
@@ -353,7 +358,7 @@ class RecordedCall:
         """
         if self.kept_products is None or not self.kept_products.has_handed_out:
             return False
-        self._conditions.inventory.may_keep_products = False
+        self._conditions.inventory.learned.may_keep_products = False
         self._refilled.clear()
         return True
 

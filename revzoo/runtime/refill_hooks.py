@@ -25,7 +25,7 @@ class RefillHooks:
         name: what runs, for messages.
         dropped: shapes and dtypes of the tensors that the first run dropped.
         refilled: where to put the tensors, each with its version; None to keep none.
-        kept: tensors of the first run that take the place of those of this one, by slot.
+        kept: tensors of the first run, with their versions then, that take the place of those of this one, by slot.
         stops_with: knows when all random numbers are drawn, so that the run may end behind the last tensor; None: it may not.
     """
 
@@ -35,7 +35,7 @@ class RefillHooks:
         dropped: Sequence[tuple[torch.Size, torch.dtype]],
         refilled: dict[int, tuple[Tensor, int]] | None,
         stops_with: RandomState | None,
-        kept: Mapping[int, Tensor] = MappingProxyType({}),
+        kept: Mapping[int, tuple[Tensor, int]] = MappingProxyType({}),
     ):
         self._name = name
         self._dropped = dropped
@@ -44,6 +44,7 @@ class RefillHooks:
         self._kept = kept
         self._stops_with = stops_with
         self._detach = detach if torch._C._len_torch_dispatch_stack() else Tensor.detach
+        self.error: RecoveryError | None = None  # TorchScript would hide it
         self.seen = 0
         self.has_refilled_all = False
 
@@ -53,12 +54,15 @@ class RefillHooks:
         if slot == self._count and self.has_refilled_all:  # f has caught what should have ended the run
             raise AllRefilled
         if slot == self._count or self._dropped[slot] != (tensor.shape, tensor.dtype):
-            raise make_difference_error(self._name, self._dropped, slot, f"a tensor {tuple(tensor.shape)} of {tensor.dtype}")
+            saved = f"a tensor {tuple(tensor.shape)} of {tensor.dtype}"
+            self.error = make_difference_error(self._name, self._dropped, slot, saved)
+            raise self.error
         self.seen = slot + 1
         if self._refilled is not None:
+            version = tensor._version
             if self._kept and slot in self._kept:
-                tensor = self._kept[slot]
-            self._refilled[slot] = self._detach(tensor), tensor._version
+                tensor, version = self._kept[slot]
+            self._refilled[slot] = self._detach(tensor), version
         # An operation that draws may have saved the tensor that it is about to fill (RReLU), so wait for the last draw.
         if self.seen == self._count and self._stops_with is not None and not self._stops_with.has_to_draw:
             self.has_refilled_all = True

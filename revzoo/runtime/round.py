@@ -55,7 +55,7 @@ class Round:
         """Return what compares the tensors that autograd saves in a call; see `CallWatch`."""
         if not self.compares:
             return None
-        return CallWatch(x, call.conditions, call.kept_products, same_input=same_input, reads_whole=reads_whole)
+        return CallWatch(x, call.conditions, same_input=same_input, reads_whole=reads_whole)
 
     def watch_segment(self, exact: bool) -> "SegmentWatch":
         """Return what compares the states of a segment."""

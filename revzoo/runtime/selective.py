@@ -13,7 +13,7 @@ run and another hands them out in the second, so that only what is cheap is comp
   a further backward through a retained graph.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from revzoo.runtime import seams
 from revzoo.runtime.compiling import leave_uncompiled
 from revzoo.runtime.nested import tensors_in, wraps_tensors
 from revzoo.runtime.operations import Operation, describe
+from revzoo.runtime.sample import read_sample
 
 _Set = int  # of outputs: bit i is set if output i is in it
 _ANY_SO_FAR = -1  # what fills uninitialised memory unseen may have read every output so far
@@ -46,7 +47,19 @@ class KeptProducts:
         self.have_fitted, self.has_handed_out, self.is_paused = True, False, False
         self.outputs: list[_Output] = []
         self._needed: _Set = 0
+        self.was_written = False  # whether an output was changed where no dispatch mode sees it
+        self._fixed: set[int] = set()  # the storages of parameters and the like
+        self._samples = False
         self._known: dict[int, _Set] = {}  # by storage, during the first run: the outputs that its contents were computed from
+
+    def begin(self, fixed: Iterable[Tensor], samples: bool) -> None:
+        """Begin the first run.
+
+        Args:
+            fixed: tensors that do not change until backward: a product that reads another one is another product.
+            samples: whether to look for outputs that are changed unseen.
+        """
+        self._fixed, self._samples = set(map(_find_storage, fixed)), samples
 
     def record(self) -> AbstractContextManager[Any]:
         """Return a dispatch mode for the first run."""
@@ -56,10 +69,6 @@ class KeptProducts:
         """Note that autograd saves a tensor: the outputs that it was computed from are needed."""
         sources = _ANY_SO_FAR if wraps_tensors(type(tensor)) else self._known.get(_find_storage(tensor), 0)
         self._needed |= self._resolve(sources)
-
-    def holds(self, saved: Tensor) -> bool:
-        """Return whether a tensor is, or lies in, an output that the first run has kept."""
-        return any(_find_storage(saved) == _find_storage(x) for output in self.outputs for x in output.tensors)
 
     def follow(self, operation: Operation, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note an operation of the first run: keep what a product returns, and note what results were computed from."""
@@ -82,10 +91,15 @@ class KeptProducts:
         if operation.leaves_contents_open:
             sources = _ANY_SO_FAR
         elif operation.is_product and not operation.draws(args, kwargs):
-            self.outputs.append(_Output(func, args, out, sources))
+            self.outputs.append(_Output((func, self.describe(args)), out, sources, self._samples))
             sources = 1 << (len(self.outputs) - 1)
         for x in results:
             known[_find_storage(x)] = sources
+
+    def describe(self, args: Any) -> list[Any]:
+        """Return what tells the operands of one product from those of another: shapes, and which of the fixed tensors."""
+        operands = [(x.shape, _find_storage(x)) for x in args if isinstance(x, Tensor)]
+        return [(shape, storage if storage in self._fixed else None) for shape, storage in operands]
 
     def _resolve(self, sources: _Set) -> _Set:
         return (1 << len(self.outputs)) - 1 if sources == _ANY_SO_FAR else sources
@@ -95,6 +109,9 @@ class KeptProducts:
         for i, output in reversed(list(enumerate(self.outputs))):
             is_needed = self._needed >> i & 1
             if output.was_modified():
+                output.free()
+            elif output.was_written():
+                self.was_written = True
                 output.free()
             if not is_needed:
                 output.leave_out()
@@ -113,20 +130,21 @@ class _Output:
     """What one product has returned, kept apart from autograd's graph.
 
     Args:
-        operation: the product.
-        args: what it was called with.
+        product: the operation and its operands.
         out: what it has returned.
         sources: the outputs that this was computed from.
+        samples: whether to remember some bytes, which show a change that raises no version.
     """
 
-    __slots__ = ("_call", "_value", "_versions", "is_left_out", "sources", "tensors")
+    __slots__ = ("_sample", "_value", "_versions", "is_left_out", "product", "sources", "tensors")
 
-    def __init__(self, operation: Any, args: Any, out: Any, sources: _Set):
-        self._call = operation, _list_shapes(args)
+    def __init__(self, product: Any, out: Any, sources: _Set, samples: bool):
+        self.product = product
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # keeps the version counter
             self._value: Any = _map(Tensor.detach, out)
         self.tensors = [x for x in ((self._value,) if isinstance(out, Tensor) else self._value) if isinstance(x, Tensor)]
         self._versions = [x._version for x in self.tensors]
+        self._sample = list(map(read_sample, self.tensors)) if samples else []
         self.sources = sources
         self.is_left_out = False
 
@@ -135,23 +153,23 @@ class _Output:
         """Whether its contents are kept."""
         return bool(self.tensors)
 
-    def is_of(self, operation: Any, args: Any) -> bool:
-        """Return whether a call is the one that has returned this, as far as operation and shapes tell."""
-        return self._call == (operation, _list_shapes(args))
-
     def was_modified(self) -> bool:
         """Return whether its contents have changed since."""
         return [x._version for x in self.tensors] != self._versions
 
+    def was_written(self) -> bool:
+        """Return whether some of its bytes have changed although no version has."""
+        return bool(self._sample) and list(map(read_sample, self.tensors)) != self._sample
+
     def free(self) -> None:
         """Free it: it will be computed again."""
-        self._value, self.tensors, self._versions = None, [], []
+        self._value, self.tensors, self._versions, self._sample = None, [], [], []
 
     def leave_out(self) -> None:
         """Free it: nothing that is needed is computed from it. NaN of the same shape will stand in for it."""
         if self.is_kept:
             self._value = _map(_Layout.of, self._value)
-            self.is_left_out, self.tensors, self._versions = True, [], []
+            self.is_left_out, self.tensors, self._versions, self._sample = True, [], [], []
 
     def take(self) -> Any:
         """Return the output; None if it has to be computed."""
@@ -197,7 +215,7 @@ class _HandOut(_Mode):
         operation = describe(func)
         if operation.is_product and self._outputs and not operation.draws(args, kwargs or {}):
             output = self._outputs.pop()
-            if not output.is_of(func, args):
+            if output.product != (func, self._kept.describe(args)):
                 self._kept.have_fitted = False  # what was handed out before may have been wrong, too
                 self._outputs.clear()
             elif (out := output.take()) is not None:
@@ -210,10 +228,6 @@ class _HandOut(_Mode):
         if any(output.is_kept for output in self._outputs):
             self._kept.have_fitted = False
         self._outputs.clear()
-
-
-def _list_shapes(args: Any) -> list[torch.Size]:
-    return [x.shape for x in args if isinstance(x, Tensor)]
 
 
 class _Layout(NamedTuple):

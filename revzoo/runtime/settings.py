@@ -57,6 +57,7 @@ _CPU: list[_Setting] = [
     *_EVERYWHERE,
     (torch.get_num_threads, torch.set_num_threads),
     (_read_least, _set_least),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
     _precision("mkldnn", "matmul"),
     _precision("mkldnn", "conv"),
 ]

@@ -316,7 +316,7 @@ def test_parameters_replaced_between_forward_and_backward_are_refused(mode, chai
     others = {key: p * 2 for key, p in chain.named_parameters()}
     y1, y2 = torch.func.functional_call(chain, others, streams)
     with pytest.raises(
-        RecoveryError, match=r"of steps\.1 was another tensor in forward, as under torch\.func\.functional_call"
+        RecoveryError, match=r"of steps\.1 was another tensor or module in forward, as under torch\.func\.functional_call"
     ):
         (y1 * y2).sum().backward()
 

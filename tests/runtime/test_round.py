@@ -2,13 +2,14 @@
 
 import random
 import warnings
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from revzoo.errors import RecoveryError
+from revzoo.errors import InputError, RecoveryError
 from revzoo.runtime import LayerChain, ReversibleChain, set_tripwire
 from revzoo.runtime.node import run_node
 from revzoo.runtime.tripwire import Watch
@@ -285,6 +286,189 @@ def test_regions_that_are_named_are_kept(keep, error):
     expected = run(chain, "store")
     for mode in MODES:
         assert error(run(chain, mode), expected) < 1e-8
+
+
+class Routed(nn.Module):
+    """A step with a region of the test's own."""
+
+    def __init__(self, region, use):
+        super().__init__()
+        self.region, self.use = region(), use
+        self.codes = nn.Parameter(torch.randn(6, D))
+
+    def forward(self, w):
+        return self.use(self, w)
+
+
+class Codes(nn.Module):
+    """Returns scores, and codes if it is asked for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, 4)
+
+    def forward(self, x, names_codes=True):
+        scores = self.linear(x).softmax(-1)
+        return (scores, scores.argmax(-1)) if names_codes else scores
+
+
+class Generates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return (layer(x).tanh() for layer in (self.a, self.b))
+
+
+def change_codes(step, w):
+    scores, codes = step.region(w)
+    codes.add_(1)
+    return step.codes[codes] * scores[..., :1]
+
+
+def change_scores(step, w):
+    scores, codes = step.region(w)
+    scores = scores.detach()
+    scores *= 2
+    return step.codes[codes] * (w.sum(-1, keepdim=True) + scores[..., :1])
+
+
+def ask_for_codes_in_the_second_call(step, w):
+    first = step.region(w, names_codes=False)
+    scores, codes = step.region(w * 2)
+    return step.codes[codes] * (first * scores)[..., :1]
+
+
+def map_over_examples(step, w):
+    scores, codes = torch.func.vmap(lambda x: step.region(x))(w)
+    return step.codes[codes] * scores[..., :1]
+
+
+def add_up(step, w):
+    return sum(step.region(w), torch.zeros_like(w))
+
+
+USES = [change_codes, change_scores, ask_for_codes_in_the_second_call, map_over_examples, add_up]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_step_does_with_a_region(use, mode, error):
+    region = Generates if use is add_up else Codes
+    chain, stored = (make_chain(lambda: Routed(region, use)) for _ in range(2))
+    expected = differentiate(stored, "store", batch=12)
+    for _ in range(4):
+        assert error(differentiate(chain, mode, batch=12), expected) < 1e-10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_scripted_submodule_has_no_hooks(mode, error):
+    script = lambda: nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(D, D), nn.GELU())), nn.Linear(D, D))  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chain = make_chain(script)
+    for _ in range(3):  # TorchScript runs as it is written at first, and saves other tensors later
+        expected = differentiate(chain, "store")
+    assert error(differentiate(chain, mode), expected) < 1e-10
+
+
+def test_regions_beside_an_inverse_are_kept_and_those_with_one_are_refused():
+    class Scale(nn.Module):
+        def forward(self, x):
+            return x * 1
+
+        def inverse(self, x):
+            return x
+
+    step = lambda: nn.Sequential(Mixture(names_experts=False), Scale())  # noqa: E731
+    Router.calls = 0
+    differentiate(make_chain(step, keep="*.router"), "invert", batch=24)
+    with pytest.raises(InputError, match=r"keep names a Scale of steps\.0 that is compiled, scripted or made of layers"):
+        differentiate(make_chain(step, keep=[Scale]), "recompute")
+
+
+class Choosing(nn.Module):
+    """Multiplies with one of two weights, which NumPy or an attribute chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(D, D) for _ in range(2))
+        self.chosen = 0
+
+    def forward(self, w):
+        return (w @ self.weights[self.chosen]).sin()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_product_with_another_weight_is_another_product(mode, error):
+    """As where two forwards with different adapters precede both backwards."""
+    chain = make_chain(Choosing)
+    expected = differentiate(chain, "store")
+    chain.schedule = mode
+    streams = make_streams()
+    y1, y2 = chain(*streams)
+    for step in chain.steps:
+        step.chosen = 1
+    with pytest.raises(RecoveryError, match="ran differently the second time"):
+        (y1.sin() * y2).sum().backward()
+    for step in chain.steps:
+        step.chosen = 0
+    assert error(differentiate(chain, mode), expected) < 1e-10
+
+
+class Writes(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(D, D), function
+
+    def forward(self, w):
+        return self.function(self.linear(w), w)
+
+
+def double_unseen(h, w):
+    h.detach().numpy()[...] *= 2
+    return h.sin()
+
+
+def read_unseen(h, w):
+    return (torch.from_numpy(h.detach().numpy() * 2) * w).sin()
+
+
+@pytest.mark.parametrize("function", [double_unseen, read_unseen])
+@pytest.mark.parametrize("toggles", [False, True])
+def test_products_that_are_read_or_written_unseen_are_not_kept(function, toggles, error):
+    chain, stored = (make_chain(lambda: Writes(function)) for _ in range(2))
+    expected = differentiate(stored, "store")
+    for i in range(6):
+        if toggles:
+            for step in chain.steps:
+                step.linear.train(i % 2 == 0)
+        assert error(differentiate(chain, "selective"), expected) < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_a_submodule_exchanged_before_backward_is_named(mode, rounds):
+    chain = make_chain()
+    for _ in range(rounds):
+        differentiate(chain, mode)
+    chain.schedule = mode
+    y1, y2 = chain(*make_streams())
+    chain.steps[1][0] = nn.Linear(D, D).double()
+    with pytest.raises(RecoveryError, match=r"'0' of steps\.1 was another tensor or module in forward"):
+        (y1 * y2).sum().backward()
+
+
+def test_exchanged_weights_are_freed_by_the_next_forward():
+    chain = make_chain()
+    for _ in range(3):
+        differentiate(chain, "invert")
+    weight = weakref.ref(chain.steps[0][0].weight)
+    chain.load_state_dict({key: t.clone() for key, t in chain.state_dict().items()}, assign=True)
+    with torch.no_grad():
+        chain(*make_streams())
+    assert weight() is None
 
 
 def test_a_failing_forward_leaves_no_hooks():

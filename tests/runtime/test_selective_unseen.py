@@ -323,7 +323,7 @@ CASES: dict[Function, str] = {
     draw_before_what_is_saved: "kept",
     draw_in_attention: "kept",
     build_a_cache: "twice",
-    build_a_cache_like_what_follows: "again",
+    build_a_cache_like_what_follows: "twice",
     build_a_cache_in_between: "kept",
     build_a_cache_just_before: "again",
     multiply_sparse: "kept",
