@@ -67,6 +67,7 @@ def run_link(
         if forward.drift is not None:
             with torch.no_grad():
                 forward.drift.add(pair[0], update.invert(following, out)[0])
+    del out  # before anything else is computed
     if grid is not None:
         watch_range(grid, following, link)
     return following, segment
