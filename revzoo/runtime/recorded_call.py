@@ -119,9 +119,12 @@ class RecordedCall:
                         out = self._call(*inputs)
                 else:
                     out = self._call(*inputs)
-        except BaseException:
+        except BaseException as error:
             if self._watch is not None:
                 self._watch.abandon()
+            if isinstance(error, Exception) and self.name not in str(error):
+                kept = " with the outputs of its products kept (mode 'selective')" if self.kept_products is not None else ""
+                error.add_note(f"Raised in {self.name}, run{kept} so that backward can run it again.")
             raise
         finally:  # the hooks live as long as the graph, and what they hold would keep the graph of a failed forward alive
             self._given = ()

@@ -55,7 +55,7 @@ PINNED = {
     "reforward": "(module, batch, budget=None, *, optimizer=None, loss=None)",
     "ordinary_": "(model)",
     "release": "(module)",
-    "reversible_": ("(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, split=None)"),
+    "reversible_": ("(model, *paths, batch=None, coupling='momentum', kept_bits=8, fraction_bits=None, split=None, keep=())"),
     "solve": "(profile, budget, solver='timeline', *, baseline='peak', lookahead=0)",
     "transform": "(model)",
     "verify": "(model, batch)",
