@@ -104,7 +104,7 @@ class ReversibleChain(nn.Module):
 
     @property
     def exact(self) -> bool:
-        """Whether the streams are rounded to a grid, which makes inversion exact."""
+        """Whether exact arithmetic was asked for. A coupling with kept bits puts the streams on a grid in any case."""
         return self._exact
 
     @exact.setter

@@ -40,7 +40,7 @@ def run_link(
         # One before the first inverted step is never undone, so its update keeps nothing.
         bijection = BijectionUpdate(link, will_invert=segment is not None)
         following = bijection.advance(pair, None)
-        forward.snapshots = None  # it may have drawn random numbers
+        forward.snapshots = None  # those that users write may draw
         if segment is not None:
             segment.append(bijection, None, pair)
         return following, segment
@@ -48,19 +48,21 @@ def run_link(
         segment.end(pair)
         segment = None
     grid, call, recoverer = forward.grid, None, None
-    is_first = segment is None
+    rebuilds_state_before = segment is not None
     if link.mode.inverts and segment is None:
         segment = InvertedSegment(grid is not None, forward.round)
     coupling = link.coupling.bind(pair)
     if coupling is not link.coupling or calls.observer is not None:
         forward.snapshots = None  # random numbers may have been drawn
-    update = StepUpdate(coupling, grid, pair[0], will_invert=not is_first)
+    update = StepUpdate(coupling, grid, pair[0], will_invert=rebuilds_state_before)
     if link.mode.drops:
-        call = record_step(link, forward, watched=is_first)
-        recoverer = segment or SavedInputs(pair[1:], forward.round)
+        call = record_step(link, forward, watched=not rebuilds_state_before)
+        recoverer = segment if segment is not None else SavedInputs(pair[1:], forward.round)
     else:
         forward.snapshots = None  # it may draw random numbers
     out = call_step(link, pair, forward.side, call, recoverer)
+    if call is not None and call.is_recorded:
+        forward.snapshots = call.conditions.snapshots
     following = update.advance(pair, out)
     if segment is not None:
         segment.append(update, call, pair)
@@ -87,7 +89,7 @@ def record_step(step: Step, forward: Forward, watched: bool) -> RecordedCall:
         call = seams.record_layerwise(step, forward, watched)
         if call is not None:
             return cast(RecordedCall, call)
-    return RecordedCall(f, step.name, forward, selective=step.mode.keeps_products, watched=watched, inventory=inventory)
+    return RecordedCall(f, step.name, forward, selective=step.mode.is_selective, watched=watched, inventory=inventory)
 
 
 def watch_range(grid: Arithmetic, pair: Pair, link: Step | Bijection) -> None:

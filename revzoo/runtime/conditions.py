@@ -15,7 +15,7 @@ from revzoo.errors import RecoveryError
 from revzoo.host_copy import find_graph
 from revzoo.runtime.forward import Forward, take_turn
 from revzoo.runtime.inventory import Inventory, Tensors, get_root, take_inventory
-from revzoo.runtime.random_state import RandomState, find_generators, leaves_alone
+from revzoo.runtime.random_state import RandomState, Snapshot, find_generators, leaves_alone
 
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 
@@ -50,12 +50,12 @@ class Conditions:
         if not inventory.devices <= forward.devices:
             generators = find_generators(inventory.devices | forward.devices)
             forward.snapshots = None
-        self.random = RandomState(generators, forward.snapshots)
+        before, forward.snapshots = forward.snapshots, None
+        self.random = RandomState(generators, before)
 
     def end_first_run(self) -> None:
         """Note how the random streams have moved."""
-        snapshots = self.random.end_first_run()
-        self.forward.snapshots = snapshots if self.random.generators is self.forward.generators else None
+        self.random.end_first_run()
         if self.random.has_drawn:
             self._graph = find_graph()
 
@@ -87,7 +87,7 @@ class Conditions:
         states: list[Tensor] | None = None
         root, training, statistics, entered, attributes = None, inventory.training, None, None, None
         try:
-            if inventory.training:
+            if inventory.training:  # flags: f is a module
                 root = get_root(self._f)  # type: ignore[arg-type]
                 training = inventory.read_training(root)
                 if training != inventory.training:
@@ -134,6 +134,11 @@ class Conditions:
                 f"{replaced!r} of {self._name} was another tensor or module in forward, as under torch.func.functional_call or "
                 "after load_state_dict(assign=True). Run backward first, or set the schedule to 'store'."
             )
+
+    @property
+    def snapshots(self) -> list[Snapshot] | None:
+        """The states of the forward's random streams after the first run; None where it has others."""
+        return self.random.after if self.random.generators is self.forward.generators else None
 
     @property
     def is_compiled(self) -> bool:

@@ -79,8 +79,9 @@ class Coupling:
     def bind(self, pair: Pair) -> "Coupling":
         """Return the coupling of one step of one forward: here the same for all.
 
-        A subclass may return one whose `advance` and `invert` have coefficients for each example; its `b` is the least in
-        magnitude of them. The update of the step holds it until backward.
+        A subclass may return one whose `advance` and `invert` have coefficients for each example; `advance` must save nothing
+        for backward. The own `b` is the least in magnitude of all. The update of the step holds what is returned until
+        backward; `chain.inverse` uses the coupling itself, and so does a grid, for which `require_exact` has to raise.
         """
         return self
 

@@ -71,8 +71,8 @@ class Forward:
         keep: names the submodules whose outputs are kept (`kept_regions.py`).
 
     Attributes:
-        round: compares the second runs of this forward with the first; None if they are not compared.
-        snapshots: the states of the random streams behind the latest call, if it was a recorded one.
+        round: looks at second runs: compares them, or only shows states to an observer; None if nobody looks.
+        snapshots: the states of the random streams now, if `run_link` knows them; they are used once.
         drift: measures what rounding loses, if not None.
     """
 

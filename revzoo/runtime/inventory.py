@@ -22,7 +22,7 @@ from revzoo.sharded import is_sharded
 
 Tensors = dict[str, Tensor | None]
 Pattern = str | type[nn.Module] | Callable[[nn.Module], bool]  # names submodules
-_NAME, _LEARNED = _OWN = "_revzoo_inventory", "_revzoo_learned"  # in the module's __dict__
+_NAME, _LEARNED = "_revzoo_inventory", "_revzoo_learned"  # in the module's __dict__
 _is_training: Callable[[nn.Module], bool] = attrgetter("training")
 _get_version: Callable[[Tensor], int] = attrgetter("_version")
 _get_device: Callable[[Tensor], torch.device] = attrgetter("device")
@@ -37,7 +37,7 @@ class Inventory:
         silent: its submodules that do not run.
 
     Attributes:
-        fixed: parameters, buffers that forward does not change, none of which may change until backward.
+        fixed: parameters and buffers that must be unchanged until backward.
         learned: what has been seen of the module's calls.
         statistics: the buffers of norms that move their running statistics in this call.
     """
@@ -185,11 +185,11 @@ class Attributes:
         for now, then in self._taken:
             if len(now) == len(then) and all(map(is_, now.values(), then.values())):
                 continue
-            for key in [key for key in now if key not in then and key not in _OWN]:
+            for key in [key for key in now if key not in then and not _is_own(key)]:
                 del now[key]
                 has_changed = True
             for key, value in then.items():
-                if key not in _OWN and now.get(key, _MISSING) is not value:
+                if now.get(key, _MISSING) is not value and not _is_own(key):
                     now[key] = value
                     has_changed = True
         return has_changed
@@ -202,24 +202,28 @@ def take_inventory(f: Any) -> Inventory:
     """Return what a function holds now."""
     if not isinstance(f, nn.Module):
         return _NOTHING
-    root = get_root(f)
-    known: Inventory | None = f.__dict__.get(_NAME)
-    if (
-        known is not None
-        and known.belongs_to(root)
-        and known.has_same_entries()
-        and known.training == known.read_training(root)
-    ):
+    root, name = get_root(f), _NAME
+    silent: Sequence[nn.Module] = ()
+    if hasattr(type(f), "silent_modules"):
+        silent = cast(Any, f).silent_modules
+        name = "_".join([_NAME, *(str(id(m)) for m in silent)])
+    known: Inventory | None = root.__dict__.get(name)
+    is_known = known is not None and known.belongs_to(root) and known.has_same_entries()
+    if known is not None and is_known and known.training == known.read_training(root):
         return known
-    silent = getattr(f, "silent_modules", ()) if hasattr(type(f), "silent_modules") else ()
-    inventory = f.__dict__[_NAME] = Inventory(root, silent)
+    # On the root, not on what stands for it: a network that is deleted is freed with its blocks.
+    inventory = root.__dict__[name] = Inventory(root, silent)
     return inventory
 
 
 def forget_inventory(f: Any) -> None:
     """Let go of what a module held in its latest recorded call: since then its tensors may have been exchanged."""
     if isinstance(f, nn.Module):
-        f.__dict__.pop(_NAME, None)
+        get_root(f).__dict__.pop(_NAME, None)
+
+
+def _is_own(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith((_NAME, _LEARNED))
 
 
 def get_root(f: nn.Module) -> nn.Module:

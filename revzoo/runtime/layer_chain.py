@@ -180,7 +180,7 @@ def _run_recorded(layers: Sequence[Layer], inputs: list[Tensor], lookahead: Look
             for layer in run:
                 begin_call(layer.module, (x,))
                 if layer.mode.keeps_input:
-                    call = RecordedCall(layer.module, layer.name, forward, selective=layer.mode.keeps_products)
+                    call = RecordedCall(layer.module, layer.name, forward, selective=layer.mode.is_selective)
                     x = call.first_run(SavedInputs((x,), forward.round), x)
                 else:
                     x = layer.module(x)

@@ -174,7 +174,7 @@ class _Update:
     b = 1.0
     inverts_first = False
     reads = 0
-    kept_bits: Sequence[Tensor] = ()
+    lost_bits: Sequence[Tensor] = ()
     growth: float | Tensor = 1.0
 
 

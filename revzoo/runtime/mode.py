@@ -26,6 +26,11 @@ class Mode(StrEnum):
         return self is not Mode.STORE
 
     @cached_property
+    def is_selective(self) -> bool:
+        """Whether products are kept, and the cheap rest is computed again."""
+        return self is Mode.SELECTIVE
+
+    @cached_property
     def keeps_products(self) -> bool:
         """Whether the outputs of compute-intensive operations are kept."""
         return self in (Mode.STORE, Mode.SELECTIVE)

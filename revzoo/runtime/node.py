@@ -46,7 +46,7 @@ def _run_recorded(module: nn.Module, name: str, mode: Mode, *inputs: Tensor, loo
     forward = Forward(inputs[0], lookahead=lookahead)
     forward.round = begin_round(module, inputs[0], (mode,))
     with forward:
-        call = RecordedCall(module, name, forward, selective=mode.keeps_products)
+        call = RecordedCall(module, name, forward, selective=mode.is_selective)
         return call.first_run(SavedInputs(inputs, forward.round), *inputs)
 
 

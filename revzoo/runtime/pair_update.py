@@ -82,7 +82,7 @@ class StepUpdate:
         self._lost_bits: Any = None
 
     @property
-    def kept_bits(self) -> Sequence[Tensor]:
+    def lost_bits(self) -> Sequence[Tensor]:
         """The bits that the next `invert` uses up."""
         bits = self._lost_bits
         return () if bits is None else (bits,) if isinstance(bits, Tensor) else bits.fields
@@ -119,7 +119,7 @@ class BijectionUpdate:
     inverts_first = False
     reads = 1
     growth = b = 1.0
-    kept_bits: Sequence[Tensor] = ()
+    lost_bits: Sequence[Tensor] = ()
 
     def __init__(self, bijection: Bijection, will_invert: bool = False):
         self._bijection = bijection

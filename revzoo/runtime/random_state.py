@@ -90,23 +90,22 @@ class RandomState:
         before: their states, if nothing has drawn since they were read.
     """
 
-    __slots__ = ("_after", "_before", "generators", "has_drawn")
+    __slots__ = ("_before", "after", "generators", "has_drawn")
 
     def __init__(self, generators: Sequence[Generator], before: list[Snapshot] | None = None):
         self.generators = generators
-        self._before = self._after = take_snapshots(generators) if before is None else before
+        self._before = self.after = take_snapshots(generators) if before is None else before
         self.has_drawn = False  # whether the first run drew a number
 
-    def end_first_run(self) -> list[Snapshot]:
-        """Record the states after the call, and return them."""
-        self._after = take_snapshots(self.generators)
-        self.has_drawn = not _are_same(self._before, self._after)
-        return self._after
+    def end_first_run(self) -> None:
+        """Record the states after the call."""
+        self.after = take_snapshots(self.generators)
+        self.has_drawn = not _are_same(self._before, self.after)
 
     @property
     def has_drawn_all(self) -> bool:
         """Whether as many numbers have been drawn as in the first run."""
-        return _leaves_alone.get() or _are_same(take_snapshots(self.generators), self._after)
+        return _leaves_alone.get() or _are_same(take_snapshots(self.generators), self.after)
 
     @property
     def has_to_draw(self) -> bool:

@@ -169,6 +169,11 @@ class RecordedCall:
             self._keepers.remove(regions)
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether its first run was recorded; not where a compiled step has run the graph of mode `selective`."""
+        return self._find_handle is not None
+
+    @property
     def is_running(self) -> bool:
         """Whether its first run is under way."""
         return bool(self._given)
@@ -277,6 +282,7 @@ class RecordedCall:
         finally:
             hooks.end()
         if kept is not None and not kept.have_fitted:
+            # What was handed out may have caused what was raised. It is used up: the next run computes everything.
             self._refilled.clear()
             return self.run_again(*inputs, refill=refill, stop_early=stop_early, check_draws=check_draws)
         if hooks.has_refilled_all:

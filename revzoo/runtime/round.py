@@ -82,7 +82,8 @@ class Round:
 
     @staticmethod
     def send() -> None:
-        """Have devices send what they have to compare."""
+        """Have devices send what they have to compare, and judge what has arrived."""
+        judge_arrived()
         send_comparisons()
 
 
@@ -99,7 +100,7 @@ def begin_round(first: Any, x: Tensor, kind: tuple[Any, ...] = ()) -> Round | No
     setting = get_setting()
     if not setting:
         return None if states.observer is None else Round(_Counter(), compares=False)
-    if torch._C._len_torch_dispatch_stack():  # who counts bytes in one counts those of a backward that is compared
+    if torch._C._len_torch_dispatch_stack():  # bytes and FLOPs are counted in one, always those of a backward that is compared
         return Round(_Counter())
     shape = tuple([n if isinstance(n, int) else None for n in x.shape])
     counters = _counters.setdefault(first, {})

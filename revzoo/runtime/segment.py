@@ -102,7 +102,7 @@ class Update(Protocol):
     reads: int  # which of the states in front of it is the input of f
 
     @property
-    def kept_bits(self) -> Sequence[Tensor]:
+    def lost_bits(self) -> Sequence[Tensor]:
         """What `invert` uses up besides the states."""
 
     @property
@@ -158,7 +158,7 @@ class InvertedSegment:
 
     Args:
         exact: whether inversion rebuilds every bit.
-        round: counts that this forward's second runs are compared with the first; None if they are not.
+        round: looks at the second runs of this forward; None if nobody does.
         origin: the call that this segment is a part of, which runs again to give states. Then forward keeps none.
 
     Cost: the states of one boundary, one extra forward of each step or layer.
@@ -175,7 +175,8 @@ class InvertedSegment:
         self._has_ended = False
         self._at = 0  # the boundary that the states belong to
         self._needed = 0  # how many items inversion may go over again
-        self._frees = False  # whether what layers keep for that can be freed. With an origin it may start again at the end
+        # Whether passed layers may free what their inverses need: not with an origin, which may give the last states again.
+        self._frees = False
         self._in_use: list[RecordedCall] = []  # the calls recovered last
         self._watch: StateWatch | None = None if round is None else round.watch_segment(exact)
 
@@ -268,6 +269,7 @@ class InvertedSegment:
         update, states = self._items[goal].update, self._states()
         needs_no_state_before = goal == self._first and not update.inverts_first
         if self._at == goal or needs_no_state_before:
+            # Before the item f's input is one of the states; after it, the first of the pair.
             call.refill(states[update.reads if self._at == goal else 0])
             if self._watch is not None:
                 self._watch.compare_refilled(call)
@@ -283,7 +285,7 @@ class InvertedSegment:
         if self._kept is None and self._origin is not None:
             return self._origin.get_sources()
         passed = self._items[call.place or 0 : self._at]
-        return *(self._states() if self._kept else ()), *(bits for item in passed for bits in item.update.kept_bits)
+        return *(self._states() if self._kept else ()), *(bits for item in passed for bits in item.update.lost_bits)
 
     def _free_passed(self) -> None:
         """Free what the inversion of calls needs that have been undone, once the graph has freed what they saved.
@@ -303,7 +305,7 @@ class InvertedSegment:
         in_use = self._in_use
         if call in in_use:
             in_use.remove(call)
-        while len(in_use) > ahead:
+        while len(in_use) > (1 if ahead else 0):
             in_use.pop(0).free_refilled()
         in_use.append(call)
 

@@ -24,6 +24,7 @@ accelerator. A fingerprint is a few Python numbers on a CPU, at most 1/128 of th
 import math
 import warnings
 from collections import deque
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
@@ -234,6 +235,10 @@ class _Comparison(NamedTuple):
     of_layer: bool = False
     scale: Tensor | None = None  # by which the tolerance is larger than it says
 
+    def without_values(self) -> "_Comparison":
+        expected, actual = (each._replace(values=None) for each in (self.expected, self.actual))
+        return self._replace(expected=expected, actual=actual, scale=None)
+
 
 def _measure(expected: list[float], actual: list[float], tolerance: float) -> tuple[float, float]:
     """Return the norms of the difference and of the original."""
@@ -246,23 +251,18 @@ class _Transfer:
     """What comparisons have found on one device, on its way to the host together."""
 
     def __init__(self, comparisons: list[_Comparison]):
-        self._comparisons = comparisons
-        measured: list[list[Tensor]] = [
-            [],
-            [],
-        ]  # differences of bits, and norms of projections: of the difference, the original
-        self._bits = [c for c in comparisons if c.tolerance == 0]
-        self._norms = [c for c in comparisons if c.tolerance != 0]
-        expected, actual = ([getattr(c, which).values for c in self._norms] for which in ("expected", "actual"))
-        for c in self._bits:
-            measured[0].append(c.expected.values != c.actual.values)
-        if self._norms:
-            norms = torch._foreach_norm(torch._foreach_sub(actual, expected))
-            errors = [e if c.scale is None else e / c.scale for c, e in zip(self._norms, norms, strict=True)]
-            measured[1] = [torch.stack([*errors, *torch._foreach_norm(expected)]).double()]
-        flat = [torch.cat(each) for each in measured if each]
-        self._lengths = [len(each) for each in measured[0]]
-        self._copy = HostCopy(*flat)
+        bits, norms = ([c for c in comparisons if (c.tolerance == 0) == of_bits] for of_bits in (True, False))
+        numbers, self._lengths = list[Tensor](), [len(c.expected.values) for c in bits]
+        if bits:
+            numbers.append(torch.cat([c.expected.values != c.actual.values for c in bits]))
+        if norms:
+            expected, actual = ([getattr(c, which).values for c in norms] for which in ("expected", "actual"))
+            errors = torch._foreach_norm(torch._foreach_sub(actual, expected))
+            errors = tuple(e if c.scale is None else e / c.scale for c, e in zip(norms, errors, strict=True))
+            numbers.append(torch.stack([*errors, *torch._foreach_norm(expected)]).double())
+        self._copy = HostCopy(*numbers)
+        # Without the fingerprints, whose memory is free again.
+        self._bits, self._norms = ([c.without_values() for c in each] for each in (bits, norms))
 
     @property
     def has_arrived(self) -> bool:
@@ -272,17 +272,14 @@ class _Transfer:
     def judge(self) -> None:
         """Raise RecoveryError for the first comparison that does not fit."""
         found = iter(self._copy.read())
-        measured: dict[int, tuple[float, float]] = {}
         if self._bits:
             differs = iter(next(found))
             for c, length in zip(self._bits, self._lengths, strict=True):
-                measured[id(c)] = float(sum(next(differs) for _ in range(length)) > 0), 1.0
+                c.watch.judge(c, float(sum(islice(differs, length)) > 0), 1.0)
         if self._norms:
             norms = next(found)
             for c, error, size in zip(self._norms, norms, norms[len(self._norms) :], strict=False):
-                measured[id(c)] = error, size
-        for c in self._comparisons:
-            c.watch.judge(c, *measured[id(c)])
+                c.watch.judge(c, error, size)
 
 
 _waiting: deque[_Comparison] = deque()
