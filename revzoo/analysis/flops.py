@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from revzoo.analysis.dry_run import call, isolated, linear_loss
+from revzoo.analysis.operation_flops import count_operation_flops
 from revzoo.runtime.graph.captured_call import is_replaced
-from revzoo.runtime.operations import count_operation_flops
 
 
 def count_flops(model: nn.Module, batch: Any) -> int:

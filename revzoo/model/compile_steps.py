@@ -40,6 +40,6 @@ def compile_steps(model: nn.Module, **options: Any) -> None:
             "compile_steps takes a revzoo.Model, a ReversibleChain or a module that contains one. Received: "
             f"{type(model).__name__}. Use torch.compile for other modules."
         )
-    from revzoo.runtime.compiled_step import compile_calls  # takes longer to import than PyTorch itself
+    from revzoo.model.compiled_step import compile_calls  # takes longer to import than PyTorch itself
 
     compile_calls(list(dict.fromkeys(steps)), **options)

@@ -1,16 +1,13 @@
 """What a call watches: fingerprints of the tensors that autograd saves in it, of its first run, compared after a second.
 
-    the last two            are read whole, when the first run has ended: most of what goes differently shows in them
-    every other, on a CPU   leaves a sample of its bytes: what goes differently may be scaled down later, or lie in front of an
-                            output that mode `selective` keeps
+    on a CPU     of all of them: what goes differently may be scaled down later, or lie before a product that is kept
+    elsewhere    of the last two, in which most of what goes differently shows; none where the state that follows is compared
 
 On a CPU, a second run on the same input repeats every bit if one thread computes. With several, or where the compiler may have
 made another kernel meanwhile, sums may be added up in another order.
 
-Cost: on a CPU up to 1 KiB for each tensor that autograd saves, or its hash where bits repeat.
-
-Nothing is kept alive for this: a tensor is sampled when two others have been saved after it. By then the operation has run that
-it was saved for, which may have filled it (the noise of RReLU).
+Nothing is kept alive for this: a tensor is read when two others have been saved after it. By then the operation has run that it
+was saved for, which may have filled it (the noise of RReLU).
 """
 
 from collections import deque
@@ -23,12 +20,10 @@ from revzoo.host_copy import can_read_now
 from revzoo.runtime.conditions import Conditions
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.inventory import find_spacing
-from revzoo.runtime.sample import read_sample
 from revzoo.runtime.tripwire import Watch
 
 _LARGEST_DIFFERENCE = 1e-2  # relative, of two runs whose inputs or kernels differ by rounding
 _REORDERED = 64  # the same on a CPU with the same input, where only the order of sums differs, in spacings of the numbers
-_LARGEST_SHARE = 0.25  # of differing booleans in a sample of some hundreds; rounding turns hardly any
 
 
 class CallWatch:
@@ -48,9 +43,7 @@ class CallWatch:
         self._is_on_cpu = can_read_now(x)
         self._repeats_bits = same_input and self._is_on_cpu and torch.get_num_threads() == 1 and not conditions.is_compiled
         self._latest: deque[tuple[int, Tensor, int]] = deque()  # slot, tensor, version; two, since the last is often a weight
-        self._taken: list[
-            tuple[int, Fingerprint | int | bytes, tuple[int, ...]]
-        ] = []  # by slot; of samples the hash, where bits repeat
+        self._taken: list[tuple[int, Fingerprint]] = []  # by slot
 
     def note(self, slot: int, tensor: Tensor) -> None:
         """Note a tensor that autograd saves in the first run."""
@@ -60,17 +53,14 @@ class CallWatch:
         if len(latest) == 2:
             earlier, saved, version = latest.popleft()
             if saved is not latest[0][1] and saved._version == version:
-                self._sample(earlier, saved)
+                self._take(earlier, saved)
         latest.append((slot, tensor, tensor._version))
 
     def end_first_run(self) -> None:
         """Take the fingerprints of the last two, and let go of all tensors."""
         while self._latest:
             slot, tensor, _ = self._latest.popleft()
-            if not self._reads_whole:
-                self._sample(slot, tensor)
-            elif (fingerprint := take_fingerprint(tensor, bits=self._repeats_bits)) is not None:
-                self._taken.append((slot, fingerprint, ()))
+            self._take(slot, tensor, self._reads_whole)
 
     def abandon(self) -> None:
         """Let go of all tensors: the first run has failed."""
@@ -98,16 +88,11 @@ class CallWatch:
         Raises:
             RecoveryError: one differs by more than is explained.
         """
-        for slot, taken, strides in self._taken:
+        for slot, taken in self._taken:
             tensor, version = refilled.get(slot, (None, 0))  # another thread may have taken it
-            if tensor is None or tensor._version != version:
-                continue
-            if isinstance(taken, Fingerprint):
+            if tensor is not None and tensor._version == version:
                 tolerance = self._limit(tensor, spacing, same_input)
                 watch.compare(name, taken, tensor, tolerance, explained, of_state=False)
-            elif tensor.stride() == strides and (sample := self._read(tensor)) != taken and sample is not None:
-                tolerance = self._limit(tensor, spacing, same_input)
-                watch.judge_samples(name, taken, sample, tensor.dtype, tolerance, explained)
 
     def _is_telling(self, tensor: Tensor) -> bool:
         """Return whether a tensor can show a difference: no weight, no moving statistic."""
@@ -116,26 +101,15 @@ class CallWatch:
             return False
         return not self._conditions.holds_moving(tensor)
 
-    def _sample(self, slot: int, tensor: Tensor) -> None:
-        """Take a sample of a tensor that is not read whole."""
-        if self._is_on_cpu and (taken := self._read(tensor)) is not None:
-            self._taken.append((slot, taken, tensor.stride()))
-
-    def _read(self, tensor: Tensor) -> int | bytes | None:
-        dtype = tensor.dtype
-        if not self._repeats_bits:
-            return read_sample(tensor) if dtype.is_floating_point or dtype is torch.bool else None
-        if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
-            return None  # kernels save workspaces as integers, with bytes that they have not written
-        return None if (data := read_sample(tensor)) is None else hash(data)
+    def _take(self, slot: int, tensor: Tensor, also_elsewhere: bool = False) -> None:
+        if (self._is_on_cpu or also_elsewhere) and (taken := take_fingerprint(tensor, bits=self._repeats_bits)) is not None:
+            self._taken.append((slot, taken))
 
     def _limit(self, tensor: Tensor, spacing: float, same_input: bool) -> float:
         """Return the largest relative difference that is explained."""
         if self._repeats_bits:
             return 0.0
-        if tensor.dtype is torch.bool:
-            return _LARGEST_SHARE
         largest = max(_LARGEST_DIFFERENCE, 16 * spacing)
         if same_input and self._is_on_cpu:
-            return min(largest, _REORDERED * max(spacing, find_spacing(tensor.dtype)))
+            return min(largest, _REORDERED * max(spacing, find_spacing(tensor.dtype)) or largest)
         return largest

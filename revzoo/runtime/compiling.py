@@ -69,7 +69,7 @@ def are_compiled(modules: Iterable[nn.Module]) -> bool:
 
 
 def find_selective_call(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the call of a compiled step for mode `selective` (`compiled_step.py`); None if it has none."""
+    """Return the call of a compiled step for mode `selective` (`model/compiled_step.py`); None if it has none."""
     call: Callable[..., Any] | None = getattr(getattr(function, "_compiled_call_impl", None), "call_selectively", None)
     return call
 

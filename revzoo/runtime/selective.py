@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from revzoo.host_copy import can_read_now
 from revzoo.runtime import seams
 from revzoo.runtime.compiling import leave_uncompiled
+from revzoo.runtime.fingerprint import take_fingerprint
 from revzoo.runtime.nested import tensors_in, wraps_tensors
 from revzoo.runtime.operations import Operation, describe
-from revzoo.runtime.sample import read_sample
 
 _Set = int  # of outputs: bit i is set if output i is in it
 _ANY_SO_FAR = -1  # what fills uninitialised memory unseen may have read every output so far
@@ -133,7 +134,7 @@ class _Output:
         product: the operation and its operands.
         out: what it has returned.
         sources: the outputs that this was computed from.
-        samples: whether to remember some bytes, which show a change that raises no version.
+        samples: whether to take fingerprints on a CPU, which show a change that raises no version.
     """
 
     __slots__ = ("_sample", "_value", "_versions", "is_left_out", "product", "sources", "tensors")
@@ -144,7 +145,7 @@ class _Output:
             self._value: Any = _map(Tensor.detach, out)
         self.tensors = [x for x in ((self._value,) if isinstance(out, Tensor) else self._value) if isinstance(x, Tensor)]
         self._versions = [x._version for x in self.tensors]
-        self._sample = list(map(read_sample, self.tensors)) if samples else []
+        self._sample = self._read() if samples else []
         self.sources = sources
         self.is_left_out = False
 
@@ -158,8 +159,12 @@ class _Output:
         return [x._version for x in self.tensors] != self._versions
 
     def was_written(self) -> bool:
-        """Return whether some of its bytes have changed although no version has."""
-        return bool(self._sample) and list(map(read_sample, self.tensors)) != self._sample
+        """Return whether its bytes have changed although no version has."""
+        return bool(self._sample) and self._read() != self._sample
+
+    def _read(self) -> list[Any]:
+        taken = (take_fingerprint(x, bits=True) for x in self.tensors if can_read_now(x))
+        return [each.values for each in taken if each is not None and isinstance(each.values, list)]
 
     def free(self) -> None:
         """Free it: it will be computed again."""

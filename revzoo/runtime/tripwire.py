@@ -35,7 +35,6 @@ from revzoo.errors import InputError, RecoveryError
 from revzoo.host_copy import HostCopy, is_capturing
 from revzoo.runtime.fingerprint import Fingerprint, take_fingerprint
 from revzoo.runtime.forward import second_run
-from revzoo.runtime.sample import interpret_sample
 
 # A saved tensor is judged by its own size, but by no less than this share of the largest state: what a norm makes of a state
 # that is constant or zero is nothing but rounding.
@@ -142,33 +141,6 @@ class Watch:
             tolerance = max(tolerance, explained)
         self._judge_or_wait(_Comparison(self, name, expected, actual, tolerance, of_state, of_layer, scale))
         return True
-
-    def judge_samples(
-        self,
-        name: str,
-        expected: int | bytes,
-        actual: int | bytes,
-        dtype: torch.dtype,
-        tolerance: float,
-        explained: float | Tensor = 0.0,
-    ) -> None:
-        """Judge two samples of a tensor that differ: by their numbers, or as hashes.
-
-        Args:
-            name: name of the step that was run again, for messages.
-            expected: bytes of the original, or their hash.
-            actual: those of the refilled tensor.
-            dtype: of the tensor.
-            tolerance: largest relative difference; 0 for hashes.
-            explained: relative error that is predicted, which counts where it exceeds the tolerance.
-        Raises:
-            RecoveryError: they differ by more.
-        """
-        first, second = interpret_sample(expected, dtype), interpret_sample(actual, dtype)
-        if tolerance:
-            tolerance = max(tolerance, float(explained))
-        comparison = _Comparison(self, name, first, second, tolerance, of_state=False)
-        self.judge(comparison, *_measure(first.values, second.values, tolerance))
 
     def judge(self, comparison: "_Comparison", error: float, size: float) -> None:
         """Raise RecoveryError if two fingerprints differ too much.

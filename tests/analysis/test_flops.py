@@ -7,9 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from revzoo.analysis.flops import FlopCounter, count_flops
+from revzoo.analysis.operation_flops import count_operation_flops
 from revzoo.errors import InputError
 from revzoo.runtime import ReversibleChain
-from revzoo.runtime.operations import count_operation_flops
 
 MM = 2 * 5 * 8 * 8  # one product of (5, 8) and (8, 8)
 

@@ -15,7 +15,6 @@ from revzoo.analysis.chains import find_block_chains
 from revzoo.errors import RecoveryError
 from revzoo.runtime import LayerChain, ReversibleChain
 from revzoo.runtime.live_bytes import LiveBytes
-from revzoo.runtime.sample import read_sample
 
 WIDTH = 8
 DROPPING = ("invert", "recompute", "selective")
@@ -289,51 +288,6 @@ def test_sums_in_another_order_are_no_difference_where_several_threads_compute()
     differentiate(make_chain, Reordering, 1, "recompute")
     with pytest.raises(RecoveryError, match="of which rounding explains 7.6e-06"):
         differentiate(make_chain, ScaledDown, 1, "recompute")
-
-
-@pytest.mark.parametrize("shape", [(5,), (64, 33), (3, 50, 70), (2, 3, 17, 19)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool])
-def test_a_sample_is_of_the_elements_of_a_tensor_alone(shape, dtype):
-    whole = torch.zeros(*(2 * size + 1 for size in shape), dtype=dtype)
-    view = whole[tuple(slice(1, 1 + size) for size in shape)].movedim(0, -1)
-    before = read_sample(view)
-    assert before is not None
-    assert len(before) <= 8 * 64
-    kept = view.clone()
-    whole.fill_(1)
-    view.copy_(kept)
-    assert read_sample(view) == before
-    for index in (0, -1):
-        view[(index,) * view.dim()] = 1
-        assert read_sample(view) != before
-        view.copy_(kept)
-    assert read_sample(view.fill_(1)) != before
-    assert len(set(read_sample(view))) <= 2 * view.element_size()
-
-
-@pytest.mark.parametrize("numel", [1, 255, 256, 1000, 4097])
-def test_a_sample_of_memory_without_gaps_is_of_it_alone(numel):
-    view = torch.ones(numel + 1024)[512:-512].zero_()
-    before = read_sample(view)
-    assert set(before) == {0}
-    assert len(before) < 1024
-    view[0] = 1
-    assert read_sample(view) != before
-
-
-def test_what_has_no_bytes_has_no_sample():
-    freed = torch.ones(9)
-    freed.untyped_storage().resize_(0)
-    none = [freed, torch.ones(0), torch.ones(3, device="meta"), torch.eye(3).to_sparse(), nn.Parameter(torch.ones(3))]
-    assert [read_sample(x) for x in none] == [None] * 5
-    seen = []
-    torch.vmap(lambda x: seen.append(read_sample(x)) or x)(torch.ones(2, 3))
-    torch.func.jvp(lambda x: seen.append(read_sample(x)) or x, (torch.ones(3),), (torch.ones(3),))
-    torch.func.grad(lambda x: seen.append(read_sample(x)) or x.sum())(torch.ones(3))
-    assert seen == [None] * 3
-    zeros = torch._efficientzerotensor(4, dtype=torch.float32)
-    assert [read_sample(x) for x in (zeros, zeros[1:])] == [None] * 2
-    assert read_sample(torch.ones(1).expand(4, 5)) == read_sample(torch.ones(1))
 
 
 @pytest.mark.parametrize("mode", ["recompute", "selective", "invert"])
